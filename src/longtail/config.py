@@ -1,0 +1,162 @@
+"""The whole configuration of a run: one frozen tree of pydantic models.
+
+The class defaults are the vetted recipe; every key set in a TOML file or on the command line is
+visibly the user's own. `load` reads, overlays, validates and never touches a model or a data file.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, docstrings under fields are help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    """The policy that is trained."""
+
+    path: str = "tiny-reasoner"
+    """Hugging Face directory, or `tiny-reasoner`: the embedded model, warm-started here once."""
+
+
+class DataSection(Section):
+    """Where prompts come from."""
+
+    source: str = "tiny-reasoner"
+    """`tiny-reasoner`, a .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]`, or
+    `reasoning_gym:TASK`."""
+    heldout: str | None = None
+    """Source of held-out prompts, same forms; unset takes `heldout_size` off the end of `source`."""
+    heldout_size: Annotated[int, Field(ge=0)] = 64
+    """Held-out prompts, for the evaluation before and after."""
+    size: Annotated[int, Field(ge=1)] = 2048
+    """Prompts to generate, for generated sources; files give what they hold."""
+    prompt_column: str | None = None
+    """Column with the prompt (text or chat messages); unset tries TRL's and verl's names."""
+    answer_column: str | None = None
+    """Column with the reference answer; unset tries TRL's and verl's names."""
+    max_prompt_len: Annotated[int, Field(ge=1)] = 512
+    """Tokens, chat template applied; a longer prompt is an error unless `drop_long_prompts`."""
+    drop_long_prompts: bool = False
+    """Leave out prompts over `max_prompt_len`, with a count, instead of stopping."""
+    shuffle: bool = True
+    """Visit prompts in a new order each epoch, drawn from the run's seed."""
+
+
+class RewardSection(Section):
+    """How completions are graded."""
+
+    name: str = "tiny-reasoner"
+    """`exact`, `reasoning_gym`, `math_verify`, `tiny-reasoner`, or `module:function` with TRL's
+    signature."""
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """A grader that takes longer over one completion is killed; its rollout is excluded."""
+    workers: Annotated[int, Field(ge=1)] = 1
+    """Grader processes."""
+
+
+class RolloutSection(Section):
+    """Writing completions."""
+
+    prompts_per_step: Annotated[int, Field(ge=1)] = 16
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Completions of each prompt."""
+    max_tokens: Annotated[int, Field(ge=1)] = 2048
+    """Longest completion."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion, beside the tokenizer's end-of-sequence token."""
+    max_running: Annotated[int, Field(ge=1)] = 64
+    """Requests that generate at the same time."""
+    max_step_tokens: Annotated[int, Field(ge=1)] = 512
+    """Tokens of one engine step; longer prompts are prefilled in chunks."""
+    kv_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens the KV cache may hold; 0 is enough for `max_running` longest requests."""
+    dtype: Dtype = "float32"
+    """Of the weights and the KV cache while generating."""
+
+
+class LearnerSection(Section):
+    """Updating the policy."""
+
+    loss: LossName = "grpo"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; linear and cosine reach 0 at the last step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    mini_batches: Annotated[int, Field(ge=1)] = 1
+    """Optimizer updates a step; 1 is strictly on-policy."""
+    clip_low: Annotated[float, Field(gt=0)] | None = None
+    """Ratio clipping below 1; unset takes the loss's own (0.2; gspo 3e-4)."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """Ratio clipping above 1; unset takes the loss's own (0.2; dapo 0.28; gspo 4e-4)."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the initial policy; 0 keeps no reference model."""
+    importance_cap: Annotated[float, Field(gt=1)] | None = None
+    """Truncated importance correction for the rollout-against-learner gap: weights
+    min(learner/rollout, cap); unset logs the gap and corrects nothing."""
+    dynamic_sampling: bool | None = None
+    """Leave out groups whose rewards are all equal; unset is on for dapo only."""
+    overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    """DAPO's soft penalty over the last so many tokens before `rollout.max_tokens`; 0 is off."""
+    tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
+    """Packing budget; a longer sequence gets a micro-batch of its own."""
+    gradient_checkpointing: bool = False
+    autocast: bool = False
+    """bfloat16 matrix products over float32 weights."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Of the master weights; float64 is the reference."""
+
+
+class EvalSection(Section):
+    """Held-out evaluation, before the first step and after the last."""
+
+    samples: Annotated[int, Field(ge=1)] = 2
+    """Completions of each held-out prompt, drawn with the rollout's own sampling."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Also evaluate every so many steps; 0 is before and after only."""
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    dir: str = "runs/default"
+    """Resolved config, metrics, rollouts, checkpoints and the card go here."""
+    steps: Annotated[int, Field(ge=1)] = 100
+    seed: int = 0
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Compute threads of this process; 0 takes every core."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 10
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    resume: bool = True
+    """Go on from the newest checkpoint in `dir` if there is one; off refuses a used directory."""
+    save_rollouts: bool = True
+    """Append every graded completion to rollouts.jsonl."""
+    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Metric writers beside metrics.jsonl, each behind the extra of its name."""
+
+
+class RunConfig(Section):
+    """`longtail train` reads exactly this."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    reward: RewardSection = RewardSection()
+    rollout: RolloutSection = RolloutSection()
+    learner: LearnerSection = LearnerSection()
+    eval: EvalSection = EvalSection()
+    run: RunSection = RunSection()

@@ -1,0 +1,1 @@
+"""The rollout engine: continuous batching over a KV cache, one flat list of tokens a step."""

@@ -1,0 +1,46 @@
+"""Every error longtail raises on purpose.
+
+    LongtailError
+    +-- ConfigError             (ValueError)       the user can fix it: names field, value, remedy
+    |   +-- UnsupportedModelError                  the architecture is not one of ours
+    |   +-- DataError                              a prompt source, column or tokenizer is unusable
+    +-- RequestError            (ValueError)       one request cannot be served by this engine
+    +-- NonFiniteError          (ArithmeticError)  NaN or infinity in weights, loss or logits
+    +-- CheckpointError         (OSError)          a checkpoint cannot be written or read
+    +-- GradingError            (RuntimeError)     a grader failed; the completion has no reward
+
+Each class also inherits the standard exception it refines, so callers may catch either. All of
+them carry a single message, hence pickle and cross process boundaries.
+"""
+
+
+class LongtailError(Exception):
+    """Base of everything raised on purpose; `except LongtailError` is what the CLI prints."""
+
+
+class ConfigError(LongtailError, ValueError):
+    """The user asked for something impossible. The message names field, value and remedy."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The model directory holds an architecture that longtail does not implement."""
+
+
+class DataError(ConfigError):
+    """A prompt source, a column or a tokenizer cannot be used."""
+
+
+class RequestError(LongtailError, ValueError):
+    """A generation request can never be served by this engine (too long, empty, bad limits)."""
+
+
+class NonFiniteError(LongtailError, ArithmeticError):
+    """NaN or infinity where the run cannot go on. The message names the tensor and the step."""
+
+
+class CheckpointError(LongtailError, OSError):
+    """A checkpoint could not be written or read; the previous one is untouched."""
+
+
+class GradingError(LongtailError, RuntimeError):
+    """A grader raised, hung, or returned nonsense. Never turned into a reward of 0."""

@@ -1,0 +1,1 @@
+"""The target model: one decoder for every supported family, and its Hugging Face door."""

@@ -1,0 +1,136 @@
+"""Rotary position embedding with the frequency scalings that the supported families ship.
+
+Su et al. 2021 (arXiv 2104.09864); linear interpolation: Chen et al. 2023 (arXiv 2306.15595);
+YaRN: Peng et al. 2023 (arXiv 2309.00071); llama3: the Llama 3.1 release.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+RopeScaling = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Frequencies of the rotation; fields beyond `theta` are read by the scalings that name them."""
+
+    theta: float = 10_000.0
+    scaling: RopeScaling = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    """llama3, yarn: context length of the unscaled model."""
+    low_freq_factor: float = 1.0
+    """llama3."""
+    high_freq_factor: float = 4.0
+    """llama3."""
+    beta_fast: float = 32.0
+    """yarn: rotations above which a dimension is left alone."""
+    beta_slow: float = 1.0
+    """yarn: rotations below which a dimension is interpolated in full."""
+    attention_factor: float | None = None
+    """yarn: multiplies cos and sin; None derives it from `factor`."""
+    mscale: float | None = None
+    """yarn: with `mscale_all_dim`, replaces the derived attention factor (DeepSeek)."""
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    """yarn: round the correction range to whole dimensions."""
+
+
+def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
+    """Interpolate long wavelengths in full, short ones not at all, blend between the two."""
+    old_len, low, high = (
+        config.original_max_positions, config.low_freq_factor, config.high_freq_factor,
+    )
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (old_len / wavelength - low) / (high - low)
+    blended = (1 - smooth) * inv_freq / config.factor + smooth * inv_freq
+    scaled = torch.where(wavelength > old_len / low, inv_freq / config.factor, blended)
+    return torch.where(wavelength < old_len / high, inv_freq, scaled)
+
+
+def _yarn(inv_freq: Tensor, head_dim: int, config: RopeConfig) -> Tensor:
+    """NTK-by-parts (YaRN section 3.2): ramp from extrapolation to interpolation over dimensions."""
+
+    def correction_dim(rotations: float) -> float:
+        ratio = config.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(config.theta))
+
+    low, high = correction_dim(config.beta_fast), correction_dim(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of zero width would divide by zero
+    ramp = ((torch.arange(head_dim // 2, dtype=inv_freq.dtype) - low) / (high - low)).clamp(0, 1)
+    return inv_freq / config.factor * ramp + inv_freq * (1 - ramp)
+
+
+def _yarn_attention_factor(config: RopeConfig) -> float:
+    """Temperature of YaRN (equation 22), folded into cos and sin."""
+
+    def get_mscale(scale: float, mscale: float) -> float:
+        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return get_mscale(config.factor, config.mscale) / get_mscale(
+            config.factor, config.mscale_all_dim
+        )
+    return get_mscale(config.factor, 1.0)
+
+
+def inverse_frequencies(
+    head_dim: int, config: RopeConfig
+) -> Float[Tensor, "half_dim"]:
+    """Radians per position of each pair of dimensions, scaled (float32, as the families do)."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    inv_freq = 1.0 / (config.theta**exponent)
+    if config.scaling == "linear":
+        return inv_freq / config.factor
+    if config.scaling == "llama3":
+        return _llama3(inv_freq, config)
+    if config.scaling == "yarn":
+        return _yarn(inv_freq, head_dim, config)
+    return inv_freq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """cos and sign-folded sin of one step's positions, shared by every layer."""
+
+    cos: Float[Tensor, "tokens 1 head_dim"]
+    sin: Float[Tensor, "tokens 1 head_dim"]
+
+    def apply(
+        self, x: Float[Tensor, "tokens any_heads head_dim"]
+    ) -> Float[Tensor, "tokens any_heads head_dim"]:
+        """Rotate each pair (i, i + head_dim / 2) by its position's angle.
+
+        With sin negated on the first half, rotate_half(x) * sin is a plain roll of x times sin.
+        """
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
+
+
+class Rope:
+    """Makes the rotation of any list of positions."""
+
+    def __init__(self, head_dim: int, config: RopeConfig) -> None:
+        self._inv_freq = inverse_frequencies(head_dim, config)
+        self._scale = _yarn_attention_factor(config) if config.scaling == "yarn" else 1.0
+
+    def rotation(self, positions: Int[Tensor, "tokens"], dtype: torch.dtype) -> Rotation:
+        """Angles are taken in float32 (float64 for the reference), whatever the model's dtype."""
+        working = torch.float64 if dtype == torch.float64 else torch.float32
+        self._inv_freq = self._inv_freq.to(positions.device)
+        angles = positions[:, None].to(working) * self._inv_freq.to(working)
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        return Rotation(
+            cos=torch.cat((cos, cos), -1)[:, None].to(dtype),
+            sin=torch.cat((-sin, sin), -1)[:, None].to(dtype),
+        )

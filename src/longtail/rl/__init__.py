@@ -1,0 +1,1 @@
+"""Reinforcement learning: prompts, rewards, advantages, packing, losses, the learner."""
