@@ -8,14 +8,19 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Share = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
+Schedule = Literal["constant", "linear", "cosine"]
+WriterName = Literal["tensorboard", "wandb"]
 LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"]
 
 
 class Section(BaseModel):
     """Base of every section: frozen, unknown keys refused, docstrings under fields are help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ModelSection(Section):
@@ -65,14 +70,19 @@ class RolloutSection(Section):
     """Writing completions."""
 
     prompts_per_step: Annotated[int, Field(ge=1)] = 16
+    """Prompts of one step; each is answered `group_size` times."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Completions of each prompt."""
     max_tokens: Annotated[int, Field(ge=1)] = 2048
     """Longest completion."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits; training needs more than 0 (greedy answers of a group are all alike)."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample among the so many likeliest tokens; 0 keeps every token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the likeliest tokens that hold this probability; 1 keeps every token."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Leave out tokens below this share of the likeliest one's probability; 0 keeps every token."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, beside the tokenizer's end-of-sequence token."""
     max_running: Annotated[int, Field(ge=1)] = 64
@@ -89,13 +99,19 @@ class LearnerSection(Section):
     """Updating the policy."""
 
     loss: LossName = "grpo"
+    """Policy-gradient loss, with the advantages that belong to it."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Peak of AdamW's learning rate."""
+    schedule: Schedule = "constant"
     """After warm-up; linear and cosine reach 0 at the last step."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decoupled decay, of matrices only."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global norm."""
     mini_batches: Annotated[int, Field(ge=1)] = 1
     """Optimizer updates a step; 1 is strictly on-policy."""
     clip_low: Annotated[float, Field(gt=0)] | None = None
@@ -114,6 +130,7 @@ class LearnerSection(Section):
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
     """Packing budget; a longer sequence gets a micro-batch of its own."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, about a third more time."""
     autocast: bool = False
     """bfloat16 matrix products over float32 weights."""
     dtype: Literal["float32", "float64"] = "float32"
@@ -135,18 +152,22 @@ class RunSection(Section):
     dir: str = "runs/default"
     """Resolved config, metrics, rollouts, checkpoints and the card go here."""
     steps: Annotated[int, Field(ge=1)] = 100
-    seed: int = 0
+    """Rollout-and-update steps, those before a resume included."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of everything drawn: prompt order, generated data, sampling noise, fresh weights."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Compute threads of this process; 0 takes every core."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
+    """Steps between checkpoints; the last step always makes one."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """Newest checkpoints that stay on disk."""
     resume: bool = True
     """Go on from the newest checkpoint in `dir` if there is one; off refuses a used directory."""
     save_rollouts: bool = True
     """Append every graded completion to rollouts.jsonl."""
-    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    writers: tuple[WriterName, ...] = ()
     """Metric writers beside metrics.jsonl, each behind the extra of its name."""
 
 
@@ -160,3 +181,80 @@ class RunConfig(Section):
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
     run: RunSection = RunSection()
+
+
+class SftDataSection(Section):
+    """Prompts with the completions to imitate."""
+
+    source: str = "tiny-reasoner"
+    """`tiny-reasoner`, a .jsonl or .parquet file, or `hf:NAME_OR_DIR[:SPLIT]`; rows hold a prompt
+    and a completion, or one list of chat messages whose last is the completion."""
+    size: Annotated[int, Field(ge=1)] = 8192
+    """Examples to generate, for generated sources; files give what they hold."""
+    prompt_column: str | None = None
+    """Column with the prompt; unset tries the usual names."""
+    completion_column: str | None = None
+    """Column with the completion; unset tries the usual names."""
+    max_len: Annotated[int, Field(ge=2)] = 2048
+    """Tokens of prompt and completion; a longer example is an error unless `drop_long`."""
+    drop_long: bool = False
+    """Leave out examples over `max_len`, with a count, instead of stopping."""
+
+
+class SftTrainSection(Section):
+    """Updating the model."""
+
+    steps: Annotated[int, Field(ge=1)] = 400
+    """Optimizer updates, those before a resume included."""
+    batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    """Tokens of one update, packed, prompts included."""
+    tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
+    """Tokens of one forward and backward pass; a longer sequence gets a pass of its own."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak of AdamW's learning rate."""
+    schedule: Schedule = "cosine"
+    """After warm-up; linear and cosine reach 0 at the last step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    """Steps over which the learning rate rises linearly from 0."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled decay, of matrices only."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global norm."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, about a third more time."""
+    autocast: bool = False
+    """bfloat16 matrix products over float32 weights."""
+
+
+class SftRunSection(Section):
+    """The run as a whole."""
+
+    dir: str = "runs/sft"
+    """Resolved config, metrics and checkpoints go here; the model is in `checkpoints/*/policy`."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of everything drawn: example order, generated data, fresh weights."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Compute threads of this process; 0 takes every core."""
+    log_every: Annotated[int, Field(ge=1)] = 10
+    """Steps between lines on the terminal; metrics.jsonl gets every step."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 100
+    """Steps between checkpoints; the last step always makes one."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 1
+    """Newest checkpoints that stay on disk."""
+    resume: bool = True
+    """Go on from the newest checkpoint in `dir` if there is one; off refuses a used directory."""
+    writers: tuple[WriterName, ...] = ()
+    """Metric writers beside metrics.jsonl, each behind the extra of its name."""
+
+
+class SftConfig(Section):
+    """`longtail sft` reads exactly this."""
+
+    model: ModelSection = ModelSection()
+    data: SftDataSection = SftDataSection()
+    train: SftTrainSection = SftTrainSection()
+    run: SftRunSection = SftRunSection()
