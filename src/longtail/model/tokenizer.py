@@ -1,0 +1,158 @@
+"""Text to token ids and back, and the chat template; the door to the tokenizers of transformers.
+
+transformers takes seconds to import, so it is imported when the first tokenizer is made. What is
+done with text is nobody's business here.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, final
+
+from longtail.errors import ConfigError, DataError
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+"""The first three tokens of a `character_tokenizer`, ids 0, 1, 2."""
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def _transformers() -> ModuleType:
+    import transformers
+
+    return transformers
+
+
+@final
+class Tokenizer:
+    """A vocabulary with its chat template. No special token is added to a text or left out of it.
+
+    Texts carry their special tokens in writing (the chat template writes them), and each is read
+    as the one token it names.
+    """
+
+    def __init__(self, inner: Any, eos_ids: tuple[int, ...]) -> None:
+        self._inner = inner  # transformers' PreTrainedTokenizerBase
+        self._eos_ids = eos_ids
+        self._vocab_size = 1 + max(inner.get_vocab().values())
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return self._vocab_size
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text; the tokenizer's own, which training texts end with, comes first."""
+        return self._eos_ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Tell whether `render` and `chat` can be used."""
+        return self._inner.chat_template is not None
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text, none added."""
+        return tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones left out."""
+        return self._inner.decode(list(tokens), skip_special_tokens=True)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
+    ) -> str:
+        """Apply the chat template, up to where the assistant's answer begins.
+
+        Without `generation_prompt` the text ends after the last message. Raises DataError when
+        there is no chat template or when it refuses the messages.
+        """
+        import jinja2
+
+        if not self.has_chat_template:
+            raise DataError(
+                "tokenizer.chat_template is missing but the prompts are chat messages: add a "
+                "chat_template.jinja to the model directory, or give prompts as plain text"
+            )
+        conversation = [dict(message) for message in messages]
+        try:
+            return self._inner.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except jinja2.TemplateError as error:
+            roles = [message.get("role") for message in conversation]
+            raise DataError(
+                f"tokenizer.chat_template refuses messages with roles {roles}: {error}; change "
+                "the messages or the template"
+            ) from error
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """Return the tokens of `render`."""
+        return self.encode(self.render(messages, generation_prompt=generation_prompt))
+
+    def save(self, path: Path | str) -> None:
+        """Write tokenizer.json, tokenizer_config.json and the chat template into a directory."""
+        self._inner.save_pretrained(str(path))
+
+
+def _listed(value: Any) -> list[int]:
+    """Flatten `eos_token_id` as configurations spell it: null, a number, or a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _eos_ids(path: Path, inner: Any) -> tuple[int, ...]:
+    """Tokenizer's own, then those of generation_config.json (config.json where that is absent)."""
+    ids = _listed(inner.eos_token_id)
+    for name in ("generation_config.json", "config.json"):
+        if (path / name).is_file():
+            ids += _listed(json.loads((path / name).read_text()).get("eos_token_id"))
+            break
+    return tuple(dict.fromkeys(ids))
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """Read the tokenizer of a Hugging Face directory; nothing is downloaded, no code is run."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError(f"tokenizer path {str(path)!r} is not a directory: give a local one")
+    if not any((path / name).is_file() for name in _FILES):
+        raise DataError(
+            f"{path} holds no tokenizer (tokenizer.json): copy the tokenizer files of the model "
+            "into it"
+        )
+    try:
+        inner = _transformers().AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise DataError(f"{path}: the tokenizer cannot be read: {error}") from error
+    return Tokenizer(inner, _eos_ids(path, inner))
+
+
+def character_tokenizer(
+    characters: str, *, special: Sequence[str] = (), chat_template: str | None = None
+) -> Tokenizer:
+    """Build a tokenizer of single characters: <pad>, <eos>, <unk>, `special`, then `characters`.
+
+    Example: character_tokenizer("01+", special=("<user>",)).encode("<user>1+1") == (3, 5, 6, 5)
+    """
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    symbols = [PAD, EOS, UNKNOWN, *special, *characters]
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    assert len(vocabulary) == len(symbols), "a symbol occurs twice"
+    backend = Backend(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([PAD, EOS, UNKNOWN, *special])
+    inner = _transformers().PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN
+    )
+    inner.chat_template = chat_template
+    return Tokenizer(inner, (vocabulary[EOS],))

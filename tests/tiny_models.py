@@ -1,0 +1,64 @@
+"""Random models and a tokenizer small enough to run in milliseconds; shared by every test room."""
+
+import string
+
+import torch
+
+from longtail.model.rope import RopeConfig
+from longtail.model.tokenizer import Tokenizer, character_tokenizer
+from longtail.model.transformer import Family, ModelConfig, Transformer
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tiny_config(family: Family = "qwen3", vocab_size: int = 128) -> ModelConfig:
+    """Two layers, four query heads over two KV heads, and whatever sets the family apart."""
+    return ModelConfig(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16 if family == "qwen3" else 8,
+        max_positions=512,
+        rope=RopeConfig(theta=10_000.0),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied_embeddings=family == "qwen2",
+        windows=(8, 8) if family == "mistral" else (),
+    )
+
+
+def tiny_model(
+    family: Family = "qwen3",
+    vocab_size: int = 128,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Transformer:
+    """A random model with opinions: logits spread over about +-3, no norm or bias at its identity."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(tiny_config(family, vocab_size))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1.0 + 0.1 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.1 * noise)
+            elif name == "embedding.weight" and not model.config.tied_embeddings:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+    return model.to(dtype)
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """One token a printable ASCII character; ids 0..104: <pad> <eos> <unk> <user> <assistant> ..."""
+    return character_tokenizer(
+        string.printable, special=("<user>", "<assistant>"), chat_template=CHAT_TEMPLATE
+    )
