@@ -7,7 +7,7 @@ is `model.attention.PackedAttention`'s business, what a token is worth is `rl.ad
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 
@@ -137,7 +137,7 @@ def pack_mini_batches(
     cuts = [index * len(rollouts) // max(count, 1) for index in range(count + 1)]
     return [
         pack_rollouts(rollouts[a:b], advantages[a:b], sampling=sampling, budget=budget)
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in pairwise(cuts)
     ]
 
 

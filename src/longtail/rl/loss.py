@@ -1,0 +1,271 @@
+"""The policy-gradient losses: one pure function each, a record in, a record out.
+
+Rows are the generated tokens of one micro-batch. Symbols, used by every equation here:
+
+    r_t = exp(logprob_t - old_logprob_t)       ratio of the policy to the one before the update
+    A_t                                        advantage, the same for all tokens of a sequence
+    w_t = min(exp(old_t - rollout_t), cap)     truncated importance weight, 1 without a cap
+    surrogate(r, A) = min(r A, clip(r, 1 - low, 1 + high) A)                  PPO, equation 7
+    kl_t = exp(ref_t - logprob_t) - (ref_t - logprob_t) - 1                   "k3" estimator
+
+A token's term is  l_t = -w_t surrogate(r_t, A_t) + kl_coef kl_t.  The losses differ in how terms are
+averaged, and whether the ratio belongs to a token or to a sequence. Averages are taken with counts
+of the *whole* batch: the sum over micro-batches is the loss, however the batch was cut.
+
+k3: Schulman 2020 (joschu.net/blog/kl-approx.html), unbiased under the policy's own samples, never
+negative. w: Yao et al. 2025 ("truncated importance sampling"), for the gap between the rollout
+engine's arithmetic and the learner's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longtail.rl import advantage
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are held below this, so that exp never overflows float32 (no gradient beyond)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What a loss reads: one row a generated token, and the counts of the whole batch.
+
+    Example: two sequences that generated 2 and 1 tokens: sequence = (0, 0, 1), num_here = 2.
+    """
+
+    logprobs: Float[Tensor, "tokens"]
+    """Under the policy being updated; the only input that carries a gradient."""
+    old_logprobs: Float[Tensor, "tokens"]
+    """Under the policy before this step's first update, by the learner's arithmetic."""
+    rollout_logprobs: Float[Tensor, "tokens"]
+    """As the rollout engine reported them."""
+    reference_logprobs: Float[Tensor, "tokens"] | None
+    """Under the initial policy; None without a KL term."""
+    advantages: Float[Tensor, "tokens"]
+    sequence: Int[Tensor, "tokens"]
+    """Which sequence of this micro-batch a token belongs to."""
+    num_here: int
+    """Sequences in this micro-batch."""
+    num_sequences: int
+    """Sequences in the whole batch."""
+    num_generated: int
+    """Generated tokens in the whole batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """The numbers of a loss.
+
+    Example: LossSettings(clip_low=0.2, clip_high=0.28, max_tokens=2048)
+    """
+
+    clip_low: float
+    clip_high: float
+    max_tokens: int
+    """Longest completion allowed; the constant of dr_grpo."""
+    kl_coef: float = 0.0
+    importance_cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSums:
+    """Detached sums over the tokens of a micro-batch, for the log; divide by tokens in the batch."""
+
+    clipped: Float[Tensor, ""]
+    """Tokens whose surrogate took the clipped branch, where the gradient is 0."""
+    old_kl: Float[Tensor, ""]
+    """k3 estimate of the KL from the policy before the update to the present one."""
+    reference_kl: Float[Tensor, ""]
+    capped: Float[Tensor, ""]
+    """Tokens whose importance weight met its cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """A micro-batch's share of the batch's loss, to be summed, and what to log."""
+
+    loss: Float[Tensor, ""]
+    sums: LossSums
+
+
+LossFunction = Callable[[LossInputs, LossSettings], LossOutput]
+
+
+def grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """Average over the tokens of each sequence, then over sequences.
+
+    Shao et al. 2024 (arXiv 2402.03300), equation 3:
+    L = 1/num_sequences sum_i 1/|o_i| sum_t l_it
+    """
+    terms = _token_terms(inputs, settings)
+    loss = _sequence_means(terms.loss, inputs).sum() / inputs.num_sequences
+    return _output(loss, terms.clipped, inputs, settings)
+
+
+def dr_grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """Sum over tokens and divide by a constant, so that length earns nothing.
+
+    Liu et al. 2025 (arXiv 2503.20783), section 3.2, with their code's constant, the generation
+    budget: L = 1/(num_sequences max_tokens) sum_i sum_t l_it
+    """
+    terms = _token_terms(inputs, settings)
+    loss = terms.loss.sum() / (inputs.num_sequences * settings.max_tokens)
+    return _output(loss, terms.clipped, inputs, settings)
+
+
+def dapo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """Average over all generated tokens of the batch, with more room above than below.
+
+    Yu et al. 2025 (arXiv 2503.14476), equation 8: L = 1/num_generated sum_i sum_t l_it. The paper
+    averages over one prompt's group; here, as in its code, over the batch.
+    """
+    terms = _token_terms(inputs, settings)
+    loss = terms.loss.sum() / max(inputs.num_generated, 1)
+    return _output(loss, terms.clipped, inputs, settings)
+
+
+def reinforce_pp(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """Average PPO's token terms over the batch; what differs from dapo is the advantage.
+
+    Hu 2025 (arXiv 2501.03262): L = 1/num_generated sum_i sum_t l_it, with advantages normalised
+    over the batch (`advantage.reinforce_pp`) and no critic.
+    """
+    return dapo(inputs, settings)
+
+
+def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """Clip whole sequences by their length-normalised ratio, then average over sequences.
+
+    Zheng et al. 2025 (arXiv 2507.18071), equations 5 and 7:
+    s_i = (pi(y_i) / pi_old(y_i)) ** (1/|y_i|),   L = -1/num_sequences sum_i w_i surrogate(s_i, A_i)
+    The importance weight is length-normalised in the same way; KL is averaged as in grpo.
+    """
+    return _sequence_loss(inputs, settings, _sequence_means)
+
+
+def rloo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """Treat a whole completion as one action, with the leave-one-out baseline.
+
+    Ahmadian et al. 2024 (arXiv 2402.14740), equation 8, with a clipped sequence ratio for updates
+    after the first (as TRL does):
+    s_i = pi(y_i) / pi_old(y_i),   L = -1/num_sequences sum_i w_i surrogate(s_i, A_i)
+    On policy s_i = 1, nothing is clipped, and the gradient is REINFORCE's, A_i grad log pi(y_i).
+    KL and log w are summed over the tokens of a sequence, too.
+    """
+    return _sequence_loss(inputs, settings, _sequence_sums)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """A loss with the constants and the advantages of its paper."""
+
+    function: LossFunction
+    advantages: advantage.Estimator
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dynamic_sampling: bool = False
+
+
+LOSSES: dict[str, LossSpec] = {
+    "grpo": LossSpec(function=grpo, advantages=advantage.grpo),
+    "dr_grpo": LossSpec(function=dr_grpo, advantages=advantage.dr_grpo),
+    "dapo": LossSpec(
+        function=dapo, advantages=advantage.grpo, clip_high=0.28, dynamic_sampling=True
+    ),
+    "gspo": LossSpec(function=gspo, advantages=advantage.grpo, clip_low=3e-4, clip_high=4e-4),
+    "rloo": LossSpec(function=rloo, advantages=advantage.rloo),
+    "reinforce_pp": LossSpec(function=reinforce_pp, advantages=advantage.reinforce_pp),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """One term a row (token or sequence), before averaging."""
+
+    loss: Float[Tensor, "rows"]
+    clipped: Float[Tensor, "rows"]
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def _surrogate(
+    log_ratio: Float[Tensor, "rows"], advantages: Float[Tensor, "rows"], settings: LossSettings
+) -> _Terms:
+    """PPO's clipped surrogate (Schulman et al. 2017, equation 7), negated."""
+    ratio = _ratio(log_ratio)
+    plain = ratio * advantages
+    limited = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    clipped = (limited < plain).to(ratio.dtype).detach()
+    return _Terms(loss=-torch.minimum(plain, limited), clipped=clipped)
+
+
+def _importance(log_weight: Tensor, settings: LossSettings) -> Tensor | float:
+    """Truncated importance weight; no cap means no correction."""
+    if settings.importance_cap is None:
+        return 1.0
+    return _ratio(log_weight.detach()).clamp(max=settings.importance_cap)
+
+
+def _kl(inputs: LossInputs) -> Tensor:
+    """k3 estimate of KL(policy || reference), token by token; 0 without a reference."""
+    if inputs.reference_logprobs is None:
+        return torch.zeros_like(inputs.logprobs)
+    gap = inputs.reference_logprobs - inputs.logprobs
+    return _ratio(gap) - gap - 1
+
+
+def _token_terms(inputs: LossInputs, settings: LossSettings) -> _Terms:
+    terms = _surrogate(inputs.logprobs - inputs.old_logprobs, inputs.advantages, settings)
+    weight = _importance(inputs.old_logprobs - inputs.rollout_logprobs, settings)
+    return _Terms(loss=weight * terms.loss + settings.kl_coef * _kl(inputs), clipped=terms.clipped)
+
+
+def _sequence_sums(values: Float[Tensor, "tokens"], inputs: LossInputs) -> Tensor:
+    return values.new_zeros(inputs.num_here).index_add(0, inputs.sequence, values)
+
+
+def _sequence_means(values: Float[Tensor, "tokens"], inputs: LossInputs) -> Tensor:
+    """Mean over the tokens of each sequence; 0 for one that generated none."""
+    lengths = torch.bincount(inputs.sequence, minlength=inputs.num_here)
+    return _sequence_sums(values, inputs) / lengths.clamp(min=1)
+
+
+def _sequence_loss(
+    inputs: LossInputs,
+    settings: LossSettings,
+    reduce: Callable[[Tensor, LossInputs], Tensor],
+) -> LossOutput:
+    """One clipped term a sequence; `reduce` makes its log-ratio and its KL from the tokens'."""
+    terms = _surrogate(
+        reduce(inputs.logprobs - inputs.old_logprobs, inputs),
+        _sequence_means(inputs.advantages, inputs),
+        settings,
+    )
+    log_weight = reduce(inputs.old_logprobs - inputs.rollout_logprobs, inputs)
+    weighted = _importance(log_weight, settings) * terms.loss
+    loss = (weighted + settings.kl_coef * reduce(_kl(inputs), inputs)).sum() / inputs.num_sequences
+    return _output(loss, terms.clipped[inputs.sequence], inputs, settings)
+
+
+def _output(
+    loss: Tensor, clipped: Float[Tensor, "tokens"], inputs: LossInputs, settings: LossSettings
+) -> LossOutput:
+    with torch.no_grad():
+        log_ratio = inputs.logprobs - inputs.old_logprobs
+        gap = inputs.old_logprobs - inputs.rollout_logprobs
+        cap = settings.importance_cap
+        sums = LossSums(
+            clipped=clipped.sum(),
+            old_kl=(_ratio(log_ratio) - log_ratio - 1).sum(),
+            reference_kl=_kl(inputs).sum(),
+            capped=(gap > torch.tensor(cap).log()).to(gap.dtype).sum()
+            if cap is not None
+            else gap.new_zeros(()),
+        )
+    return LossOutput(loss=loss, sums=sums)
