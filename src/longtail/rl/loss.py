@@ -8,9 +8,9 @@ Rows are the generated tokens of one micro-batch. Symbols, used by every equatio
     surrogate(r, A) = min(r A, clip(r, 1 - low, 1 + high) A)                  PPO, equation 7
     kl_t = exp(ref_t - logprob_t) - (ref_t - logprob_t) - 1                   "k3" estimator
 
-A token's term is  l_t = -w_t surrogate(r_t, A_t) + kl_coef kl_t.  The losses differ in how terms are
-averaged, and whether the ratio belongs to a token or to a sequence. Averages are taken with counts
-of the *whole* batch: the sum over micro-batches is the loss, however the batch was cut.
+A token's term is  l_t = -w_t surrogate(r_t, A_t) + kl_coef kl_t.  The losses differ in how terms
+are averaged, and whether the ratio belongs to a token or to a sequence. Averages are taken with
+counts of the *whole* batch: micro-batches' losses add up to it, however the batch was cut.
 
 k3: Schulman 2020 (joschu.net/blog/kl-approx.html), unbiased under the policy's own samples, never
 negative. w: Yao et al. 2025 ("truncated importance sampling"), for the gap between the rollout
@@ -73,7 +73,7 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Detached sums over the tokens of a micro-batch, for the log; divide by tokens in the batch."""
+    """Detached sums over the tokens of a micro-batch, for the log."""
 
     clipped: Float[Tensor, ""]
     """Tokens whose surrogate took the clipped branch, where the gradient is 0."""
@@ -103,7 +103,7 @@ def grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     """
     terms = _token_terms(inputs, settings)
     loss = _sequence_means(terms.loss, inputs).sum() / inputs.num_sequences
-    return _output(loss, terms.clipped, inputs, settings)
+    return _output(loss, terms, inputs)
 
 
 def dr_grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -114,7 +114,7 @@ def dr_grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     """
     terms = _token_terms(inputs, settings)
     loss = terms.loss.sum() / (inputs.num_sequences * settings.max_tokens)
-    return _output(loss, terms.clipped, inputs, settings)
+    return _output(loss, terms, inputs)
 
 
 def dapo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -125,7 +125,7 @@ def dapo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     """
     terms = _token_terms(inputs, settings)
     loss = terms.loss.sum() / max(inputs.num_generated, 1)
-    return _output(loss, terms.clipped, inputs, settings)
+    return _output(loss, terms, inputs)
 
 
 def reinforce_pp(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -184,32 +184,19 @@ LOSSES: dict[str, LossSpec] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Terms:
-    """One term a row (token or sequence), before averaging."""
+    """One row a token or a sequence, before averaging."""
 
     loss: Float[Tensor, "rows"]
     clipped: Float[Tensor, "rows"]
+    capped: Float[Tensor, "rows"]
+
+    def of(self, rows: Int[Tensor, "tokens"]) -> "_Terms":
+        """Give each token the row of its sequence."""
+        return _Terms(loss=self.loss[rows], clipped=self.clipped[rows], capped=self.capped[rows])
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
+def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-
-
-def _surrogate(
-    log_ratio: Float[Tensor, "rows"], advantages: Float[Tensor, "rows"], settings: LossSettings
-) -> _Terms:
-    """PPO's clipped surrogate (Schulman et al. 2017, equation 7), negated."""
-    ratio = _ratio(log_ratio)
-    plain = ratio * advantages
-    limited = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
-    clipped = (limited < plain).to(ratio.dtype).detach()
-    return _Terms(loss=-torch.minimum(plain, limited), clipped=clipped)
-
-
-def _importance(log_weight: Tensor, settings: LossSettings) -> Tensor | float:
-    """Truncated importance weight; no cap means no correction."""
-    if settings.importance_cap is None:
-        return 1.0
-    return _ratio(log_weight.detach()).clamp(max=settings.importance_cap)
 
 
 def _kl(inputs: LossInputs) -> Tensor:
@@ -217,13 +204,40 @@ def _kl(inputs: LossInputs) -> Tensor:
     if inputs.reference_logprobs is None:
         return torch.zeros_like(inputs.logprobs)
     gap = inputs.reference_logprobs - inputs.logprobs
-    return _ratio(gap) - gap - 1
+    return _exp(gap) - gap - 1
+
+
+def _terms(
+    log_ratio: Float[Tensor, "rows"],
+    log_weight: Float[Tensor, "rows"],
+    advantages: Float[Tensor, "rows"],
+    kl: Float[Tensor, "rows"],
+    settings: LossSettings,
+) -> _Terms:
+    """-w surrogate(r, A) + kl_coef kl, row by row."""
+    ratio = _exp(log_ratio)
+    plain = ratio * advantages
+    limited = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    loss, capped = -torch.minimum(plain, limited), torch.zeros_like(ratio)
+    if settings.importance_cap is not None:
+        weight = _exp(log_weight.detach())
+        loss = weight.clamp(max=settings.importance_cap) * loss
+        capped = (weight > settings.importance_cap).to(ratio.dtype)
+    return _Terms(
+        loss=loss + settings.kl_coef * kl,
+        clipped=(limited < plain).to(ratio.dtype).detach(),
+        capped=capped.detach(),
+    )
 
 
 def _token_terms(inputs: LossInputs, settings: LossSettings) -> _Terms:
-    terms = _surrogate(inputs.logprobs - inputs.old_logprobs, inputs.advantages, settings)
-    weight = _importance(inputs.old_logprobs - inputs.rollout_logprobs, settings)
-    return _Terms(loss=weight * terms.loss + settings.kl_coef * _kl(inputs), clipped=terms.clipped)
+    return _terms(
+        inputs.logprobs - inputs.old_logprobs,
+        inputs.old_logprobs - inputs.rollout_logprobs,
+        inputs.advantages,
+        _kl(inputs),
+        settings,
+    )
 
 
 def _sequence_sums(values: Float[Tensor, "tokens"], inputs: LossInputs) -> Tensor:
@@ -241,31 +255,25 @@ def _sequence_loss(
     settings: LossSettings,
     reduce: Callable[[Tensor, LossInputs], Tensor],
 ) -> LossOutput:
-    """One clipped term a sequence; `reduce` makes its log-ratio and its KL from the tokens'."""
-    terms = _surrogate(
+    """One term a sequence; `reduce` makes its log-ratio, weight and KL from its tokens'."""
+    terms = _terms(
         reduce(inputs.logprobs - inputs.old_logprobs, inputs),
+        reduce(inputs.old_logprobs - inputs.rollout_logprobs, inputs),
         _sequence_means(inputs.advantages, inputs),
+        reduce(_kl(inputs), inputs),
         settings,
     )
-    log_weight = reduce(inputs.old_logprobs - inputs.rollout_logprobs, inputs)
-    weighted = _importance(log_weight, settings) * terms.loss
-    loss = (weighted + settings.kl_coef * reduce(_kl(inputs), inputs)).sum() / inputs.num_sequences
-    return _output(loss, terms.clipped[inputs.sequence], inputs, settings)
+    return _output(terms.loss.sum() / inputs.num_sequences, terms.of(inputs.sequence), inputs)
 
 
-def _output(
-    loss: Tensor, clipped: Float[Tensor, "tokens"], inputs: LossInputs, settings: LossSettings
-) -> LossOutput:
+def _output(loss: Tensor, terms: _Terms, inputs: LossInputs) -> LossOutput:
+    """Attach the sums to log, from terms that have one row a token."""
     with torch.no_grad():
         log_ratio = inputs.logprobs - inputs.old_logprobs
-        gap = inputs.old_logprobs - inputs.rollout_logprobs
-        cap = settings.importance_cap
         sums = LossSums(
-            clipped=clipped.sum(),
-            old_kl=(_ratio(log_ratio) - log_ratio - 1).sum(),
+            clipped=terms.clipped.sum(),
+            capped=terms.capped.sum(),
+            old_kl=(_exp(log_ratio) - log_ratio - 1).sum(),
             reference_kl=_kl(inputs).sum(),
-            capped=(gap > torch.tensor(cap).log()).to(gap.dtype).sum()
-            if cap is not None
-            else gap.new_zeros(()),
         )
     return LossOutput(loss=loss, sums=sums)
