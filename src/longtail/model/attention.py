@@ -53,7 +53,9 @@ class PackedAttention(Attention):
     """Causal attention inside each of several sequences laid end to end, differentiable."""
 
     def __init__(self, cu_seqlens: Sequence[int]) -> None:
-        self._lengths = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+        self._lengths = [
+            end - start for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)
+        ]
 
     def attend(
         self,
@@ -74,8 +76,12 @@ class PackedAttention(Attention):
             windowed = 0 < window < seq
             mask = causal_window_mask(seq, seq, window, q.device) if windowed else None
             out = F.scaled_dot_product_attention(
-                q[None], k[None], v[None],
-                attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[0] != k.shape[0],
+                q[None],
+                k[None],
+                v[None],
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=q.shape[0] != k.shape[0],
             )
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)

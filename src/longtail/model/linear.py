@@ -40,7 +40,5 @@ class Linear(nn.Module):
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Apply the layer to a flat list of rows."""
         if self._packed is not None and not torch.is_grad_enabled():
-            return torch.ops.mkldnn._linear_pointwise(
-                x, self._packed, self.bias, "none", [], ""
-            )
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)

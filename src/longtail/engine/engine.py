@@ -1,0 +1,261 @@
+"""The rollout engine: requests in, completions out, one flat batch a step.
+
+    submit --> Scheduler --> flatten --> ModelRunner --> a token for each drawing request
+                  ^                                          |
+                  +--- finished? room freed <----------------+--> StepReport (emitted, finished)
+
+It owns the weights it generates with and the KV of what is in progress. It knows nothing of rewards,
+learning or files; it is told how to decode tokens, and pulls published weights when idle.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+from longtail.engine.batch import flatten
+from longtail.engine.kv_cache import ContiguousKVCache, KVCache, KVUsage
+from longtail.engine.report import Emitted, StepReport
+from longtail.engine.request import ActiveRequest
+from longtail.engine.runner import ModelRunner
+from longtail.engine.scheduler import Scheduler, SchedulerCounts
+from longtail.engine.text import Decode, Detokenizer, ends_in_stop, final_text
+from longtail.errors import NonFiniteError, RequestError
+from longtail.model.transformer import Transformer
+from longtail.types import Completion, FinishReason, PolicyWeights, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What one engine may hold.
+
+    Example: EngineLimits(max_running=64, max_step_tokens=512, kv_tokens=0, max_len=2560)
+    """
+
+    max_running: int
+    max_step_tokens: int
+    """Flat tokens of one step; at least `max_running`."""
+    max_len: int
+    """Longest prompt plus completion, tokens."""
+    kv_tokens: int = 0
+    """Tokens of KV memory; 0 is enough for `max_running` requests of `max_len`."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits under which the engine could stall."""
+        if self.max_step_tokens < self.max_running:
+            raise RequestError(
+                f"rollout.max_step_tokens = {self.max_step_tokens} is below rollout.max_running = "
+                f"{self.max_running}: every running request needs a token a step; raise it"
+            )
+        if 0 < self.kv_tokens < self.max_len:
+            raise RequestError(
+                f"rollout.kv_tokens = {self.kv_tokens} cannot hold one request of {self.max_len} "
+                "tokens (prompt and completion); raise it, or set 0 to size it by max_running"
+            )
+
+
+class RolloutEngine:
+    """Generates under one policy version at a time."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        decode: Decode,
+        limits: EngineLimits,
+        *,
+        policy_version: int = 0,
+    ) -> None:
+        if limits.max_len > model.config.max_positions:
+            raise RequestError(
+                f"prompt and completion may reach {limits.max_len} tokens, but the model has "
+                f"{model.config.max_positions} positions; lower rollout.max_tokens or "
+                "data.max_prompt_len"
+            )
+        self._model, self._decode, self._limits = model, decode, limits
+        self._model.eval().pack()
+        self._policy_version = policy_version
+        self._kv: KVCache = _make_kv(model, limits)
+        self._scheduler = Scheduler(
+            self._kv, max_running=limits.max_running, max_step_tokens=limits.max_step_tokens
+        )
+        self._runner = ModelRunner(model, self._kv)
+        self._active: dict[str, ActiveRequest] = {}
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that generate now."""
+        return self._policy_version
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self._active)
+
+    def kv_usage(self) -> KVUsage:
+        """Count tokens of KV memory."""
+        return self._kv.usage()
+
+    def scheduler_counts(self) -> SchedulerCounts:
+        """Preemptions and shared prompt tokens so far."""
+        return self._scheduler.counts()
+
+    def pull(self, weights: PolicyWeights) -> None:
+        """Take over published weights; the engine must be idle, so that no text mixes policies."""
+        if self._active:
+            raise RequestError(
+                f"{self.num_unfinished} requests are unfinished: finish or abort them before "
+                f"pulling policy version {weights.version}"
+            )
+        self._model.load_state_dict(dict(weights.tensors), strict=True)
+        self._model.pack()
+        self._policy_version = weights.version
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; RequestError if this engine can never serve it."""
+        self._check(request)
+        active = ActiveRequest(
+            request=request,
+            tokens=list(request.prompt_tokens),
+            policy_version=self._policy_version,
+        )
+        self._active[request.request_id] = active
+        self._scheduler.add(active)
+
+    def abort(self, request_id: str) -> Completion:
+        """Withdraw an unfinished request and return what it has so far."""
+        if request_id not in self._active:
+            raise RequestError(f"request {request_id!r} is not in progress")
+        active = self._active.pop(request_id)
+        self._scheduler.withdraw(active)
+        return active.complete(FinishReason.ABORT, self._text(active))
+
+    def step(self) -> StepReport:
+        """Compute one flat batch and draw the tokens it yields."""
+        started = time.perf_counter()
+        scheduled = sorted(
+            self._scheduler.schedule(), key=lambda each: self._kv.row_of(each.active.request_id)
+        )
+        assert scheduled, "step() needs an unfinished request"
+        batch = flatten(scheduled, self._model.device)
+        drawing = [each.active for each in scheduled if each.draws]
+        out = self._runner.run(batch, drawing)
+        for each in scheduled:
+            each.active.num_computed += each.num_tokens
+        emitted, finished = self._append(drawing, out.tokens, out.logprobs)
+        return StepReport(
+            num_tokens=sum(each.num_tokens for each in scheduled),
+            num_running=len(scheduled),
+            step_s=time.perf_counter() - started,
+            forward_s=out.forward_s,
+            sample_s=out.sample_s,
+            emitted=emitted,
+            finished=finished,
+        )
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_step: Callable[[StepReport], None] | None = None,
+    ) -> list[Completion]:
+        """Serve the requests to the end and return their completions in the same order."""
+        for request in requests:
+            self._check(request)
+        for request in requests:
+            self.submit(request)
+        done: dict[str, Completion] = {}
+        while len(done) < len(requests):
+            report = self.step()
+            done.update((completion.request_id, completion) for completion in report.finished)
+            if on_step is not None:
+                on_step(report)
+        return [done[request.request_id] for request in requests]
+
+    def stream(self, request: Request) -> Iterator[str | Completion]:
+        """Yield the text of one request as it is written, then its completion.
+
+        With stop strings the pieces may run past the cut; the completion's `text` is exact.
+        """
+        detokenizer = Detokenizer(self._decode)
+        self.submit(request)
+        try:
+            while True:
+                report = self.step()
+                mine = [e.token for e in report.emitted if e.request_id == request.request_id]
+                if piece := detokenizer.feed(mine):
+                    yield piece
+                for completion in report.finished:
+                    if completion.request_id == request.request_id:
+                        yield completion
+                        return
+        finally:  # the reader went away
+            if request.request_id in self._active:
+                self.abort(request.request_id)
+
+    def _check(self, request: Request) -> None:
+        longest = len(request.prompt_tokens) + request.sampling.max_tokens
+        vocab_size = self._model.config.vocab_size
+        if request.request_id in self._active:
+            raise RequestError(f"request {request.request_id!r} is already in progress")
+        if not request.prompt_tokens:
+            raise RequestError(f"request {request.request_id!r} has an empty prompt")
+        if not all(0 <= token < vocab_size for token in request.prompt_tokens):
+            raise RequestError(
+                f"request {request.request_id!r} holds token {max(request.prompt_tokens)}, but the "
+                f"model's vocabulary has {vocab_size}; use the model's own tokenizer"
+            )
+        if longest > self._limits.max_len:
+            raise RequestError(
+                f"request {request.request_id!r} may reach {longest} tokens (prompt "
+                f"{len(request.prompt_tokens)} + max_tokens {request.sampling.max_tokens}), over "
+                f"the engine's {self._limits.max_len}; shorten it or raise the limit"
+            )
+
+    def _append(
+        self, drawing: Sequence[ActiveRequest], tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> tuple[tuple[Emitted, ...], tuple[Completion, ...]]:
+        """Give each request its token; take out those that are done."""
+        emitted, finished = [], []
+        for active, token, logprob in zip(drawing, tokens, logprobs, strict=True):
+            if not math.isfinite(logprob):
+                raise NonFiniteError(
+                    f"logits of request {active.request_id!r} at token {len(active.tokens)} are "
+                    f"not finite under policy version {active.policy_version}"
+                )
+            active.tokens.append(token)
+            active.logprobs.append(logprob)
+            emitted.append(Emitted(request_id=active.request_id, token=token, logprob=logprob))
+            reason = self._finish_reason(active, token)
+            if reason is not None:
+                del self._active[active.request_id]
+                self._scheduler.finish(active)
+                finished.append(active.complete(reason, self._text(active)))
+        return tuple(emitted), tuple(finished)
+
+    def _finish_reason(self, active: ActiveRequest, token: int) -> FinishReason | None:
+        sampling = active.request.sampling
+        if token in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if sampling.stop and ends_in_stop(active.generated, sampling.stop, self._decode):
+            return FinishReason.STOP
+        if active.num_generated == sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _text(self, active: ActiveRequest) -> str:
+        return final_text(active.generated, active.request.sampling.stop, self._decode)
+
+
+def _make_kv(model: Transformer, limits: EngineLimits) -> KVCache:
+    block = 32
+    longest = -(-limits.max_len // block) * block
+    total = limits.kv_tokens or longest * limits.max_running
+    return ContiguousKVCache(
+        model.config,
+        num_tokens=-(-total // block) * block,
+        max_rows=limits.max_running,
+        max_len=longest,
+        dtype=model.dtype,
+        device=model.device,
+        block_size=block,
+    )

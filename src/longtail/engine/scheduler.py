@@ -1,0 +1,149 @@
+"""Which requests run in the next step, and with how many tokens. Policy only: no tensor in sight.
+
+    add ---> waiting ---admit---> running ---finish---> gone
+                ^                    |  |
+                +-----preempt--------+  +--> a waiting sibling takes the room over
+
+One step: running requests with one pending token first (decode), then running requests in the
+middle of their prompt, then admissions, oldest first, all within a token budget. When KV runs short
+the youngest running request is preempted: it loses its KV, keeps its tokens, waits in front and is
+computed again. Requests of a group share a prompt: the first computes its KV, the others wait for
+it and start with it.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from longtail.engine.batch import Scheduled
+from longtail.engine.kv_cache import KVCache
+from longtail.engine.request import ActiveRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerCounts:
+    """What the scheduler did since it was made."""
+
+    num_preemptions: int
+    num_shared_tokens: int
+    """Prompt tokens whose KV came from a sibling instead of a forward pass."""
+
+
+class Scheduler:
+    """Holds every unfinished request, in exactly one of `waiting` and `running`.
+
+    Invariants: a waiting request owns no KV; a running one owns room for what it has computed; the
+    oldest running request is never preempted, so the engine always gets on.
+    """
+
+    def __init__(self, kv: KVCache, *, max_running: int, max_step_tokens: int) -> None:
+        assert max_step_tokens >= max_running, "every running request must get a token"
+        self._kv = kv
+        self._max_running, self._max_step_tokens = max_running, max_step_tokens
+        self.waiting: deque[ActiveRequest] = deque()
+        self.running: dict[str, ActiveRequest] = {}
+        """By request_id, oldest admission first."""
+        self._num_preemptions = 0
+        self._num_shared_tokens = 0
+
+    def counts(self) -> SchedulerCounts:
+        """Report since the scheduler was made."""
+        return SchedulerCounts(
+            num_preemptions=self._num_preemptions, num_shared_tokens=self._num_shared_tokens
+        )
+
+    def add(self, active: ActiveRequest) -> None:
+        """Queue a request behind the others."""
+        self.waiting.append(active)
+
+    def schedule(self) -> list[Scheduled]:
+        """Choose this step's work; empty only when nothing is left."""
+        preemptions = self._num_preemptions
+        chosen: list[Scheduled] = []
+        budget = self._max_step_tokens
+        decoding_first = sorted(self.running.values(), key=lambda active: active.num_pending > 1)
+        for active in decoding_first:
+            num_tokens = min(active.num_pending, budget)
+            runs = active.request_id in self.running  # not preempted for an earlier one
+            if num_tokens and runs and self._make_room(active, num_tokens):
+                chosen.append(Scheduled(active=active, num_tokens=num_tokens))
+                budget -= num_tokens
+        if self._num_preemptions == preemptions:
+            self._admit(chosen, budget)
+        # A request may have been chosen and then preempted for the sake of another.
+        return [each for each in chosen if each.active.request_id in self.running]
+
+    def finish(self, active: ActiveRequest) -> None:
+        """Take a running request out; a waiting sibling inherits its prompt's KV."""
+        del self.running[active.request_id]
+        heir = next(self._siblings(active, self.waiting), None)
+        shared = 0 if heir is None else _shareable(heir)
+        if heir is None or not 0 < shared <= active.num_computed:
+            self._kv.release(active.request_id)
+            return
+        self.waiting.remove(heir)
+        self._kv.hand_over(active.request_id, heir.request_id, shared)
+        self._start(heir, shared)
+
+    def withdraw(self, active: ActiveRequest) -> None:
+        """Take an unfinished request out, wherever it is."""
+        if active.request_id in self.running:
+            self.finish(active)
+        else:
+            self.waiting.remove(active)
+
+    def _make_room(self, active: ActiveRequest, num_tokens: int) -> bool:
+        """Own room for the next tokens, preempting the youngest; False if that is `active`."""
+        while not self._kv.try_grow(active.request_id, active.num_computed + num_tokens):
+            youngest = next(reversed(self.running.values()))
+            self._preempt(youngest)
+            if youngest is active:
+                return False
+        return True
+
+    def _preempt(self, active: ActiveRequest) -> None:
+        assert len(self.running) > 1, "one request must fit in an empty cache"
+        del self.running[active.request_id]
+        self._kv.release(active.request_id)
+        active.num_computed = 0
+        self.waiting.appendleft(active)
+        self._num_preemptions += 1
+
+    def _admit(self, chosen: list[Scheduled], budget: int) -> None:
+        """Start waiting requests in order while there is room; siblings wait for their prompt."""
+        passed_over: list[ActiveRequest] = []
+        while self.waiting and budget > 0 and len(self.running) < self._max_running:
+            active = self.waiting.popleft()
+            shared = _shareable(active)
+            siblings = list(self._siblings(active, self.running.values())) if shared else []
+            source = next((each for each in siblings if each.num_computed >= shared), None)
+            if siblings and source is None:
+                passed_over.append(active)
+                continue
+            shared = shared if source is not None else 0
+            num_tokens = min(len(active.tokens) - shared, budget)
+            if not self._kv.try_grow(active.request_id, shared + num_tokens):
+                self.waiting.appendleft(active)
+                break
+            if source is not None:
+                self._kv.share(source.request_id, active.request_id, shared)
+            self._start(active, shared)
+            chosen.append(Scheduled(active=active, num_tokens=num_tokens))
+            budget -= num_tokens
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _start(self, active: ActiveRequest, num_shared: int) -> None:
+        active.num_computed = num_shared
+        self._num_shared_tokens += num_shared
+        self.running[active.request_id] = active
+
+    @staticmethod
+    def _siblings(active: ActiveRequest, among: Iterable[ActiveRequest]) -> Iterator[ActiveRequest]:
+        """Requests of the same group, in order."""
+        group = active.request.group_id
+        return (each for each in among if group and each.request.group_id == group)
+
+
+def _shareable(active: ActiveRequest) -> int:
+    """Tokens of KV a request can take from a sibling; its last token is computed, to draw from."""
+    return min(active.prompt_len, len(active.tokens) - 1)

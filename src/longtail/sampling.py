@@ -1,0 +1,152 @@
+"""Keyed sampling: a token is a function of (weights, context, key), of nothing else.
+
+For a request with key r, absolute position t and vocabulary entry v let g[r, t, v] be a Gumbel(0, 1)
+variate from a counter-based generator. The token at position t is
+
+    x_t = argmax_v ( log p(v | context) + g[r, t, v] )          temperature 0: argmax_v log p(v)
+
+where p is the distribution actually sampled, after temperature and truncation. By the Gumbel-max
+theorem (Gumbel 1954; Maddison, Tarlow and Minka 2014, equation 4; hypothesis: the g are independent
+over v) that is an exact sample of p. Nothing else is random, so the text cannot depend on the batch,
+the schedule, the worker or the speculation. It owns no state and reads no global generator.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from longtail.types import SamplingParams
+
+
+def noise_key(seed: int, *parts: str | int) -> int:
+    """Return the 64-bit (signed) key of one stream of noise, the same on every machine.
+
+    Example: noise_key(run_seed, "train/17", epoch, sample_index)
+    """
+    text = "\x1f".join(str(part) for part in (seed, *parts))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _shifted(x: Tensor, bits: int, width: int) -> Tensor:
+    """Shift right logically; torch's own shift of signed integers copies the sign."""
+    return (x >> bits).bitwise_and_((1 << (width - bits)) - 1)
+
+
+def _mix64(x: Int[Tensor, "rows"]) -> Int[Tensor, "rows"]:
+    """Finalise as SplitMix64 does (Steele, Lea and Flood 2014); int64 products wrap."""
+    x = (x ^ _shifted(x, 30, 64)) * -0x40A7B892E31B1A47
+    x = (x ^ _shifted(x, 27, 64)) * -0x6B2FB644ECCEEE15
+    return x ^ _shifted(x, 31, 64)
+
+
+def gumbel_noise(
+    keys: Int[Tensor, "rows"], positions: Int[Tensor, "rows"], vocab_size: int
+) -> Float[Tensor, "rows vocab"]:
+    """Gumbel(0, 1) variates g[key, position, v] for every vocabulary entry v (float32).
+
+    Counter-based: entry v of a row hashes v under a 64-bit row key with a two-multiplication
+    permutation of 32 bits (Wellons 2018, "lowbias32"), half of the row key added before each
+    multiplication. E = -log1p(-u) keeps full relative precision where it matters, at the small
+    exponentials that win the argmax; u has 31 bits, so events below 5e-10 are not resolved.
+    """
+    row = _mix64(_mix64(keys + 0x1F83D9ABFB41BD6B) + positions * -0x61C8864680B583EB)
+    low, high = row.to(torch.int32)[:, None], (row >> 32).to(torch.int32)[:, None]
+    entries = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
+    x = (entries * -0x61C88647) + low
+    x.bitwise_xor_(_shifted(x, 16, 32)).mul_(0x21F0AAAD).add_(high)
+    x.bitwise_xor_(_shifted(x, 15, 32)).mul_(-0x2CA5A067)
+    x.bitwise_xor_(_shifted(x, 15, 32)).bitwise_and_(0x7FFFFFFF)
+    uniform = x.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _keep(
+    logprobs: Float[Tensor, "rows vocab"], params: SamplingParams
+) -> Bool[Tensor, "rows vocab"]:
+    """Entries that truncation keeps: top_k, then top_p of the rest, then min_p of the rest.
+
+    Entries are ranked by a stable sort, so exactly top_k survive a tie. top_p keeps the smallest
+    set whose probability reaches top_p (the entry that crosses included; Holtzman et al. 2020),
+    min_p those at least min_p times as probable as the best (Nguyen et al. 2024).
+    """
+    ranked, order = logprobs.sort(-1, descending=True, stable=True)
+    keep = torch.ones_like(ranked, dtype=torch.bool)
+    if params.top_k:
+        keep[:, params.top_k :] = False
+    if params.top_p < 1.0:
+        probs = ranked.exp() * keep
+        before = probs.cumsum(-1) - probs
+        keep &= before < params.top_p * probs.sum(-1, keepdim=True)
+    if params.min_p > 0.0:
+        keep &= ranked.exp() >= params.min_p * ranked[:, :1].exp()
+    return torch.zeros_like(keep).scatter(-1, order, keep)
+
+
+def log_distribution(
+    logits: Float[Tensor, "rows vocab"], params: SamplingParams
+) -> Float[Tensor, "rows vocab"]:
+    """Log-probabilities of the distribution that `params` samples; -inf where truncated.
+
+    Differentiable in the logits (which entries survive is taken as given). bfloat16 is computed in
+    float32. Temperature 0 gives the point mass on the argmax.
+    """
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    if params.temperature == 0.0:
+        point = torch.full_like(scores, float("-inf"))
+        return point.scatter(-1, scores.argmax(-1, keepdim=True), 0.0)
+    if params.temperature != 1.0:
+        scores = scores / params.temperature
+    logprobs = scores.log_softmax(-1)
+    if not is_truncated(params):
+        return logprobs
+    kept = scores.masked_fill(~_keep(logprobs.detach(), params), float("-inf"))
+    return kept.log_softmax(-1)
+
+
+def is_truncated(params: SamplingParams) -> bool:
+    """Tell whether some entries may get probability 0."""
+    return bool(params.top_k) or params.top_p < 1.0 or params.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """One token a row, with its log-probability under the distribution it was drawn from."""
+
+    tokens: Int[Tensor, "rows"]
+    logprobs: Float[Tensor, "rows"]
+
+
+def draw(
+    logits: Float[Tensor, "rows vocab"],
+    noise: Float[Tensor, "rows vocab"],
+    params: SamplingParams,
+) -> Drawn:
+    """Draw by Gumbel-max under one set of parameters for all rows; greedy ignores the noise."""
+    logprobs = log_distribution(logits, params)
+    scores = logprobs if params.temperature == 0.0 else logprobs + noise
+    tokens = scores.argmax(-1)
+    return Drawn(tokens=tokens, logprobs=logprobs.gather(-1, tokens[:, None])[:, 0])
+
+
+def draw_rows(
+    logits: Float[Tensor, "rows vocab"],
+    noise: Float[Tensor, "rows vocab"],
+    params: Sequence[SamplingParams],
+) -> Drawn:
+    """Draw with the row's own parameters: one `draw` for each distinct set among the rows."""
+    distinct = set(params)
+    if len(distinct) == 1:
+        return draw(logits, noise, params[0])
+    tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
+    working = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    logprobs = torch.empty(len(params), dtype=working, device=logits.device)
+    for each in distinct:
+        rows = torch.tensor([i for i, p in enumerate(params) if p == each], device=logits.device)
+        drawn = draw(logits[rows], noise[rows], each)
+        tokens[rows], logprobs[rows] = drawn.tokens, drawn.logprobs
+    return Drawn(tokens=tokens, logprobs=logprobs)
