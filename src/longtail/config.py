@@ -4,15 +4,23 @@ The class defaults are the vetted recipe; every key set in a TOML file or on the
 visibly the user's own. `load` reads, overlays, validates and never touches a model or a data file.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from longtail import configfile
+
+Name = Annotated[str, Field(min_length=1)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Schedule = Literal["constant", "linear", "cosine"]
 WriterName = Literal["tensorboard", "wandb"]
 LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"]
+_GROUP_LOSSES: tuple[LossName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 
 
 class Section(BaseModel):
@@ -26,25 +34,26 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The policy that is trained."""
 
-    path: str = "tiny-reasoner"
+    path: Name = "tiny-reasoner"
     """Hugging Face directory, or `tiny-reasoner`: the embedded model, warm-started here once."""
 
 
 class DataSection(Section):
     """Where prompts come from."""
 
-    source: str = "tiny-reasoner"
+    source: Name = "tiny-reasoner"
     """`tiny-reasoner`, a .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]`, or
     `reasoning_gym:TASK`."""
-    heldout: str | None = None
-    """Source of held-out prompts, same forms; unset takes `heldout_size` off the end of `source`."""
+    heldout: Name | None = None
+    """Source of held-out prompts, same forms; unset takes `heldout_size` rows off the end of
+    `source`."""
     heldout_size: Annotated[int, Field(ge=0)] = 64
     """Held-out prompts, for the evaluation before and after."""
     size: Annotated[int, Field(ge=1)] = 2048
     """Prompts to generate, for generated sources; files give what they hold."""
-    prompt_column: str | None = None
+    prompt_column: Name | None = None
     """Column with the prompt (text or chat messages); unset tries TRL's and verl's names."""
-    answer_column: str | None = None
+    answer_column: Name | None = None
     """Column with the reference answer; unset tries TRL's and verl's names."""
     max_prompt_len: Annotated[int, Field(ge=1)] = 512
     """Tokens, chat template applied; a longer prompt is an error unless `drop_long_prompts`."""
@@ -57,7 +66,7 @@ class DataSection(Section):
 class RewardSection(Section):
     """How completions are graded."""
 
-    name: str = "tiny-reasoner"
+    name: Name = "tiny-reasoner"
     """`exact`, `reasoning_gym`, `math_verify`, `tiny-reasoner`, or `module:function` with TRL's
     signature."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
@@ -83,7 +92,7 @@ class RolloutSection(Section):
     """Sample among the likeliest tokens that hold this probability; 1 keeps every token."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Leave out tokens below this share of the likeliest one's probability; 0 keeps every token."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Name, ...] = ()
     """Strings that end a completion, beside the tokenizer's end-of-sequence token."""
     max_running: Annotated[int, Field(ge=1)] = 64
     """Requests that generate at the same time."""
@@ -149,13 +158,13 @@ class EvalSection(Section):
 class RunSection(Section):
     """The run as a whole."""
 
-    dir: str = "runs/default"
+    dir: Name = "runs/default"
     """Resolved config, metrics, rollouts, checkpoints and the card go here."""
     steps: Annotated[int, Field(ge=1)] = 100
     """Rollout-and-update steps, those before a resume included."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     """Of everything drawn: prompt order, generated data, sampling noise, fresh weights."""
-    device: str = "auto"
+    device: Device = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Compute threads of this process; 0 takes every core."""
@@ -182,18 +191,25 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     run: RunSection = RunSection()
 
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        problems = [*_rollout_problems(self), *_learner_problems(self)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
 
 class SftDataSection(Section):
     """Prompts with the completions to imitate."""
 
-    source: str = "tiny-reasoner"
+    source: Name = "tiny-reasoner"
     """`tiny-reasoner`, a .jsonl or .parquet file, or `hf:NAME_OR_DIR[:SPLIT]`; rows hold a prompt
     and a completion, or one list of chat messages whose last is the completion."""
     size: Annotated[int, Field(ge=1)] = 8192
     """Examples to generate, for generated sources; files give what they hold."""
-    prompt_column: str | None = None
+    prompt_column: Name | None = None
     """Column with the prompt; unset tries the usual names."""
-    completion_column: str | None = None
+    completion_column: Name | None = None
     """Column with the completion; unset tries the usual names."""
     max_len: Annotated[int, Field(ge=2)] = 2048
     """Tokens of prompt and completion; a longer example is an error unless `drop_long`."""
@@ -231,11 +247,11 @@ class SftTrainSection(Section):
 class SftRunSection(Section):
     """The run as a whole."""
 
-    dir: str = "runs/sft"
+    dir: Name = "runs/sft"
     """Resolved config, metrics and checkpoints go here; the model is in `checkpoints/*/policy`."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     """Of everything drawn: example order, generated data, fresh weights."""
-    device: str = "auto"
+    device: Device = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Compute threads of this process; 0 takes every core."""
@@ -258,3 +274,66 @@ class SftConfig(Section):
     data: SftDataSection = SftDataSection()
     train: SftTrainSection = SftTrainSection()
     run: SftRunSection = SftRunSection()
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read the configuration of `longtail train`; raises ConfigError with every problem found.
+
+    Example: load(Path("run.toml"), ["--learner.loss", "dapo", "--run.steps=20"])
+    """
+    return configfile.resolve(RunConfig, path, overrides)
+
+
+def load_sft(path: Path | None, overrides: Sequence[str] = ()) -> SftConfig:
+    """Read the configuration of `longtail sft`; raises ConfigError with every problem found."""
+    return configfile.resolve(SftConfig, path, overrides)
+
+
+def dump(config: RunConfig | SftConfig) -> str:
+    """Return the whole configuration as TOML; `load` of it gives an equal one."""
+    return configfile.render(config)
+
+
+def _rollout_problems(config: RunConfig) -> Iterator[str]:
+    rollout, data = config.rollout, config.data
+    longest = data.max_prompt_len + rollout.max_tokens
+    if rollout.temperature == 0:
+        yield (
+            "rollout.temperature = 0: training explores by sampling, and greedy answers of a group "
+            "are all alike; give a temperature above 0"
+        )
+    if 0 < rollout.kv_tokens < longest:
+        yield (
+            f"rollout.kv_tokens = {rollout.kv_tokens}: one longest request takes {longest} "
+            f"(data.max_prompt_len {data.max_prompt_len} + rollout.max_tokens "
+            f"{rollout.max_tokens}); give at least that, or 0"
+        )
+    generated = data.source == "tiny-reasoner" or data.source.startswith("reasoning_gym:")
+    if generated and data.heldout is None and data.heldout_size >= data.size:
+        yield (
+            f"data.heldout_size = {data.heldout_size}: it is taken off the {data.size} prompts of "
+            "data.size, and none would be left to train on"
+        )
+
+
+def _learner_problems(config: RunConfig) -> Iterator[str]:
+    rollout, learner = config.rollout, config.learner
+    sequences = rollout.prompts_per_step * rollout.group_size
+    if rollout.group_size < 2 and (learner.loss in _GROUP_LOSSES or learner.dynamic_sampling):
+        reason = "dynamic_sampling" if learner.dynamic_sampling else f"loss = {learner.loss!r}"
+        yield (
+            f"rollout.group_size = {rollout.group_size}: learner.{reason} compares the "
+            "completions of one prompt; give at least 2"
+        )
+    if learner.mini_batches > sequences:
+        yield (
+            f"learner.mini_batches = {learner.mini_batches}: a step has only {sequences} "
+            "completions (rollout.prompts_per_step x rollout.group_size)"
+        )
+    if learner.overlong_buffer >= rollout.max_tokens:
+        yield (
+            f"learner.overlong_buffer = {learner.overlong_buffer}: it must be less than "
+            f"rollout.max_tokens = {rollout.max_tokens}"
+        )
+    if learner.autocast and learner.dtype == "float64":
+        yield "learner.autocast = true: learner.dtype = 'float64' is the exact reference; drop one"

@@ -1,0 +1,241 @@
+"""TOML files and command-line words -> a validated tree of sections, and back.
+
+It knows sections as pydantic models and dotted names, not what any field means. Everything wrong
+is reported at once, as one `ConfigError` that names field, value, place and remedy.
+
+    file      [learner] / loss = "dapo"    --+
+                                             +--> one table --> pydantic --> frozen sections
+    words     --learner.loss dapo          --+                     |
+              (parsed by the field's type)                         +--> problems, by dotted name
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import tomli_w
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from longtail.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
+_WORDS = "command line"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """Values so far, where each came from, and what is wrong with them."""
+
+    values: dict[str, Any]
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def recipes() -> tuple[str, ...]:
+    """Return the names of the run files that ship with the package."""
+    files = (resources.files("longtail") / "recipes").iterdir()
+    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
+
+
+def locate(name: str) -> Path:
+    """Return the run file that `name` means: a path, or else a recipe of the package."""
+    path = Path(name)
+    if path.exists() or name not in recipes():
+        return path
+    return Path(str(resources.files("longtail") / "recipes" / f"{name}.toml"))
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return every field of every section, by dotted name, in the order of the classes."""
+    return {
+        f"{section}.{name}": info
+        for section, model_type in _sections(model)
+        for name, info in model_type.model_fields.items()
+    }
+
+
+def resolve(model: type[Model], path: Path | None, words: Sequence[str]) -> Model:
+    """Read a run file, lay command-line words over it, validate, fill in defaults.
+
+    `words` are `--a.b value` or `--a.b=value`. Raises ConfigError with every problem found.
+    """
+    draft = _Draft(values=_read(path) if path else {})
+    _overlay(model, draft, words)
+    try:
+        config = model.model_validate_json(json.dumps(draft.values, default=str), strict=True)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            draft.problems.extend(_describe(model, draft, detail))
+    if draft.problems:
+        raise ConfigError(_report(path, draft.problems))
+    return config
+
+
+def render(config: BaseModel) -> str:
+    """Return the whole configuration as TOML that `resolve` reads back to an equal one."""
+    parts = []
+    for section, _ in _sections(type(config)):
+        lines = [f"[{section}]\n"]
+        for name, value in config.model_dump(mode="json")[section].items():
+            unset = f"# {name} is unset\n"
+            lines.append(unset if value is None else tomli_w.dumps({name: value}))
+        parts.append("".join(lines))
+    return "\n".join(parts)
+
+
+def _sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, info in model.model_fields.items():
+        section = info.annotation
+        assert isinstance(section, type), f"{name} is not a section"
+        assert issubclass(section, BaseModel), f"{name} is not a section"
+        yield name, section
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = ", ".join(recipes())
+        raise ConfigError(
+            f"{path}: no such file; give the path of a TOML run file, or a recipe's name ({known})"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a UTF-8 text file (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _overlay(model: type[BaseModel], draft: _Draft, words: Sequence[str]) -> None:
+    """Parse each word by the type of the field it names, and put it over the file's value."""
+    known = fields_of(model)
+    for name, text in _pairs(words, draft.problems):
+        if name not in known:
+            draft.problems.append(f"--{name}: {_unknown(model, name)}")
+            continue
+        try:
+            value = _parse(known[name], text)
+        except ValidationError as error:
+            expected = _expectation(error.errors(include_url=False)[0])
+            draft.problems.append(f"--{name} {text}: {expected}")
+            continue
+        section, _, key = name.partition(".")
+        table = draft.values.setdefault(section, {})
+        if isinstance(table, dict):
+            table[key] = value
+            draft.origins[name] = _WORDS
+
+
+def _pairs(words: Sequence[str], problems: list[str]) -> Iterator[tuple[str, str]]:
+    """Split `--a.b value` and `--a.b=value` into name and value; a bare word is a problem."""
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            problems.append(f"{word}: not an option; write --section.key value")
+        elif equals:
+            yield name, value
+        elif queue and not queue[0].startswith("--"):
+            yield name, queue.pop(0)
+        else:
+            problems.append(f"--{name}: a value is missing; write --{name} VALUE")
+
+
+def _parse(info: FieldInfo, text: str) -> Any:
+    """Read one command-line value as the field's type; raises ValidationError."""
+    if type(None) in get_args(info.annotation) and text.lower() in ("none", ""):
+        return None
+    # Lax parsing here ("5" is a number, "true" a boolean); what results is checked strictly later.
+    adapter: TypeAdapter[Any] = TypeAdapter(info.rebuild_annotation())
+    value = _items(text) if adapter.json_schema().get("type") == "array" else text
+    return adapter.dump_python(adapter.validate_python(value), mode="json")
+
+
+def _items(text: str) -> Any:
+    """Split a list written as TOML, ["a", "b"], or plainly, a,b."""
+    if text.lstrip().startswith("["):
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return text
+    return [item.strip() for item in text.split(",")] if text else []
+
+
+def _describe(model: type[BaseModel], draft: _Draft, detail: ErrorDetails) -> list[str]:
+    """Say in one line each what pydantic found at one place."""
+    where = [str(part) for part in detail["loc"]]
+    name = ".".join(where[:2])
+    if detail["type"] == "value_error":  # a rule across fields: it names them itself
+        return str(detail["ctx"]["error"]).splitlines()
+    if detail["type"] == "extra_forbidden":
+        return [f"{name}: {_unknown(model, name)}"]
+    if len(where) == 1:
+        return [f"{name} = {_show(detail['input'])}: it must be a section; write [{name}]"]
+    element = "".join(f"[{part}]" for part in where[2:])
+    origin = f" (from the {draft.origins[name]})" if name in draft.origins else ""
+    shown = _show(detail["input"])
+    return [f"{name}{element} = {shown}{origin}: {_expectation(detail)}"]
+
+
+def _expectation(detail: ErrorDetails) -> str:
+    if detail["type"] == "missing":  # of a tuple
+        return "it needs one more value"
+    message = detail["msg"].partition(", unable to")[0]
+    if message.startswith("Input should be "):
+        return f"it must be {message.removeprefix('Input should be ')}"
+    return f"it is refused: {message[0].lower()}{message[1:]}"
+
+
+def _unknown(model: type[BaseModel], name: str) -> str:
+    """Name the nearest known key: same key elsewhere, then similar spelling."""
+    known = list(fields_of(model))
+    sections = [section for section, _ in _sections(model)]
+    section, _, key = name.rpartition(".")
+    namesakes = [k for k in known if k.partition(".")[2] == key]
+    spellings = known if section in sections else [*known, *sections]
+    close = difflib.get_close_matches(name, spellings, n=1, cutoff=0.75)
+    similar = difflib.get_close_matches(key, [k.partition(".")[2] for k in known], n=1, cutoff=0.75)
+    elsewhere = [k for k in known if k.partition(".")[2] in similar]
+    if nearest := (namesakes or close or elsewhere):
+        return f"unknown key; the nearest known one is {nearest[0]}"
+    if section in sections:
+        keys = ", ".join(k.partition(".")[2] for k in known if k.startswith(f"{section}."))
+        return f"unknown key; [{section}] has {keys}"
+    return f"unknown key; the sections are {', '.join(sections)}"
+
+
+def _show(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _report(path: Path | None, problems: Sequence[str]) -> str:
+    place = str(path) if path else _WORDS
+    if len(problems) == 1:
+        return f"{place}: {problems[0]}"
+    return "\n  ".join([f"{place}: {len(problems)} problems", *problems])
+
+
+def differences(old: str, new: str) -> dict[str, tuple[Any, Any]]:
+    """Compare two rendered configurations: dotted name -> (old value, new value), None if unset."""
+    before, after = (_flatten(tomllib.loads(text)) for text in (old, new))
+    names = [*before, *(name for name in after if name not in before)]
+    pairs = {name: (before.get(name), after.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, keys in table.items()
+        for key, value in (keys.items() if isinstance(keys, Mapping) else ())
+    }
