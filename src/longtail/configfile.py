@@ -233,6 +233,11 @@ def differences(old: str, new: str) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
+def lookup(text: str, name: str) -> Any:
+    """Return one field of a rendered configuration; None if it is unset or absent."""
+    return _flatten(tomllib.loads(text)).get(name)
+
+
 def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f"{section}.{key}": value
