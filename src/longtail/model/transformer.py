@@ -61,7 +61,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
         """Normalise; the statistics are taken in float32 or better."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        # autocast hands over x in its own dtype, which the fused norm wants of the weight, too.
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self._eps)
 
 
 class SelfAttention(nn.Module):

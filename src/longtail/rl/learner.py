@@ -1,0 +1,244 @@
+"""The learner: packed rollouts in, new policy weights out.
+
+It owns the training copy of the policy, its optimizer and its version. It does not know where
+rollouts come from, who reads its weights, or where a checkpoint lies.
+
+    step([batch, ...]):   old logprobs ---> for each mini-batch: [micro-batches: forward, backward]
+                          (a pass of its own      `-> optimizer update            version + 1
+                          if several updates)
+"""
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longtail.errors import CheckpointError, ConfigError, NonFiniteError
+from longtail.model.transformer import Transformer
+from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
+from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
+from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.tally import LearnerReport, Tally
+from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """How a learner updates; None takes the constant of the loss's own paper.
+
+    Example: LearnerSettings(loss="dapo", optimizer=OptimizerSettings(learning_rate=1e-5))
+    """
+
+    loss: str = "grpo"
+    """A key of `rl.loss.LOSSES`."""
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    clip_low: float | None = None
+    clip_high: float | None = None
+    kl_coef: float = 0.0
+    """Above 0, a frozen copy of the weights at construction is kept as the reference."""
+    importance_cap: float | None = None
+    recompute: bool = False
+    """Gradient checkpointing of the decoder's layers."""
+    autocast: bool = False
+    """bfloat16 matrix products over float32 weights."""
+    max_logits: int = MAX_LOGITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerState:
+    """What a resumed learner needs beside the weights: tensors (safetensors) and numbers (JSON)."""
+
+    tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, int]
+
+
+@final
+class Learner:
+    """Owns the policy's training copy; the model given becomes the learner's.
+
+    Lifecycle: construct with the *initial* weights (they are the KL reference), `restore` if the
+    run goes on from a checkpoint, then `step` and `weights` in turn. An update whose loss or
+    gradient is not finite is not made and raises NonFiniteError; earlier updates of the same step,
+    if it has several, stand.
+    """
+
+    def __init__(self, model: Transformer, settings: LearnerSettings) -> None:
+        if settings.loss not in LOSSES:
+            raise ConfigError(
+                f"learner.loss = {settings.loss!r}: it must be one of {', '.join(LOSSES)}"
+            )
+        if settings.autocast and model.dtype != torch.float32:
+            raise ConfigError(
+                f"learner.autocast = true with {model.dtype} weights: it needs float32"
+            )
+        self._model = model.requires_grad_(True)
+        self._settings = settings
+        self._spec = LOSSES[settings.loss]
+        self._optimizer = Optimizer(model, settings.optimizer)
+        self._reference = (
+            copy.deepcopy(model).requires_grad_(False) if settings.kl_coef > 0 else None
+        )
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Steps done, which is the version of the present weights."""
+        return self._version
+
+    def step(self, batches: Sequence[TrainBatch]) -> LearnerReport:
+        """Make one optimizer update for each mini-batch that generated a token.
+
+        Logprobs of the old policy come from a pass of their own only where there are several
+        updates; before the first, the current logprobs are the old ones.
+        """
+        batches = [batch for batch in batches if batch.num_generated]
+        for batch in batches:
+            _refuse_greedy(batch.sampling)
+        tally = Tally()
+        several = len(batches) > 1
+        old = [self._old_logprobs(batch, tally) if several else None for batch in batches]
+        for batch, logprobs in zip(batches, old, strict=True):
+            self._update(batch, logprobs, tally)
+        self._version += 1
+        return tally.report(self._version, batches)
+
+    def _old_logprobs(self, batch: TrainBatch, tally: Tally) -> list[Tensor]:
+        """Score every micro-batch under the policy before this step's first update."""
+        start = self._now()
+        with torch.no_grad():
+            scores = [self._score(one.packed, batch.sampling) for one in batch.micro_batches]
+        tally.logprob_seconds += self._now() - start
+        return [one.logprobs for one in scores]
+
+    def _update(self, batch: TrainBatch, old: list[Tensor] | None, tally: Tally) -> None:
+        """Accumulate the gradient of one mini-batch and apply it."""
+        try:
+            for index, micro_batch in enumerate(batch.micro_batches):
+                start = self._now()
+                before = None if old is None else old[index]
+                output = self._loss(batch, micro_batch, before, tally)
+                self._refuse_non_finite(output.loss, index)
+                forwarded = self._now()
+                torch.autograd.backward(output.loss)
+                tally.logprob_seconds += forwarded - start
+                tally.update_seconds += self._now() - forwarded
+            start = self._now()
+            update = self._optimizer.update(self._version)
+        except NonFiniteError:
+            self._optimizer.discard()
+            raise
+        tally.update_seconds += self._now() - start
+        tally.grad_norms.append(update.grad_norm)
+        tally.learning_rate = update.learning_rate
+
+    def _loss(
+        self, batch: TrainBatch, micro_batch: MicroBatch, old: Tensor | None, tally: Tally
+    ) -> LossOutput:
+        """Run the policy, and the reference if there is one, over a micro-batch."""
+        scores = self._score(micro_batch.packed, batch.sampling)
+        rows, logprobs = scores.rows, scores.logprobs
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference = self._score(
+                    micro_batch.packed, batch.sampling, self._reference
+                ).logprobs
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if old is None else old,
+            rollout_logprobs=micro_batch.rollout_logprobs.to(logprobs)[rows],
+            reference_logprobs=reference,
+            advantages=micro_batch.advantages.to(logprobs)[rows],
+            sequence=micro_batch.packed.sequence.to(rows.device)[rows],
+            num_here=micro_batch.packed.num_sequences,
+            num_sequences=batch.num_sequences,
+            num_generated=batch.num_generated,
+        )
+        output = self._spec.function(inputs, self._loss_settings(batch.sampling.max_tokens))
+        tally.add(inputs, output, scores)
+        return output
+
+    def _loss_settings(self, max_tokens: int) -> LossSettings:
+        own, spec = self._settings, self._spec
+        return LossSettings(
+            clip_low=spec.clip_low if own.clip_low is None else own.clip_low,
+            clip_high=spec.clip_high if own.clip_high is None else own.clip_high,
+            max_tokens=max_tokens,
+            kl_coef=own.kl_coef,
+            importance_cap=own.importance_cap,
+        )
+
+    def _score(
+        self, packed: PackedSequences, sampling: SamplingParams, model: Transformer | None = None
+    ) -> TokenScores:
+        """Score on the model's device, under autocast if that is set."""
+        model = self._model if model is None else model
+        device = model.device
+        here = PackedSequences(
+            tokens=packed.tokens.to(device),
+            positions=packed.positions.to(device),
+            sequence=packed.sequence.to(device),
+            cu_seqlens=packed.cu_seqlens,
+            loss_mask=packed.loss_mask.to(device),
+        )
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._settings.autocast):
+            return score(
+                model,
+                here,
+                sampling,
+                recompute=self._settings.recompute,
+                max_logits=self._settings.max_logits,
+            )
+
+    def _refuse_non_finite(self, loss: Float[Tensor, ""], micro_batch: int) -> None:
+        """Stop before the backward pass, naming the broken weights if it is they."""
+        if loss.isfinite():
+            return
+        broken = (n for n, p in self._model.named_parameters() if not p.isfinite().all())
+        culprit = next(broken, f"the loss (micro-batch {micro_batch})")
+        raise NonFiniteError(f"step {self._version}: {culprit} is not finite; no update was made")
+
+    def _now(self) -> float:
+        """Read the clock once the device has done what was asked of it."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        return time.perf_counter()
+
+    def weights(self) -> PolicyWeights:
+        """Copy the present policy; a tied head appears once, as the embedding."""
+        return PolicyWeights(
+            version=self._version,
+            tensors={n: p.detach().clone() for n, p in self._model.named_parameters()},
+        )
+
+    def state(self) -> LearnerState:
+        """Copy everything but the weights that the next step depends on."""
+        return LearnerState(tensors=self._optimizer.tensors(), numbers={"version": self._version})
+
+    def restore(self, state: LearnerState, weights: Mapping[str, Tensor]) -> None:
+        """Go on exactly where `state` and the weights saved with it were taken.
+
+        Raises CheckpointError if they belong to another model.
+        """
+        parameters = dict(self._model.named_parameters())
+        for name, parameter in parameters.items():
+            if name not in weights or weights[name].shape != parameter.shape:
+                raise CheckpointError(f"weights of another model: {name} is missing or misshapen")
+        self._optimizer.load(state.tensors)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+        self._version = state.numbers["version"]
+
+
+def _refuse_greedy(sampling: SamplingParams) -> None:
+    if sampling.temperature == 0.0:
+        raise ConfigError(
+            "rollout.temperature = 0: a greedy policy has no gradient; use a temperature above 0 "
+            "(1.0 samples the model's own distribution)"
+        )

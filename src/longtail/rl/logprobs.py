@@ -1,0 +1,99 @@
+"""The learner's log-probabilities: of generated tokens only, under the distribution they came from.
+
+The rollout engine draws from softmax(logits / temperature), truncated; a policy gradient must be
+taken under that same distribution. Hidden states are selected before the LM head, so no score is
+computed for a prompt token, and where the vocabulary is large the head runs in chunks of rows that
+are computed again in the backward pass: rows x vocab never exists whole.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from longtail.model.attention import PackedAttention
+from longtail.model.transformer import Transformer
+from longtail.sampling import is_truncated, log_distribution
+from longtail.types import PackedSequences, SamplingParams
+
+MAX_LOGITS = 2**24
+"""Scores held at one time; 64 MiB of float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """One row a generated token, in the order of the packed tokens.
+
+    Example: loss_mask 0 0 1 1 | 0 1 gives rows = (2, 3, 5).
+    """
+
+    logprobs: Float[Tensor, "generated"]
+    """Differentiable, unless taken under `torch.no_grad`."""
+    entropy: Float[Tensor, "generated"]
+    """Of the distribution the token was drawn from, in nats; detached."""
+    rows: Int[Tensor, "generated"]
+    """Where the token is in the packed sequences."""
+
+
+def score(
+    model: Transformer,
+    packed: PackedSequences,
+    sampling: SamplingParams,
+    *,
+    recompute: bool = False,
+    max_logits: int = MAX_LOGITS,
+) -> TokenScores:
+    """Score the tokens whose loss_mask is not 0; the tensors of `packed` are on the model's device.
+
+    The last hidden state before a token predicts it. `recompute` trades time for memory in the
+    decoder's layers.
+    """
+    rows = packed.loss_mask.nonzero()[:, 0]
+    attention = PackedAttention(packed.cu_seqlens)
+    hidden = model(packed.tokens, packed.positions, attention, recompute=recompute)
+    chosen = hidden.index_select(0, rows - 1)  # [generated, hidden]
+    targets = packed.tokens.index_select(0, rows)
+    size = max(1, max_logits // model.config.vocab_size)
+    if len(rows) <= size:
+        scores = _score_rows(model, chosen, targets, sampling)
+    else:
+        scores = torch.cat(
+            [
+                checkpoint(_score_rows, model, h, t, sampling, use_reentrant=False)
+                for h, t in zip(torch.split(chosen, size), torch.split(targets, size), strict=True)
+            ],
+            dim=1,
+        )
+    return TokenScores(logprobs=scores[0], entropy=scores[1].detach(), rows=rows)
+
+
+def _score_rows(
+    model: Transformer,
+    hidden: Float[Tensor, "rows hidden"],
+    targets: Int[Tensor, "rows"],
+    sampling: SamplingParams,
+) -> Float[Tensor, "2 rows"]:
+    """Log-probability of each target, then the entropy of its distribution."""
+    logprobs = _log_distribution_with(model.logits(hidden), targets[:, None], sampling)
+    with torch.no_grad():
+        entropy = torch.special.entr(logprobs.exp()).sum(-1)
+    return torch.stack((logprobs.gather(-1, targets[:, None])[:, 0], entropy))
+
+
+def _log_distribution_with(
+    logits: Float[Tensor, "rows vocab"], targets: Int[Tensor, "rows 1"], sampling: SamplingParams
+) -> Float[Tensor, "rows vocab"]:
+    """`sampling.log_distribution`, with the target never truncated away.
+
+    NOTE: a token on the edge of a truncation may fall outside it by rounding, or after an update of
+    the weights; its logprob would be -inf and the run would end. Keeping it costs that token's own
+    mass in the normaliser and changes nothing where the token was inside.
+    """
+    if not is_truncated(sampling):
+        return log_distribution(logits, sampling)
+    with torch.no_grad():
+        kept = log_distribution(logits, sampling).isfinite().scatter(-1, targets, True)
+    whole = log_distribution(logits, replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
+    return whole.masked_fill(~kept, float("-inf")).log_softmax(-1)

@@ -1,0 +1,157 @@
+"""AdamW with a schedule, global-norm clipping, a check for NaN, and a state that needs no pickle.
+
+Used by the policy learner and by supervised warm-up alike. It knows parameters by name and nothing
+of losses or batches.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longtail.errors import CheckpointError, NonFiniteError
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW (Loshchilov and Hutter 2019) and its schedule.
+
+    Example: OptimizerSettings(learning_rate=1e-5, schedule="cosine", total_steps=100)
+    """
+
+    learning_rate: float = 1e-6
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    """Where linear and cosine reach 0; constant ignores it."""
+    weight_decay: float = 0.0
+    """On matrices only: never on norms and biases."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+
+
+def scheduled_rate(step: int, settings: OptimizerSettings) -> float:
+    """Return the learning rate of step 0, 1, ...; it would be 0 at `total_steps`.
+
+    Example: learning_rate=1, linear, warmup_steps=2, total_steps=6:
+             steps 0 1 2 3 4 5 -> 0.5 1 1 0.75 0.5 0.25
+    """
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    span = max(settings.total_steps - settings.warmup_steps, 1)
+    done = min((step - settings.warmup_steps) / span, 1.0)
+    match settings.schedule:
+        case "constant":
+            factor = 1.0
+        case "linear":
+            factor = 1.0 - done
+        case "cosine":
+            factor = 0.5 * (1.0 + math.cos(math.pi * done))
+    return settings.learning_rate * factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one optimizer update did."""
+
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+
+
+@final
+class Optimizer:
+    """Updates a model's parameters from their accumulated gradients.
+
+    Invariant: an update happens whole or, on a gradient that is not finite, not at all. Gradients
+    are freed by every update, done or refused.
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+        self._settings = settings
+        self._parameters = dict(model.named_parameters())
+        matrices = [p for p in self._parameters.values() if p.dim() >= 2]
+        others = [p for p in self._parameters.values() if p.dim() < 2]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": settings.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+
+    def update(self, step: int) -> Update:
+        """Clip the gradients and apply them at the rate of `step`, then free them.
+
+        Raises NonFiniteError naming the step and the parameter; nothing is modified then.
+        """
+        rate = scheduled_rate(step, self._settings)
+        try:
+            norm = self._grad_norm(step)
+            torch.nn.utils.clip_grads_with_norm_(
+                self._parameters.values(), self._settings.max_grad_norm, norm
+            )
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+        finally:
+            self._adamw.zero_grad(set_to_none=True)
+        return Update(grad_norm=float(norm), learning_rate=rate)
+
+    def _grad_norm(self, step: int) -> Float[Tensor, ""]:
+        """Global norm; refuse gradients that are not finite, by name."""
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        norm = torch.nn.utils.get_total_norm(gradients.values())
+        if not norm.isfinite():
+            for name, gradient in gradients.items():
+                if not gradient.isfinite().all():
+                    raise NonFiniteError(
+                        f"step {step}: the gradient of {name} is not finite; no update was made"
+                    )
+            raise NonFiniteError(f"step {step}: the gradient norm overflows; no update was made")
+        return norm
+
+    def discard(self) -> None:
+        """Free accumulated gradients without using them."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copy the moments, keyed `exp_avg/<parameter>`; empty before the first update."""
+        return {
+            f"{moment}/{name}": self._adamw.state[parameter][moment].detach().clone()
+            for name, parameter in self._parameters.items()
+            if parameter in self._adamw.state
+            for moment in _MOMENTS
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over moments as `tensors` gave them; CheckpointError if they are another model's."""
+        expected = {f"{moment}/{name}" for name in self._parameters for moment in _MOMENTS}
+        if tensors and set(tensors) != expected:
+            odd = sorted(expected.symmetric_difference(tensors))[0]
+            raise CheckpointError(f"optimizer state of another model: {odd!r} is on one side only")
+        self._adamw.state.clear()
+        if not tensors:
+            return
+        for name, parameter in self._parameters.items():
+            moments = {moment: tensors[f"{moment}/{name}"] for moment in _MOMENTS}
+            if moments["exp_avg"].shape != parameter.shape:
+                raise CheckpointError(
+                    f"optimizer state of another model: {name} is {tuple(parameter.shape)}, "
+                    f"its moments are {tuple(moments['exp_avg'].shape)}"
+                )
+            self._adamw.state[parameter] = {
+                moment: value.to(parameter.device, copy=True) for moment, value in moments.items()
+            }
