@@ -40,7 +40,7 @@ def tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Transformer:
-    """A random model with opinions: logits spread over about +-3, no norm or bias at its identity."""
+    """A random model: logits of standard deviation 1, no norm or bias left at its identity."""
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(tiny_config(family, vocab_size))
     with torch.no_grad():
@@ -58,7 +58,7 @@ def tiny_model(
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """One token a printable ASCII character; ids 0..104: <pad> <eos> <unk> <user> <assistant> ..."""
+    """A token for each printable ASCII character, after <pad> <eos> <unk> <user> <assistant>."""
     return character_tokenizer(
         string.printable, special=("<user>", "<assistant>"), chat_template=CHAT_TEMPLATE
     )

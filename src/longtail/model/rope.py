@@ -17,7 +17,7 @@ RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Frequencies of the rotation; fields beyond `theta` are read by the scalings that name them."""
+    """Frequencies of the rotation; a field beyond `theta` is read by the scalings that name it."""
 
     theta: float = 10_000.0
     scaling: RopeScaling = "default"
@@ -44,7 +44,9 @@ class RopeConfig:
 def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
     """Interpolate long wavelengths in full, short ones not at all, blend between the two."""
     old_len, low, high = (
-        config.original_max_positions, config.low_freq_factor, config.high_freq_factor,
+        config.original_max_positions,
+        config.low_freq_factor,
+        config.high_freq_factor,
     )
     wavelength = 2 * math.pi / inv_freq
     smooth = (old_len / wavelength - low) / (high - low)
@@ -66,8 +68,9 @@ def _yarn(inv_freq: Tensor, head_dim: int, config: RopeConfig) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # a ramp of zero width would divide by zero
-    ramp = ((torch.arange(head_dim // 2, dtype=inv_freq.dtype) - low) / (high - low)).clamp(0, 1)
-    return inv_freq / config.factor * ramp + inv_freq * (1 - ramp)
+    dims = torch.arange(head_dim // 2, dtype=torch.float32, device=inv_freq.device)
+    kept = 1 - ((dims - low) / (high - low)).clamp(0, 1)
+    return inv_freq / config.factor * (1 - kept) + inv_freq * kept
 
 
 def _yarn_attention_factor(config: RopeConfig) -> float:
@@ -85,11 +88,13 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
     return get_mscale(config.factor, 1.0)
 
 
-def inverse_frequencies(
-    head_dim: int, config: RopeConfig
-) -> Float[Tensor, "half_dim"]:
-    """Radians per position of each pair of dimensions, scaled (float32, as the families do)."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+def inverse_frequencies(head_dim: int, config: RopeConfig) -> Float[Tensor, "half_dim"]:
+    """Return radians per position of each pair of dimensions, scaled.
+
+    In float32 and in the families' own order of operations: positions multiply every rounding.
+    """
+    # NOTE: on the CPU by name, because models are also built under the meta device.
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     inv_freq = 1.0 / (config.theta**exponent)
     if config.scaling == "linear":
         return inv_freq / config.factor

@@ -11,11 +11,22 @@ from types import ModuleType
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
+from longtail.model.transformer import ModelConfig
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 """The first three tokens of a `character_tokenizer`, ids 0, 1, 2."""
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def _transformers() -> ModuleType:
@@ -32,9 +43,12 @@ class Tokenizer:
     as the one token it names.
     """
 
-    def __init__(self, inner: Any, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, inner: Any, eos_ids: tuple[int, ...], files: Mapping[str, bytes] | None = None
+    ) -> None:
         self._inner = inner  # transformers' PreTrainedTokenizerBase
         self._eos_ids = eos_ids
+        self._files = files or {}
         self._vocab_size = 1 + max(inner.get_vocab().values())
 
     @property
@@ -44,7 +58,7 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text; the tokenizer's own, which training texts end with, comes first."""
+        """Tokens that end a text; the tokenizer's own, with which training texts end, is first."""
         return self._eos_ids
 
     @property
@@ -58,7 +72,9 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out."""
-        return self._inner.decode(list(tokens), skip_special_tokens=True)
+        return self._inner.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
@@ -94,24 +110,32 @@ class Tokenizer:
         return self.encode(self.render(messages, generation_prompt=generation_prompt))
 
     def save(self, path: Path | str) -> None:
-        """Write tokenizer.json, tokenizer_config.json and the chat template into a directory."""
-        self._inner.save_pretrained(str(path))
+        """Write tokenizer.json, tokenizer_config.json and the chat template into a directory.
 
-
-def _listed(value: Any) -> list[int]:
-    """Flatten `eos_token_id` as configurations spell it: null, a number, or a list."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list) else [value]
+        What was read from files is written back byte for byte.
+        """
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            (path / name).write_bytes(content)
+        if not self._files:
+            self._inner.save_pretrained(str(path))
 
 
 def _eos_ids(path: Path, inner: Any) -> tuple[int, ...]:
     """Tokenizer's own, then those of generation_config.json (config.json where that is absent)."""
-    ids = _listed(inner.eos_token_id)
-    for name in ("generation_config.json", "config.json"):
-        if (path / name).is_file():
-            ids += _listed(json.loads((path / name).read_text()).get("eos_token_id"))
-            break
+    ids = [] if inner.eos_token_id is None else [inner.eos_token_id]
+    names = ("generation_config.json", "config.json")
+    file = next((path / name for name in names if (path / name).is_file()), None)
+    if file is not None:
+        try:
+            value = json.loads(file.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{file} is not a JSON object: copy the file again") from error
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(token) is not int or token < 0 for token in listed):
+            raise ConfigError(f"{file}: eos_token_id = {value!r}: it must be token ids or null")
+        ids += listed
     return tuple(dict.fromkeys(ids))
 
 
@@ -120,18 +144,33 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     path = Path(path)
     if not path.is_dir():
         raise ConfigError(f"tokenizer path {str(path)!r} is not a directory: give a local one")
-    if not any((path / name).is_file() for name in _FILES):
+    files = {name: (path / name).read_bytes() for name in _FILES if (path / name).is_file()}
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & files.keys():
         raise DataError(
             f"{path} holds no tokenizer (tokenizer.json): copy the tokenizer files of the model "
             "into it"
         )
+    # NOTE: AutoTokenizer rebuilds the pipeline from the model type (every qwen2 vocabulary becomes
+    # byte-level BPE); the generic class takes tokenizer.json at its word.
+    complete = "tokenizer.json" in files
+    classes = _transformers()
+    reader = classes.PreTrainedTokenizerFast if complete else classes.AutoTokenizer
     try:
-        inner = _transformers().AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
+        inner = reader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the Rust library raises no narrower class
+        raise DataError(
+            f"{path}: the tokenizer cannot be read ({error}): copy its files again"
+        ) from error
+    return Tokenizer(inner, _eos_ids(path, inner), files if complete else None)
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for (the converse is common)."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has token ids up to {tokenizer.vocab_size - 1} but the model's "
+            f"vocab_size = {config.vocab_size}: use the tokenizer that the model was trained with"
         )
-    except Exception as error:
-        raise DataError(f"{path}: the tokenizer cannot be read: {error}") from error
-    return Tokenizer(inner, _eos_ids(path, inner))
 
 
 def character_tokenizer(

@@ -1,0 +1,167 @@
+"""Ours against transformers: every family, as a model read from a directory and as one written.
+
+Random models of a few thousand parameters, no norm at one and no bias at zero. The sequences are
+longer than every window and every `original_max_position_embeddings` here.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from longtail.model.attention import PackedAttention
+from longtail.model.hf import load_config, load_model, save_model
+from longtail.model.transformer import Transformer
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False, "beta_fast": 16}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama2": (LlamaConfig, {"num_key_value_heads": 4}),
+    "llama with biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama3": (LlamaConfig, {"rope_theta": 500_000.0, "rope_scaling": LLAMA3}),
+    "llama3.2, tied": (LlamaConfig, {"rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "llama, linear rope": (LlamaConfig, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama, head_dim of its own": (LlamaConfig, {"head_dim": 16}),
+    "mistral": (MistralConfig, {"sliding_window": None, "rope_theta": 1e6}),
+    "mistral, sliding": (MistralConfig, {"sliding_window": 7}),
+    "qwen2": (Qwen2Config, {"rope_theta": 1e6}),
+    "qwen2, tied": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2, yarn": (Qwen2Config, {"rope_scaling": YARN}),
+    "qwen2, upper layers slide": (Qwen2Config, WINDOWED),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "qwen3 with biases, tied": (
+        Qwen3Config,
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen3, deepseek's yarn": (Qwen3Config, {"head_dim": 16, "rope_scaling": DEEPSEEK_YARN}),
+    "qwen3, upper layers slide": (Qwen3Config, {"head_dim": 16, **WINDOWED}),
+}
+LENGTHS = (100, 37)
+"""Two sequences: the first runs past three times the original positions of the scalings."""
+
+
+def build_theirs(case: str) -> Any:
+    config_class, changes = CASES[case]
+    # copied, because a configuration writes rope_theta into the rope_scaling it is given
+    config = config_class(**copy.deepcopy({**SHAPE, **changes}))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(len(case))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1.0 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(0.8 * noise * parameter.shape[1] ** -0.5)
+    return model
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(SHAPE["vocab_size"], (n,), generator=generator) for n in LENGTHS]
+
+
+def their_logits(model: Any) -> Tensor:
+    """Each sequence by itself, so that nothing of packing is shared with what is tested."""
+    with torch.no_grad():
+        return torch.cat([model(tokens[None]).logits[0] for tokens in sequences()])
+
+
+def our_logits(model: Transformer) -> Tensor:
+    first, second = LENGTHS
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    attention = PackedAttention((0, first, first + second))
+    with torch.no_grad():
+        return model.logits(model(torch.cat(sequences()), positions, attention))
+
+
+def open_with_transformers(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    theirs = build_theirs(case)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    # float32 rounding of logits of size 1 through 3 layers stays near 1e-6
+    torch.testing.assert_close(our_logits(ours), their_logits(theirs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_finds_the_same_model_in_what_we_saved(case: str, tmp_path: Path) -> None:
+    theirs = build_theirs(case)
+    theirs.save_pretrained(tmp_path / "theirs")
+    save_model(load_model(tmp_path / "theirs"), tmp_path / "ours", eos_ids=(1, 2))
+    reopened = open_with_transformers(tmp_path / "ours")
+    assert type(reopened) is type(theirs)
+    assert torch.equal(their_logits(reopened), their_logits(theirs))
+    assert reopened.generation_config.eos_token_id == [1, 2]
+    assert load_config(tmp_path / "ours") == load_config(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("case", ["qwen2, tied", "qwen3"])
+def test_shards_hold_what_a_single_file_holds(case: str, tmp_path: Path) -> None:
+    theirs = build_theirs(case)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    ours = load_model(tmp_path / "theirs")
+    save_model(ours, tmp_path / "ours", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
+    assert torch.equal(
+        their_logits(open_with_transformers(tmp_path / "ours")), their_logits(theirs)
+    )
+    assert torch.equal(our_logits(load_model(tmp_path / "ours")), our_logits(ours))
+
+
+def test_a_bfloat16_directory_keeps_its_dtype_on_both_sides(tmp_path: Path) -> None:
+    build_theirs("qwen3").to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    theirs = open_with_transformers(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs")
+    assert ours.dtype == torch.bfloat16
+    save_model(ours, tmp_path / "ours")
+    reopened = open_with_transformers(tmp_path / "ours")
+    assert reopened.dtype == torch.bfloat16
+    assert torch.equal(their_logits(reopened), their_logits(theirs))
+    # one rounding to bfloat16 is 2^-9 of a value; a few dozen of them meet on the way to a logit
+    difference = (our_logits(ours) - their_logits(theirs)).float().abs()
+    assert difference.mean() < 0.02
+
+
+def test_float64_agrees_far_below_float32_rounding(tmp_path: Path) -> None:
+    """Both take the same float32 frequencies; ours then turns by float64 angles, so give it none."""
+    theirs = build_theirs("llama with biases")
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path, torch.float64)
+    theirs = theirs.double()
+    tokens = torch.tensor([5])  # position 0: no rotation to differ in
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+        actual = ours.logits(ours(tokens, torch.tensor([0]), PackedAttention((0, 1))))
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
