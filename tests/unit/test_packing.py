@@ -1,0 +1,128 @@
+"""Packing: every token lands once, within the budget, and its neighbours are its own."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longtail.rl.packing import lay_out, pack, pack_mini_batches, pack_rollouts, plan
+from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=30)
+
+
+def rollout(prompt_len: int, completion_len: int, first: int = 0) -> Rollout:
+    tokens = tuple(range(first, first + prompt_len + completion_len))
+    prompt = Prompt(prompt_id=f"p{first}", tokens=tokens[:prompt_len], text="")
+    completion = Completion(
+        request_id=f"r{first}",
+        tokens=tokens[prompt_len:],
+        logprobs=tuple(-0.5 * t for t in tokens[prompt_len:]),
+        text="",
+        finish_reason=FinishReason.STOP,
+        policy_version=0,
+    )
+    return Rollout(prompt=prompt, completion=completion, reward=0.0)
+
+
+def test_the_layout_is_the_example_of_the_record():
+    packed = lay_out([(7, 8, 9, 2), (7, 2)], prompt_lens=[2, 1])
+    assert packed.tokens.tolist() == [7, 8, 9, 2, 7, 2]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 0, 1]
+    assert packed.sequence.tolist() == [0, 0, 0, 0, 1, 1]
+    assert packed.loss_mask.tolist() == [0, 0, 1, 1, 0, 1]
+    assert packed.cu_seqlens == (0, 4, 6)
+    assert (packed.num_tokens, packed.num_sequences) == (6, 2)
+
+
+def test_the_plan_is_first_fit_longest_first():
+    assert plan([2, 6, 3, 9], budget=8) == [(3,), (0, 1), (2,)]
+
+
+def test_equal_lengths_are_planned_in_the_order_given():
+    assert plan([4, 4, 4], budget=8) == [(0, 1), (2,)]
+
+
+@given(lengths=LENGTHS, budget=st.integers(1, 60))
+def test_every_sequence_lands_once_and_the_budget_is_kept(lengths, budget):
+    bins = plan(lengths, budget)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    for members in bins:
+        assert sum(lengths[i] for i in members) <= budget or len(members) == 1
+    # First fit leaves at most one bin half empty, a bin over the budget counting as full.
+    loads = [min(sum(lengths[i] for i in members), budget) for members in bins]
+    assert sum(2 * load <= budget for load in loads) <= 1
+
+
+@given(lengths=LENGTHS, budget=st.integers(1, 60), data=st.data())
+def test_every_token_lands_once_with_its_own_position_and_mask(lengths, budget, data):
+    prompts = [data.draw(st.integers(1, length)) for length in lengths]
+    # Token values name (sequence, position), so that a wrong place cannot go unseen.
+    sequences = [tuple(100 * i + p for p in range(length)) for i, length in enumerate(lengths)]
+    seen = []
+    for one in pack(sequences, prompts, budget):
+        packed = one.packed
+        assert packed.cu_seqlens[0] == 0
+        assert len(one.indices) == packed.num_sequences
+        for s, index in enumerate(one.indices):
+            start, end = packed.cu_seqlens[s], packed.cu_seqlens[s + 1]
+            assert tuple(packed.tokens[start:end].tolist()) == sequences[index]
+            assert packed.positions[start:end].tolist() == list(range(lengths[index]))
+            assert set(packed.sequence[start:end].tolist()) == {s}
+            mask = packed.loss_mask[start:end].tolist()
+            assert mask == [float(p >= prompts[index]) for p in range(lengths[index])]
+        seen.extend(packed.tokens.tolist())
+    assert sorted(seen) == [token for sequence in sequences for token in sequence]
+
+
+def test_a_sequence_over_the_budget_gets_a_micro_batch_of_its_own():
+    packs = pack([(1,) * 20, (2,) * 3, (3,) * 3], prompt_lens=(1, 1, 1), budget=8)
+    assert [one.indices for one in packs] == [(0,), (1, 2)]
+
+
+def test_a_sequence_without_a_prompt_token_is_refused():
+    with pytest.raises(AssertionError, match="at least one token"):
+        lay_out([(1, 2)], prompt_lens=[0])
+
+
+def test_rollouts_carry_their_logprobs_and_advantages_to_their_own_tokens():
+    rollouts = [rollout(2, 3, first=10), rollout(1, 1, first=20), rollout(3, 4, first=30)]
+    sampling = SamplingParams(max_tokens=8)
+    batch = pack_rollouts(rollouts, [0.5, -1.0, 2.0], sampling=sampling, budget=9)
+    assert (batch.num_sequences, batch.num_generated) == (3, 8)
+    values = {}
+    for one in batch.micro_batches:
+        columns = (one.packed.tokens, one.rollout_logprobs, one.advantages, one.packed.loss_mask)
+        for token, logprob, advantage, mask in zip(*(c.tolist() for c in columns), strict=True):
+            values[token] = (logprob, advantage, mask)
+    expected = {t: (0.0, 0.0, 0.0) for t in (10, 11, 20, 30, 31, 32)}
+    expected |= {t: (-0.5 * t, 0.5, 1.0) for t in (12, 13, 14)}
+    expected |= {21: (-10.5, -1.0, 1.0)} | {t: (-0.5 * t, 2.0, 1.0) for t in (33, 34, 35, 36)}
+    assert values == expected
+
+
+def test_a_completion_without_tokens_still_counts_as_a_sequence():
+    batch = pack_rollouts([rollout(2, 0)], [1.0], sampling=SamplingParams(), budget=8)
+    assert (batch.num_sequences, batch.num_generated) == (1, 0)
+    assert batch.micro_batches[0].packed.loss_mask.tolist() == [0.0, 0.0]
+
+
+def test_nothing_to_pack_gives_no_micro_batch():
+    batch = pack_rollouts([], [], sampling=SamplingParams(), budget=8)
+    assert (batch.micro_batches, batch.num_sequences, batch.num_generated) == ((), 0, 0)
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(1, [5]), (2, [2, 3]), (3, [1, 2, 2]), (9, [1] * 5)])
+def test_mini_batches_cut_the_rollouts_in_order(count, sizes):
+    rollouts = [rollout(1, 1, first=10 * i) for i in range(5)]
+    cut = pack_mini_batches(
+        rollouts, [0.0] * 5, sampling=SamplingParams(), budget=100, mini_batches=count
+    )
+    assert [batch.num_sequences for batch in cut] == sizes
+    first_tokens = [
+        token for batch in cut for token in batch.micro_batches[0].packed.tokens[::2].tolist()
+    ]
+    assert first_tokens == [0, 10, 20, 30, 40]
+
+
+def test_no_rollouts_give_no_mini_batches():
+    assert pack_mini_batches([], [], sampling=SamplingParams(), budget=8, mini_batches=2) == []
