@@ -299,8 +299,9 @@ def _verified_state(path: Path) -> dict[str, Any]:
 
 def _refusal(step: int, place: Path, error: Exception) -> str:
     """Say why a checkpoint could not be written, and what helps."""
-    full = isinstance(error, OSError) and error.errno in _FULL_DISK
-    full = full or any(f"os error {number}" in str(error) for number in _FULL_DISK)
+    cause = error.__cause__ or error
+    full = isinstance(cause, OSError) and cause.errno in _FULL_DISK
+    full = full or any(f"os error {number}" in str(cause) for number in _FULL_DISK)
     remedy = (
         f"free some space ({shutil.disk_usage(place).free / 1e9:.2f} GB left), or lower "
         "run.keep_checkpoints"

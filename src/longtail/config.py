@@ -308,6 +308,11 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"(data.max_prompt_len {data.max_prompt_len} + rollout.max_tokens "
             f"{rollout.max_tokens}); give at least that, or 0"
         )
+    if rollout.max_step_tokens < rollout.max_running:
+        yield (
+            f"rollout.max_step_tokens = {rollout.max_step_tokens}: each of rollout.max_running = "
+            f"{rollout.max_running} requests takes a token of every step; give at least that"
+        )
     generated = data.source == "tiny-reasoner" or data.source.startswith("reasoning_gym:")
     if generated and data.heldout is None and data.heldout_size >= data.size:
         yield (

@@ -10,13 +10,16 @@ is reported at once, as one `ConfigError` that names field, value, place and rem
 """
 
 import difflib
+import inspect
 import json
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -223,6 +226,33 @@ def _report(path: Path | None, problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return f"{place}: {problems[0]}"
     return "\n  ".join([f"{place}: {len(problems)} problems", *problems])
+
+
+def describe(model: type[BaseModel]) -> str:
+    """Return help on every field: name, kind, default, docstring."""
+    lines = ["configuration; in a TOML file: key = VALUE under [section]"]
+    for section, section_type in _sections(model):
+        lines += ["", f"[{section}]  {inspect.cleandoc(section_type.__doc__ or '')}"]
+        for name, info in section_type.model_fields.items():
+            default = "unset" if info.default is None else _show(info.default)
+            lines.append(f"  --{section}.{name} {_kind(info.annotation)}  (default {default})")
+            text = " ".join((info.description or "").split())
+            lines += textwrap.wrap(text, 88, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def _kind(annotation: Any) -> str:
+    """Name what may be written for a type: TEXT, INT, NUMBER, true|false, choices, or a list."""
+    origin, options = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(options[0])
+    if origin in (Union, UnionType):
+        return _kind(next(option for option in options if option is not type(None)))
+    if origin is Literal:
+        return "|".join(options)
+    if origin is tuple:
+        return f"{_kind(options[0])},..."
+    return {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT"}[annotation]
 
 
 def differences(old: str, new: str) -> dict[str, tuple[Any, Any]]:

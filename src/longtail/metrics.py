@@ -20,6 +20,7 @@ from typing import Any, final
 
 import numpy as np
 
+from longtail import machine
 from longtail.errors import CheckpointError, ConfigError
 
 
@@ -283,5 +284,5 @@ def _unwritten(path: Path, reason: str | None) -> CheckpointError:
 
 def _missing(extra: str) -> ConfigError:
     return ConfigError(
-        f"run.writers names {extra!r}, which is not installed; pip install 'longtail[{extra}]'"
+        f"run.writers names {extra!r}, which is not installed; {machine.pip_install(extra)}"
     )

@@ -1,0 +1,283 @@
+"""The command line: `longtail VERB ...`. Starts nothing that the verb at hand does not need.
+
+Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 the command line or
+the configuration is wrong, 130 interrupted. Programs are imported when their verb runs, so that
+help is immediate; what a verb does is the business of its module.
+"""
+
+import argparse
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+
+from longtail.errors import ConfigError, LongtailError
+
+_WIDTH = 96
+_SUMMARY = """\
+longtail VERB ...
+
+Reinforcement learning of reasoning models, without the long tail of rollouts.
+
+verbs:
+  train      train a policy with reinforcement learning
+  sft        fine-tune a model on prompts with completions
+  generate   write completions with a model or a run's newest checkpoint
+  bench      measure the rollout engine or the learner, paired in one run
+  doctor     say what this machine offers, what is missing and how to get it
+
+`longtail VERB --help` tells more; `longtail --version` the version.
+Start with `longtail train quickstart`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="longtail: %(message)s")
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except LongtailError as error:
+        print(f"longtail: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("longtail: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, `head` say, went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
+    """Return what builds the parser of each command, by its name after `longtail`."""
+    return {
+        "train": _train_parser,
+        "sft": _sft_parser,
+        "generate": _generate_parser,
+        "bench engine": lambda: _bench_parser("engine"),
+        "bench learner": lambda: _bench_parser("learner"),
+        "doctor": _doctor_parser,
+    }
+
+
+def summary() -> str:
+    """Return what `longtail --help` prints."""
+    return f"usage: {_SUMMARY}"
+
+
+def _dispatch(words: list[str]) -> int:
+    verbs: Mapping[str, Callable[[list[str]], int]] = MappingProxyType(
+        {
+            "train": _train,
+            "sft": _sft,
+            "generate": _generate,
+            "bench": _bench,
+            "doctor": _doctor,
+        }
+    )
+    match words:
+        case []:
+            print(summary(), file=sys.stderr)
+            return 2
+        case ["-h" | "--help" | "help", *_]:
+            print(summary())
+            return 0
+        case ["--version", *_]:
+            print(f"longtail {metadata.version('longtail')}")
+            return 0
+        case [verb, *rest] if verb in verbs:
+            return verbs[verb](rest)
+    close = difflib.get_close_matches(words[0], verbs, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the verbs are {', '.join(verbs)}"
+    raise ConfigError(f"{words[0]}: no such verb; {hint}")
+
+
+def _train(words: list[str]) -> int:
+    from longtail import config, configfile
+
+    own, overrides = _split(words)
+    args = _train_parser().parse_args(own)
+    loaded = config.load(configfile.locate(args.run) if args.run else None, overrides)
+    if args.dry_run:
+        from longtail import memory
+
+        table = memory.report(loaded)
+        print(config.dump(loaded) + "\n" + "".join(f"# {row}\n" for row in table.splitlines()))
+        return 0
+    from longtail import loop
+
+    return loop.train(loaded) or 0
+
+
+def _sft(words: list[str]) -> int:
+    from longtail import config, configfile
+
+    own, overrides = _split(words)
+    args = _sft_parser().parse_args(own)
+    loaded = config.load_sft(configfile.locate(args.run) if args.run else None, overrides)
+    if args.dry_run:
+        print(config.dump(loaded))
+        return 0
+    from longtail import sft
+
+    return sft.run(loaded) or 0
+
+
+def _generate(words: list[str]) -> int:
+    args = _generate_parser().parse_args(words)
+    from longtail import generate
+
+    return generate.run(args)
+
+
+def _bench(words: list[str]) -> int:
+    names = ("engine", "learner")
+    if not words or words[0] not in names:
+        usage = "usage: longtail bench {engine,learner} [options]; each has its own --help"
+        helping = bool(words) and words[0] in ("-h", "--help")
+        print(usage, file=sys.stdout if helping else sys.stderr)
+        return 0 if helping else 2
+    parser = _bench_parser(words[0])
+    args = parser.parse_args(words[1:])
+    if words[0] == "engine":
+        from longtail.bench import engine
+
+        return engine.run(args) or 0
+    from longtail.bench import learner
+
+    return learner.run(args) or 0
+
+
+def _doctor(words: list[str]) -> int:
+    args = _doctor_parser().parse_args(words)
+    from longtail import doctor
+
+    return doctor.run(as_json=args.json)
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part the words of argparse from those of the configuration, which come with their values."""
+    own: list[str] = []
+    overrides: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        if not word.startswith("--") or word in ("--help", "--dry-run"):
+            own.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and queue and not queue[0].startswith("--"):
+            overrides.append(queue.pop(0))
+    return own, overrides
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """The same help on every terminal, so that docs/cli.md can hold it."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=_WIDTH, max_help_position=28)
+
+
+def _parser(name: str, description: str, **more: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"longtail {name}",
+        description=description,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def _train_parser() -> argparse.ArgumentParser:
+    from longtail import config, configfile
+
+    parser = _parser(
+        "train",
+        "Train a policy with reinforcement learning; go on where an earlier start was stopped.",
+        usage="longtail train [RUN] [--dry-run] [--section.key VALUE ...]",
+        epilog=configfile.describe(config.RunConfig),
+    )
+    recipes = ", ".join(configfile.recipes())
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", help=f"TOML file or recipe ({recipes}); none: all defaults"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved configuration and the memory it will take, as TOML",
+    )
+    return parser
+
+
+def _sft_parser() -> argparse.ArgumentParser:
+    from longtail import config, configfile
+
+    parser = _parser(
+        "sft",
+        "Fine-tune a model on prompts with completions; the loss is on completions alone.",
+        usage="longtail sft [RUN] [--dry-run] [--section.key VALUE ...]",
+        epilog=configfile.describe(config.SftConfig),
+    )
+    parser.add_argument("run", metavar="RUN", nargs="?", help="TOML file; none: all defaults")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration, as TOML"
+    )
+    return parser
+
+
+def _generate_parser() -> argparse.ArgumentParser:
+    parser = _parser("generate", "Write completions of a prompt; a single one is streamed.")
+    add = parser.add_argument
+    add("model", metavar="MODEL", type=Path, help="model directory, checkpoint or run directory")
+    add("--prompt", metavar="TEXT", help="what to complete; default: standard input")
+    add("--n", metavar="N", type=int, default=1, help="completions to write (default 1)")
+    add("--max-tokens", metavar="N", type=int, default=512, help="longest completion (default 512)")
+    add("--temperature", metavar="X", type=float, default=1.0, help="0 is greedy (default 1)")
+    add("--top-k", metavar="N", type=int, default=0, help="likeliest tokens kept; 0: all (default)")
+    add("--top-p", metavar="X", type=float, default=1.0, help="probability kept (default 1: all)")
+    add("--min-p", metavar="X", type=float, default=0.0, help="share of the likeliest (default 0)")
+    add("--stop", metavar="TEXT", action="append", default=[], help="end there; may be repeated")
+    add("--seed", metavar="N", type=int, default=0, help="of the sampling noise (default 0)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        help="of weights and KV cache (default: as stored)",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
+    add("--threads", metavar="N", type=int, default=0, help="compute threads; 0: every core")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--chat", action="store_true", help="apply the chat template, or fail")
+    form.add_argument(
+        "--raw", action="store_true", help="no chat template (default: where there is one)"
+    )
+    add("--json", action="store_true", help="one JSON object a completion")
+    return parser
+
+
+def _bench_parser(name: str) -> argparse.ArgumentParser:
+    if name == "engine":
+        from longtail.bench import engine
+
+        parser = _parser("bench engine", "Measure the rollout engine against its rivals.")
+        engine.add_arguments(parser)
+        return parser
+    from longtail.bench import learner
+
+    parser = _parser("bench learner", "Measure packed against padded batches.")
+    learner.add_arguments(parser)
+    return parser
+
+
+def _doctor_parser() -> argparse.ArgumentParser:
+    parser = _parser(
+        "doctor", "Say what this machine offers, what is missing and the command to get it."
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""`longtail generate`: completions of one prompt, with a model or a run's newest checkpoint.
+
+The text goes to stdout, what it cost to stderr. It reads directories and asks the rollout engine;
+it trains nothing and grades nothing.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from longtail.checkpoint import policy_directory
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.text import find_stop
+from longtail.errors import ConfigError
+from longtail.model import hf
+from longtail.sampling import noise_key
+from longtail.types import Completion, Request, SamplingParams
+
+_MAX_RUNNING = 64
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate as the command line says; see `cli` for the options."""
+    if args.n < 1:
+        raise ConfigError(f"--n = {args.n}: it must be at least 1")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    path = policy_directory(args.model)
+    tokenizer = hf.load_tokenizer(path)
+    tokens = _prompt_tokens(tokenizer, args)
+    sampling = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        max_tokens=args.max_tokens,
+        stop=tuple(args.stop),
+        stop_token_ids=tokenizer.eos_ids,
+    )
+    engine = _engine(args, path, tokenizer, len(tokens))
+    requests = [
+        Request(
+            request_id=f"{index}",
+            prompt_tokens=tokens,
+            noise_key=noise_key(args.seed, "generate", index),
+            sampling=sampling,
+            group_id="prompt" if args.n > 1 else "",
+        )
+        for index in range(args.n)
+    ]
+    started = time.perf_counter()
+    if args.n == 1 and not args.json:
+        completions = [_stream(engine, requests[0])]
+    else:
+        completions = engine.generate(requests)
+        _print(completions, as_json=args.json)
+    _summarize(completions, time.perf_counter() - started)
+    return 0
+
+
+def visible(pieces: Iterator[str | Completion], stop: Sequence[str]) -> Iterator[str]:
+    """Turn a stream into the text of its completion, piece by piece, nothing of a stop string.
+
+    What may be the beginning of a stop string is held back until it is known not to be one.
+    """
+    held_len = max((len(s) for s in stop), default=1) - 1
+    text, shown = "", 0
+    for piece in pieces:
+        if isinstance(piece, Completion):
+            yield piece.text[shown:]
+            return
+        text += piece
+        end = len(text[: find_stop(text, stop)]) if stop else len(text)
+        end = max(shown, min(end, len(text) - held_len))
+        yield text[shown:end]
+        shown = end
+
+
+def _prompt_tokens(tokenizer: hf.Tokenizer, args: argparse.Namespace) -> tuple[int, ...]:
+    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    if not prompt:
+        raise ConfigError("--prompt is empty; give some text, here or on standard input")
+    if args.chat or (tokenizer.has_chat_template and not args.raw):
+        return tokenizer.chat([{"role": "user", "content": prompt}])
+    return tokenizer.encode(prompt)
+
+
+def _engine(
+    args: argparse.Namespace, path: Path, tokenizer: hf.Tokenizer, prompt_len: int
+) -> RolloutEngine:
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best if args.device == "auto" else args.device
+    model = hf.load_model(path, dtypes[args.dtype] if args.dtype else None, device)
+    hf.check_vocabulary(tokenizer, model.config)
+    room = model.config.max_positions - prompt_len
+    if args.max_tokens > room:
+        raise ConfigError(
+            f"--max-tokens = {args.max_tokens}: after a prompt of {prompt_len} tokens the model "
+            f"has {max(room, 0)} of its {model.config.max_positions} positions left"
+        )
+    running = min(args.n, _MAX_RUNNING)
+    limits = EngineLimits(
+        max_running=running, max_step_tokens=512, max_len=prompt_len + args.max_tokens
+    )
+    return RolloutEngine(model, tokenizer.decode, limits)
+
+
+def _stream(engine: RolloutEngine, request: Request) -> Completion:
+    """Write one completion to the terminal while it is made."""
+    last: list[Completion] = []
+
+    def pieces() -> Iterator[str | Completion]:
+        for piece in engine.stream(request):
+            if isinstance(piece, Completion):
+                last.append(piece)
+            yield piece
+
+    for text in visible(pieces(), request.sampling.stop):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    print()
+    return last[0]
+
+
+def _print(completions: Sequence[Completion], *, as_json: bool) -> None:
+    for index, completion in enumerate(completions):
+        if as_json:
+            row = {
+                "index": index,
+                "text": completion.text,
+                "num_tokens": len(completion.tokens),
+                "logprob": sum(completion.logprobs),
+                "finish_reason": completion.finish_reason.value,
+            }
+            print(json.dumps(row, ensure_ascii=False))
+        else:
+            print(f"--- {index + 1} of {len(completions)}\n{completion.text}")
+
+
+def _summarize(completions: Sequence[Completion], seconds: float) -> None:
+    tokens = sum(len(completion.tokens) for completion in completions)
+    reasons = Counter(completion.finish_reason.value for completion in completions)
+    endings = ", ".join(f"{reason} x{count}" for reason, count in sorted(reasons.items()))
+    speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
+    print(f"{speed}; finished by {endings}", file=sys.stderr)

@@ -1,0 +1,95 @@
+"""What this machine has: cores, memory, processor, disk, packages. Standard library only, no torch.
+
+Facts that a container narrows (cores, memory) are given as this process may use them.
+"""
+
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Main memory in bytes; `available` can be had without swapping. None where unknown."""
+
+    total: int | None
+    available: int | None
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may run on."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory() -> Memory:
+    """Read main memory, a container's limit included."""
+    sizes = _meminfo(Path("/proc/meminfo"))
+    if not sizes and "SC_PHYS_PAGES" in os.sysconf_names:
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Memory(total=pages, available=None)
+    total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")
+    limit = _number(Path("/sys/fs/cgroup/memory.max"))
+    used = _number(Path("/sys/fs/cgroup/memory.current"))
+    if limit is not None and total is not None and limit < total:
+        left = limit - (used or 0)
+        return Memory(total=limit, available=min(left, available or left))
+    return Memory(total=total, available=available)
+
+
+def cpu_name() -> str:
+    """Name the processor."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> tuple[str, ...]:
+    """Return those instruction sets of this processor that matter to matrix products."""
+    flags = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
+    return tuple(flag for flag in _CPU_FLAGS if flag in flags)
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that adds an extra to this installation, a checkout or a release.
+
+    Example: pip_install("math") == "/home/me/.venv/bin/python -m pip install 'longtail[math]'"
+    """
+    origin = json.loads(metadata.distribution("longtail").read_text("direct_url.json") or "{}")
+    place = str(origin.get("url", "")).removeprefix("file://")
+    editable = origin.get("dir_info", {}).get("editable", False)
+    what = f"-e '{place}[{extra}]'" if editable and place else f"'longtail[{extra}]'"
+    return f"{sys.executable} -m pip install {what}"
+
+
+def disk_free(path: Path) -> int:
+    """Return the bytes free where `path` is, or where it would be made."""
+    present = next(p for p in (path.resolve(), *path.resolve().parents) if p.exists())
+    return shutil.disk_usage(present).free
+
+
+def _cpuinfo(key: str) -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = (line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == key)
+    return next(found, "")
+
+
+def _meminfo(file: Path) -> dict[str, int]:
+    """Read lines like `MemTotal:  24015816 kB`, as bytes."""
+    if not file.exists():
+        return {}
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
+
+
+def _number(file: Path) -> int | None:
+    """Read one number; None for `max`, or where there is no such file."""
+    text = file.read_text().strip() if file.exists() else ""
+    return int(text) if text.isdigit() else None
