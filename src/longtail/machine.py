@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote
 
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
 
@@ -62,7 +63,7 @@ def pip_install(extra: str) -> str:
     Example: pip_install("math") == "/home/me/.venv/bin/python -m pip install 'longtail[math]'"
     """
     origin = json.loads(metadata.distribution("longtail").read_text("direct_url.json") or "{}")
-    place = str(origin.get("url", "")).removeprefix("file://")
+    place = unquote(str(origin.get("url", "")).removeprefix("file://"))
     editable = origin.get("dir_info", {}).get("editable", False)
     what = f"-e '{place}[{extra}]'" if editable and place else f"'longtail[{extra}]'"
     return f"{sys.executable} -m pip install {what}"

@@ -1,0 +1,54 @@
+# Two commands matter: `make quickstart` (environment, install, the main job) and `make test`.
+# PYTHON=python3.12 chooses another interpreter for a fresh environment.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install quickstart test lint format bench docs clean
+
+help:
+	@echo "make quickstart   environment, install, then the main job with its result"
+	@echo "make test         the whole test suite"
+	@echo "make install      environment in $(VENV), package and development tools"
+	@echo "make lint         ruff and mypy"
+	@echo "make format       ruff's formatter, in place"
+	@echo "make bench        engine and learner benchmarks"
+	@echo "make docs         write docs/cli.md anew from the command line's own help"
+	@echo "make clean        remove the environment and caches; runs/ stays"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "longtail needs Python >= 3.11; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
+	@touch $@
+
+quickstart: install
+	$(BIN)/longtail train quickstart
+
+# One compute thread a test process: two of them and two OpenMP threads each would fight.
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/longtail bench engine
+	$(BIN)/longtail bench learner
+
+docs: install
+	$(BIN)/python -m longtail.cli_docs docs/cli.md
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
