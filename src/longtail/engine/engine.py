@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-
 from longtail.engine.batch import flatten
 from longtail.engine.kv_cache import ContiguousKVCache, KVCache, KVUsage
 from longtail.engine.report import Emitted, StepReport
@@ -133,9 +132,7 @@ class RolloutEngine:
     def step(self) -> StepReport:
         """Compute one flat batch and draw the tokens it yields."""
         started = time.perf_counter()
-        scheduled = sorted(
-            self._scheduler.schedule(), key=lambda each: self._kv.row_of(each.active.request_id)
-        )
+        scheduled = sorted(self._scheduler.schedule(), key=lambda each: each.num_tokens)
         assert scheduled, "step() needs an unfinished request"
         batch = flatten(scheduled, self._model.device)
         drawing = [each.active for each in scheduled if each.draws]

@@ -4,10 +4,10 @@
 `Attention` for one step. `ContiguousKVCache` is the CPU layout: every request a contiguous row, so
 attention reads views and gathers nothing. A paged layout for GPUs fits the same seam.
 
-    row 0  | request a : k k k k k k . . |      rows 0..n-1 are owned, without a hole:
-    row 1  | request b : k k . . . . . . |      when a row is released the last one moves there,
-    row 2  | request c : k k k k . . . . |      so a decode step is one call over rows 0..n-1
-    row 3  |             . . . . . . . . |
+    row 0  | request a : k k k k k k . . |
+    row 1  | request b : k k . . . . . . |
+    row 2  | free        . . . . . . . . |
+    row 3  | request c : k k k k . . . . |
 """
 
 import abc
@@ -20,8 +20,9 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch
-from longtail.engine.row_attention import RowAttention, plan_rows
+from longtail.engine.row_attention import RowAttention
 from longtail.model.attention import Attention
+from longtail.model.kernels import select_kernels
 from longtail.model.transformer import ModelConfig
 
 
@@ -58,10 +59,6 @@ class KVCache(abc.ABC):
         """Count tokens."""
 
     @abc.abstractmethod
-    def row_of(self, request_id: str) -> int:
-        """Place of a request; a batch lists its requests in this order."""
-
-    @abc.abstractmethod
     def attention(self, batch: FlatBatch) -> Attention:
         """Attend as `batch` says: each token is stored, then sees its request up to itself."""
 
@@ -91,8 +88,9 @@ class ContiguousKVCache(KVCache):
         self._free_blocks = self._num_blocks
         self._blocks: dict[str, int] = {}
         self._rows: dict[str, int] = {}
-        self._owners: list[str] = []
+        self._free_rows = list(range(max_rows))[::-1]
         self._max_rows, self._max_len = max_rows, max_len
+        self._kernels = select_kernels(dtype, device, config.head_dim)
         self._config, self._dtype, self._device = config, dtype, device
         self._storage = self._allocate(min(max_len, 8 * block_size))
 
@@ -115,13 +113,12 @@ class ContiguousKVCache(KVCache):
         owned = self._blocks.get(request_id, 0)
         missing = max(0, self._blocks_for(num_tokens) - owned)
         is_new = request_id not in self._rows
-        if missing > self._free_blocks or (is_new and len(self._owners) == self._max_rows):
+        if missing > self._free_blocks or (is_new and not self._free_rows):
             return False
         self._free_blocks -= missing
         self._blocks[request_id] = owned + missing
         if is_new:
-            self._rows[request_id] = len(self._owners)
-            self._owners.append(request_id)
+            self._rows[request_id] = self._free_rows.pop()
         if num_tokens > self._storage.shape[3]:
             self._widen(num_tokens)
         return True
@@ -150,19 +147,12 @@ class ContiguousKVCache(KVCache):
         kept = self._blocks_for(num_tokens)
         assert kept <= owned, "hand over more than is owned"
         self._rows[target_id], self._blocks[target_id] = row, kept
-        self._owners[row] = target_id
         self._free_blocks += owned - kept
 
     def release(self, request_id: str) -> None:
-        """Free the blocks and close the gap with the last row."""
-        row = self._rows.pop(request_id)
+        """Free the blocks and the row."""
+        self._free_rows.append(self._rows.pop(request_id))
         self._free_blocks += self._blocks.pop(request_id)
-        last_id = self._owners.pop()
-        if last_id == request_id:
-            return
-        held = min(self._blocks[last_id] * self._block_size, self._storage.shape[3])
-        self._storage[:, :, row, :held] = self._storage[:, :, len(self._owners), :held]
-        self._rows[last_id], self._owners[row] = row, last_id
 
     def usage(self) -> KVUsage:
         """Count blocks, in tokens."""
@@ -172,11 +162,7 @@ class ContiguousKVCache(KVCache):
             free=self._free_blocks * size, owned=owned * size, total=self._num_blocks * size
         )
 
-    def row_of(self, request_id: str) -> int:
-        """Row of a request."""
-        return self._rows[request_id]
-
     def attention(self, batch: FlatBatch) -> Attention:
         """Attend over views of the rows."""
         rows = [self._rows[segment.request_id] for segment in batch.segments]
-        return RowAttention(self._storage, plan_rows(batch.segments, rows))
+        return RowAttention(self._storage, self._kernels, batch.segments, rows)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import Attention
+from longtail.model.kernels import Kernels, TorchKernels, select_kernels
 from longtail.model.linear import Linear
 from longtail.model.rope import Rope, RopeConfig, Rotation
 
@@ -51,43 +51,41 @@ class ModelConfig:
         return self.windows[layer] if self.windows else 0
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension (Zhang and Sennrich 2019, equation 4)."""
+class Norm(nn.Module):
+    """Weight of a root mean square norm (Zhang and Sennrich 2019, equation 4)."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self._eps = eps
-
-    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        """Normalise; the statistics are taken in float32 or better."""
-        # autocast hands over x in its own dtype, which the fused norm wants of the weight, too.
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self._eps)
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with a fused projection: rows are all queries, all keys, all values."""
+    """Grouped-query attention, projected at once: rows are all queries, all keys, all values."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv = Linear(config.hidden_size, (heads + 2 * kv_heads) * dim, bias=config.qkv_bias)
         self.output = Linear(heads * dim, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
-        self._split = [heads, kv_heads, kv_heads]
-        self._layer, self._window, self._head_dim = layer, config.window(layer), dim
+        self.q_norm = Norm(dim) if config.qk_norm else None
+        self.k_norm = Norm(dim) if config.qk_norm else None
+        self._layer, self._window = layer, config.window(layer)
+        self._num_heads, self._head_dim, self._eps = heads, dim, config.norm_eps
 
     def forward(
-        self, x: Float[Tensor, "tokens hidden"], rotation: Rotation, attention: Attention
+        self, x: Float[Tensor, "tokens hidden"], context: "Context"
     ) -> Float[Tensor, "tokens hidden"]:
         """Project, normalise, rotate, attend, project back."""
-        qkv = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        queries, keys, values = qkv.split(self._split, 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        attended = attention.attend(
-            self._layer, rotation.apply(queries), rotation.apply(keys), values, self._window
+        heads = context.kernels.rotate(
+            self.qkv(x).view(x.shape[0], -1, self._head_dim),
+            self._num_heads,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self._eps,
+            context.rotation,
+        )
+        attended = context.attention.attend(
+            self._layer, heads.queries, heads.keys, heads.values, self._window
         )
         return self.output(attended.reshape(x.shape[0], -1))
 
@@ -101,10 +99,20 @@ class FeedForward(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * size, bias=config.mlp_bias)
         self.down = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
+    def forward(
+        self, x: Float[Tensor, "tokens hidden"], context: "Context"
+    ) -> Float[Tensor, "tokens hidden"]:
         """down(silu(gate(x)) * up(x))."""
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(context.kernels.swiglu(self.gate_up(x)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What the layers of one forward pass share."""
+
+    rotation: Rotation
+    attention: Attention
+    kernels: Kernels
 
 
 class DecoderLayer(nn.Module):
@@ -112,17 +120,27 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention_norm = Norm(config.hidden_size)
         self.attention = SelfAttention(config, layer)
-        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward_norm = Norm(config.hidden_size)
         self.feed_forward = FeedForward(config)
+        self._eps = config.norm_eps
 
     def forward(
-        self, x: Float[Tensor, "tokens hidden"], rotation: Rotation, attention: Attention
-    ) -> Float[Tensor, "tokens hidden"]:
-        """Return the residual stream after this layer."""
-        x = x + self.attention(self.attention_norm(x), rotation, attention)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        self,
+        stream: Float[Tensor, "tokens hidden"],
+        delta: Float[Tensor, "tokens hidden"] | None,
+        context: Context,
+    ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens hidden"]]:
+        """Return the residual stream and what is still to be added to it.
+
+        The last addition is left to whoever norms next, who does both in one pass.
+        """
+        add_norm = context.kernels.add_norm
+        stream, normed = add_norm(stream, delta, self.attention_norm.weight, self._eps)
+        attended = self.attention(normed, context)
+        stream, normed = add_norm(stream, attended, self.feed_forward_norm.weight, self._eps)
+        return stream, self.feed_forward(normed, context)
 
 
 class Transformer(nn.Module):
@@ -133,11 +151,12 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = Norm(config.hidden_size)
         self.head = Linear(config.hidden_size, config.vocab_size)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
         self._rope = Rope(config.head_dim, config.rope)
+        self._kernels: Kernels = TorchKernels()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,7 +183,8 @@ class Transformer(nn.Module):
                     parameter.normal_(0.0, std, generator=generator)
 
     def pack(self) -> None:
-        """Prepare every linear layer for inference; call again after weights changed."""
+        """Prepare for inference only: packed weights, fused kernels. Again after weights change."""
+        self._kernels = select_kernels(self.dtype, self.device, self.config.head_dim)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
@@ -182,21 +202,20 @@ class Transformer(nn.Module):
         `recompute` trades time for memory: activations inside layers are computed again in the
         backward pass (gradient checkpointing).
         """
-        x = self.embedding(tokens)
+        stream, delta = self.embedding(tokens), None
         # autocast computes queries in its own dtype; the rotation must not promote them back.
-        dtype = torch.get_autocast_dtype(x.device.type) if _autocasting(x) else x.dtype
-        rotation = self._rope.rotation(positions, dtype)
+        device = stream.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else stream.dtype
+        rotation = self._rope.rotation(positions, self._kernels.rotation_dtype(dtype))
+        context = Context(rotation=rotation, attention=attention, kernels=self._kernels)
         for layer in self.layers:
             if recompute:
-                x = checkpoint(layer, x, rotation, attention, use_reentrant=False)
+                stream, delta = checkpoint(layer, stream, delta, context, use_reentrant=False)
             else:
-                x = layer(x, rotation, attention)
-        return self.norm(x)
+                stream, delta = layer(stream, delta, context)
+        return self._kernels.add_norm(stream, delta, self.norm.weight, self.config.norm_eps).normed
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         """Unnormalised scores of the next token."""
         return self.head(hidden)
-
-
-def _autocasting(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)

@@ -1,0 +1,240 @@
+/* Fused small operations of the decoder for inference on a CPU (float32 and bfloat16).
+ *
+ * Compiled at first use by model/native.py, which includes this file once per element type:
+ *   T       element type             NAME(f)  name of f for this type
+ *   LOAD(v) element -> float         STORE(v) float -> element        LOAD_VEC(p) lanes at p
+ * All arithmetic is in float32. Every function is the twin of a method of TorchKernels, and
+ * tests/parity holds them together. Arrays are dense in their last dimension.
+ */
+#ifndef LT_COMMON
+#define LT_COMMON
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+static inline float lt_from_bf16(uint16_t v) {
+  uint32_t bits = (uint32_t)v << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+/* Round to nearest even, like PyTorch; NaN stays NaN. */
+static inline uint16_t lt_to_bf16(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? (uint16_t)0x7fc0 : (uint16_t)rounded;
+}
+
+/* 2^x: 2^round(x) from the exponent bits, times a polynomial on [-1/2, 1/2] (relative error 2e-7).
+ * Without branches, so that loops over it become vector code. */
+static inline float lt_exp2(float x) {
+  const float clamped = x < -125.0f ? -125.0f : x > 126.0f ? 126.0f : x;
+  const float n = rintf(clamped), f = clamped - n;
+  float p = 1.5353362e-4f;
+  p = p * f + 1.3398874e-3f;
+  p = p * f + 9.6184373e-3f;
+  p = p * f + 5.5503325e-2f;
+  p = p * f + 2.4022648e-1f;
+  p = p * f + 6.9314720e-1f;
+  p = p * f + 1.0f;
+  const int32_t bits = ((int32_t)n + 127) << 23;
+  float power;
+  memcpy(&power, &bits, 4);
+  return x < -125.0f ? 0.0f : power * p; /* 0, not a denormal: those stall the adder */
+}
+
+#define LT_LOG2E 1.44269504f
+#define LT_LANES 16
+typedef float lt_vec __attribute__((vector_size(4 * LT_LANES), aligned(4), may_alias));
+
+typedef int32_t lt_index __attribute__((vector_size(4 * LT_LANES)));
+typedef uint32_t lt_u32 __attribute__((vector_size(4 * LT_LANES)));
+typedef uint16_t lt_u16 __attribute__((vector_size(2 * LT_LANES), aligned(2), may_alias));
+
+/* Sum of the lanes, folding in halves: 16, 8, 4, 2, 1. */
+static inline float lt_sum(lt_vec v) {
+  v += __builtin_shuffle(v, (lt_index){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  v += __builtin_shuffle(v, (lt_index){4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7});
+  v += __builtin_shuffle(v, (lt_index){2, 3, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7});
+  return v[0] + v[1];
+}
+
+static inline lt_vec lt_load_f32(const float *p) {
+  return *(const lt_vec *)p;
+}
+
+static inline lt_vec lt_load_bf16(const uint16_t *p) {
+  return (lt_vec)(__builtin_convertvector(*(const lt_u16 *)p, lt_u32) << 16);
+}
+#endif
+
+/* x += delta (if any); out = x / rms(x) * weight. */
+void NAME(add_norm)(T *restrict x, const T *restrict delta, const T *restrict weight,
+                    T *restrict out, int64_t rows, int64_t size, float eps) {
+  for (int64_t r = 0; r < rows; r++, x += size, out += size) {
+    float sum = 0.0f;
+    if (delta) {
+      for (int64_t i = 0; i < size; i++) x[i] = STORE(LOAD(x[i]) + LOAD(delta[i]));
+      delta += size;
+    }
+    for (int64_t i = 0; i < size; i++) sum += LOAD(x[i]) * LOAD(x[i]);
+    const float scale = 1.0f / sqrtf(sum / (float)size + eps);
+    for (int64_t i = 0; i < size; i++) out[i] = STORE(LOAD(x[i]) * scale * LOAD(weight[i]));
+  }
+}
+
+/* Norm (if a weight is given) and rotate the query and key heads of qkv, in place.
+ * cos and sin are [rows, dim], sin with the sign of rotate_half folded in. */
+void NAME(rotate)(T *restrict qkv, const T *restrict q_weight, const T *restrict k_weight,
+                  const float *restrict cos, const float *restrict sin, int64_t rows,
+                  int64_t heads, int64_t kv_heads, int64_t dim, float eps) {
+  const int64_t half = dim / 2, stride = (heads + 2 * kv_heads) * dim;
+  float buffer[1024];
+  for (int64_t r = 0; r < rows; r++, qkv += stride, cos += dim, sin += dim) {
+    for (int64_t h = 0; h < heads + kv_heads; h++) {
+      T *head = qkv + h * dim;
+      const T *weight = h < heads ? q_weight : k_weight;
+      for (int64_t i = 0; i < dim; i++) buffer[i] = LOAD(head[i]);
+      if (weight) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < dim; i++) sum += buffer[i] * buffer[i];
+        const float scale = 1.0f / sqrtf(sum / (float)dim + eps);
+        for (int64_t i = 0; i < dim; i++) buffer[i] *= scale * LOAD(weight[i]);
+      }
+      for (int64_t i = 0; i < half; i++) {
+        head[i] = STORE(buffer[i] * cos[i] + buffer[i + half] * sin[i]);
+        head[i + half] = STORE(buffer[i + half] * cos[i + half] + buffer[i] * sin[i + half]);
+      }
+    }
+  }
+}
+
+/* out = silu(gate) * up, where a row of gate_up is all gates, then all ups. */
+void NAME(swiglu)(const T *restrict gate_up, T *restrict out, int64_t rows, int64_t size) {
+  for (int64_t r = 0; r < rows; r++, gate_up += 2 * size, out += size)
+    for (int64_t i = 0; i < size; i++) {
+      const float gate = LOAD(gate_up[i]);
+      out[i] = STORE(gate / (1.0f + lt_exp2(-LT_LOG2E * gate)) * LOAD(gate_up[size + i]));
+    }
+}
+
+/* The `group` query heads that share one key head, over num_keys keys that lie `stride` apart.
+ * Softmax in base 2: scores carry log2(e).
+ * `group` and `dim` are constants where it is inlined: queries and sums then live in registers. */
+static inline __attribute__((always_inline)) void NAME(attend_heads)(
+    const T *restrict query, const T *restrict keys, const T *restrict values, T *restrict out,
+    int64_t num_keys, int64_t stride, const int64_t group, const int64_t dim, float scale,
+    float *restrict scores) {
+  const int64_t parts = dim / LT_LANES;
+  lt_vec q[group][parts], acc[group][parts];
+  float peak[group], total[group];
+#pragma GCC unroll 16
+  for (int64_t g = 0; g < group; g++) {
+    peak[g] = -INFINITY;
+    total[g] = 0.0f;
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < parts; j++) {
+      q[g][j] = LOAD_VEC(query + g * dim + j * LT_LANES) * (scale * LT_LOG2E);
+      acc[g][j] = (lt_vec){0};
+    }
+  }
+  for (int64_t k = 0; k < num_keys; k++) {
+    lt_vec key[parts];
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < parts; j++) key[j] = LOAD_VEC(keys + k * stride + j * LT_LANES);
+#pragma GCC unroll 16
+    for (int64_t g = 0; g < group; g++) {
+      lt_vec dot = q[g][0] * key[0];
+#pragma GCC unroll 16
+      for (int64_t j = 1; j < parts; j++) dot += q[g][j] * key[j];
+      scores[g * num_keys + k] = lt_sum(dot);
+    }
+  }
+#pragma GCC unroll 16
+  for (int64_t g = 0; g < group; g++) {
+    float *s = scores + g * num_keys, highest = -INFINITY, sum = 0.0f;
+    for (int64_t k = 0; k < num_keys; k++) highest = s[k] > highest ? s[k] : highest;
+    for (int64_t k = 0; k < num_keys; k++) {
+      s[k] = lt_exp2(s[k] - highest);
+      sum += s[k];
+    }
+    total[g] = sum;
+  }
+  for (int64_t k = 0; k < num_keys; k++) {
+    lt_vec value[parts];
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < parts; j++) value[j] = LOAD_VEC(values + k * stride + j * LT_LANES);
+#pragma GCC unroll 16
+    for (int64_t g = 0; g < group; g++)
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < parts; j++) acc[g][j] += scores[g * num_keys + k] * value[j];
+  }
+#pragma GCC unroll 16
+  for (int64_t g = 0; g < group; g++)
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < parts; j++)
+      for (int i = 0; i < LT_LANES; i++)
+        out[g * dim + j * LT_LANES + i] = STORE(acc[g][j][i] / total[g]);
+}
+
+/* Take up to four heads at a time; dim is one of the usual head dimensions. */
+static void NAME(attend_group)(const T *restrict q, const T *restrict k, const T *restrict v,
+                               T *restrict out, int64_t num_keys, int64_t stride, int64_t group,
+                               int64_t dim, float scale, float *restrict scores) {
+#define LT_ATTEND(heads, size) \
+  NAME(attend_heads)(q, k, v, out, num_keys, stride, heads, size, scale, scores)
+#define LT_EVERY_DIM(heads)                     \
+  do {                                          \
+    if (dim == 16) LT_ATTEND(heads, 16);        \
+    else if (dim == 32) LT_ATTEND(heads, 32);   \
+    else if (dim == 64) LT_ATTEND(heads, 64);   \
+    else if (dim == 80) LT_ATTEND(heads, 80);   \
+    else if (dim == 96) LT_ATTEND(heads, 96);   \
+    else LT_ATTEND(heads, 128);                 \
+  } while (0)
+  while (group > 0) {
+    const int64_t taken = group >= 4 ? 4 : group;
+    if (taken == 4) LT_EVERY_DIM(4);
+    else if (taken == 3) LT_EVERY_DIM(3);
+    else if (taken == 2) LT_EVERY_DIM(2);
+    else LT_EVERY_DIM(1);
+    group -= taken, q += taken * dim, out += taken * dim;
+  }
+#undef LT_EVERY_DIM
+#undef LT_ATTEND
+}
+
+/* Store every token's key and value at (row, slot) of a contiguous cache. */
+void NAME(store_kv)(const T *restrict keys, const T *restrict values, int64_t token_stride,
+                    T *restrict key_cache, T *restrict value_cache, int64_t row_stride,
+                    const int64_t *restrict rows, const int64_t *restrict slots, int64_t tokens,
+                    int64_t width) {
+  for (int64_t t = 0; t < tokens; t++) {
+    const int64_t at = rows[t] * row_stride + slots[t] * width;
+    memcpy(key_cache + at, keys + t * token_stride, (size_t)width * sizeof(T));
+    memcpy(value_cache + at, values + t * token_stride, (size_t)width * sizeof(T));
+  }
+}
+
+/* Each of `tokens` queries, at (row, slot), attends to the slots [slot - window + 1, slot] of its
+ * row (window 0: from 0). scores holds group * longest row floats, for at most four heads. */
+void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
+                       const T *restrict key_cache, const T *restrict value_cache,
+                       int64_t row_stride, const int64_t *restrict rows,
+                       const int64_t *restrict slots, T *restrict out, int64_t tokens,
+                       int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
+                       float *restrict scores) {
+  const int64_t group = heads / kv_heads, stride = kv_heads * dim;
+  const float scale = 1.0f / sqrtf((float)dim);
+  for (int64_t t = 0; t < tokens; t++) {
+    const int64_t end = slots[t] + 1;
+    const int64_t first = window > 0 && end > window ? end - window : 0;
+    const int64_t at = rows[t] * row_stride + first * stride;
+    for (int64_t h = 0; h < kv_heads; h++)
+      NAME(attend_group)(queries + t * token_stride + h * group * dim, key_cache + at + h * dim,
+                         value_cache + at + h * dim, out + (t * heads + h * group) * dim,
+                         end - first, stride, group, dim, scale, scores);
+  }
+}

@@ -1,0 +1,307 @@
+"""The decoder's small operations behind a seam: PyTorch's everywhere, fused ones where they exist.
+
+`TorchKernels` is the definition: any dtype, any device, differentiable. `NativeKernels` is the same
+arithmetic in C for inference on a CPU, where a step of few tokens is otherwise ruled by the cost of
+calling some thirty operations a layer. `select_kernels` decides; nobody else asks.
+"""
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longtail.model import native
+from longtail.model.rope import Rotation
+
+_NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128)
+
+
+class Residual(NamedTuple):
+    """The residual stream after an addition, and its norm."""
+
+    stream: Float[Tensor, "tokens hidden"]
+    normed: Float[Tensor, "tokens hidden"]
+
+
+class QueryKeyValue(NamedTuple):
+    """Heads of one layer, rotated and ready to attend."""
+
+    queries: Float[Tensor, "tokens heads head_dim"]
+    keys: Float[Tensor, "tokens kv_heads head_dim"]
+    values: Float[Tensor, "tokens kv_heads head_dim"]
+
+
+class Kernels(abc.ABC):
+    """Small operations between the matrix products. Inputs may be overwritten by the result."""
+
+    @abc.abstractmethod
+    def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which `rotate` wants cos and sin of a model that computes in `dtype`."""
+
+    @abc.abstractmethod
+    def add_norm(
+        self,
+        stream: Float[Tensor, "tokens hidden"],
+        delta: Float[Tensor, "tokens hidden"] | None,
+        weight: Float[Tensor, "hidden"],
+        eps: float,
+    ) -> Residual:
+        """Add `delta`, if any, to the stream and take its RMS norm."""
+
+    @abc.abstractmethod
+    def rotate(
+        self,
+        qkv: Float[Tensor, "tokens all_heads head_dim"],
+        num_heads: int,
+        q_weight: Float[Tensor, "head_dim"] | None,
+        k_weight: Float[Tensor, "head_dim"] | None,
+        eps: float,
+        rotation: Rotation,
+    ) -> QueryKeyValue:
+        """Split queries, keys, values; norm queries and keys if weights are given; rotate them."""
+
+    @abc.abstractmethod
+    def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
+        """silu(first half) * second half."""
+
+    @abc.abstractmethod
+    def store_rows(
+        self,
+        keys: Float[Tensor, "tokens kv_heads head_dim"],
+        values: Float[Tensor, "tokens kv_heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        rows: Int[Tensor, "tokens"],
+        slots: Int[Tensor, "tokens"],
+    ) -> None:
+        """Write each token's key and value at its (row, slot)."""
+
+    @abc.abstractmethod
+    def attend_rows(
+        self,
+        queries: Float[Tensor, "tokens heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        rows: Int[Tensor, "tokens"],
+        slots: Int[Tensor, "tokens"],
+        window: int,
+    ) -> Float[Tensor, "tokens heads head_dim"]:
+        """Let each token, at (row, slot), see its row up to itself, at most `window` (0: all)."""
+
+
+@final
+class TorchKernels(Kernels):
+    """The definition, in PyTorch operations."""
+
+    def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Rotate in the dtype the model computes in."""
+        return dtype
+
+    def add_norm(
+        self,
+        stream: Float[Tensor, "tokens hidden"],
+        delta: Float[Tensor, "tokens hidden"] | None,
+        weight: Float[Tensor, "hidden"],
+        eps: float,
+    ) -> Residual:
+        """Add, then norm with statistics in float32 or better."""
+        stream = stream if delta is None else stream + delta
+        return Residual(stream, _rms_norm(stream, weight, eps))
+
+    def rotate(
+        self,
+        qkv: Float[Tensor, "tokens all_heads head_dim"],
+        num_heads: int,
+        q_weight: Float[Tensor, "head_dim"] | None,
+        k_weight: Float[Tensor, "head_dim"] | None,
+        eps: float,
+        rotation: Rotation,
+    ) -> QueryKeyValue:
+        """Split, norm, rotate."""
+        num_kv_heads = (qkv.shape[1] - num_heads) // 2
+        queries, keys, values = qkv.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        if q_weight is not None and k_weight is not None:
+            queries = _rms_norm(queries, q_weight, eps)
+            keys = _rms_norm(keys, k_weight, eps)
+        return QueryKeyValue(rotation.apply(queries), rotation.apply(keys), values)
+
+    def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
+        """silu(first half) * second half."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def store_rows(
+        self,
+        keys: Float[Tensor, "tokens kv_heads head_dim"],
+        values: Float[Tensor, "tokens kv_heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        rows: Int[Tensor, "tokens"],
+        slots: Int[Tensor, "tokens"],
+    ) -> None:
+        """Scatter into the rows."""
+        flat = rows * key_rows.shape[1] + slots
+        key_rows.flatten(0, 1).index_copy_(0, flat, keys)
+        value_rows.flatten(0, 1).index_copy_(0, flat, values)
+
+    def attend_rows(
+        self,
+        queries: Float[Tensor, "tokens heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        rows: Int[Tensor, "tokens"],
+        slots: Int[Tensor, "tokens"],
+        window: int,
+    ) -> Float[Tensor, "tokens heads head_dim"]:
+        """One product a token: each reads its own row at its own length, nothing is padded."""
+        attended = torch.empty_like(queries)
+        for token, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
+            first = max(0, slot + 1 - window) if window else 0
+            keys, values = key_rows[row, first : slot + 1], value_rows[row, first : slot + 1]
+            # The heads of a group are queries of their one key head.
+            grouped = queries[token].view(keys.shape[1], -1, queries.shape[-1])
+            out = F.scaled_dot_product_attention(
+                grouped[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+            )
+            attended[token] = out.view(queries.shape[1:])
+        return attended
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    # autocast hands over x in its own dtype, which the fused norm wants of the weight, too.
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+@final
+class NativeKernels(Kernels):
+    """The same operations from kernels.c: float32 or bfloat16, CPU, no gradients.
+
+    Tensors are dense (as the decoder makes them); the stream and qkv are overwritten.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[..., None]]) -> None:
+        self._add_norm, self._rotate = functions["add_norm"], functions["rotate"]
+        self._swiglu = functions["swiglu"]
+        self._store_kv, self._attend = functions["store_kv"], functions["attend_rows"]
+        self._scores = torch.empty(0)
+
+    def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Always float32: the kernels compute in it."""
+        return torch.float32
+
+    def add_norm(
+        self,
+        stream: Float[Tensor, "tokens hidden"],
+        delta: Float[Tensor, "tokens hidden"] | None,
+        weight: Float[Tensor, "hidden"],
+        eps: float,
+    ) -> Residual:
+        """Add in place; one pass."""
+        normed = torch.empty_like(stream)
+        pending = None if delta is None else delta.data_ptr()
+        self._add_norm(
+            stream.data_ptr(), pending, weight.data_ptr(), normed.data_ptr(), *stream.shape, eps
+        )
+        return Residual(stream, normed)
+
+    def rotate(
+        self,
+        qkv: Float[Tensor, "tokens all_heads head_dim"],
+        num_heads: int,
+        q_weight: Float[Tensor, "head_dim"] | None,
+        k_weight: Float[Tensor, "head_dim"] | None,
+        eps: float,
+        rotation: Rotation,
+    ) -> QueryKeyValue:
+        """Norm and rotate in place; the parts are views."""
+        tokens, all_heads, dim = qkv.shape
+        kv_heads = (all_heads - num_heads) // 2
+        self._rotate(
+            qkv.data_ptr(),
+            None if q_weight is None else q_weight.data_ptr(),
+            None if k_weight is None else k_weight.data_ptr(),
+            rotation.cos.data_ptr(),
+            rotation.sin.data_ptr(),
+            tokens,
+            num_heads,
+            kv_heads,
+            dim,
+            eps,
+        )
+        return QueryKeyValue(*qkv.split([num_heads, kv_heads, kv_heads], 1))
+
+    def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
+        """silu(first half) * second half."""
+        tokens, both = gate_up.shape
+        out = gate_up.new_empty(tokens, both // 2)
+        self._swiglu(gate_up.data_ptr(), out.data_ptr(), tokens, both // 2)
+        return out
+
+    def store_rows(
+        self,
+        keys: Float[Tensor, "tokens kv_heads head_dim"],
+        values: Float[Tensor, "tokens kv_heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        rows: Int[Tensor, "tokens"],
+        slots: Int[Tensor, "tokens"],
+    ) -> None:
+        """Copy into the rows."""
+        tokens, kv_heads, dim = keys.shape
+        self._store_kv(
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(0),
+            key_rows.data_ptr(),
+            value_rows.data_ptr(),
+            key_rows.stride(0),
+            rows.data_ptr(),
+            slots.data_ptr(),
+            tokens,
+            kv_heads * dim,
+        )
+
+    def attend_rows(
+        self,
+        queries: Float[Tensor, "tokens heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        rows: Int[Tensor, "tokens"],
+        slots: Int[Tensor, "tokens"],
+        window: int,
+    ) -> Float[Tensor, "tokens heads head_dim"]:
+        """All tokens in one call, each over its own length."""
+        tokens, heads, dim = queries.shape
+        if self._scores.numel() < 4 * key_rows.shape[1]:
+            self._scores = torch.empty(4 * key_rows.shape[1])
+        out = queries.new_empty(tokens, heads, dim)
+        self._attend(
+            queries.data_ptr(),
+            queries.stride(0),
+            key_rows.data_ptr(),
+            value_rows.data_ptr(),
+            key_rows.stride(0),
+            rows.data_ptr(),
+            slots.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            heads,
+            key_rows.shape[2],
+            dim,
+            window,
+            self._scores.data_ptr(),
+        )
+        return out
+
+
+def select_kernels(dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernels:
+    """Choose the kernels for inference: native where they exist for this dtype and shape."""
+    if device.type == "cpu" and head_dim in _NATIVE_HEAD_DIMS:
+        functions = native.functions(dtype)
+        if functions is not None:
+            return NativeKernels(functions)
+    return TorchKernels()

@@ -1,0 +1,116 @@
+"""Compiles and loads kernels.c, once a machine, when it has a C compiler.
+
+The shared object is cached by the digest of source, flags, compiler and processor, built beside and
+renamed, so concurrent workers are safe. Without a compiler everything runs on PyTorch's operations,
+more slowly; `unavailable_because` says why.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = (
+    "-O2",
+    "-ftree-vectorize",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-ffast-math",
+    "-fno-finite-math-only",
+)
+_INSTANCES = """
+#define T float
+#define NAME(f) f##_f32
+#define LOAD(v) (v)
+#define STORE(v) (v)
+#define LOAD_VEC(p) lt_load_f32(p)
+#include "{source}"
+#undef T
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef LOAD_VEC
+#define T uint16_t
+#define NAME(f) f##_bf16
+#define LOAD(v) lt_from_bf16(v)
+#define STORE(v) lt_to_bf16(v)
+#define LOAD_VEC(p) lt_load_bf16(p)
+#include "{source}"
+"""
+_PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "add_norm": [_PTR] * 4 + [_INT] * 2 + [_FLOAT],
+    "rotate": [_PTR] * 5 + [_INT] * 4 + [_FLOAT],
+    "swiglu": [_PTR] * 2 + [_INT] * 2,
+    "store_kv": [_PTR] * 2 + [_INT] + [_PTR] * 2 + [_INT] + [_PTR] * 2 + [_INT] * 2,
+    "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT] + [_PTR] * 3 + [_INT] * 5 + [_PTR],
+}
+
+
+def cache_dir() -> Path:
+    """Folder for what longtail builds once a machine: $LONGTAIL_CACHE or ~/.cache/longtail."""
+    return Path(os.environ.get("LONGTAIL_CACHE", "~/.cache/longtail")).expanduser()
+
+
+def unavailable_because() -> str | None:
+    """Say why native kernels cannot be had here; None when they can."""
+    if os.environ.get("LONGTAIL_NATIVE") == "0":
+        return "LONGTAIL_NATIVE=0 is set"
+    if platform.system() != "Linux":
+        return f"they are built on Linux only, this is {platform.system()}"
+    if shutil.which("cc") is None:
+        return "no C compiler: install one (Debian: apt-get install gcc libc6-dev)"
+    return None
+
+
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+@functools.cache
+def functions(dtype: torch.dtype) -> Mapping[str, Callable[..., None]] | None:
+    """Kernels for an element type by name; None where they cannot be built or do not exist."""
+    if dtype not in _SUFFIXES or unavailable_because() is not None:
+        return None
+    path = _build()
+    if path is None:
+        return None
+    loaded = ctypes.CDLL(str(path))
+    found: dict[str, Callable[..., None]] = {}
+    for name, signature in _SIGNATURES.items():
+        function = loaded[f"{name}_{_SUFFIXES[dtype]}"]
+        function.argtypes, function.restype = signature, None
+        found[name] = function
+    return found
+
+
+def _build() -> Path | None:
+    """Compile into the cache unless it is there; None when the compiler refuses."""
+    compiler = shutil.which("cc")
+    assert compiler is not None
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
+    parts = (_SOURCE.read_text(), _INSTANCES, " ".join(_FLAGS), version.stdout, flags)
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    target = cache_dir() / "kernels" / f"{digest}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        unit, built = Path(scratch, "unit.c"), Path(scratch, "kernels.so")
+        unit.write_text(_INSTANCES.format(source=_SOURCE))
+        command = [compiler, *_FLAGS, "-shared", "-fPIC", str(unit), "-o", str(built), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return None
+        built.replace(target)
+    return target
