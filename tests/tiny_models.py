@@ -3,11 +3,14 @@
 import string
 
 import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from longtail.model.rope import RopeConfig
-from longtail.model.tokenizer import Tokenizer, character_tokenizer
+from longtail.model.tokenizer import Tokenizer
 from longtail.model.transformer import Family, ModelConfig, Transformer
 
+SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -57,8 +60,18 @@ def tiny_model(
     return model.to(dtype)
 
 
-def tiny_tokenizer() -> Tokenizer:
+def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     """A token for each printable ASCII character, after <pad> <eos> <unk> <user> <assistant>."""
-    return character_tokenizer(
-        string.printable, special=("<user>", "<assistant>"), chat_template=CHAT_TEMPLATE
+    from transformers import PreTrainedTokenizerFast  # here, because it takes seconds
+
+    symbols = (*SPECIAL, *string.printable)
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(list(SPECIAL))
+    inner = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
+    inner.chat_template = chat_template
+    return Tokenizer(inner, (vocabulary["<eos>"],))

@@ -16,17 +16,11 @@ import torch
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf_config import Fields, emit, parse
 from longtail.model.hf_weights import from_hf, read_weights, to_hf, write_weights
-from longtail.model.tokenizer import (
-    Tokenizer,
-    character_tokenizer,
-    check_vocabulary,
-    load_tokenizer,
-)
+from longtail.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
 
 __all__ = [
     "Tokenizer",
-    "character_tokenizer",
     "check_vocabulary",
     "from_hf",
     "load_config",

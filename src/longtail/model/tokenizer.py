@@ -13,9 +13,6 @@ from typing import Any, final
 from longtail.errors import ConfigError, DataError
 from longtail.model.transformer import ModelConfig
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-"""The first three tokens of a `character_tokenizer`, ids 0, 1, 2."""
-
 _FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -171,27 +168,3 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
             f"the tokenizer has token ids up to {tokenizer.vocab_size - 1} but the model's "
             f"vocab_size = {config.vocab_size}: use the tokenizer that the model was trained with"
         )
-
-
-def character_tokenizer(
-    characters: str, *, special: Sequence[str] = (), chat_template: str | None = None
-) -> Tokenizer:
-    """Build a tokenizer of single characters: <pad>, <eos>, <unk>, `special`, then `characters`.
-
-    Example: character_tokenizer("01+", special=("<user>",)).encode("<user>1+1") == (3, 5, 6, 5)
-    """
-    from tokenizers import Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-
-    symbols = [PAD, EOS, UNKNOWN, *special, *characters]
-    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
-    assert len(vocabulary) == len(symbols), "a symbol occurs twice"
-    backend = Backend(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([PAD, EOS, UNKNOWN, *special])
-    inner = _transformers().PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN
-    )
-    inner.chat_template = chat_template
-    return Tokenizer(inner, (vocabulary[EOS],))
