@@ -227,7 +227,8 @@ def _shape(handle: Any, name: str, file: Path) -> tuple[int, ...]:
 
 
 def _finite(tensor: Tensor, name: str, file: Path) -> Tensor:
-    if not torch.isfinite(tensor).all():
+    extremes = torch.stack(torch.aminmax(tensor))  # NaN wins both; no temporary of tensor's size
+    if not torch.isfinite(extremes).all():
         bad = int((~torch.isfinite(tensor)).sum())
         raise NonFiniteError(
             f"{file}: {name} holds {bad} values that are NaN or infinite of {tensor.numel()}; use "
