@@ -15,7 +15,6 @@ it exist. It counts as complete when every file has the size and the SHA-256 tha
 names. What goes into `tensors` and `state` is the business of the loop. Nothing is ever unpickled.
 """
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -94,7 +93,7 @@ class Checkpoint:
 class RunDirectory:
     """One run's files. `start` claims it for this process, `save` adds to it, `close` lets go.
 
-    Lifecycle:  RunDirectory(path) -> start -> save, save, ... -> close
+    Lifecycle:  with RunDirectory(path) as run: start -> save, save, ...
     `load_latest` and reading need no start.
     """
 
@@ -102,7 +101,13 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._keep = keep
-        self._lock = contextlib.ExitStack()
+        self._lock: int | None = None
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def start(self, config_text: str, *, resume: bool) -> Checkpoint | None:
         """Claim the directory, write config.toml, return the checkpoint to go on from, if any.
@@ -168,14 +173,17 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let go of the directory."""
-        self._lock.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _claim(self) -> None:
         """Hold an advisory lock; the system drops it when the process ends, however it ends."""
-        handle = self._lock.enter_context((self.path / ".lock").open("w"))
+        assert self._lock is None, "a run directory is started once"
+        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             # NOTE: lockf belongs to the process; flock would live on in forked graders.
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise ConfigError(
                 f"run.dir = {str(self.path)!r}: another process is running in it; wait for it, "

@@ -6,7 +6,7 @@ visibly the user's own. `load` reads, overlays, validates and never touches a mo
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -192,7 +192,7 @@ class RunConfig(Section):
     run: RunSection = RunSection()
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
+    def _agrees_with_itself(self) -> "RunConfig":
         problems = [*_rollout_problems(self), *_learner_problems(self)]
         if problems:
             raise ValueError("\n".join(problems))

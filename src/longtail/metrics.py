@@ -23,8 +23,10 @@ import numpy as np
 from longtail import machine
 from longtail.errors import CheckpointError, ConfigError
 
+Number = int | float
 
-def summarize(name: str, values: Sequence[float]) -> dict[str, float]:
+
+def summarize(name: str, values: Sequence[Number]) -> dict[str, float]:
     """Return mean, standard deviation (of the population), least and greatest; {} of no values.
 
     Example: summarize("reward", [0, 1]) == {"reward/mean": 0.5, "reward/std": 0.5,
@@ -98,7 +100,7 @@ class MetricWriter(abc.ABC):
     """Somewhere that metrics go."""
 
     @abc.abstractmethod
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
         """Keep the metrics of one step; steps come in rising order."""
 
     @abc.abstractmethod
@@ -150,7 +152,7 @@ class JsonlWriter(MetricWriter):
     def __init__(self, path: Path, *, last_step: int | None = None) -> None:
         self._lines = JsonLines(path, last_step=last_step)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
         """Append one line."""
         self._lines.append(step, metrics)
 
@@ -171,7 +173,7 @@ class TensorBoardWriter(MetricWriter):
         purge = None if last_step is None else last_step + 1
         self._writer = SummaryWriter(str(directory), purge_step=purge)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
         """Add one scalar each."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
@@ -202,7 +204,7 @@ class WandbWriter(MetricWriter):
             dir=str(directory), mode=mode, config=dict(config),
         )  # fmt: skip
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
         """Log one step."""
         self._run.log(dict(metrics), step=step)
 
@@ -218,7 +220,7 @@ class ManyWriters(MetricWriter):
     def __init__(self, writers: Sequence[MetricWriter]) -> None:
         self._writers = tuple(writers)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
         """Hand the metrics to each."""
         for writer in self._writers:
             writer.write(step, metrics)
@@ -261,7 +263,7 @@ def _step_of(line: bytes) -> float:
     if not line.endswith(b"\n"):
         return math.inf
     try:
-        return int(json.loads(line)["step"])
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 

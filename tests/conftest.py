@@ -1,0 +1,38 @@
+"""Every test: one compute thread, no network, no accelerator unless asked for, no download."""
+
+import os
+import socket
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"})
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+_CONNECT = socket.socket.connect
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs an accelerator where there is none."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs an accelerator")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse connections that would leave this machine."""
+
+    def connect(self: socket.socket, address: object) -> None:
+        inside = self.family == socket.AF_UNIX or (
+            isinstance(address, tuple) and address[0] in ("127.0.0.1", "::1", "localhost")
+        )
+        if not inside:
+            raise OSError(f"a test tried to reach {address}")
+        _CONNECT(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
