@@ -159,6 +159,7 @@ def write_weights(
         weight_map |= dict.fromkeys(names, file)
         content = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
         save_file(content, path / file, metadata={"format": "pt"})
+        del content  # before the next shard is converted
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
