@@ -35,7 +35,7 @@ def test_the_layout_is_the_example_of_the_record():
 
 
 def test_the_plan_is_first_fit_longest_first():
-    assert plan([2, 6, 3, 9], budget=8) == [(3,), (0, 1), (2,)]
+    assert plan([2, 6, 3, 9], budget=8) == [(3,), (1, 0), (2,)]
 
 
 def test_equal_lengths_are_planned_in_the_order_given():

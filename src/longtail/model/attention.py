@@ -6,6 +6,7 @@ KV cache (`engine.kv_cache`). The decoder is the same code under both.
 """
 
 import abc
+import itertools
 from collections.abc import Sequence
 from typing import final
 
@@ -50,11 +51,16 @@ def causal_window_mask(
 
 @final
 class PackedAttention(Attention):
-    """Causal attention inside each of several sequences laid end to end, differentiable."""
+    """Causal attention inside each of several sequences laid end to end, differentiable.
+
+    Neighbours of equal length are one batched call, without a copy; where all lengths differ it is
+    a call a sequence. Gathering similar lengths into padded calls gains nothing on a heavy tail.
+    """
 
     def __init__(self, cu_seqlens: Sequence[int]) -> None:
-        self._lengths = [
-            end - start for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)
+        lengths = (end - start for start, end in itertools.pairwise(cu_seqlens))
+        self._runs = [
+            (len(list(run)), length) for length, run in itertools.groupby(lengths) if length
         ]
 
     def attend(
@@ -66,22 +72,30 @@ class PackedAttention(Attention):
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
         """Attend sequence by sequence: no padding is computed, no boundary is crossed."""
-        outputs = []
+        sizes = [count * length for count, length in self._runs]
         parts = zip(
-            *(x.transpose(0, 1).split(self._lengths, dim=1) for x in (queries, keys, values)),
-            strict=True,
+            *(torch.split(x, sizes) for x in (queries, keys, values)), self._runs, strict=True
         )
-        for q, k, v in parts:  # each [heads, seq, head_dim]
-            seq = q.shape[1]
-            windowed = 0 < window < seq
-            mask = causal_window_mask(seq, seq, window, q.device) if windowed else None
-            out = F.scaled_dot_product_attention(
-                q[None],
-                k[None],
-                v[None],
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=q.shape[0] != k.shape[0],
-            )
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs)
+        return torch.cat([_attend_equal(q, k, v, count, window) for q, k, v, (count, _) in parts])
+
+
+def _attend_equal(
+    queries: Float[Tensor, "tokens heads head_dim"],
+    keys: Float[Tensor, "tokens kv_heads head_dim"],
+    values: Float[Tensor, "tokens kv_heads head_dim"],
+    count: int,
+    window: int,
+) -> Float[Tensor, "tokens heads head_dim"]:
+    """Attend inside each of `count` sequences of equal length."""
+    q, k, v = (x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (queries, keys, values))
+    seq = q.shape[2]  # [count, heads, seq, head_dim]
+    mask = causal_window_mask(seq, seq, window, q.device) if 0 < window < seq else None
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2).flatten(0, 1)

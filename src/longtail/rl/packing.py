@@ -18,7 +18,7 @@ from longtail.types import MicroBatch, PackedSequences, Rollout, SamplingParams,
 class Pack:
     """One micro-batch of packed sequences, and which of the given sequences it holds.
 
-    Example: sequences of lengths 6, 2, 3 under a budget of 8 give indices (0, 1), then (2,).
+    Example: sequences of lengths 2, 6, 3 under a budget of 8 give indices (1, 0), then (2,).
     """
 
     packed: PackedSequences
@@ -30,9 +30,10 @@ def plan(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """Choose which sequences share a micro-batch: first fit, longest first.
 
     Uses at most 11/9 of the fewest possible bins, plus one (Johnson 1973). A sequence longer than
-    the budget gets a bin of its own. Deterministic; within a bin, sequences keep their given order.
+    the budget gets a bin of its own. Deterministic; within a bin the longest come first, so equal
+    lengths are neighbours, which attention batches.
 
-    Example: plan([2, 6, 3, 9], budget=8) -> [(3,), (0, 1), (2,)]
+    Example: plan([2, 6, 3, 9], budget=8) -> [(3,), (1, 0), (2,)]
     """
     assert budget >= 1, f"a packing budget of {budget} tokens holds nothing"
     bins: list[list[int]] = []
@@ -45,7 +46,7 @@ def plan(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
         else:
             bins[fits].append(index)
             room[fits] -= lengths[index]
-    return [tuple(sorted(members)) for members in bins]
+    return [tuple(members) for members in bins]
 
 
 def lay_out(sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> PackedSequences:
