@@ -1,0 +1,125 @@
+"""The card at the end of a run: what it reached, what it cost, where the files are."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+SECTIONS = ("rollout", "reward", "logprob", "update")
+"""Parts of a step that the card tells apart; the rest is `other`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A run in a dozen numbers; written as card.json.
+
+    Example: Card(reward_before=0.41, reward_after=0.72, seconds=251.0, rollout_share=0.71, ...)
+    """
+
+    reward_before: float | None
+    """Mean reward on held-out problems under the initial policy; None without held-out ones."""
+    reward_after: float | None
+    seconds: float
+    """Wall time of the whole run, start-up, evaluations and earlier sittings included."""
+    warm_start_s: float
+    """Of them, making the embedded model; 0 when it was cached."""
+    steps: int
+    tokens_per_s: float
+    """Generated tokens over rollout seconds."""
+    rollout_share: float
+    reward_share: float
+    logprob_share: float
+    update_share: float
+    other_share: float
+    tail_idle_share: float
+    """Share of the generating worker's places that stood empty while the longest went on."""
+    length_p50: float
+    """Median over steps of the step's median completion length, tokens."""
+    length_max: float
+    max_over_median: float
+    """Median over steps of longest / median completion."""
+
+    def write(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    def lines(self, run_dir: Path) -> list[tuple[str, str]]:
+        """Return what the terminal shows: labels and values."""
+        before, after = _number(self.reward_before), _number(self.reward_after)
+        parts = (*SECTIONS, "other")
+        shares = (
+            self.rollout_share,
+            self.reward_share,
+            self.logprob_share,
+            self.update_share,
+            self.other_share,
+        )
+        breakdown = ", ".join(f"{n} {s:.0%}" for n, s in zip(parts, shares, strict=True))
+        cost = f"{self.seconds:.0f} s"
+        if self.warm_start_s:
+            cost += f" (of them {self.warm_start_s:.0f} s to warm-start the tiny reasoner, once)"
+        return [
+            ("held-out reward", f"{before} before, {after} after {self.steps} steps"),
+            ("time", cost),
+            ("rollout speed", f"{self.tokens_per_s:,.0f} tokens/s"),
+            ("a step's time", breakdown),
+            ("lost to the tail", f"{self.tail_idle_share:.0%} of the rollout's places stood empty"),
+            (
+                "lengths",
+                f"median {self.length_p50:.0f} tokens, longest {self.length_max:.0f}; "
+                f"in a step the longest is {self.max_over_median:.0f}x the median",
+            ),
+            ("policy", f"{run_dir / 'checkpoints'} (newest; Hugging Face layout in policy/)"),
+            ("metrics", str(run_dir / "metrics.jsonl")),
+            ("rollouts", str(run_dir / "rollouts.jsonl")),
+            ("card", str(run_dir / "card.json")),
+        ]
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Read metrics.jsonl: one row a step, those of earlier sittings included."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if "timing_s/step" in row]
+
+
+def make_card(
+    rows: Sequence[Mapping[str, float]],
+    *,
+    reward_before: float | None,
+    reward_after: float | None,
+    seconds: float,
+    warm_start_s: float,
+) -> Card:
+    """Sum the rows of metrics.jsonl up."""
+
+    def total(name: str) -> float:
+        return sum(row.get(name) or 0.0 for row in rows)
+
+    def median(name: str) -> float:
+        return statistics.median([row[name] for row in rows]) if rows else 0.0
+
+    whole, rollout = total("timing_s/step"), total("timing_s/rollout")
+    shares = {name: total(f"timing_s/{name}") / whole if whole else 0.0 for name in SECTIONS}
+    idle = sum((r.get("rollout/tail_idle_share") or 0.0) * r["timing_s/rollout"] for r in rows)
+    return Card(
+        reward_before=reward_before,
+        reward_after=reward_after,
+        seconds=seconds,
+        warm_start_s=warm_start_s,
+        steps=len(rows),
+        tokens_per_s=total("rollout/generated_tokens") / rollout if rollout else 0.0,
+        rollout_share=shares["rollout"],
+        reward_share=shares["reward"],
+        logprob_share=shares["logprob"],
+        update_share=shares["update"],
+        other_share=1.0 - sum(shares.values()) if whole else 0.0,
+        tail_idle_share=idle / rollout if rollout else 0.0,
+        length_p50=median("response_length/p50"),
+        length_max=max((row["response_length/max"] for row in rows), default=0.0),
+        max_over_median=median("response_length/max_over_median"),
+    )
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f}"

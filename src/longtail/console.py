@@ -1,0 +1,83 @@
+"""What the user sees while a run goes on: a live line on a terminal, one line a step anywhere.
+
+Progress goes to stderr, the card to stdout. Nothing here decides anything.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from longtail.card import Card
+from longtail.engine.report import StepReport
+
+_REFRESH_S = 0.2
+
+
+class Console:
+    """Writes progress; the live line is only drawn on a terminal."""
+
+    def __init__(self) -> None:
+        self._err = RichConsole(stderr=True, highlight=False)
+        self._out = RichConsole(highlight=False)
+        self._live = sys.stderr.isatty()
+        self._drawn = 0.0
+        self._label, self._total = "", 0
+        self._done, self._tokens, self._began = 0, 0, 0.0
+
+    def say(self, text: str) -> None:
+        """Print one line of progress."""
+        self._clear()
+        self._err.print(text, markup=False)
+
+    def begin_rollout(self, label: str, num_requests: int) -> None:
+        """Announce a rollout; `rollout_step` then keeps its live line."""
+        self._label, self._total = label, num_requests
+        self._done, self._tokens, self._began = 0, 0, time.perf_counter()
+
+    def rollout_step(self, report: StepReport) -> None:
+        """Redraw the live line, a few times a second."""
+        self._done += len(report.finished)
+        self._tokens += len(report.emitted)
+        now = time.perf_counter()
+        if self._live and now - self._drawn > _REFRESH_S:
+            self._drawn = now
+            speed = self._tokens / max(now - self._began, 1e-9)
+            line = (
+                f"{self._label}: {self._done}/{self._total} done, {report.num_running} running, "
+                f"{speed:,.0f} tokens/s"
+            )
+            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+
+    def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
+        """Print one step's line."""
+
+        def value(name: str) -> float:
+            return metrics.get(name, float("nan"))
+
+        failures = int(metrics.get("reward/failures", 0))
+        self.say(
+            f"step {step:>{len(str(steps))}}/{steps}  reward {value('reward/mean'):.3f}  "
+            f"length p50 {value('response_length/p50'):.0f} max {value('response_length/max'):.0f}  "
+            f"tail idle {value('rollout/tail_idle_share'):.0%}  "
+            f"{value('rollout/tokens_per_s'):,.0f} tok/s  "
+            f"rollout {value('timing_s/rollout'):.1f} s of {value('timing_s/step'):.1f} s"
+            + (f"  {failures} ungraded" if failures else "")
+        )
+
+    def card(self, card: Card, run_dir: Path) -> None:
+        """Print the card on stdout."""
+        self._clear()
+        table = Table(show_header=False, title="longtail", title_justify="left")
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, text in card.lines(run_dir):
+            table.add_row(label, text)
+        self._out.print(table)
+
+    def _clear(self) -> None:
+        if self._live:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,75 @@
+"""What one step is summed up to: records in, named numbers out (verl's names where it has one)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longtail.engine.report import RolloutReport
+from longtail.metrics import summarize, summarize_lengths, timing
+from longtail.rl.grading import Graded
+from longtail.rl.tally import LearnerReport
+from longtail.types import Completion, FinishReason, Group, Rollout
+
+
+def rollout_metrics(report: RolloutReport, completions: Sequence[Completion]) -> dict[str, float]:
+    """Sum up the rollout phase."""
+    cut = sum(each.finish_reason is FinishReason.LENGTH for each in completions)
+    lengths = summarize_lengths([len(each.tokens) for each in completions])
+    return {
+        **lengths,
+        "response_length/clip_ratio": cut / max(len(completions), 1),
+        "response_length/max_over_median": lengths["response_length/max"]
+        / max(lengths["response_length/p50"], 1.0),
+        "rollout/generated_tokens": report.num_generated,
+        "rollout/tokens_per_s": report.tokens_per_s,
+        "rollout/tail_idle_share": report.tail_idle_share,
+        "rollout/bookkeeping_share": report.bookkeeping_share,
+    }
+
+
+def group_metrics(graded: Graded, groups: Sequence[Group]) -> dict[str, float]:
+    """Sum up rewards; failures are counted beside them, never among them."""
+    informative = sum(len({r.reward for r in group.rollouts}) > 1 for group in groups)
+    components: dict[str, list[float]] = {}
+    for rollout in graded.rollouts:
+        for name, value in rollout.components.items():
+            components.setdefault(f"reward/{name}", []).append(value)
+    return {
+        **summarize("reward", [rollout.reward for rollout in graded.rollouts]),
+        **{name: sum(values) / len(values) for name, values in components.items()},
+        "reward/failures": float(len(graded.failures)),
+        "reward/informative_groups": informative / max(len(groups), 1),
+    }
+
+
+def step_metrics(
+    *,
+    rollout: RolloutReport,
+    completions: Sequence[Completion],
+    graded: Graded,
+    groups: Sequence[Group],
+    learned: LearnerReport,
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """Return every number of one step."""
+    return {
+        **group_metrics(graded, groups),
+        **rollout_metrics(rollout, completions),
+        **learned.metrics,
+        "training/policy_version": float(learned.version),
+        **timing(seconds),
+    }
+
+
+def rollout_row(rollout: Rollout) -> dict[str, Any]:
+    """One line of rollouts.jsonl."""
+    completion = rollout.completion
+    return {
+        "prompt_id": rollout.prompt.prompt_id,
+        "request_id": completion.request_id,
+        "policy_version": completion.policy_version,
+        "reward": rollout.reward,
+        "num_tokens": len(completion.tokens),
+        "finish_reason": completion.finish_reason.value,
+        "logprob": sum(completion.logprobs),
+        "text": completion.text,
+    }
