@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from types import MappingProxyType
 
 from longtail.errors import ConfigError, LongtailError
@@ -39,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="longtail: %(message)s")
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except LongtailError as error:
         print(f"longtail: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -231,7 +232,7 @@ def _sft_parser() -> argparse.ArgumentParser:
 def _generate_parser() -> argparse.ArgumentParser:
     parser = _parser("generate", "Write completions of a prompt; a single one is streamed.")
     add = parser.add_argument
-    add("model", metavar="MODEL", type=Path, help="model directory, checkpoint or run directory")
+    add("model", metavar="MODEL", help="model, checkpoint or run directory, or tiny-reasoner")
     add("--prompt", metavar="TEXT", help="what to complete; default: standard input")
     add("--n", metavar="N", type=int, default=1, help="completions to write (default 1)")
     add("--max-tokens", metavar="N", type=int, default=512, help="longest completion (default 512)")

@@ -46,7 +46,7 @@ class DataSection(Section):
     `reasoning_gym:TASK`."""
     heldout: Name | None = None
     """Source of held-out prompts, same forms; unset takes `heldout_size` rows off the end of
-    `source`."""
+    `source`, or generates others for `tiny-reasoner`."""
     heldout_size: Annotated[int, Field(ge=0)] = 64
     """Held-out prompts, for the evaluation before and after."""
     size: Annotated[int, Field(ge=1)] = 2048
@@ -313,7 +313,7 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.max_step_tokens = {rollout.max_step_tokens}: each of rollout.max_running = "
             f"{rollout.max_running} requests takes a token of every step; give at least that"
         )
-    generated = data.source == "tiny-reasoner" or data.source.startswith("reasoning_gym:")
+    generated = data.source.startswith("reasoning_gym:")
     if generated and data.heldout is None and data.heldout_size >= data.size:
         yield (
             f"data.heldout_size = {data.heldout_size}: it is taken off the {data.size} prompts of "

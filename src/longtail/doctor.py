@@ -68,29 +68,30 @@ def examine() -> list[Finding]:
     """Look at everything, in the order in which it is printed."""
     findings = [*_software(), *_hardware(), *_extras()]
     if all(finding.level != "missing" for finding in findings):
-        findings += [_try("matrix product", _matrix_product), _try("generation", _generation)]
+        findings += [attempt("matrix product", _matrix_product), attempt("generation", _generation)]
     return findings
 
 
 def _software() -> Iterator[Finding]:
     yield _versioned("python", platform.python_version(), _PYTHON, "install a newer Python")
-    for name in _REQUIRED:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            remedy = f"{sys.executable} -m pip install {name}"
-            yield Finding(
-                part="software", name=name, level="missing", value="absent", remedy=remedy
-            )
-            continue
-        remedy = f"{sys.executable} -m pip install -U torch"
-        yield _versioned(name, version, _TORCH if name == "torch" else (0,), remedy)
+    yield from map(required, _REQUIRED)
+
+
+def required(name: str) -> Finding:
+    """Look for a package that longtail cannot do without, and at its version."""
+    pip = f"{sys.executable} -m pip install"
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        remedy = f"{pip} {name}"
+        return Finding(part="software", name=name, level="missing", value="absent", remedy=remedy)
+    return _versioned(name, version, _TORCH if name == "torch" else (), f"{pip} -U {name}")
 
 
 def _versioned(name: str, version: str, least: tuple[int, ...], remedy: str) -> Finding:
     """Compare the leading numbers of a version with the least that will do."""
     numbers = tuple(int(part) for part in version.split(".")[: len(least)] if part.isdigit())
-    if numbers >= least or least == (0,):
+    if numbers >= least:
         return Finding(part="software", name=name, level="ok", value=version)
     wanted = ".".join(map(str, least))
     return Finding(
@@ -150,7 +151,7 @@ def _extras() -> Iterator[Finding]:
         )
 
 
-def _try(name: str, check: Callable[[], str]) -> Finding:
+def attempt(name: str, check: Callable[[], str]) -> Finding:
     """Run a self check; its failure is a finding, whatever it is."""
     try:
         return Finding(part="self check", name=name, level="ok", value=check())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from longtail.assemble import DTYPES, TINY_REASONER, model_directory, set_threads
 from longtail.checkpoint import policy_directory
 from longtail.engine.engine import EngineLimits, RolloutEngine
 from longtail.engine.text import find_stop
@@ -29,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """Generate as the command line says; see `cli` for the options."""
     if args.n < 1:
         raise ConfigError(f"--n = {args.n}: it must be at least 1")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    path = policy_directory(args.model)
+    set_threads(args.threads)
+    path = model_directory(args.model)
+    path = path if args.model == TINY_REASONER else policy_directory(path)
     tokenizer = hf.load_tokenizer(path)
     tokens = _prompt_tokens(tokenizer, args)
     sampling = SamplingParams(
@@ -94,10 +95,9 @@ def _prompt_tokens(tokenizer: hf.Tokenizer, args: argparse.Namespace) -> tuple[i
 def _engine(
     args: argparse.Namespace, path: Path, tokenizer: hf.Tokenizer, prompt_len: int
 ) -> RolloutEngine:
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
     best = "cuda" if torch.cuda.is_available() else "cpu"
     device = best if args.device == "auto" else args.device
-    model = hf.load_model(path, dtypes[args.dtype] if args.dtype else None, device)
+    model = hf.load_model(path, DTYPES[args.dtype] if args.dtype else None, device)
     hf.check_vocabulary(tokenizer, model.config)
     room = model.config.max_positions - prompt_len
     if args.max_tokens > room:

@@ -133,7 +133,10 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         (["--learner.overlong_buffer=2048"], ["learner.overlong_buffer = 2048"]),
         (["--rollout.group_size=1"], ["rollout.group_size = 1", "learner.loss = 'grpo'"]),
         (["--learner.autocast=true", "--learner.dtype=float64"], ["learner.autocast"]),
-        (["--data.heldout_size=2048"], ["data.heldout_size = 2048", "data.size"]),
+        (
+            ["--data.source=reasoning_gym:leg_counting", "--data.heldout_size=2048"],
+            ["data.heldout_size = 2048", "data.size"],
+        ),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused_together_by_name(
@@ -145,7 +148,8 @@ def test_fields_that_contradict_each_other_are_refused_together_by_name(
 
 def test_what_is_just_within_the_rules_is_accepted() -> None:
     load(None, ["--rollout.kv_tokens=2560", "--learner.mini_batches=128"])
-    load(None, ["--learner.overlong_buffer=2047", "--data.heldout_size=2047"])
+    load(None, ["--learner.overlong_buffer=2047", "--data.heldout_size=2048"])
+    load(None, ["--data.source=reasoning_gym:leg_counting", "--data.heldout_size=2047"])
     load(None, ["--rollout.group_size=1", "--learner.loss=reinforce_pp"])
 
 

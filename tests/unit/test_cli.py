@@ -1,0 +1,194 @@
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from longtail import cli, generate
+from longtail.config import RunConfig, dump
+from longtail.model import hf
+from longtail.types import Completion, FinishReason
+from tiny_models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer()
+    hf.save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
+    tokenizer.save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["sft", "--help"], ["generate", "--help"], ["trian"]]
+)
+def test_help_and_refusals_come_without_torch(words: list[str]) -> None:
+    script = (
+        "import sys\n"
+        "from longtail import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout if "--help" in words else done.stderr
+
+
+def test_the_installed_command_is_this_one() -> None:
+    command = [str(Path(sys.executable).parent / "longtail"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == cli.summary() + "\n"
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "longtail 0.1.0\n"
+
+
+def test_every_verb_has_a_line_in_the_summary() -> None:
+    for name in cli.parsers():
+        assert f"\n  {name.split()[0]} " in cli.summary()
+
+
+def test_no_words_show_the_summary_and_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "verbs:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "trian: no such verb; did you mean train?"),
+        (["qqq"], "qqq: no such verb; the verbs are train, sft, generate, bench, doctor"),
+        (["train", "no.toml"], "no.toml: no such file"),
+        (["train", "--learner.los", "dapo"], "--learner.los: unknown key; the nearest known one"),
+        (["train", "--learner.loss", "ppo", "quickstart"], "--learner.loss ppo: it must be 'grpo'"),
+        (["train", "--run.steps=0", "--rollout.top_p=2"], "2 problems"),
+        (["sft", "--train.steps=0"], "--train.steps 0: it must be greater"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere: no such directory"),
+        (["generate", "nowhere", "--n", "0"], "--n = 0"),
+    ],
+)
+def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("longtail: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_dry_run_prints_the_configuration_and_the_memory_as_toml(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    words = ["quickstart", "--dry-run", f"--model.path={model_path}", "--learner.loss", "dapo"]
+    assert cli.main(["train", *words]) == 0
+    out = capsys.readouterr().out
+    tables = tomllib.loads(out)
+    assert tables["learner"]["loss"] == "dapo"
+    assert tables["run"]["dir"] == "runs/quickstart"
+    assert tables.keys() == tomllib.loads(dump(RunConfig())).keys()
+    parameters = sum(p.numel() for p in tiny_model().parameters())
+    assert f"# memory, {parameters:,} parameters" in out
+    for row in ("KV cache", "optimizer moments", "activations", "total", "available"):
+        assert row in out
+
+
+def test_a_dry_run_of_fine_tuning_prints_its_configuration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["sft", "--dry-run", "--train.steps=3"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["train"]["steps"] == 3
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = ["sh", "-c", f"{sys.executable} -m longtail.cli sft --dry-run | true"]
+    for unbuffered in ("", "1"):
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert done.stderr == ""
+
+
+def test_an_interrupt_ends_with_a_clean_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path
+) -> None:
+    class Terminal:
+        def read(self) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert cli.main(["generate", str(model_path)]) == 130
+    assert capsys.readouterr().err == "longtail: interrupted\n"
+
+
+def test_generate_writes_the_same_text_streamed_and_at_once(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    words = ["generate", str(model_path), "--prompt", "1+1=", "--max-tokens", "24", "--seed", "5"]
+    assert cli.main([*words, "--threads", "1"]) == 0
+    streamed, summary = capsys.readouterr()
+    assert "tokens/s; finished by " in summary
+    assert cli.main([*words, "--threads", "1", "--json", "--n", "2"]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert streamed == first["text"] + "\n"
+    assert first["text"] != second["text"]
+    assert first["num_tokens"] <= 24
+    assert first["logprob"] < 0
+
+
+def test_generate_reads_the_prompt_as_chat_where_there_is_a_template(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    def text(*more: str) -> str:
+        words = ["generate", str(model_path), "--max-tokens=12", "--temperature=0", "--threads=1"]
+        assert cli.main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    assert text("--prompt", "hi") == text("--prompt", "hi", "--chat")
+    assert text("--prompt", "hi") == text("--prompt", "<user>hi<eos><assistant>", "--raw")
+    assert text("--prompt", "hi") != text("--prompt", "hi", "--raw")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--prompt", ""], 2, "--prompt is empty"),
+        (["--prompt", "x", "--max-tokens", "512"], 2, "of its 512 positions left"),
+        (["--prompt", "x", "--temperature", "-1"], 1, "temperature = -1.0"),
+    ],
+)
+def test_generate_refuses_what_cannot_be_served(
+    capsys: pytest.CaptureFixture[str],
+    model_path: Path,
+    words: list[str],
+    code: int,
+    message: str,
+) -> None:
+    assert cli.main(["generate", str(model_path), *words]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_of_a_stop_string_is_shown() -> None:
+    completion = Completion(
+        request_id="0",
+        tokens=(1,),
+        logprobs=(-1.0,),
+        text="a <b c ",
+        finish_reason=FinishReason.STOP,
+        policy_version=0,
+    )
+    pieces = ["a ", "<b c", " <", "/b", ">d"]
+    shown = list(generate.visible(iter([*pieces, completion]), ["</b>", "zz"]))
+    assert "".join(shown) == "a <b c "
+    assert shown[:2] == ["", "a <"]  # the last three characters may begin a stop string
+    assert "".join(generate.visible(iter([*pieces, completion]), [])).startswith("a <b c </b>d")

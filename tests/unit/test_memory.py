@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from longtail import memory
+from longtail.config import RunConfig, load
+from longtail.model.attention import PackedAttention
+from longtail.model.transformer import Family, ModelConfig, Transformer
+from tiny_models import tiny_config, tiny_model
+
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted_without_a_model(family: Family) -> None:
+    model = tiny_model(family)
+    assert memory.count_parameters(model.config) == sum(p.numel() for p in model.parameters())
+
+
+def _saved_bytes(model: Transformer, tokens: int) -> int:
+    """Bytes of the distinct storages that autograd keeps, weights excluded."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(
+            torch.zeros(tokens, dtype=torch.long),
+            torch.arange(tokens),
+            PackedAttention([0, tokens // 2, tokens]),
+        )
+    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_estimate_of_activations_is_near_what_autograd_keeps(family: Family) -> None:
+    shape = ModelConfig(
+        family=family, vocab_size=64, hidden_size=96, intermediate_size=256, num_layers=4,
+        num_heads=6, num_kv_heads=2, head_dim=16, max_positions=512, qk_norm=family == "qwen3",
+    )  # fmt: skip
+    model = Transformer(shape)
+    model.initialize(torch.Generator().manual_seed(0))
+    measured = _saved_bytes(model, 400)
+    estimated = memory.activation_bytes(shape, 400, 4, recompute=False)
+    # an upper bound that is not far off: what the estimate adds is the layer in flight
+    assert measured <= estimated <= 1.15 * measured
+
+
+def test_checkpointed_layers_keep_far_less() -> None:
+    shape = tiny_config()
+    assert memory.activation_bytes(shape, 100, 4, recompute=True) < memory.activation_bytes(
+        shape, 100, 4, recompute=False
+    )
+
+
+def _bytes(config: RunConfig, name: str) -> int:
+    items = memory.estimate(config, tiny_config("llama"), packs_bfloat16=True).items
+    return sum(item.bytes for item in items if item.name == name)
+
+
+def test_each_part_follows_its_own_field() -> None:
+    parameters = memory.count_parameters(tiny_config("llama"))
+    config = load(None, ["--rollout.max_running=3", "--rollout.max_tokens=100"])
+    # keys and values, 2 layers, 2 heads of 8, float32, 3 requests of 512 + 100
+    assert _bytes(config, "KV cache") == 2 * 2 * 2 * 8 * 4 * 3 * 612
+    assert _bytes(load(None, ["--rollout.kv_tokens=5000"]), "KV cache") == 128 * 2 * 5000
+    assert _bytes(config, "rollout weights") == 4 * parameters
+    assert _bytes(config, "optimizer moments") == 8 * parameters
+    assert _bytes(config, "reference model") == 0
+    assert _bytes(load(None, ["--learner.kl_coef=0.1"]), "reference model") == 4 * parameters
+    exact = load(None, ["--learner.dtype=float64", "--rollout.dtype=bfloat16"])
+    assert _bytes(exact, "master weights") == 8 * parameters
+    assert _bytes(exact, "rollout weights") == 2 * parameters
+    # the embedding is looked up, not multiplied, so it is not packed: 128 x 32
+    assert _bytes(exact, "packed matrices") == 2 * (parameters - 128 * 32)
+
+
+def test_the_total_is_the_sum_and_a_misfit_says_what_to_lower() -> None:
+    estimated = memory.estimate(RunConfig(), tiny_config())
+    assert estimated.total == sum(item.bytes for item in estimated.items)
+    cells = [list(c.cells) for c in memory.table(estimated, estimated.total - 1, "cpu").columns]
+    assert any("does not fit; lower" in str(cell) for cell in cells[2])
+    cells = [list(c.cells) for c in memory.table(estimated, estimated.total, "cpu").columns]
+    assert not any("does not fit" in str(cell) for cell in cells[2])
