@@ -146,10 +146,11 @@ def _bench(words: list[str]) -> int:
     if words[0] == "engine":
         from longtail.bench import engine
 
-        return engine.run(args) or 0
+        return engine.run(args)
     from longtail.bench import learner
 
-    return learner.run(args) or 0
+    learner.run(args)
+    return 0
 
 
 def _doctor(words: list[str]) -> int:
