@@ -20,7 +20,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch
-from longtail.engine.row_attention import RowAttention
+from longtail.engine.row_attention import LayerRows, RowAttention
 from longtail.model.attention import Attention
 from longtail.model.kernels import select_kernels
 from longtail.model.transformer import ModelConfig
@@ -93,6 +93,7 @@ class ContiguousKVCache(KVCache):
         self._kernels = select_kernels(dtype, device, config.head_dim)
         self._config, self._dtype, self._device = config, dtype, device
         self._storage = self._allocate(min(max_len, 8 * block_size))
+        self._layers = _layers(self._storage)
 
     def _allocate(self, row_len: int) -> Shaped[Tensor, "layers 2 rows row_len kv_heads head_dim"]:
         """Make a zeroed rectangle; on a CPU its pages are committed when first written."""
@@ -133,6 +134,7 @@ class ContiguousKVCache(KVCache):
         for request_id, row in self._rows.items():
             held = min(self._blocks[request_id] * self._block_size, old.shape[3])
             self._storage[:, :, row, :held] = old[:, :, row, :held]
+        self._layers = _layers(self._storage)
 
     def share(self, source_id: str, target_id: str, num_tokens: int) -> None:
         """Copy the tokens: in a contiguous layout a prefix cannot have two owners."""
@@ -165,4 +167,9 @@ class ContiguousKVCache(KVCache):
     def attention(self, batch: FlatBatch) -> Attention:
         """Attend over views of the rows."""
         rows = [self._rows[segment.request_id] for segment in batch.segments]
-        return RowAttention(self._storage, self._kernels, batch.segments, rows)
+        return RowAttention(self._layers, self._kernels, batch.segments, rows)
+
+
+def _layers(storage: Tensor) -> list[LayerRows]:
+    """View the rectangle layer by layer."""
+    return [LayerRows(*layer.unbind(0)) for layer in storage.unbind(0)]

@@ -9,11 +9,11 @@ length. A long segment (a prefill chunk) is a matrix product worth a call of its
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from longtail.engine.batch import Segment
@@ -22,6 +22,13 @@ from longtail.model.kernels import Kernels
 
 FEW_TOKENS = 8
 """Up to so many tokens of a request are attended one by one; beyond, a matrix product is faster."""
+
+
+class LayerRows(NamedTuple):
+    """What one layer has cached."""
+
+    keys: Float[Tensor, "rows row_len kv_heads head_dim"]
+    values: Float[Tensor, "rows row_len kv_heads head_dim"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +47,13 @@ class RowAttention(Attention):
 
     def __init__(
         self,
-        storage: Shaped[Tensor, "layers 2 rows row_len kv_heads head_dim"],
+        layers: Sequence[LayerRows],
         kernels: Kernels,
         segments: Sequence[Segment],
         rows: Sequence[int],
     ) -> None:
-        self._storage, self._kernels = storage, kernels
+        self._layers, self._kernels = layers, kernels
+        device = layers[0].keys.device
         token_rows: list[int] = []
         slots: list[int] = []
         self._long: list[LongSegment] = []
@@ -60,8 +68,8 @@ class RowAttention(Attention):
             else:
                 assert not self._long, "segments of few tokens come first"
                 self._num_few = len(slots)
-        self._rows = torch.tensor(token_rows, device=storage.device)
-        self._slots = torch.tensor(slots, device=storage.device)
+        self._rows = torch.tensor(token_rows, device=device)
+        self._slots = torch.tensor(slots, device=device)
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def attend(
@@ -73,7 +81,7 @@ class RowAttention(Attention):
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
         """Store, then attend: the few-token segments in one call, the long ones one by one."""
-        key_rows, value_rows = self._storage[layer]
+        key_rows, value_rows = self._layers[layer]
         rows, slots, few = self._rows, self._slots, self._num_few
         self._kernels.store_rows(keys, values, key_rows, value_rows, rows, slots)
         if not self._long:

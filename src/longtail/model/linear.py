@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+_packed_linear = torch.ops.mkldnn._linear_pointwise.default
+"""Looked up once: the lookup costs as much as a small product."""
+
 
 def _can_pack(weight: Tensor) -> bool:
     """Tell whether oneDNN packs this weight; worth it where every call would reorder it anew."""
@@ -40,5 +43,5 @@ class Linear(nn.Module):
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Apply the layer to a flat list of rows."""
         if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            return _packed_linear(x, self._packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
