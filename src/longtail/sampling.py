@@ -1,14 +1,14 @@
 """Keyed sampling: a token is a function of (weights, context, key), of nothing else.
 
-For a request with key r, absolute position t and vocabulary entry v let g[r, t, v] be a Gumbel(0, 1)
-variate from a counter-based generator. The token at position t is
+For a request with key r, absolute position t and vocabulary entry v let g[r, t, v] be a
+Gumbel(0, 1) variate from a counter-based generator. The token at position t is
 
     x_t = argmax_v ( log p(v | context) + g[r, t, v] )          temperature 0: argmax_v log p(v)
 
 where p is the distribution actually sampled, after temperature and truncation. By the Gumbel-max
 theorem (Gumbel 1954; Maddison, Tarlow and Minka 2014, equation 4; hypothesis: the g are independent
-over v) that is an exact sample of p. Nothing else is random, so the text cannot depend on the batch,
-the schedule, the worker or the speculation. It owns no state and reads no global generator.
+over v) that is an exact sample of p. Nothing else is random, so the text cannot depend on the
+batch, the schedule, the worker or the speculation. It owns no state and reads no global generator.
 """
 
 import hashlib
@@ -74,7 +74,7 @@ def _keep(
     set whose probability reaches top_p (the entry that crosses included; Holtzman et al. 2020),
     min_p those at least min_p times as probable as the best (Nguyen et al. 2024).
     """
-    ranked, order = logprobs.sort(-1, descending=True, stable=True)
+    ranked, order = torch.sort(logprobs, dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ranked, dtype=torch.bool)
     if params.top_k:
         keep[:, params.top_k :] = False

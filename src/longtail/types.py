@@ -111,7 +111,7 @@ class Completion:
     tokens: tuple[int, ...]
     """Generated tokens only, the stop token included."""
     logprobs: tuple[float, ...]
-    """Natural log, one a token, under the distribution actually sampled (temperature, truncation)."""
+    """Natural log, one a token, under the distribution actually sampled."""
     text: str
     """Decoded without special tokens; cut before a stop string."""
     finish_reason: FinishReason

@@ -4,8 +4,8 @@
                   ^                                          |
                   +--- finished? room freed <----------------+--> StepReport (emitted, finished)
 
-It owns the weights it generates with and the KV of what is in progress. It knows nothing of rewards,
-learning or files; it is told how to decode tokens, and pulls published weights when idle.
+It owns the weights it generates with and the KV of what is in progress. It knows nothing of
+rewards, learning or files; it is told how to decode, and pulls published weights when idle.
 """
 
 import math

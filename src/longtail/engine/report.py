@@ -18,8 +18,8 @@ class Emitted:
 class StepReport:
     """One engine step.
 
-    Example: StepReport(num_tokens=9, num_running=9, step_s=0.004, forward_s=0.0035, sample_s=0.0002,
-                        emitted=(...), finished=())
+    Example: StepReport(num_tokens=9, num_running=9, step_s=0.004, forward_s=0.0035,
+                        sample_s=0.0002, emitted=(...), finished=())
     """
 
     num_tokens: int

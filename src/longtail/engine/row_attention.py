@@ -43,7 +43,7 @@ class LongSegment:
 
 @final
 class RowAttention(Attention):
-    """Stores a step's keys and values in their rows, then attends. Few-token segments come first."""
+    """Stores a step's keys and values, then attends; few-token segments come first."""
 
     def __init__(
         self,

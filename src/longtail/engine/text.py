@@ -1,7 +1,8 @@
 """From tokens to text while they arrive: stop strings and streaming.
 
-Decoding is a function `tokens -> str` handed in; a token need not be a whole character, and decoding
-may treat the first token specially, so both readers decode a short window with context in front.
+Decoding is a function `tokens -> str` handed in; a token need not be a whole character, and
+decoding may treat the first token specially, so both readers decode a short window with context in
+front.
 """
 
 from collections.abc import Callable, Sequence

@@ -123,7 +123,7 @@ class TorchKernels(Kernels):
     ) -> QueryKeyValue:
         """Split, norm, rotate."""
         num_kv_heads = (qkv.shape[1] - num_heads) // 2
-        queries, keys, values = qkv.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        queries, keys, values = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], 1)
         if q_weight is not None and k_weight is not None:
             queries = _rms_norm(queries, q_weight, eps)
             keys = _rms_norm(keys, k_weight, eps)
@@ -232,7 +232,7 @@ class NativeKernels(Kernels):
             dim,
             eps,
         )
-        return QueryKeyValue(*qkv.split([num_heads, kv_heads, kv_heads], 1))
+        return QueryKeyValue(*torch.split(qkv, [num_heads, kv_heads, kv_heads], 1))
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
         """silu(first half) * second half."""

@@ -3,13 +3,12 @@
 The packed copy lives beside the parameter and is made anew by `pack`; training never packs.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-
-_packed_linear = torch.ops.mkldnn._linear_pointwise.default
-"""Looked up once: the lookup costs as much as a small product."""
 
 
 def _can_pack(weight: Tensor) -> bool:
@@ -17,7 +16,7 @@ def _can_pack(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
+        and torch._C._has_mkldnn
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 
@@ -30,18 +29,20 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         self._packed: Tensor | None = None
+        self._packed_product: Callable[..., Tensor] | None = None
 
     def pack(self) -> None:
         """Pack the present weight for inference; call again after the weight changed."""
+        if not _can_pack(self.weight):
+            self._packed = self._packed_product = None
+            return
         with torch.no_grad():
-            self._packed = (
-                torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
-                if _can_pack(self.weight)
-                else None
-            )
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
+        # Looked up here: the lookup costs as much as a small product.
+        self._packed_product = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Apply the layer to a flat list of rows."""
-        if self._packed is not None:
-            return _packed_linear(x, self._packed, self.bias, "none", [], "")
+        if self._packed_product is not None:
+            return self._packed_product(x, self._packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)

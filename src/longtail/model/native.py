@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ _INSTANCES = """
 #include "{source}"
 """
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES = {
+_SIGNATURES: dict[str, list[Any]] = {
     "add_norm": [_PTR] * 4 + [_INT] * 2 + [_FLOAT],
     "rotate": [_PTR] * 5 + [_INT] * 4 + [_FLOAT],
     "swiglu": [_PTR] * 2 + [_INT] * 2,

@@ -6,7 +6,7 @@ differ by a bias, a norm on queries and keys, a window and the rope; all of them
 `model.attention`'s.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -36,7 +36,7 @@ class ModelConfig:
     head_dim: int
     max_positions: int
     norm_eps: float = 1e-6
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = field(default_factory=RopeConfig)
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the attention output projection."""
@@ -154,7 +154,9 @@ class Transformer(nn.Module):
         self.norm = Norm(config.hidden_size)
         self.head = Linear(config.hidden_size, config.vocab_size)
         if config.tied_embeddings:
-            self.head.weight = self.embedding.weight
+            embedding = self.embedding.weight
+            assert isinstance(embedding, nn.Parameter)
+            self.head.weight = embedding
         self._rope = Rope(config.head_dim, config.rope)
         self._kernels: Kernels = TorchKernels()
 
