@@ -191,8 +191,9 @@ class RunDirectory:
             ) from None
 
     def _resume_point(self, config_text: str, resume: bool) -> Checkpoint | None:
-        written = self.path / "config.toml"
-        if not resume and (written.exists() or self._found()):
+        written, metrics = self.path / "config.toml", self.path / "metrics.jsonl"
+        used = self._found() or (metrics.exists() and metrics.stat().st_size > 0)
+        if used and not resume:
             raise ConfigError(
                 f"run.dir = {str(self.path)!r}: it holds an earlier run; give another directory, "
                 "or run.resume = true to go on with it"

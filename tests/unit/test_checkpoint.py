@@ -219,9 +219,17 @@ def test_a_run_goes_on_under_its_own_configuration(run: RunDirectory) -> None:
 
 
 def test_a_used_directory_is_refused_when_resume_is_off(run: RunDirectory) -> None:
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
     run.close()
     with pytest.raises(ConfigError, match=r"holds an earlier run.*run\.resume = true"):
         RunDirectory(run.path).start(CONFIG, resume=False)
+
+
+def test_a_start_that_came_to_nothing_does_not_use_a_directory_up(run: RunDirectory) -> None:
+    (run.path / "metrics.jsonl").write_text("")
+    run.close()
+    with RunDirectory(run.path) as again:
+        assert again.start(CONFIG, resume=False) is None
 
 
 def test_a_fresh_directory_is_taken_when_resume_is_off(tmp_path: Path) -> None:
