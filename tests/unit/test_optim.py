@@ -83,6 +83,14 @@ def test_gradients_are_freed_by_an_update():
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
+def test_a_parameter_that_no_gradient_reached_is_noticed():
+    net = module()
+    optimizer = Optimizer(net, OptimizerSettings())
+    net.weight.grad = torch.ones_like(net.weight)
+    with pytest.raises(AssertionError, match="no gradient reached bias"):
+        optimizer.update(0)
+
+
 def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing():
     net = module()
     optimizer = Optimizer(net, OptimizerSettings(learning_rate=0.1))

@@ -59,7 +59,7 @@ class LearnerState:
 
 @final
 class Learner:
-    """Owns the policy's training copy; the model given becomes the learner's.
+    """Owns the policy's training copy; the model given becomes the learner's, and is not packed.
 
     Lifecycle: construct with the *initial* weights (they are the KL reference), `restore` if the
     run goes on from a checkpoint, then `step` and `weights` in turn. An update whose loss or

@@ -113,6 +113,9 @@ class Optimizer:
     def _grad_norm(self, step: int) -> Float[Tensor, ""]:
         """Global norm; refuse gradients that are not finite, by name."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        # NOTE: a model packed for inference computes without gradients, in silence.
+        missing = self._parameters.keys() - gradients.keys()
+        assert not missing, f"no gradient reached {min(missing)}: was the model packed?"
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not norm.isfinite():
             for name, gradient in gradients.items():
