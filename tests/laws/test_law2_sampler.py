@@ -1,0 +1,242 @@
+"""Law 2: the sampler samples p, the distribution after temperature and truncation.
+
+Every statistical test states its false-alarm probability: 1e-9, were keys drawn at random. Keys are
+fixed, so a test that passes once passes always; the last tests show that small errors are caught.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fakes import markov_model
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.sampling import draw, draw_rows, gumbel_noise, noise_key
+from longtail.types import Request, SamplingParams
+
+FALSE_ALARM = 1e-9
+Z = 6.11
+"""Two-sided standard normal quantile of FALSE_ALARM."""
+EULER = 0.5772156649015329
+# Two clear favourites, a tie, a long tail, one token that is practically impossible.
+LOGITS = (2.0, 1.4, 0.9, 0.9, 0.3, 0.0, -0.4, -1.0, -1.1, -2.0, -2.5, -60.0)
+TRUNCATIONS = (
+    {},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.2},
+    {"top_k": 8, "top_p": 0.9, "min_p": 0.1},
+)
+
+
+def truncated(logits: Sequence[float], params: SamplingParams) -> list[float]:
+    """The definition in plain Python: ranks, running sums, and a division at the end."""
+    weights = [math.exp(x / params.temperature) for x in logits]
+    ranked = sorted(range(len(weights)), key=lambda v: -weights[v])
+    if params.top_k:
+        ranked = ranked[: params.top_k]
+    total, running, kept = sum(weights[v] for v in ranked), 0.0, []
+    for v in ranked:
+        if running < params.top_p * total or params.top_p == 1.0:
+            kept.append(v)
+        running += weights[v]
+    kept = [v for v in kept if weights[v] >= params.min_p * weights[ranked[0]]]
+    total = sum(weights[v] for v in kept)
+    return [weights[v] / total if v in kept else 0.0 for v in range(len(weights))]
+
+
+def chi_square_p(counts: Sequence[int], probs: Sequence[float]) -> float:
+    """Probability of a deviation at least this large (Pearson; rare tokens in one cell)."""
+    number, statistic, cells, rare = sum(counts), 0.0, 0, [0.0, 0.0]
+    for count, prob in zip(counts, probs, strict=True):
+        expected = number * prob
+        assert prob > 0 or count == 0, "drew a token of probability 0"
+        if expected < 20:
+            rare[0], rare[1] = rare[0] + count, rare[1] + expected
+        else:
+            statistic, cells = statistic + (count - expected) ** 2 / expected, cells + 1
+    if rare[1] > 1e-9:
+        rare[1] = max(rare[1], 1.0)
+        statistic, cells = statistic + (rare[0] - rare[1]) ** 2 / rare[1], cells + 1
+    halves = torch.tensor([(cells - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(*halves)) if cells > 1 else 1.0
+
+
+def many_draws(params: SamplingParams, number: int = 20_000) -> list[int]:
+    """Counts of each token over keys and positions, both of them varied."""
+    keys = torch.tensor([noise_key(0, "law 2", i) for i in range(number // 50)])
+    positions = torch.arange(50).repeat(len(keys))
+    noise = gumbel_noise(keys.repeat_interleave(50), positions, len(LOGITS))
+    logits = torch.tensor(LOGITS).expand(number, -1)
+    return draw(logits, noise, params).tokens.bincount(minlength=len(LOGITS)).tolist()
+
+
+def uniforms(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Noise brought back to standardised uniforms (mean 0, variance 1), float64."""
+    uniform = (-(-gumbel_noise(keys, positions, vocab_size).double()).exp()).exp()
+    return (uniform - 0.5) * math.sqrt(12)
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_tokens_follow_the_truncated_distribution(temperature, truncation):
+    params = SamplingParams(temperature=temperature, **truncation)
+    assert chi_square_p(many_draws(params), truncated(LOGITS, params)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_the_logprob_of_a_draw_is_the_log_of_its_probability(truncation):
+    params = SamplingParams(temperature=0.7, **truncation)
+    noise = gumbel_noise(torch.arange(500), torch.arange(500), len(LOGITS))
+    drawn = draw(torch.tensor(LOGITS, dtype=torch.float64).expand(500, -1), noise, params)
+    probs = truncated(LOGITS, params)
+    assert drawn.logprobs.tolist() == pytest.approx(
+        [math.log(probs[token]) for token in drawn.tokens.tolist()], abs=1e-12
+    )
+
+
+def test_greedy_takes_the_best_token_whatever_the_noise():
+    logits = torch.randn(200, 33, generator=torch.Generator().manual_seed(0))
+    noise = 100 * gumbel_noise(torch.arange(200), torch.arange(200), 33)
+    drawn = draw(logits, noise, SamplingParams(temperature=0.0, top_k=3, top_p=0.5))
+    assert drawn.tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+    assert drawn.logprobs.tolist() == [0.0] * 200
+
+
+def test_the_whole_engine_samples_a_known_markov_chain():
+    """Through submit, prefill, decode and groups: transitions have their exact probabilities."""
+    scores = torch.randn(6, 6, generator=torch.Generator().manual_seed(1)).double()
+    params = SamplingParams(temperature=1.3, top_k=5, min_p=0.02, max_tokens=100)
+    engine = RolloutEngine(
+        markov_model(scores),
+        lambda tokens: "",
+        EngineLimits(max_running=80, max_step_tokens=80, max_len=128),
+    )
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_tokens=(1, i // 8 % 6),
+            noise_key=noise_key(5, "chain", i),
+            sampling=params,
+            group_id=str(i // 8),
+        )
+        for i in range(160)
+    ]
+    counts = torch.zeros(6, 6, dtype=torch.int64)
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        for last, token in itertools.pairwise((*request.prompt_tokens[1:], *completion.tokens)):
+            counts[last, token] += 1
+    assert int(counts.sum()) == 160 * 100
+    for last in range(6):
+        probs = truncated(scores[last].tolist(), params)
+        assert chi_square_p(counts[last].tolist(), probs) > FALSE_ALARM
+
+
+def test_equal_logits_give_every_token_an_equal_chance():
+    noise = gumbel_noise(torch.arange(40_000) % 200, torch.arange(40_000) // 200, 61)
+    counts = noise.argmax(-1).bincount(minlength=61).tolist()
+    assert chi_square_p(counts, [1 / 61] * 61) > FALSE_ALARM
+
+
+def test_noise_has_the_gumbel_distribution():
+    noise = gumbel_noise(torch.arange(1000), torch.arange(1000) * 7, 1000).double().flatten()
+    number = noise.numel()
+    assert bool(noise.isfinite().all())
+    # Mean gamma, variance pi^2/6, excess kurtosis 12/5: standard errors follow.
+    variance = math.pi**2 / 6
+    assert abs(float(noise.mean()) - EULER) < Z * math.sqrt(variance / number)
+    spread = variance * math.sqrt((12 / 5 + 2) / number)
+    assert abs(float(noise.var()) - variance) < Z * spread
+    # Dvoretzky-Kiefer-Wolfowitz with Massart's constant: P(sup |F_n - F| > d) <= 2 exp(-2 n d^2).
+    exact = (-(-noise.sort().values).exp()).exp()
+    steps = torch.arange(number, dtype=torch.float64)
+    distance = float(torch.maximum(exact - steps / number, (steps + 1) / number - exact).max())
+    assert distance < math.sqrt(math.log(2 / FALSE_ALARM) / (2 * number))
+    # The upper tail decides the argmax over a large vocabulary: counts beyond x are binomial.
+    for x in (3.0, 6.0, 9.0):
+        expected = number * -math.expm1(-math.exp(-x))
+        assert abs(int((noise > x).sum()) - expected) < Z * math.sqrt(expected) + Z
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 16, 64, 256])
+def test_noise_of_neighbouring_entries_positions_and_keys_is_uncorrelated(lag):
+    keys, positions = torch.arange(700), torch.full((700,), 31)
+    base = uniforms(keys, positions, 1024)
+    others = {
+        "vocabulary": (base[:, :-lag], base[:, lag:]),
+        "position": (base, uniforms(keys, positions + lag, 1024)),
+        "key": (base, uniforms(keys + lag, positions, 1024)),
+        "high bit of the key": (base, uniforms(keys ^ (1 << (62 - lag % 30)), positions, 1024)),
+        "position against key": (base, uniforms(positions + lag, keys, 1024)),
+        "diagonal": (base[:, :-lag], uniforms(keys, positions + lag, 1024)[:, lag:]),
+    }
+    for name, (one, other) in others.items():
+        # Products of independent standardised uniforms have mean 0 and variance 1.
+        z = float((one * other).mean()) * math.sqrt(one.numel())
+        assert abs(z) < Z, name
+
+
+def test_all_pairs_of_positions_win_together_as_often_as_chance_has_it():
+    """Argmaxes at two positions coincide with probability 1 / vocabulary, for every pair."""
+    vocab_size, number = 8, 4000
+    keys = torch.arange(number)
+    winners = torch.stack(
+        [gumbel_noise(keys, torch.full_like(keys, p), vocab_size).argmax(-1) for p in range(12)]
+    )
+    expected = number / vocab_size
+    for one, other in itertools.combinations(winners, 2):
+        deviation = abs(int((one == other).sum()) - expected)
+        assert deviation < Z * math.sqrt(expected * (1 - 1 / vocab_size)) + 1
+
+
+def test_noise_does_not_depend_on_the_rows_it_is_asked_with():
+    keys = torch.tensor([noise_key(3, i) for i in range(40)])
+    positions = torch.arange(40) * 11
+    together = gumbel_noise(keys, positions, 300)
+    for i in range(40):
+        assert gumbel_noise(keys[i : i + 1], positions[i : i + 1], 300).equal(together[i : i + 1])
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    assert gumbel_noise(keys[order], positions[order], 300).equal(together[order])
+
+
+def test_rows_with_different_parameters_are_drawn_as_if_alone():
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(30, 20, generator=generator)
+    noise = gumbel_noise(torch.arange(30), torch.arange(30), 20)
+    choices = [SamplingParams(temperature=t, top_k=k) for t in (0.0, 0.8, 1.0) for k in (0, 4)]
+    params = [choices[i % len(choices)] for i in range(30)]
+    together = draw_rows(logits, noise, params)
+    for i in range(30):
+        alone = draw(logits[i : i + 1], noise[i : i + 1], params[i])
+        assert together.tokens[i] == alone.tokens[0]
+        assert together.logprobs[i] == alone.logprobs[0]
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS[1:], ids=str)
+def test_a_token_of_probability_zero_is_never_drawn(truncation):
+    params = SamplingParams(temperature=1.7, **truncation)
+    probs = truncated(LOGITS, params)
+    counts = many_draws(params)
+    assert all(count == 0 for count, prob in zip(counts, probs, strict=True) if prob == 0.0)
+    # Not even where the noise is in favour of what was truncated.
+    noise = torch.where(torch.tensor(probs) == 0.0, 1e30, 0.0)[None]
+    assert probs[int(draw(torch.tensor([LOGITS]), noise, params).tokens)] > 0
+
+
+@pytest.mark.parametrize(
+    ("sampled", "claimed"),
+    [
+        (SamplingParams(temperature=1.0), SamplingParams(temperature=1.1)),
+        (SamplingParams(top_p=0.8), SamplingParams(top_p=0.9)),
+        (SamplingParams(), SamplingParams(min_p=0.015)),
+        (SamplingParams(top_k=5), SamplingParams(top_k=6)),
+    ],
+    ids=str,
+)
+def test_a_sampler_that_is_slightly_wrong_would_be_caught(sampled, claimed):
+    counts, probs = many_draws(sampled), truncated(LOGITS, claimed)
+    impossible = any(count and not prob for count, prob in zip(counts, probs, strict=True))
+    assert impossible or chi_square_p(counts, probs) < FALSE_ALARM
