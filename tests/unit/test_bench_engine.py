@@ -76,7 +76,9 @@ def cell(model: str, batch: int, **changes: object) -> CellResult:
         linear_floor_ms=one,
         floor_attention="sdpa",
         bookkeeping_share=Spread(median=0.05, low=0.04, high=0.06),
+        sampler_share=one,
         lowest_cpu_share=1.0,
+        cpu_ratios={"floor": one},
     )
     return replace(plain, **changes)
 
@@ -136,7 +138,9 @@ def test_an_engine_turn_accounts_for_all_of_its_time() -> None:
     engine = make_engine(make_model(TINY, torch.float32), max_batch=3, new_tokens=6)
     turn = engine_turn(engine, prompts(3, TINY.vocab_size), 6)
     assert engine.num_unfinished == 0
-    assert 0 < turn.bookkeeping_share < 1
+    assert turn.bookkeeping_share > 0
+    assert turn.sampler_share > 0
+    assert turn.bookkeeping_share + turn.sampler_share < 1
     assert 0 < 5 * turn.decode_step_s < turn.seconds  # 6 tokens: 1 step of prompts, 5 decode steps
 
 
@@ -171,6 +175,7 @@ def test_a_cell_compares_the_engine_with_generate_and_with_the_floor(tmp_path) -
     floor_ratio = measured.step_ms.median / measured.floor_ms.median
     assert measured.floor_ratio.median == pytest.approx(floor_ratio)
     assert measured.linear_floor_ms.median < measured.floor_ms.median
+    assert set(measured.cpu_ratios) == {"generate", "floor"}
 
 
 def test_a_rival_that_cannot_load_is_reported_with_its_last_words(tmp_path) -> None:
@@ -240,7 +245,8 @@ def test_the_card_tells_when_the_cpu_was_shared() -> None:
     shared = rows(cell("small", 8, lowest_cpu_share=0.71))
     assert {len(line) for line in quiet + shared} == {len(COLUMNS)}
     assert not any("CPU shared" in line[-1] for line in quiet)
-    assert "CPU shared: 71%" in shared[-1][-1]
+    assert shared[len(quiet)][-1] == "CPU shared: 71% in a turn"
+    assert shared[-1][-1] == "1.00x the time (floor)"
 
 
 def test_quick_changes_defaults_only() -> None:

@@ -27,7 +27,10 @@ def rows(cell: CellResult) -> list[list[str]]:
     """Render one cell in the columns of COLUMNS, a line a contestant; spreads are on the ratios."""
     speed, floor, linear = cell.tokens_per_s, cell.floor_ratio, cell.linear_floor_ratio
     inside = f"bookkeeping {cell.bookkeeping_share.median:.1%} of a step"
-    lines = [["engine", f"{speed['engine'].median:,.0f}", f"{cell.step_ms.median:.2f}", inside]]
+    lines = [
+        ["engine", f"{speed['engine'].median:,.0f}", f"{cell.step_ms.median:.2f}", inside],
+        ["", "", "", f"sampler {cell.sampler_share.median:.1%} of a step"],
+    ]
     for kind, ratio in cell.peer_ratios.items():
         lines.append([kind, f"{speed[kind].median:,.0f}", "", f"{_times(ratio)} as fast"])
     lines.append(["floor", "", f"{cell.floor_ms.median:.2f}", f"{_times(floor)} the time"])
@@ -36,6 +39,9 @@ def rows(cell: CellResult) -> list[list[str]]:
     )
     if cell.lowest_cpu_share < DISTURBED:
         lines.append(["NOTE", "", "", f"CPU shared: {cell.lowest_cpu_share:.0%} in a turn"])
+        for name, ratio in cell.cpu_ratios.items():
+            unit = "the time" if name == "floor" else "as fast"
+            lines.append(["by CPU time", "", "", f"{ratio.median:.2f}x {unit} ({name})"])
     names = [f"{cell.model}, {cell.batch}"] + [""] * (len(lines) - 1)
     return [[name, *line] for name, line in zip(names, lines, strict=True)]
 

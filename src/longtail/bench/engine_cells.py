@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import final
 
@@ -21,7 +22,7 @@ from longtail.bench.floor import Floor, FloorTime
 from longtail.bench.peers import Peer, PeerKind, PeerSetting, Turn
 from longtail.bench.report import Spread, paired, ratios
 from longtail.engine.engine import EngineLimits, RolloutEngine
-from longtail.engine.report import StepReport
+from longtail.engine.report import RolloutMeter, StepReport
 from longtail.model.hf import save_model
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.sampling import noise_key
@@ -61,7 +62,8 @@ class CellResult:
     Example: CellResult(model="small", batch=8, tokens_per_s={"engine": ..., "generate": ...},
                         peer_ratios={"generate": ...}, floor_ratio=..., linear_floor_ratio=...,
                         step_ms=..., floor_ms=..., linear_floor_ms=..., floor_attention="sdpa",
-                        bookkeeping_share=..., lowest_cpu_share=0.99)
+                        bookkeeping_share=..., sampler_share=..., lowest_cpu_share=0.99,
+                        cpu_ratios={"generate": ..., "floor": ...})
     """
 
     model: str
@@ -80,8 +82,11 @@ class CellResult:
     floor_attention: str
     bookkeeping_share: Spread
     """Share of the engine's time outside forward passes and sampler."""
+    sampler_share: Spread
     lowest_cpu_share: float
     """CPU seconds over seconds of the most disturbed turn; well below 1, something interfered."""
+    cpu_ratios: Mapping[str, Spread]
+    """Ratios to the rivals and the floor by CPU seconds: what holds if something interfered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,9 @@ class EngineTurn:
     cpu_seconds: float
     decode_step_s: float
     """Mean over the steps after the first, which computes the prompts."""
+    decode_step_cpu_s: float
     bookkeeping_share: float
+    sampler_share: float
 
 
 def prompts(batch: int, vocab_size: int) -> list[list[int]]:
@@ -131,21 +138,25 @@ def engine_turn(
         )
         for i, tokens in enumerate(asked)
     ]
-    inside_s: list[float] = []
-    ends: list[float] = []
+    meter = RolloutMeter()
+    ends: list[tuple[float, float]] = []
 
     def on_step(step: StepReport) -> None:
-        inside_s.append(step.forward_s + step.sample_s)
-        ends.append(time.perf_counter())
+        meter.add(step)
+        ends.append((time.perf_counter(), time.process_time()))
 
     start, cpu_start = time.perf_counter(), time.process_time()
     engine.generate(requests, on_step)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    (first, cpu_first), (last, cpu_last) = ends[0], ends[-1]
+    report, num_decodes = meter.report(), len(ends) - 1
     return EngineTurn(
         seconds=seconds,
         cpu_seconds=cpu_seconds,
-        decode_step_s=(ends[-1] - ends[0]) / (len(ends) - 1),
-        bookkeeping_share=1 - sum(inside_s) / seconds,
+        decode_step_s=(last - first) / num_decodes,
+        decode_step_cpu_s=(cpu_last - cpu_first) / num_decodes,
+        bookkeeping_share=1 - (report.forward_s + report.sample_s) / seconds,
+        sampler_share=report.sample_s / seconds,
     )
 
 
@@ -155,13 +166,23 @@ class _Turns:
     """What the contestants of a cell said, turn by turn."""
 
     engine: list[EngineTurn] = field(default_factory=list)
-    peers: list[Turn] = field(default_factory=list)
+    peers: dict[PeerKind, list[Turn]] = field(default_factory=dict)
     floor: list[FloorTime] = field(default_factory=list)
 
     def lowest_cpu_share(self) -> float:
         """Of the most disturbed turn; a rival's helper threads may take it above 1."""
-        timed: list[EngineTurn | Turn] = [*self.engine, *self.peers]
+        timed: list[EngineTurn | Turn] = [*self.engine, *chain(*self.peers.values())]
         return min(1.0, *(turn.cpu_seconds / turn.seconds for turn in timed))
+
+    def cpu_ratios(self) -> dict[str, Spread]:
+        """Ratios like those by the clock, by the CPU time that each turn took."""
+        engine = [turn.cpu_seconds for turn in self.engine]
+        steps = [turn.decode_step_cpu_s for turn in self.engine]
+        found: dict[str, Spread] = {
+            kind: ratios([turn.cpu_seconds for turn in taken], engine)
+            for kind, taken in self.peers.items()
+        }
+        return found | {"floor": ratios(steps, [each.step_cpu_s for each in self.floor])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,16 +245,16 @@ def measure_cell(
     for peer in peers.values():
         peer.generate(asked, warm_tokens)
     floor_steps = max(1, min(new_tokens, round(_FLOOR_SECONDS / floor.measure(3).step_s)))
-    turns = _Turns()
+    turns = _Turns(peers={kind: [] for kind in peers})
 
     def run_engine() -> float:
         turns.engine.append(engine_turn(engine, asked, new_tokens))
         return turns.engine[-1].seconds
 
-    def run_peer(peer: Peer) -> Callable[[], float]:
+    def run_peer(kind: PeerKind, peer: Peer) -> Callable[[], float]:
         def run() -> float:
-            turns.peers.append(peer.generate(asked, new_tokens))
-            return turns.peers[-1].seconds
+            turns.peers[kind].append(peer.generate(asked, new_tokens))
+            return turns.peers[kind][-1].seconds
 
         return run
 
@@ -242,7 +263,7 @@ def measure_cell(
         return turns.floor[-1].step_s
 
     contestants: dict[str, Callable[[], float | None]] = {"engine": run_engine}
-    contestants |= {kind: run_peer(peer) for kind, peer in peers.items()}
+    contestants |= {kind: run_peer(kind, peer) for kind, peer in peers.items()}
     seconds = paired(contestants | {"floor": run_floor}, repeats=setting.repeats, warmup=0)
     del seconds["floor"]
     return _summarise(name, batch, new_tokens, seconds, turns)
@@ -259,16 +280,13 @@ def _summarise(
     floors = [each.step_s for each in turns.floor]
     linears = [each.linear_s for each in turns.floor]
     num_tokens = batch * new_tokens
-    kinds: tuple[PeerKind, ...] = ("generate", "vllm")
     return CellResult(
         model=name,
         batch=batch,
         tokens_per_s={
             arm: Spread.of([num_tokens / each for each in taken]) for arm, taken in seconds.items()
         },
-        peer_ratios={
-            kind: ratios(seconds[kind], seconds["engine"]) for kind in kinds if kind in seconds
-        },
+        peer_ratios={kind: ratios(seconds[kind], seconds["engine"]) for kind in turns.peers},
         floor_ratio=ratios(steps, floors),
         linear_floor_ratio=ratios(steps, linears),
         step_ms=Spread.of(steps).scaled(1e3),
@@ -276,5 +294,7 @@ def _summarise(
         linear_floor_ms=Spread.of(linears).scaled(1e3),
         floor_attention=turns.floor[-1].attention,
         bookkeeping_share=Spread.of([turn.bookkeeping_share for turn in turns.engine]),
+        sampler_share=Spread.of([turn.sampler_share for turn in turns.engine]),
         lowest_cpu_share=turns.lowest_cpu_share(),
+        cpu_ratios=turns.cpu_ratios(),
     )

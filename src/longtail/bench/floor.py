@@ -31,10 +31,12 @@ Attend = Callable[[Heads, Rows, Rows], Heads]
 class FloorTime:
     """Seconds a step.
 
-    Example: FloorTime(step_s=0.03, linear_s=0.027, attention="kernel")
+    Example: FloorTime(step_s=0.03, step_cpu_s=0.03, linear_s=0.027, attention="sdpa")
     """
 
     step_s: float
+    step_cpu_s: float
+    """Below `step_s` when something else had the core."""
     linear_s: float
     """The part in products with weights."""
     attention: str
@@ -71,12 +73,13 @@ class Floor:
         """Run so many steps and return the mean time of one."""
         attend = self._ways[self._fastest]
         attention_s = 0.0
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(steps):
             attention_s += self._step(attend)
-        total_s = time.perf_counter() - start
+        total_s, total_cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
         return FloorTime(
             step_s=total_s / steps,
+            step_cpu_s=total_cpu_s / steps,
             linear_s=(total_s - attention_s) / steps,
             attention=self._fastest,
         )
