@@ -183,6 +183,8 @@ class RolloutEngine:
                     yield piece
                 for completion in report.finished:
                     if completion.request_id == request.request_id:
+                        if piece := detokenizer.flush():
+                            yield piece
                         yield completion
                         return
         finally:  # the reader went away

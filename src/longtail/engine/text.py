@@ -25,13 +25,16 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
 def ends_in_stop(generated: Sequence[int], stops: Sequence[str], decode: Decode) -> bool:
     """Tell whether the newest token completed a stop string.
 
-    Only a window at the end is decoded: each character of a stop string takes at most one token,
-    or `_CONTEXT` tokens of bytes.
+    Only a window at the end is decoded: each byte of a stop string takes at most one token.
     """
     if not stops:
         return False
-    window = max(map(len, stops)) + _CONTEXT
-    if find_stop(decode(generated[-window:]), stops) is None:
+    window = max(len(stop.encode()) for stop in stops) + _CONTEXT
+    for start in range(-window, -window - 4, -1):
+        text = decode(generated[start:])
+        if not text.startswith("\ufffd"):  # else it begins inside a character: look further back
+            break
+    if find_stop(text, stops) is None:
         return False
     return find_stop(decode(generated), stops) is not None
 
@@ -45,21 +48,32 @@ def final_text(generated: Sequence[int], stops: Sequence[str], decode: Decode) -
 class Detokenizer:
     """Turns tokens into text piece by piece; the pieces joined are the decoded whole.
 
-    A piece is held back while it ends in an unfinished character.
+    A piece is held back while it ends in an unfinished character. Decoding starts at the end of a
+    whole character, too: some decoders spoil a whole run of bytes that begins or ends inside one.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._context, self._read = 0, 0
+        self._ends = [0]
+        """Where pieces ended: decoding starts at the first, text is handed out up to the last."""
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Take new tokens, return the text they complete (maybe empty)."""
         self._tokens += tokens
-        before = self._decode(self._tokens[self._context : self._read])
-        now = self._decode(self._tokens[self._context :])
-        if now.endswith("\ufffd") or len(now) <= len(before):
+        return self._news(unfinished=False)
+
+    def flush(self) -> str:
+        """Return what was held back, when no more tokens come."""
+        return self._news(unfinished=True)
+
+    def _news(self, *, unfinished: bool) -> str:
+        start, read = self._ends[0], self._ends[-1]
+        before = self._decode(self._tokens[start:read])
+        now = self._decode(self._tokens[start:])
+        if len(now) <= len(before) or (now.endswith("\ufffd") and not unfinished):
             return ""
-        self._context = max(self._context, self._read - _CONTEXT)
-        self._read = len(self._tokens)
+        self._ends.append(len(self._tokens))
+        while len(self._ends) > 2 and self._ends[1] <= read - _CONTEXT:
+            del self._ends[0]
         return now[len(before) :]
