@@ -64,8 +64,9 @@ class NoiseAhead:
     def __init__(self, vocab_size: int, device: torch.device, *, max_entries: int = 2**18) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._max_entries = max_entries
-        self._starts: dict[str, int] = {}
-        self._rows: dict[str, int] = {}
+        # By the request itself: another one may come back under the same name with another key.
+        self._starts: dict[ActiveRequest, int] = {}
+        self._rows: dict[ActiveRequest, int] = {}
         self._table = torch.empty(0, 0, vocab_size, device=device)
 
     def rows(self, drawing: Sequence[ActiveRequest]) -> Float[Tensor, "drawing vocab"]:
@@ -74,14 +75,14 @@ class NoiseAhead:
         if not all(0 <= offset < self._table.shape[1] for offset in offsets):
             self._refill(drawing)
             offsets = [0] * len(drawing)
-        rows = [self._rows[active.request_id] for active in drawing]
+        rows = [self._rows[active] for active in drawing]
         return self._table[
             torch.tensor(rows, device=self._device), torch.tensor(offsets, device=self._device)
         ]
 
     def _offset(self, active: ActiveRequest) -> int:
         """Column of the request's next position in the table; -1 if it has no row."""
-        start = self._starts.get(active.request_id)
+        start = self._starts.get(active)
         return -1 if start is None else len(active.tokens) - start
 
     def _refill(self, drawing: Sequence[ActiveRequest]) -> None:
@@ -95,6 +96,5 @@ class NoiseAhead:
         )
         noise = gumbel_noise(keys.repeat_interleave(depth), positions.flatten(), self._vocab_size)
         self._table = noise.view(count, depth, self._vocab_size)
-        ids = [active.request_id for active in drawing]
-        self._rows = {request_id: row for row, request_id in enumerate(ids)}
-        self._starts = dict(zip(ids, starts, strict=True))
+        self._rows = {active: row for row, active in enumerate(drawing)}
+        self._starts = dict(zip(drawing, starts, strict=True))

@@ -1,0 +1,59 @@
+"""The flat batch: the picture in the module's docstring."""
+
+import torch
+
+from longtail.engine.batch import Scheduled, Segment, flatten
+from longtail.engine.request import ActiveRequest
+from longtail.types import FinishReason, Request
+
+CPU = torch.device("cpu")
+
+
+def active(request_id: str, tokens: list[int], prompt_len: int, num_computed: int) -> ActiveRequest:
+    request = Request(request_id=request_id, prompt_tokens=tuple(tokens[:prompt_len]), noise_key=0)
+    return ActiveRequest(
+        request=request, tokens=tokens, policy_version=3, num_computed=num_computed
+    )
+
+
+def test_a_step_is_laid_out_as_drawn():
+    a = active("a", [10, 11, 12], 3, 0)
+    b = active("b", list(range(20, 30)), 4, 9)
+    c = active("c", list(range(30, 35)), 2, 4)
+    chosen = [Scheduled(active=each, num_tokens=each.num_pending) for each in (a, b, c)]
+    batch = flatten(chosen, CPU)
+    assert batch.tokens.tolist() == [10, 11, 12, 29, 34]
+    assert batch.positions.tolist() == [0, 1, 2, 9, 4]
+    assert batch.segments == (
+        Segment(request_id="a", num_context=0, num_tokens=3),
+        Segment(request_id="b", num_context=9, num_tokens=1),
+        Segment(request_id="c", num_context=4, num_tokens=1),
+    )
+    assert batch.drawing is not None
+    assert batch.drawing.tolist() == [2, 3, 4]
+
+
+def test_a_chunk_that_ends_inside_the_prompt_draws_nothing():
+    a = active("a", [10, 11, 12, 13], 4, 1)
+    first, last = Scheduled(active=a, num_tokens=2), Scheduled(active=a, num_tokens=3)
+    assert not first.draws
+    assert last.draws
+    batch = flatten([first], CPU)
+    assert batch.tokens.tolist() == [11, 12]
+    assert batch.drawing is not None
+    assert batch.drawing.tolist() == []
+
+
+def test_when_every_token_draws_nothing_is_picked_out():
+    chosen = [Scheduled(active=active(i, [1, 2, 3], 1, 2), num_tokens=1) for i in ("a", "b")]
+    assert flatten(chosen, CPU).drawing is None
+
+
+def test_a_request_counts_its_own_tokens():
+    a = active("a", [10, 11, 12, 40, 41], 3, 4)
+    assert (a.prompt_len, a.num_generated, a.num_pending) == (3, 2, 1)
+    assert a.generated == (40, 41)
+    a.logprobs += [-0.5, -1.0]
+    done = a.complete(FinishReason.ABORT, "text")
+    assert (done.tokens, done.logprobs, done.text) == ((40, 41), (-0.5, -1.0), "text")
+    assert (done.policy_version, done.finish_reason) == (3, FinishReason.ABORT)
