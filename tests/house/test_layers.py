@@ -12,10 +12,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("records", ("", "types", "errors", "machine")),
     (
         "maths",
-        ("sampling", "rl", "rl.advantage", "rl.loss", "rl.packing", "engine", "model", "tiny"),
+        ("sampling", "rl", "rl.advantage", "rl.loss", "rl.packing", "engine", "model"),
     ),
     ("model", ("model.*",)),
-    ("parts", ("rl.*", "engine.*", "tiny.task", "tiny.tokenizer")),
+    ("parts", ("rl.*", "engine.*", "tiny", "tiny.task", "tiny.tokenizer")),
     ("machines", ("rl.learner", "engine.engine")),
     ("run files", ("configfile", "config", "metrics", "checkpoint")),
     ("programs", ("*",)),
