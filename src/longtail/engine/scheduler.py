@@ -139,9 +139,13 @@ class Scheduler:
 
     @staticmethod
     def _siblings(active: ActiveRequest, among: Iterable[ActiveRequest]) -> Iterator[ActiveRequest]:
-        """Requests of the same group, in order."""
-        group = active.request.group_id
-        return (each for each in among if group and each.request.group_id == group)
+        """Requests of the same group and prompt, in order."""
+        group, prompt = active.request.group_id, active.request.prompt_tokens
+        return (
+            each
+            for each in among
+            if group and each.request.group_id == group and each.request.prompt_tokens == prompt
+        )
 
 
 def _shareable(active: ActiveRequest) -> int:
