@@ -238,3 +238,79 @@ void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
                          end - first, stride, group, dim, scale, scores);
   }
 }
+
+/* ---- Training: the same operations out of place, and their gradients. ---- */
+
+/* stream = x + delta (delta may be absent); normed = stream / rms(stream) * weight. */
+void NAME(add_norm_forward)(const T *restrict x, const T *restrict delta,
+                            const T *restrict weight, T *restrict stream, T *restrict normed,
+                            int64_t rows, int64_t size, float eps) {
+  memcpy(stream, x, (size_t)(rows * size) * sizeof(T));
+  NAME(add_norm)(stream, delta, weight, normed, rows, size, eps);
+}
+
+/* With r = 1 / rms and u = weight * grad_normed:
+ *   grad = grad_stream + r u - stream r^3 / size * sum(u stream)     grad_weight += grad_normed r stream */
+void NAME(add_norm_backward)(const T *restrict stream, const T *restrict weight,
+                             const T *restrict grad_stream, const T *restrict grad_normed,
+                             T *restrict grad, float *restrict grad_weight, int64_t rows,
+                             int64_t size, float eps) {
+  for (int64_t r = 0; r < rows; r++) {
+    const T *s = stream + r * size, *gs = grad_stream + r * size, *gn = grad_normed + r * size;
+    T *g = grad + r * size;
+    float square = 0.0f, dot = 0.0f;
+    for (int64_t i = 0; i < size; i++) square += LOAD(s[i]) * LOAD(s[i]);
+    for (int64_t i = 0; i < size; i++) dot += LOAD(weight[i]) * LOAD(gn[i]) * LOAD(s[i]);
+    const float scale = 1.0f / sqrtf(square / (float)size + eps);
+    const float pull = scale * scale * scale / (float)size * dot;
+    for (int64_t i = 0; i < size; i++) {
+      g[i] = STORE(LOAD(gs[i]) + scale * LOAD(weight[i]) * LOAD(gn[i]) - pull * LOAD(s[i]));
+      grad_weight[i] += LOAD(gn[i]) * LOAD(s[i]) * scale;
+    }
+  }
+}
+
+/* Gradient of `rotate` on `heads` heads that share a norm weight (or have none): the rotation is
+ * undone, then the norm as above. The input is the projection before `rotate`, at `stride`. */
+void NAME(rotate_backward)(const T *restrict input, int64_t stride, const T *restrict weight,
+                           const float *restrict cos, const float *restrict sin,
+                           const T *restrict grad_out, T *restrict grad_in,
+                           float *restrict grad_weight, int64_t rows, int64_t heads, int64_t dim,
+                           float eps) {
+  const int64_t half = dim / 2;
+  float g[1024];
+  for (int64_t r = 0; r < rows; r++, cos += dim, sin += dim)
+    for (int64_t h = 0; h < heads; h++) {
+      const T *x = input + r * stride + h * dim, *go = grad_out + (r * heads + h) * dim;
+      T *gi = grad_in + r * stride + h * dim;
+      for (int64_t i = 0; i < half; i++) {
+        g[i] = LOAD(go[i]) * cos[i] + LOAD(go[i + half]) * sin[i + half];
+        g[i + half] = LOAD(go[i + half]) * cos[i + half] + LOAD(go[i]) * sin[i];
+      }
+      if (!weight) {
+        for (int64_t i = 0; i < dim; i++) gi[i] = STORE(g[i]);
+        continue;
+      }
+      float square = 0.0f, dot = 0.0f;
+      for (int64_t i = 0; i < dim; i++) square += LOAD(x[i]) * LOAD(x[i]);
+      for (int64_t i = 0; i < dim; i++) dot += LOAD(weight[i]) * g[i] * LOAD(x[i]);
+      const float scale = 1.0f / sqrtf(square / (float)dim + eps);
+      const float pull = scale * scale * scale / (float)dim * dot;
+      for (int64_t i = 0; i < dim; i++) {
+        gi[i] = STORE(scale * LOAD(weight[i]) * g[i] - pull * LOAD(x[i]));
+        grad_weight[i] += g[i] * LOAD(x[i]) * scale;
+      }
+    }
+}
+
+/* d silu(a) b: with s = sigmoid(a), grad_a = g b s (1 + a (1 - s)), grad_b = g a s. */
+void NAME(swiglu_backward)(const T *restrict gate_up, const T *restrict grad_out,
+                           T *restrict grad, int64_t rows, int64_t size) {
+  for (int64_t r = 0; r < rows; r++, gate_up += 2 * size, grad += 2 * size, grad_out += size)
+    for (int64_t i = 0; i < size; i++) {
+      const float a = LOAD(gate_up[i]), b = LOAD(gate_up[size + i]), g = LOAD(grad_out[i]);
+      const float s = 1.0f / (1.0f + lt_exp2(-LT_LOG2E * a));
+      grad[i] = STORE(g * b * s * (1.0f + a * (1.0f - s)));
+      grad[size + i] = STORE(g * a * s);
+    }
+}

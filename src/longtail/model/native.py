@@ -53,6 +53,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "rotate": [_PTR] * 5 + [_INT] * 4 + [_FLOAT],
     "swiglu": [_PTR] * 2 + [_INT] * 2,
     "store_kv": [_PTR] * 2 + [_INT] + [_PTR] * 2 + [_INT] + [_PTR] * 2 + [_INT] * 2,
+    "add_norm_forward": [_PTR] * 5 + [_INT] * 2 + [_FLOAT],
+    "add_norm_backward": [_PTR] * 6 + [_INT] * 2 + [_FLOAT],
+    "rotate_backward": [_PTR, _INT] + [_PTR] * 6 + [_INT] * 3 + [_FLOAT],
+    "swiglu_backward": [_PTR] * 3 + [_INT] * 2,
     "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT] + [_PTR] * 3 + [_INT] * 5 + [_PTR],
 }
 

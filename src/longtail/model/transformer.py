@@ -18,6 +18,7 @@ from longtail.model.attention import Attention
 from longtail.model.kernels import Kernels, TorchKernels, select_kernels
 from longtail.model.linear import Linear
 from longtail.model.rope import Rope, RopeConfig, Rotation
+from longtail.model.training_kernels import select_training_kernels
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -183,6 +184,10 @@ class Transformer(nn.Module):
                     scaled = name.endswith(("output.weight", "down.weight"))
                     std = 0.02 * (residual if scaled else 1.0)
                     parameter.normal_(0.0, std, generator=generator)
+
+    def fuse(self) -> None:
+        """Prepare for training: fused kernels with gradients where there are some."""
+        self._kernels = select_training_kernels(self.dtype, self.device)
 
     def pack(self) -> None:
         """Prepare for inference only: packed weights, fused kernels. Again after weights change."""

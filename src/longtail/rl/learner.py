@@ -83,6 +83,9 @@ class Learner:
         self._reference = (
             copy.deepcopy(model).requires_grad_(False) if settings.kl_coef > 0 else None
         )
+        for each in (self._model, self._reference):
+            if each is not None:
+                each.fuse()
         self._version = 0
 
     @property

@@ -1,0 +1,210 @@
+"""Fused small operations for training on a CPU: NativeKernels with gradients.
+
+Each operation is one pass forward and one backward where PyTorch makes some ten, most of them over
+memory; a small model spends a third of its training time there. Same arithmetic as `TorchKernels`
+(tests/parity), in float32; other dtypes, and machines without a compiler, use that.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longtail.model import native
+from longtail.model.kernels import Kernels, QueryKeyValue, Residual, TorchKernels
+from longtail.model.rope import Rotation
+
+Functions = Mapping[str, Callable[..., None]]
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "kernels read dense tensors"
+    return tensor.data_ptr()
+
+
+def _apply(operation: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return operation.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, f: Functions, stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        stream = stream.contiguous()
+        delta = None if delta is None else delta.contiguous()
+        total, normed = torch.empty_like(stream), torch.empty_like(stream)
+        f["add_norm_forward"](
+            _pointer(stream), _pointer(delta), _pointer(weight), _pointer(total),
+            _pointer(normed), *stream.shape, eps,
+        )  # fmt: skip
+        ctx.save_for_backward(total, weight)
+        ctx.functions, ctx.eps, ctx.has_delta = f, eps, delta is not None
+        return total, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, grad_normed: Tensor) -> tuple[Any, ...]:
+        total, weight = ctx.saved_tensors
+        grad = torch.empty_like(total)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32)
+        grad_total, grad_normed = grad_total.contiguous(), grad_normed.contiguous()
+        ctx.functions["add_norm_backward"](
+            _pointer(total), _pointer(weight), _pointer(grad_total), _pointer(grad_normed),
+            _pointer(grad), _pointer(grad_weight), *total.shape, ctx.eps,
+        )  # fmt: skip
+        return None, grad, grad if ctx.has_delta else None, grad_weight, None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        f: Functions,
+        qkv: Tensor,
+        num_heads: int,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        rotation: Rotation,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = qkv.contiguous()
+        tokens, all_heads, dim = qkv.shape
+        kv_heads = (all_heads - num_heads) // 2
+        rotated = qkv.clone()
+        f["rotate"](
+            _pointer(rotated), _pointer(q_weight), _pointer(k_weight), _pointer(rotation.cos),
+            _pointer(rotation.sin), tokens, num_heads, kv_heads, dim, eps,
+        )  # fmt: skip
+        ctx.save_for_backward(qkv, q_weight, k_weight, rotation.cos, rotation.sin)
+        ctx.functions, ctx.eps, ctx.split = f, eps, (num_heads, kv_heads)
+        queries, keys, values = torch.split(rotated, [num_heads, kv_heads, kv_heads], 1)
+        return queries, keys, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        tokens, all_heads, dim = qkv.shape
+        grad = torch.empty_like(qkv)
+        grad_weights: list[Tensor | None] = []
+        first = 0
+        for weight, grad_out, heads in zip((q_weight, k_weight), grads, ctx.split, strict=False):
+            grad_out = grad_out.contiguous()
+            grad_weight = None if weight is None else torch.zeros(dim, dtype=torch.float32)
+            offset = first * dim * qkv.element_size()
+            ctx.functions["rotate_backward"](
+                qkv.data_ptr() + offset, all_heads * dim, _pointer(weight), _pointer(cos),
+                _pointer(sin), _pointer(grad_out), grad.data_ptr() + offset,
+                _pointer(grad_weight), tokens, heads, dim, ctx.eps,
+            )  # fmt: skip
+            grad_weights.append(grad_weight)
+            first += heads
+        grad[:, first:] = grads[2]
+        return None, grad, None, *grad_weights, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, f: Functions, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        tokens, both = gate_up.shape
+        out = gate_up.new_empty(tokens, both // 2)
+        f["swiglu"](_pointer(gate_up), _pointer(out), tokens, both // 2)
+        ctx.save_for_backward(gate_up)
+        ctx.functions = f
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        (gate_up,) = ctx.saved_tensors
+        grad = torch.empty_like(gate_up)
+        tokens, size = grad_out.shape
+        grad_out = grad_out.contiguous()
+        ctx.functions["swiglu_backward"](
+            _pointer(gate_up), _pointer(grad_out), _pointer(grad), tokens, size
+        )
+        return None, grad
+
+
+@final
+class NativeTrainingKernels(Kernels):
+    """Fused operations with gradients, float32 on a CPU; under autocast, PyTorch's."""
+
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
+        self._plain = TorchKernels()
+
+    def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Rotate in the dtype the model computes in."""
+        return dtype
+
+    def add_norm(
+        self,
+        stream: Float[Tensor, "tokens hidden"],
+        delta: Float[Tensor, "tokens hidden"] | None,
+        weight: Float[Tensor, "hidden"],
+        eps: float,
+    ) -> Residual:
+        """Add and norm in one pass. The stream is float32, whatever autocast made of delta."""
+        delta = None if delta is None else delta.to(stream.dtype)
+        return Residual(*_apply(_AddNorm, self._functions, stream, delta, weight, eps))
+
+    def rotate(
+        self,
+        qkv: Float[Tensor, "tokens all_heads head_dim"],
+        num_heads: int,
+        q_weight: Float[Tensor, "head_dim"] | None,
+        k_weight: Float[Tensor, "head_dim"] | None,
+        eps: float,
+        rotation: Rotation,
+    ) -> QueryKeyValue:
+        """Norm and rotate in one pass."""
+        if qkv.dtype != torch.float32:
+            return self._plain.rotate(qkv, num_heads, q_weight, k_weight, eps, rotation)
+        arguments = (qkv, num_heads, q_weight, k_weight, eps, rotation)
+        return QueryKeyValue(*_apply(_Rotate, self._functions, *arguments))
+
+    def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
+        """silu(first half) * second half, in one pass."""
+        if gate_up.dtype != torch.float32:
+            return self._plain.swiglu(gate_up)
+        return _apply(_SwiGLU, self._functions, gate_up)
+
+    def store_rows(
+        self,
+        keys: Float[Tensor, "tokens kv_heads head_dim"],
+        values: Float[Tensor, "tokens kv_heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        rows: Int[Tensor, "tokens"],
+        slots: Int[Tensor, "tokens"],
+    ) -> None:
+        """As PyTorch does: training keeps no cache."""
+        self._plain.store_rows(keys, values, key_rows, value_rows, rows, slots)
+
+    def attend_rows(
+        self,
+        queries: Float[Tensor, "tokens heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        rows: Int[Tensor, "tokens"],
+        slots: Int[Tensor, "tokens"],
+        window: int,
+    ) -> Float[Tensor, "tokens heads head_dim"]:
+        """As PyTorch does: training keeps no cache."""
+        return self._plain.attend_rows(queries, key_rows, value_rows, rows, slots, window)
+
+
+def select_training_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
+    """Choose the kernels for training: native for float32 on a CPU with a compiler."""
+    functions = native.functions(dtype) if device.type == "cpu" else None
+    if functions is None or dtype != torch.float32:
+        return TorchKernels()
+    return NativeTrainingKernels(functions)

@@ -1,0 +1,117 @@
+"""Fused training kernels are the PyTorch definition, values and gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longtail.model import native
+from longtail.model.attention import PackedAttention
+from longtail.model.kernels import TorchKernels
+from longtail.model.rope import Rope, RopeConfig
+from longtail.model.training_kernels import NativeTrainingKernels
+from tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(
+    native.functions(torch.float32) is None, reason="needs a C compiler"
+)
+
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+"""float32 sums of at most some hundred terms of size 1, in another order: 100 eps is 1e-5."""
+
+SIZES = st.integers(min_value=1, max_value=70)
+
+
+def fused() -> NativeTrainingKernels:
+    functions = native.functions(torch.float32)
+    assert functions is not None
+    return NativeTrainingKernels(functions)
+
+
+def gradients(output: torch.Tensor, inputs: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Gradients of a random weighting of the output, so that no entry can hide."""
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))
+    return list(torch.autograd.grad((output * weights).sum(), inputs, retain_graph=True))
+
+
+def tensors(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+@given(tokens=SIZES, hidden=SIZES, has_delta=st.booleans(), seed=st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_add_norm_and_its_gradients(tokens: int, hidden: int, has_delta: bool, seed: int) -> None:
+    stream, delta, weight = tensors(seed, (tokens, hidden), (tokens, hidden), (hidden,))
+    inputs = [stream, weight, *([delta] if has_delta else [])]
+    for part in (0, 1):
+        results = []
+        for kernels in (TorchKernels(), fused()):
+            out = kernels.add_norm(stream, delta if has_delta else None, weight, 1e-5)[part]
+            wanted = inputs if part else [each for each in inputs if each is not weight]
+            if not out.requires_grad or out is stream:
+                continue
+            results.append([out, *gradients(out, wanted, seed)])
+        for ours, definition in zip(results[-1], results[0], strict=True):
+            torch.testing.assert_close(ours, definition, **TOLERANCE)
+
+
+@given(
+    tokens=SIZES,
+    heads=st.integers(1, 4),
+    group=st.integers(1, 3),
+    half=st.integers(1, 40),
+    normed=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=30, deadline=None)
+def test_rotate_and_its_gradients(
+    tokens: int, heads: int, group: int, half: int, normed: bool, seed: int
+) -> None:
+    dim, num_heads = 2 * half, heads * group
+    qkv, q_weight, k_weight = tensors(seed, (tokens, num_heads + 2 * heads, dim), (dim,), (dim,))
+    rotation = Rope(dim, RopeConfig()).rotation(torch.arange(tokens), torch.float32)
+    weights = (q_weight, k_weight) if normed else (None, None)
+    inputs = [qkv, *(weight for weight in weights if weight is not None)]
+    results = []
+    for kernels in (TorchKernels(), fused()):
+        out = torch.cat(tuple(kernels.rotate(qkv, num_heads, *weights, 1e-5, rotation)), 1)
+        results.append([out, *gradients(out, inputs, seed)])
+    for ours, definition in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, definition, **TOLERANCE)
+
+
+@given(tokens=SIZES, size=SIZES, scale=st.sampled_from([1.0, 30.0]), seed=st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_swiglu_and_its_gradient(tokens: int, size: int, scale: float, seed: int) -> None:
+    (gate_up,) = tensors(seed, (tokens, 2 * size))
+    scaled = gate_up * scale
+    results = []
+    for kernels in (TorchKernels(), fused()):
+        out = kernels.swiglu(scaled)
+        results.append([out, *gradients(out, [gate_up], seed)])
+    for ours, definition in zip(results[1], results[0], strict=True):
+        # relative to the largest entry: products of numbers up to 100
+        limit = float(definition.detach().abs().max()) * 1e-5 + 1e-6
+        torch.testing.assert_close(ours, definition, rtol=1e-4, atol=limit)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_fused_model_has_the_gradients_of_the_plain_one(family: str, recompute: bool) -> None:
+    model = tiny_model(family, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, model.config.vocab_size, (30,), generator=generator)
+    positions = torch.cat((torch.arange(18), torch.arange(12)))
+    found = []
+    for fuse in (False, True):
+        if fuse:
+            model.fuse()
+        model.zero_grad()
+        hidden = model(tokens, positions, PackedAttention((0, 18, 30)), recompute=recompute)
+        logprobs = model.logits(hidden).log_softmax(-1)
+        logprobs[torch.arange(29), tokens[1:]].sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, definition in found[0].items():
+        ours, limit = found[1][name], float(definition.abs().max()) * 1e-4 + 1e-6
+        torch.testing.assert_close(ours, definition, rtol=1e-4, atol=limit, msg=name)
