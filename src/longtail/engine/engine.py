@@ -42,6 +42,13 @@ class EngineLimits:
 
     def __post_init__(self) -> None:
         """Refuse limits under which the engine could stall."""
+        for name, value, least in (
+            ("max_running", self.max_running, 1),
+            ("max_len", self.max_len, 1),
+            ("kv_tokens", self.kv_tokens, 0),
+        ):
+            if value < least:
+                raise RequestError(f"rollout.{name} = {value}: it must be at least {least}")
         if self.max_step_tokens < self.max_running:
             raise RequestError(
                 f"rollout.max_step_tokens = {self.max_step_tokens} is below rollout.max_running = "
@@ -155,17 +162,28 @@ class RolloutEngine:
         requests: Sequence[Request],
         on_step: Callable[[StepReport], None] | None = None,
     ) -> list[Completion]:
-        """Serve the requests to the end and return their completions in the same order."""
+        """Serve the requests to the end and return their completions in the same order.
+
+        Others in progress get on, too; `on_step` sees them finish. When anything raises, the
+        requests are aborted.
+        """
         for request in requests:
             self._check(request)
-        for request in requests:
-            self.submit(request)
         done: dict[str, Completion] = {}
-        while len(done) < len(requests):
-            report = self.step()
-            done.update((completion.request_id, completion) for completion in report.finished)
-            if on_step is not None:
-                on_step(report)
+        awaited = {request.request_id for request in requests}
+        try:
+            for request in requests:
+                self.submit(request)
+            while awaited:
+                report = self.step()
+                done.update((completion.request_id, completion) for completion in report.finished)
+                awaited.difference_update(completion.request_id for completion in report.finished)
+                if on_step is not None:
+                    on_step(report)
+        finally:
+            for request in requests:
+                if request.request_id in self._active:
+                    self.abort(request.request_id)
         return [done[request.request_id] for request in requests]
 
     def stream(self, request: Request) -> Iterator[str | Completion]:
@@ -198,10 +216,16 @@ class RolloutEngine:
             raise RequestError(f"request {request.request_id!r} is already in progress")
         if not request.prompt_tokens:
             raise RequestError(f"request {request.request_id!r} has an empty prompt")
-        if not all(0 <= token < vocab_size for token in request.prompt_tokens):
+        strangers = [token for token in request.prompt_tokens if not 0 <= token < vocab_size]
+        if strangers:
             raise RequestError(
-                f"request {request.request_id!r} holds token {max(request.prompt_tokens)}, but the "
-                f"model's vocabulary has {vocab_size}; use the model's own tokenizer"
+                f"request {request.request_id!r} holds token {strangers[0]}, but the model's "
+                f"vocabulary has {vocab_size}; use the model's own tokenizer"
+            )
+        if not -(2**63) <= request.noise_key < 2**63:
+            raise RequestError(
+                f"request {request.request_id!r} has noise_key {request.noise_key}, which is no "
+                "signed 64-bit integer; make it with sampling.noise_key"
             )
         if longest > self._limits.max_len:
             raise RequestError(

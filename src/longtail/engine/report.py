@@ -88,12 +88,12 @@ class RolloutMeter:
     def report(self) -> RolloutReport:
         """Sum what was counted so far."""
         return RolloutReport(
-            seconds=sum(s[0] for s in self._steps),
-            forward_s=sum(s[1] for s in self._steps),
-            sample_s=sum(s[2] for s in self._steps),
+            seconds=sum((s[0] for s in self._steps), 0.0),
+            forward_s=sum((s[1] for s in self._steps), 0.0),
+            sample_s=sum((s[2] for s in self._steps), 0.0),
             num_steps=len(self._steps),
             num_generated=sum(s[5] for s in self._steps),
             num_computed=sum(s[4] for s in self._steps),
             max_running=max((s[3] for s in self._steps), default=0),
-            running_s=sum(s[0] * s[3] for s in self._steps),
+            running_s=sum((s[0] * s[3] for s in self._steps), 0.0),
         )
