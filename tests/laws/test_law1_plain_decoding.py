@@ -1,0 +1,90 @@
+"""Law 1, as far as plain decoding goes: the text is a function of weights, prompt and key.
+
+The definition is `fakes.write_plainly`: one request, everything recomputed for every token. What
+speculation adds to the law is tested where speculation is.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fakes import write_plainly
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.sampling import noise_key
+from longtail.types import Request, SamplingParams
+from tiny_models import tiny_model
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SAMPLINGS = (
+    SamplingParams(max_tokens=20),
+    SamplingParams(max_tokens=20, temperature=0.0),
+    SamplingParams(max_tokens=20, temperature=0.6, top_k=20, top_p=0.95),
+    SamplingParams(max_tokens=20, temperature=1.5, min_p=0.05, stop_token_ids=tuple(range(0, 9))),
+)
+
+
+def make_engine(family: str, seed: int = 0) -> RolloutEngine:
+    return RolloutEngine(
+        tiny_model(family, seed=seed, dtype=torch.float64),
+        lambda tokens: "",
+        EngineLimits(max_running=8, max_step_tokens=16, max_len=64),
+    )
+
+
+def ask(name: str, key: int = 0, sampling: SamplingParams = SAMPLINGS[0]) -> Request:
+    prompt = tuple((7 * j) % 128 for j in range(1, 14))
+    return Request(request_id=name, prompt_tokens=prompt, noise_key=key, sampling=sampling)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_writes_what_the_definition_writes(family):
+    requests = [
+        ask(f"{i}/{key}", noise_key(1, key), sampling)
+        for i, sampling in enumerate(SAMPLINGS)
+        for key in range(3)
+    ]
+    model = tiny_model(family, dtype=torch.float64)
+    for request, done in zip(requests, make_engine(family).generate(requests), strict=True):
+        tokens, logprobs = write_plainly(model, request)
+        assert done.tokens == tokens
+        # float64 sums in another order: 1e-16 an operation, some hundreds of them.
+        assert done.logprobs == pytest.approx(logprobs, abs=1e-12)
+
+
+def test_another_key_writes_another_text_and_the_same_key_the_same():
+    engine = make_engine("qwen3")
+    keys = [noise_key(2, i) for i in range(30)]
+    first = engine.generate([ask(f"a{key}", key) for key in keys])
+    assert len({done.tokens for done in first}) == 30
+    # Other names, another order, another engine.
+    again = make_engine("qwen3").generate([ask(f"b{key}", key) for key in reversed(keys)])
+    assert [done.tokens for done in first] == [done.tokens for done in reversed(again)]
+
+
+def test_the_name_of_a_request_is_nothing_to_its_text():
+    """A name that came back with another key once got the text of the old key."""
+    engine = make_engine("qwen3")
+    (one,), (two,) = engine.generate([ask("same", 1)]), engine.generate([ask("same", 2)])
+    assert one.tokens != two.tokens
+    assert two.tokens == write_plainly(tiny_model("qwen3", dtype=torch.float64), ask("x", 2))[0]
+
+
+def test_other_weights_and_another_prompt_write_another_text():
+    (one,) = make_engine("qwen3").generate([ask("a")])
+    (other_weights,) = make_engine("qwen3", seed=1).generate([ask("a")])
+    (other_prompt,) = make_engine("qwen3").generate(
+        [dataclasses.replace(ask("a"), prompt_tokens=(5, 6, 7))]
+    )
+    assert len({one.tokens, other_weights.tokens, other_prompt.tokens}) == 3
+
+
+def test_greedy_text_does_not_depend_on_the_key():
+    greedy = [ask(str(key), key, SAMPLINGS[1]) for key in range(4)]
+    assert len({done.tokens for done in make_engine("qwen3").generate(greedy)}) == 1
+
+
+def test_a_longer_completion_begins_with_the_shorter_one():
+    short, long = SamplingParams(max_tokens=7), SamplingParams(max_tokens=20)
+    one, other = make_engine("llama").generate([ask("s", 3, short), ask("l", 3, long)])
+    assert one.tokens == other.tokens[:7]

@@ -1,0 +1,133 @@
+"""Law 3: a completion's logprobs are the learner's logprobs of the same tokens."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.model.transformer import Transformer
+from longtail.rl.logprobs import score
+from longtail.rl.packing import lay_out
+from longtail.sampling import noise_key
+from longtail.types import Completion, Request, SamplingParams
+from tiny_models import tiny_model
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+PLAIN = SamplingParams(max_tokens=24, stop_token_ids=(3, 4, 5), stop=("\x50\x51",))
+TRUNCATED = (
+    SamplingParams(max_tokens=24, temperature=0.7, top_k=30),
+    SamplingParams(max_tokens=24, temperature=1.4, top_p=0.9),
+    SamplingParams(max_tokens=24, temperature=1.2, min_p=0.03),
+    SamplingParams(max_tokens=24, temperature=0.8, top_k=60, top_p=0.95, min_p=0.01),
+)
+
+
+def write(model: Transformer, sampling: SamplingParams) -> list[tuple[Request, Completion]]:
+    """Five groups of four under everything at once: chunks, shared prompts, preemption, stops."""
+    engine = RolloutEngine(
+        model,
+        lambda tokens: "".join(map(chr, tokens)),
+        EngineLimits(max_running=6, max_step_tokens=17, max_len=64, kv_tokens=160),
+    )
+    requests = [
+        Request(
+            request_id=f"{group}#{sample}",
+            prompt_tokens=tuple((11 * group + 5 * j) % 128 for j in range(prompt_len)),
+            noise_key=noise_key(0, group, sample),
+            sampling=sampling,
+            group_id=str(group),
+        )
+        for group, prompt_len in enumerate((1, 2, 13, 29, 40))
+        for sample in range(4)
+    ]
+    completions = engine.generate(requests)
+    counts = engine.scheduler_counts()
+    assert counts.num_preemptions > 0
+    assert counts.num_shared_tokens > 0
+    return list(zip(requests, completions, strict=True))
+
+
+def gaps(
+    model: Transformer, written: list[tuple[Request, Completion]], sampling: SamplingParams
+) -> torch.Tensor:
+    """|engine - learner| for every token, the sequences packed into one micro-batch."""
+    packed = lay_out(
+        [(*request.prompt_tokens, *done.tokens) for request, done in written],
+        prompt_lens=[len(request.prompt_tokens) for request, _ in written],
+    )
+    with torch.no_grad():
+        theirs = score(model, packed, sampling).logprobs.double()
+    mine = torch.tensor(
+        list(itertools.chain.from_iterable(done.logprobs for _, done in written)),
+        dtype=torch.float64,
+    )
+    assert mine.shape == theirs.shape
+    assert bool(mine.isfinite().all())
+    assert bool((mine < 0).any())
+    return (mine - theirs).abs()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float64_logprobs_are_equal(family):
+    """Two orders of summation of some hundred terms of size 1: below 1e-13, given room."""
+    written = write(tiny_model(family, dtype=torch.float64), PLAIN)
+    lengths = {len(done.tokens) for _, done in written}
+    assert len(lengths) > 2, "some stopped early"
+    assert float(gaps(tiny_model(family, dtype=torch.float64), written, PLAIN).max()) < 1e-12
+
+
+@pytest.mark.parametrize("sampling", TRUNCATED, ids=str)
+def test_float64_logprobs_are_equal_under_temperature_and_truncation(sampling):
+    written = write(tiny_model("mistral", dtype=torch.float64), sampling)
+    gap = gaps(tiny_model("mistral", dtype=torch.float64), written, sampling)
+    assert float(gap.max()) < 1e-12
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED[3]], ids=["plain", "truncated"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_logprobs_are_equal_up_to_rounding(family, sampling):
+    """Roundings of 6e-8 on logits up to 5, over some dozen operations in a row: below 1e-5.
+
+    Truncation renormalises: a token on its edge, kept here and cut there, moves every logprob of
+    its row by that token's mass. It takes a cut within 1e-5 of a token's probability.
+    """
+    written = write(tiny_model(family), sampling)
+    gap = gaps(tiny_model(family), written, sampling)
+    assert float(gap.quantile(0.99)) < 1e-5
+    assert float(gap.max()) < (1e-5 if sampling is PLAIN else 0.1)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_logprobs_are_close(family, autocast):
+    """A logit of 4 is rounded by up to 0.008, after hidden states rounded as coarsely.
+
+    The learner may keep float32 weights and compute in bfloat16 by autocast; the engine holds
+    bfloat16 ones. Then the residual stream differs by its roundings, too.
+    """
+    written = write(tiny_model(family, dtype=torch.bfloat16), PLAIN)
+    learner = tiny_model(family, dtype=torch.float32 if autocast else torch.bfloat16)
+    if autocast:  # the published weights are the learner's, rounded
+        learner.load_state_dict(tiny_model(family, dtype=torch.bfloat16).state_dict())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        gap = gaps(learner, written, PLAIN)
+    assert float(gap.mean()) < 0.015
+    assert float(gap.max()) < 0.1
+
+
+def test_a_greedy_token_has_logprob_zero():
+    greedy = SamplingParams(temperature=0.0, max_tokens=24)
+    written = write(tiny_model("llama", dtype=torch.float64), greedy)
+    assert {logprob for _, done in written for logprob in done.logprobs} == {0.0}
+
+
+def test_the_comparison_notices_a_token_out_of_place():
+    """Shift the engine's logprobs by one token and the law is broken by nats."""
+    written = write(tiny_model("llama", dtype=torch.float64), PLAIN)
+    shifted = [
+        (request, dataclasses.replace(done, logprobs=(*done.logprobs[1:], done.logprobs[0])))
+        for request, done in written
+    ]
+    assert float(gaps(tiny_model("llama", dtype=torch.float64), shifted, PLAIN).max()) > 1.0
