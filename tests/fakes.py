@@ -1,10 +1,11 @@
 """Stand-ins at the engine's seams: models whose text is known, a KV cache that keeps a ledger."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, config
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch
@@ -14,6 +15,19 @@ from longtail.model.attention import Attention, PackedAttention
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.sampling import gumbel_noise, log_distribution
 from longtail.types import Request
+
+
+@contextmanager
+def unchecked_shapes() -> Iterator[None]:
+    """Suspend the shape checks where thousands of steps are taken; they are most of a tiny step.
+
+    Shapes do not depend on the schedule: tests/unit checks the same calls.
+    """
+    config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        config.update("jaxtyping_disable", False)
 
 
 def markov_model(

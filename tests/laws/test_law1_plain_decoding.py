@@ -5,11 +5,12 @@ speculation adds to the law is tested where speculation is.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from fakes import write_plainly
+from fakes import unchecked_shapes, write_plainly
 from longtail.engine.engine import EngineLimits, RolloutEngine
 from longtail.sampling import noise_key
 from longtail.types import Request, SamplingParams
@@ -22,6 +23,12 @@ SAMPLINGS = (
     SamplingParams(max_tokens=20, temperature=0.6, top_k=20, top_p=0.95),
     SamplingParams(max_tokens=20, temperature=1.5, min_p=0.05, stop_token_ids=tuple(range(0, 9))),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_steps() -> Iterator[None]:
+    with unchecked_shapes():
+        yield
 
 
 def make_engine(family: str, seed: int = 0) -> RolloutEngine:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from fakes import unchecked_shapes
 from longtail.engine.engine import EngineLimits, RolloutEngine
 from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import score
@@ -22,6 +24,12 @@ TRUNCATED = (
     SamplingParams(max_tokens=24, temperature=1.2, min_p=0.03),
     SamplingParams(max_tokens=24, temperature=0.8, top_k=60, top_p=0.95, min_p=0.01),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_steps() -> Iterator[None]:
+    with unchecked_shapes():
+        yield
 
 
 def write(model: Transformer, sampling: SamplingParams) -> list[tuple[Request, Completion]]:

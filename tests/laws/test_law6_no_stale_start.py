@@ -1,0 +1,105 @@
+"""Law 6, the engine's share: no completion starts under weights older than those last pulled."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.errors import RequestError
+from longtail.sampling import noise_key
+from longtail.types import Completion, PolicyWeights, Request, SamplingParams
+from tiny_models import tiny_model
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def weights(version: int, seed: int, dtype: torch.dtype = torch.float32) -> PolicyWeights:
+    model = tiny_model("qwen2", seed=seed, dtype=dtype)  # its embeddings are tied
+    return PolicyWeights(version=version, tensors=model.state_dict())
+
+
+def make_engine(seed: int, dtype: torch.dtype, version: int = 0) -> RolloutEngine:
+    return RolloutEngine(
+        tiny_model("qwen2", seed=seed, dtype=dtype),
+        lambda tokens: "",
+        EngineLimits(max_running=3, max_step_tokens=9, max_len=64),
+        policy_version=version,
+    )
+
+
+def ask(number: int) -> Request:
+    return Request(
+        request_id=str(number),
+        prompt_tokens=tuple(range(number + 1, number + 12)),
+        noise_key=noise_key(6, number),
+        sampling=SamplingParams(max_tokens=12),
+        group_id=str(number),
+    )
+
+
+def write(engine: RolloutEngine) -> list[Completion]:
+    return engine.generate([ask(i) for i in range(5)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_after_a_pull_every_text_is_the_new_policys(dtype):
+    """Parameters, packed copies, tied ones: the engine is as good as a fresh one."""
+    engine = make_engine(seed=0, dtype=dtype)
+    old = write(engine)
+    engine.pull(weights(1, seed=1, dtype=dtype))
+    new = write(engine)
+    assert new == write(make_engine(seed=1, dtype=dtype, version=1))
+    assert all(one.tokens != other.tokens for one, other in zip(old, new, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_published_weights_are_rounded_to_the_engines_precision(dtype):
+    engine = make_engine(seed=0, dtype=dtype)
+    engine.pull(weights(1, seed=1, dtype=torch.float32))
+    assert write(engine) == write(make_engine(seed=1, dtype=dtype, version=1))
+
+
+def test_completions_carry_the_version_that_wrote_them():
+    engine = make_engine(seed=0, dtype=torch.float32, version=7)
+    assert {done.policy_version for done in write(engine)} == {7}
+    for version in (8, 9):
+        engine.pull(weights(version, seed=version))
+        assert {done.policy_version for done in write(engine)} == {version}
+
+
+def test_nothing_in_progress_or_waiting_survives_a_pull():
+    """No text mixes policies, and none queued before is written after."""
+    engine = make_engine(seed=0, dtype=torch.float32)
+    for number in range(5):
+        engine.submit(ask(number))
+    engine.step()
+    with pytest.raises(RequestError, match="5 requests are unfinished"):
+        engine.pull(weights(1, seed=1))
+    while engine.num_unfinished:
+        assert all(done.policy_version == 0 for done in engine.step().finished)
+    engine.pull(weights(1, seed=1))
+    assert {done.policy_version for done in write(engine)} == {1}
+
+
+def test_an_aborted_group_leaves_no_stale_kv_behind():
+    """A prompt computed under the old weights must not reach a sample of the new ones."""
+    engine = make_engine(seed=0, dtype=torch.float64)
+    engine.submit(ask(0))
+    engine.step()
+    engine.step()
+    engine.abort("0")
+    engine.pull(weights(1, seed=1, dtype=torch.float64))
+    fresh = make_engine(seed=1, dtype=torch.float64, version=1)
+    assert engine.generate([ask(0)]) == fresh.generate([ask(0)])
+
+
+def test_published_tensors_are_copied():
+    """The learner goes on with its parameters while the engine generates."""
+    published = weights(1, seed=1)
+    engine = make_engine(seed=0, dtype=torch.float32)
+    engine.pull(published)
+    before = write(engine)
+    for tensor in published.tensors.values():
+        assert isinstance(tensor, Tensor)
+        tensor.zero_()
+    assert write(engine) == before
