@@ -1,0 +1,160 @@
+"""The tiny reasoner on disk: taught once on this machine, then kept.
+
+Whatever decides the weights (recipe, task, tokenizer, shape) is digested into the name of the
+directory, so a changed recipe is another model. It is written beside its place and renamed, so a
+directory that exists is whole, and of two processes that teach at once one result stays.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from longtail import tiny
+from longtail.model import hf
+from longtail.model.transformer import Transformer
+from longtail.rl.data import Encoder, PromptSource
+from longtail.rl.examples import ExampleBatches, make_examples
+from longtail.rl.imitation import ImitationReport, ImitationSettings, Imitator
+from longtail.rl.optim import OptimizerSettings
+from longtail.tiny import task, tokenizer
+
+SOURCE = "tiny-reasoner"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything that is chosen about the warm start; the defaults are the recipe."""
+
+    num_examples: int = 11_000
+    steps: int = 600
+    batch_tokens: int = 2048
+    matrix_rate: float = 0.02
+    learning_rate: float = 8e-3
+    warmup_steps: int = 15
+    autocast: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """One step of a warm start, as progress is told.
+
+    Example: Lesson(step=10, steps=750, seconds=1.4, report=report)
+    """
+
+    step: int
+    steps: int
+    seconds: float
+    report: ImitationReport
+
+    def line(self) -> str:
+        """Say it in one line."""
+        speed = self.report.num_tokens * self.step / max(self.seconds, 1e-9)
+        return (
+            f"warm start {self.step}/{self.steps}  loss {self.report.loss:.3f}  "
+            f"{speed:,.0f} tok/s  {self.seconds:.0f} s"
+        )
+
+
+def fresh(seed: int) -> Transformer:
+    """Return the tiny reasoner before its first lesson."""
+    model = Transformer(tiny.model_config())
+    model.initialize(torch.Generator().manual_seed(seed))
+    return model
+
+
+def load_tokenizer() -> hf.Tokenizer:
+    """Return the tiny reasoner's tokenizer."""
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.write(directory)
+        return hf.load_tokenizer(directory)
+
+
+def teach(
+    recipe: Recipe, directory: Path, on_progress: Callable[[Lesson], None] | None = None
+) -> None:
+    """Teach a fresh model by the recipe and write it as a Hugging Face directory."""
+    words = load_tokenizer()
+    examples = make_examples(
+        task.examples(recipe.num_examples, recipe.seed),
+        source=SOURCE,
+        encoder=Encoder(encode=words.encode, render=words.render),
+        eos_id=words.eos_ids[0],
+        max_len=tiny.model_config().max_positions,
+    )
+    batches = ExampleBatches(PromptSource(examples, seed=recipe.seed), recipe.batch_tokens)
+    model = fresh(recipe.seed)
+    imitator = Imitator(model, _settings(recipe))
+    began = time.perf_counter()
+    for step in range(1, recipe.steps + 1):
+        report = imitator.step(batches.take())
+        if on_progress is not None:
+            seconds = time.perf_counter() - began
+            on_progress(Lesson(step=step, steps=recipe.steps, seconds=seconds, report=report))
+    hf.save_model(model, directory, eos_ids=words.eos_ids)
+    words.save(directory)
+
+
+def ensure(
+    cache_dir: Path | str | None = None,
+    on_progress: Callable[[Lesson], None] | None = None,
+    recipe: Recipe | None = None,
+) -> Path:
+    """Return the directory of the warm-started model, teaching it first if it is not there.
+
+    It lies under `cache_dir`, else $LONGTAIL_CACHE, else ~/.cache/longtail.
+    """
+    recipe = recipe or Recipe()
+    place = Path(cache_dir) if cache_dir is not None else cache_directory()
+    final = place / SOURCE / _digest(recipe)
+    if (final / "config.json").is_file():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
+    try:
+        teach(recipe, temporary, on_progress)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if not (final / "config.json").is_file():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+def cache_directory() -> Path:
+    """Return $LONGTAIL_CACHE, else the user's cache directory."""
+    named = os.environ.get("LONGTAIL_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longtail"
+
+
+def _settings(recipe: Recipe) -> ImitationSettings:
+    return ImitationSettings(
+        optimizer=OptimizerSettings(
+            learning_rate=recipe.learning_rate,
+            schedule="cosine",
+            warmup_steps=recipe.warmup_steps,
+            total_steps=recipe.steps,
+        ),
+        matrix_rate=recipe.matrix_rate,
+        tokens_per_micro_batch=recipe.batch_tokens,
+        autocast=recipe.autocast,
+    )
+
+
+def _digest(recipe: Recipe) -> str:
+    """Name what decides the weights: the recipe, the shape, and the text of task and tokenizer."""
+    digest = hashlib.sha256(repr((asdict(recipe), tiny.model_config())).encode())
+    for source in ("task.py", "tokenizer.py"):
+        digest.update(Path(__file__).with_name(source).read_bytes())
+    return digest.hexdigest()[:16]
