@@ -4,20 +4,21 @@ The only place that translates configuration into the numbers that parts take. W
 do is the loop's business.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from longtail import machine
+from longtail.checkpoint import Checkpoint
 from longtail.config import RunConfig
 from longtail.engine.engine import EngineLimits, RolloutEngine
 from longtail.errors import ConfigError
 from longtail.model import hf
-from longtail.model.transformer import Transformer
-from longtail.rl.data import Encoder, PromptSet, PromptSource, hold_out, make_prompts
+from longtail.model.transformer import ModelConfig, Transformer
+from longtail.rl.data import Encoder, HeldOut, PromptSet, PromptSource, hold_out, make_prompts
 from longtail.rl.grading import check_columns
-from longtail.rl.learner import Learner, LearnerSettings
+from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.sources import load_rows
 from longtail.types import Prompt, SamplingParams
@@ -39,6 +40,8 @@ class Parts:
     """The learner's weights, for saving."""
     tokenizer: hf.Tokenizer
     sampling: SamplingParams
+    num_dropped: int
+    """Prompts left out because they were longer than the limit."""
 
 
 def set_threads(threads: int) -> int:
@@ -63,37 +66,58 @@ def assemble(config: RunConfig, directory: Path) -> Parts:
     Raises ConfigError for whatever the configuration, the model and the data say against it.
     """
     device = _device(config.run.device)
+    shape = hf.load_config(directory)
     tokenizer = hf.load_tokenizer(directory)
-    sampling = SamplingParams(
-        temperature=config.rollout.temperature,
-        top_k=config.rollout.top_k,
-        top_p=config.rollout.top_p,
-        min_p=config.rollout.min_p,
-        max_tokens=config.rollout.max_tokens,
-        stop=config.rollout.stop,
-        stop_token_ids=tokenizer.eos_ids,
-    )
-    train, heldout = _prompts(config, tokenizer)
-    for prompts in (train.prompts, heldout):
-        check_columns(config.reward.name, prompts)
+    hf.check_vocabulary(tokenizer, shape)
+    prompts = _prompts(config, tokenizer)
+    for some in (prompts.train.prompts, prompts.heldout.prompts):
+        check_columns(config.reward.name, some)
+    limits = _limits(config, prompts, shape)
     policy = hf.load_model(directory, DTYPES[config.learner.dtype], device)
-    hf.check_vocabulary(tokenizer, policy.config)
     rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
-    longest_prompt = max(len(prompt.tokens) for prompt in (*train.prompts, *heldout))
-    limits = EngineLimits(
-        max_running=config.rollout.max_running,
-        max_step_tokens=config.rollout.max_step_tokens,
-        kv_tokens=config.rollout.kv_tokens,
-        max_len=longest_prompt + config.rollout.max_tokens,
-    )
     return Parts(
-        source=PromptSource(train, seed=config.run.seed, shuffle=config.data.shuffle),
-        heldout=heldout,
+        source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
+        heldout=prompts.heldout.prompts,
         engine=RolloutEngine(rollout_model, tokenizer.decode, limits),
         learner=Learner(policy, _learner_settings(config)),
         policy=policy,
         tokenizer=tokenizer,
-        sampling=sampling,
+        sampling=_sampling(config, tokenizer),
+        num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
+    )
+
+
+def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:
+    """Size the engine by the longest prompt there is."""
+    longest_prompt = max(
+        len(prompt.tokens) for prompt in (*prompts.train.prompts, *prompts.heldout.prompts)
+    )
+    longest = longest_prompt + config.rollout.max_tokens
+    if longest > shape.max_positions:
+        raise ConfigError(
+            f"rollout.max_tokens = {config.rollout.max_tokens}: after the longest prompt, of "
+            f"{longest_prompt} tokens, the model has "
+            f"{max(shape.max_positions - longest_prompt, 0)} of its {shape.max_positions} "
+            "positions left; lower it, or data.max_prompt_len with data.drop_long_prompts = true"
+        )
+    return EngineLimits(
+        max_running=config.rollout.max_running,
+        max_step_tokens=config.rollout.max_step_tokens,
+        kv_tokens=config.rollout.kv_tokens,
+        max_len=longest,
+    )
+
+
+def _sampling(config: RunConfig, tokenizer: hf.Tokenizer) -> SamplingParams:
+    own = config.rollout
+    return SamplingParams(
+        temperature=own.temperature,
+        top_k=own.top_k,
+        top_p=own.top_p,
+        min_p=own.min_p,
+        max_tokens=own.max_tokens,
+        stop=own.stop,
+        stop_token_ids=tokenizer.eos_ids,
     )
 
 
@@ -104,8 +128,8 @@ def _device(name: str) -> torch.device:
     return torch.device(chosen)
 
 
-def _prompts(config: RunConfig, tokenizer: hf.Tokenizer) -> tuple[PromptSet, tuple[Prompt, ...]]:
-    """Load prompts to train on and prompts held out."""
+def _prompts(config: RunConfig, tokenizer: hf.Tokenizer) -> HeldOut:
+    """Load prompts to train on and prompts held out, of which there may be none."""
     data, seed = config.data, config.run.seed
     encoder = Encoder(
         encode=tokenizer.encode, render=tokenizer.render if tokenizer.has_chat_template else None
@@ -127,12 +151,14 @@ def _prompts(config: RunConfig, tokenizer: hf.Tokenizer) -> tuple[PromptSet, tup
         heldout = f"{TINY_REASONER}:heldout"  # disjoint by construction
     everything = load(data.source, data.size, "data.source")
     if data.heldout_size == 0:
-        return everything, ()
+        none = PromptSet(source=data.source, prompts=(), num_dropped=0)
+        return HeldOut(train=everything, heldout=none)
     if heldout is None:
-        cut = hold_out(everything, data.heldout_size)
-        return cut.train, cut.heldout.prompts
+        return hold_out(everything, data.heldout_size)
     held = load(heldout, data.heldout_size, "data.heldout")
-    return everything, held.prompts[: data.heldout_size]
+    return HeldOut(
+        train=everything, heldout=replace(held, prompts=held.prompts[: data.heldout_size])
+    )
 
 
 def _learner_settings(config: RunConfig) -> LearnerSettings:
@@ -161,3 +187,16 @@ def save_policy(parts: Parts, path: Path) -> None:
     """Write weights, generation config and tokenizer as a Hugging Face directory."""
     hf.save_model(parts.policy, path, eos_ids=parts.tokenizer.eos_ids)
     parts.tokenizer.save(path)
+
+
+def restore(parts: Parts, checkpoint: Checkpoint) -> None:
+    """Put the learner and the prompt source where they were when the checkpoint was taken.
+
+    The learner keeps the weights it was built with as its KL reference.
+    """
+    saved = hf.load_model(checkpoint.policy, parts.policy.dtype)
+    parts.learner.restore(
+        LearnerState(tensors=checkpoint.tensors(), numbers=checkpoint.state["learner"]),
+        dict(saved.named_parameters()),
+    )
+    parts.source.restore(checkpoint.state["cursor"])

@@ -1,10 +1,15 @@
 """The card at the end of a run: what it reached, what it cost, where the files are."""
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from longtail.checkpoint import Checkpoint
+from longtail.errors import CheckpointError
+from longtail.metrics import Number
 
 SECTIONS = ("rollout", "reward", "logprob", "update")
 """Parts of a step that the card tells apart; the rest is `other`."""
@@ -41,8 +46,16 @@ class Card:
     """Median over steps of longest / median completion."""
 
     def write(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Write as JSON. Raises CheckpointError when the disk refuses."""
+        temporary = path.with_name(f".new-{path.name}")
+        try:
+            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: {error.strerror}; free some space, then start again: only the card is "
+                "missing"
+            ) from error
 
     def lines(self, run_dir: Path) -> list[tuple[str, str]]:
         """Return what the terminal shows: labels and values."""
@@ -70,53 +83,66 @@ class Card:
                 f"median {self.length_p50:.0f} tokens, longest {self.length_max:.0f}; "
                 f"in a step the longest is {self.max_over_median:.0f}x the median",
             ),
-            ("policy", f"{run_dir / 'checkpoints'} (newest; Hugging Face layout in policy/)"),
+            ("policy", f"{run_dir / 'checkpoints' / f'step_{self.steps:06d}' / 'policy'}"),
             ("metrics", str(run_dir / "metrics.jsonl")),
             ("rollouts", str(run_dir / "rollouts.jsonl")),
             ("card", str(run_dir / "card.json")),
         ]
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+def finished_card(run_dir: Path, checkpoint: Checkpoint | None, steps: int) -> Card | None:
+    """Return the card of a run whose checkpoint is its last one; None while there is more to do."""
+    if checkpoint is None or checkpoint.step < steps:
+        return None
+    try:
+        card = Card(**json.loads((run_dir / "card.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # none, or not one of ours: it is made again
+        return None
+    return card if card.steps == checkpoint.step else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Number | None]]:
     """Read metrics.jsonl: one row a step, those of earlier sittings included."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if "timing_s/step" in row]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def make_card(
-    rows: Sequence[Mapping[str, float]],
+    rows: Sequence[Mapping[str, Number | None]],
     *,
-    reward_before: float | None,
+    steps: int,
     reward_after: float | None,
     seconds: float,
     warm_start_s: float,
 ) -> Card:
-    """Sum the rows of metrics.jsonl up."""
+    """Sum up the rows of metrics.jsonl; the first one knows the reward before."""
+
+    def values(name: str) -> list[float]:
+        return [row.get(name) or 0.0 for row in rows]
 
     def total(name: str) -> float:
-        return sum(row.get(name) or 0.0 for row in rows)
+        return math.fsum(values(name))
 
     def median(name: str) -> float:
-        return statistics.median([row[name] for row in rows]) if rows else 0.0
+        return statistics.median(values(name) or [0.0])
 
     whole, rollout = total("timing_s/step"), total("timing_s/rollout")
     shares = {name: total(f"timing_s/{name}") / whole if whole else 0.0 for name in SECTIONS}
-    idle = sum((r.get("rollout/tail_idle_share") or 0.0) * r["timing_s/rollout"] for r in rows)
+    idle = zip(values("rollout/tail_idle_share"), values("timing_s/rollout"), strict=True)
     return Card(
-        reward_before=reward_before,
+        reward_before=rows[0].get("eval/reward_mean") if rows else None,
         reward_after=reward_after,
         seconds=seconds,
         warm_start_s=warm_start_s,
-        steps=len(rows),
+        steps=steps,
         tokens_per_s=total("rollout/generated_tokens") / rollout if rollout else 0.0,
         rollout_share=shares["rollout"],
         reward_share=shares["reward"],
         logprob_share=shares["logprob"],
         update_share=shares["update"],
         other_share=1.0 - sum(shares.values()) if whole else 0.0,
-        tail_idle_share=idle / rollout if rollout else 0.0,
+        tail_idle_share=sum(share * s for share, s in idle) / rollout if rollout else 0.0,
         length_p50=median("response_length/p50"),
-        length_max=max((row["response_length/max"] for row in rows), default=0.0),
+        length_max=max(values("response_length/max"), default=0.0),
         max_over_median=median("response_length/max_over_median"),
     )
 

@@ -10,19 +10,21 @@ from pathlib import Path
 
 from rich.console import Console as RichConsole
 from rich.table import Table
+from rich.text import Text
 
 from longtail.card import Card
 from longtail.engine.report import StepReport
 
 _REFRESH_S = 0.2
+_WIDE = 200
+"""Columns of the card where it goes to a file: paths stay whole."""
 
 
 class Console:
     """Writes progress; the live line is only drawn on a terminal."""
 
     def __init__(self) -> None:
-        self._err = RichConsole(stderr=True, highlight=False)
-        self._out = RichConsole(highlight=False)
+        self._out = RichConsole(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
         self._live = sys.stderr.isatty()
         self._drawn = 0.0
         self._label, self._total = "", 0
@@ -31,7 +33,7 @@ class Console:
     def say(self, text: str) -> None:
         """Print one line of progress."""
         self._clear()
-        self._err.print(text, markup=False)
+        print(text, file=sys.stderr, flush=True)
 
     def begin_rollout(self, label: str, num_requests: int) -> None:
         """Announce a rollout; `rollout_step` then keeps its live line."""
@@ -61,7 +63,8 @@ class Console:
         failures = int(metrics.get("reward/failures", 0))
         self.say(
             f"step {step:>{len(str(steps))}}/{steps}  reward {value('reward/mean'):.3f}  "
-            f"length p50 {value('response_length/p50'):.0f} max {value('response_length/max'):.0f}  "
+            f"length p50 {value('response_length/p50'):.0f} "
+            f"max {value('response_length/max'):.0f}  "
             f"tail idle {value('rollout/tail_idle_share'):.0%}  "
             f"{value('rollout/tokens_per_s'):,.0f} tok/s  "
             f"rollout {value('timing_s/rollout'):.1f} s of {value('timing_s/step'):.1f} s"
@@ -75,7 +78,7 @@ class Console:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for label, text in card.lines(run_dir):
-            table.add_row(label, text)
+            table.add_row(label, Text(text))  # not markup: a path may hold brackets
         self._out.print(table)
 
     def _clear(self) -> None:

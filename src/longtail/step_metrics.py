@@ -19,7 +19,7 @@ def rollout_metrics(report: RolloutReport, completions: Sequence[Completion]) ->
         "response_length/clip_ratio": cut / max(len(completions), 1),
         "response_length/max_over_median": lengths["response_length/max"]
         / max(lengths["response_length/p50"], 1.0),
-        "rollout/generated_tokens": report.num_generated,
+        "rollout/generated_tokens": float(report.num_generated),
         "rollout/tokens_per_s": report.tokens_per_s,
         "rollout/tail_idle_share": report.tail_idle_share,
         "rollout/bookkeeping_share": report.bookkeeping_share,
@@ -50,13 +50,14 @@ def step_metrics(
     learned: LearnerReport,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return every number of one step."""
+    """Return every number of one step; `seconds` by section, the learner's own join them."""
+    learning = {"logprob": learned.logprob_seconds, "update": learned.update_seconds}
     return {
         **group_metrics(graded, groups),
         **rollout_metrics(rollout, completions),
         **learned.metrics,
         "training/policy_version": float(learned.version),
-        **timing(seconds),
+        **timing({**seconds, **learning}),
     }
 
 

@@ -1,0 +1,222 @@
+"""What a user may get wrong: each has its message and its exit code, never a traceback."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from end_to_end.workshop import Said, Workshop, build, say, write_lines
+from longtail.model import hf
+from tiny_models import tiny_model
+
+Change = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return build(tmp_path_factory.mktemp("workshop"))
+
+
+def _assert_refused(said: Said, code: int, *parts: str) -> None:
+    assert said.code == code, said.err
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    message = said.err[said.err.rindex("longtail: ") :]
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (None, ["run.toml: no such file; give the path of a TOML run file"]),
+        ("[run\nsteps = 3", ["run.toml: not valid TOML", "line 1"]),
+        (
+            "[learner]\nlearning_rat = 1e-5",
+            ["learner.learning_rat: unknown key; the nearest known"],
+        ),
+        ("[rolout]\nmax_tokens = 5", ["rolout", "nearest known one is rollout"]),
+        ("[run]\nsteps = 0", ["run.steps = 0: it must be greater than or equal to 1"]),
+        ('[run]\nsteps = "many"', ['run.steps = "many": it must be a valid integer']),
+        ("steps = 3", ["steps: unknown key; the nearest known one is run.steps"]),
+        ("run = 3", ["run = 3: it must be a section; write [run]"]),
+    ],
+)
+def test_a_missing_or_malformed_run_file(
+    workshop: Workshop, tmp_path: Path, text: str | None, parts: list[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    if text is not None:
+        file.write_text(text)
+    _assert_refused(say("train", str(file), *workshop.words("never")[1:]), 2, *parts)
+    assert not (workshop.path / "never").exists()
+
+
+def _remove(*names: str) -> Change:
+    return lambda model: [(model / name).unlink() for name in names] and None
+
+
+def _edit(name: str, **changes: object) -> Change:
+    def edit(model: Path) -> None:
+        content = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**content, **changes}))
+
+    return edit
+
+
+def _smaller(model: Path) -> None:
+    hf.save_model(tiny_model(vocab_size=100), model)
+
+
+def _with_nan(model: Path) -> None:
+    broken = tiny_model()
+    with torch.no_grad():
+        broken.layers[1].feed_forward.down.weight[3, 4] = float("nan")
+    hf.save_model(broken, model)
+
+
+MODELS: dict[str, tuple[Change, int, list[str]]] = {
+    "no directory": (shutil.rmtree, 2, ["model.path", "is not a directory"]),
+    "no config.json": (_remove("config.json"), 2, ["holds no config.json"]),
+    "config.json is not JSON": (
+        lambda model: (model / "config.json").write_text("{") and None,
+        2,
+        ["config.json is not JSON"],
+    ),
+    "another architecture": (
+        _edit("config.json", architectures=["MambaForCausalLM"], model_type="mamba"),
+        2,
+        ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"],
+    ),
+    "no weights": (_remove("model.safetensors"), 2, ["holds no model.safetensors"]),
+    "no tokenizer": (
+        _remove("tokenizer.json", "tokenizer_config.json"),
+        2,
+        ["holds no tokenizer (tokenizer.json)"],
+    ),
+    "another vocabulary": (_smaller, 2, ["token ids up to 104", "vocab_size = 100"]),
+    "NaN in the weights": (
+        _with_nan,
+        1,
+        ["model.layers.1.mlp.down_proj.weight holds 1 values that are NaN or infinite"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: str) -> None:
+    change, code, parts = MODELS[case]
+    model = tmp_path / "model"
+    shutil.copytree(workshop.model, model)
+    change(model)
+    run = tmp_path / "run"
+    words = (f"--model.path={model}", f"--run.dir={run}")
+    _assert_refused(workshop.train("unused", *words), code, *parts)
+    assert not list((run / "checkpoints").iterdir())
+    # Nothing is left in the way of the same command once the model is mended.
+    shutil.rmtree(model, ignore_errors=True)
+    shutil.copytree(workshop.model, model)
+    quick = ("--run.steps=1", "--rollout.max_tokens=2", "--data.heldout_size=0")
+    assert workshop.train("unused", *words, *quick).code == 0
+
+
+DATA: dict[str, tuple[list[dict[str, object]] | str | None, list[str], list[str]]] = {
+    "no file": (None, [], ["data.source", "bad.jsonl does not exist"]),
+    "no rows": ("", [], ["bad.jsonl': it holds no rows"]),
+    "a broken line": ('{"prompt": "1"}\n{"prompt', [], ["bad.jsonl:2: not valid JSON"]),
+    "no prompt column": ([{"words": "1"}] * 9, [], ["no prompt column", "words", "prompt_column"]),
+    "another prompt column": (
+        [{"prompt": "1", "quest": "2"}] * 9,
+        ["--data.prompt_column=quests"],
+        ["data.prompt_column = 'quests'", "did you mean 'quest'"],
+    ),
+    "a row without it": ([{"prompt": "1"}, {"text": "1"}], [], ["row 1", "'prompt' is missing"]),
+    "no answer": (
+        [{"prompt": "1"}] * 9,
+        ["--reward.name=exact"],
+        ["reward.name = 'exact' needs 'answer'", "data.answer_column"],
+    ),
+    "an empty prompt": ([{"prompt": "1"}, {"prompt": " "}], [], ["row 1: the prompt is empty"]),
+    "a long prompt": (
+        [{"prompt": "1"}, {"prompt": "12345"}],
+        ["--data.max_prompt_len=7"],  # <user>, <eos>, <assistant> and the text
+        ["row 1: the prompt has 8 tokens", "data.max_prompt_len is 7", "data.drop_long_prompts"],
+    ),
+    "too few rows": (
+        [{"prompt": "1"}] * 4,
+        [],
+        ["data.heldout_size = 4", "4 prompts, none would be left to train on"],
+    ),
+    "longer than the model": (
+        [{"prompt": "1"}] * 9,
+        ["--rollout.max_tokens=509"],
+        ["rollout.max_tokens = 509", "prompt, of 4 tokens", "508 of its 512 positions left"],
+    ),
+    "of an unknown kind": (
+        [{"prompt": "1"}],
+        ["--data.source=problems.csv"],
+        ["unknown kind of source", ".jsonl or .parquet"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_data_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: str) -> None:
+    rows, words, parts = DATA[case]
+    file = tmp_path / "bad.jsonl"
+    if isinstance(rows, str):
+        file.write_text(rows)
+    elif rows is not None:
+        write_lines(file, *rows)
+    words = [f"--data.source={file}", f"--run.dir={tmp_path / 'run'}", *words]
+    _assert_refused(workshop.train("unused", *words), 2, *parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--reward.name=exakt"], ["reward.name = 'exakt'", "did you mean 'exact'"]),
+        (["--reward.name=no.such:thing"], ["'no.such' does not import", "PYTHONPATH"]),
+        (["--reward.name=end_to_end.rewards:seven"], ["no 'seven'", "did you mean 'sevens'"]),
+        (["--reward.name=end_to_end.rewards:os"], ["'os' is of type module, not a function"]),
+        (["--run.device=cuda"], ["run.device = 'cuda'", "no GPU"]),
+        (["--rollout.group_size=1"], ["rollout.group_size = 1", "give at least 2"]),
+        (["--rollout.temperature=0"], ["rollout.temperature = 0", "above 0"]),
+        (["--run.dir=/proc/nowhere"], ["run.dir = '/proc/nowhere'", "cannot be written"]),
+    ],
+)
+def test_settings_that_cannot_be_met(
+    workshop: Workshop, tmp_path: Path, words: list[str], parts: list[str]
+) -> None:
+    said = workshop.train("unused", f"--run.dir={tmp_path / 'run'}", *words)
+    _assert_refused(said, 2, *parts)
+
+
+def test_a_used_directory_is_neither_overwritten_nor_gone_on_with_otherwise(
+    workshop: Workshop,
+) -> None:
+    words = ("--run.steps=1", "--rollout.max_tokens=2", "--data.heldout_size=0")
+    assert workshop.train("used", *words).code == 0
+    card = workshop.card("used")
+    _assert_refused(workshop.train("used", *words, "--run.resume=false"), 2, "an earlier run")
+    other = workshop.train("used", *words, "--learner.learning_rate=0.5")
+    _assert_refused(other, 2, "learner.learning_rate: 0.02 -> 0.5", "another run.dir")
+    assert workshop.card("used") == card
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["nowhere", "--prompt=x"], ["nowhere: no such directory"]),
+        (["{path}", "--prompt=x"], ["neither a model nor a run with one"]),
+        (["{path}/model", "--prompt="], ["--prompt is empty"]),
+    ],
+)
+def test_completions_that_cannot_be_written(
+    workshop: Workshop, words: list[str], parts: list[str]
+) -> None:
+    said = say("generate", *(word.format(path=workshop.path) for word in words))
+    _assert_refused(said, 2, *parts)

@@ -1,0 +1,244 @@
+"""The main job at toy size, through the command line: what it learns and what it leaves behind."""
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from end_to_end.workshop import Workshop, build, say, write_lines
+from longtail.config import RunConfig, load
+from longtail.model import hf
+from longtail.model.attention import PackedAttention
+from longtail.rl.loss import LOSSES
+
+STEPS = 3
+DONE = (f"--run.steps={STEPS}", "--run.checkpoint_every=1")
+HELDOUT, SAMPLES, ANSWERED = 4, 2, 16  # problems, completions of each; completions of a step
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Holds one finished run, `done`."""
+    workshop = build(tmp_path_factory.mktemp("workshop"))
+    said = workshop.train("done", *DONE)
+    assert said.code == 0, said.err
+    return workshop
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_reward_rises_under_every_loss(workshop: Workshop, loss: str) -> None:
+    words = ("--run.steps=9", "--run.seed=1", "--rollout.group_size=8")
+    assert workshop.train(loss, f"--learner.loss={loss}", *words).code == 0
+    # About 1/100 to begin with: each of 105 tokens is about as likely as any other.
+    first, *_, last = (row["reward/mean"] for row in workshop.metrics(loss))
+    assert first < 0.05
+    assert last > 0.5
+    card = workshop.card(loss)
+    assert card["reward_before"] < 0.05
+    assert card["reward_after"] > 0.5
+    for row in workshop.metrics(loss):
+        assert all(math.isfinite(value) for value in row.values()), row
+        assert row["reward/failures"] == 0
+        # float32 in both, summed in another order: about 1e-7 of logits near 10
+        assert 0 < row["training/rollout_logprob_gap_mean"] < 1e-5
+        assert row["training/rollout_logprob_gap_max"] < 1e-4
+
+
+def test_in_double_precision_engine_and_learner_agree_to_the_last_digits(
+    workshop: Workshop,
+) -> None:
+    words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--run.steps=2")
+    assert workshop.train("exact", *words).code == 0
+    for row in workshop.metrics("exact"):
+        assert row["training/rollout_logprob_gap_max"] < 1e-12
+
+
+def test_every_number_of_a_step_is_in_the_metrics(workshop: Workshop) -> None:
+    rows = workshop.metrics("done")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    lengths = {f"response_length/{name}" for name in ("mean", "p50", "p90", "p99", "max")}
+    timings = {f"timing_s/{name}" for name in ("rollout", "reward", "logprob", "update", "publish")}
+    for row in rows:
+        assert row.keys() >= lengths | timings | {"reward/mean", "actor/loss", "actor/grad_norm"}
+        assert 0 < sum(row[name] for name in timings) <= row["timing_s/step"]
+        assert row["training/policy_version"] == row["step"]
+
+
+def test_the_metrics_of_a_step_are_those_of_its_rollouts(workshop: Workshop) -> None:
+    for row in workshop.metrics("done"):
+        own = [line for line in workshop.rollouts("done") if line["step"] == row["step"]]
+        rewards = [line["text"].count("7") / max(len(line["text"]), 1) for line in own]
+        assert [line["reward"] for line in own] == rewards
+        assert len(own) == ANSWERED
+        assert row["reward/mean"] == pytest.approx(sum(rewards) / ANSWERED)
+        lengths = sorted(line["num_tokens"] for line in own)
+        assert row["response_length/mean"] == pytest.approx(sum(lengths) / ANSWERED)
+        assert row["response_length/p50"] == lengths[ANSWERED // 2 - 1]
+        assert row["response_length/p99"] == row["response_length/max"] == lengths[-1]
+        assert row["rollout/generated_tokens"] == sum(lengths)
+        assert {line["policy_version"] for line in own} == {row["step"] - 1}
+
+
+def test_a_group_answers_one_prompt_in_as_many_ways_as_it_has_members(workshop: Workshop) -> None:
+    first = [line for line in workshop.rollouts("done") if line["step"] == 1]
+    groups: dict[str, list[str]] = {}
+    for line in first:
+        groups.setdefault(line["prompt_id"], []).append(line["text"])
+    assert len(groups) == 4
+    for texts in groups.values():
+        assert len(set(texts)) == len(texts) == 4
+
+
+def test_the_resolved_configuration_is_in_the_run_directory(workshop: Workshop) -> None:
+    file = workshop.path / "done" / "config.toml"
+    table = tomllib.loads(file.read_text())
+    assert table.keys() == RunConfig.model_fields.keys()
+    assert table["learner"]["loss"] == "grpo"  # a default
+    assert table["run"]["steps"] == STEPS
+    assert load(file) == load(None, workshop.words("done", *DONE)[1:])
+
+
+def test_checkpoints_are_bounded_in_number(workshop: Workshop) -> None:
+    assert workshop.steps_saved("done") == [2, 3]
+
+
+def test_transformers_opens_a_checkpoint_and_computes_the_same(workshop: Workshop) -> None:
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    path = workshop.policy("done", STEPS)
+    theirs = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    tokens = torch.tensor(tokenizer.encode("say 7 times 7", add_special_tokens=False))
+    ours = hf.load_model(path)
+    with torch.no_grad():
+        hidden = ours(tokens, torch.arange(len(tokens)), PackedAttention((0, len(tokens))))
+        expected = theirs(tokens[None]).logits[0]
+        assert torch.allclose(ours.logits(hidden), expected, atol=1e-5)
+    initial = hf.load_model(workshop.model)
+    changed = [n for n, p in ours.named_parameters() if not p.equal(initial.get_parameter(n))]
+    assert len(changed) == len(list(ours.parameters()))
+
+
+def test_the_card_sums_the_run_up(workshop: Workshop) -> None:
+    card, rows = workshop.card("done"), workshop.metrics("done")
+    needed = {"reward_before", "reward_after", "rollout_share", "tail_idle_share", "seconds"}
+    assert card.keys() >= needed
+    assert card["steps"] == STEPS
+    whole = sum(row["timing_s/step"] for row in rows)
+    assert card["rollout_share"] == pytest.approx(sum(r["timing_s/rollout"] for r in rows) / whole)
+    assert card["seconds"] > whole
+    assert 0 <= card["tail_idle_share"] < 1
+    assert card["reward_before"] == rows[0]["eval/reward_mean"]
+
+
+def test_the_card_is_shown_again_and_nothing_is_done_when_all_steps_are(
+    workshop: Workshop,
+) -> None:
+    before = _files(workshop.path / "done")
+    said = workshop.train("done", *DONE)
+    assert said.code == 0
+    assert said.err == f"{workshop.path / 'done'}: its 3 steps are done; raise run.steps to go on\n"
+    assert f"{workshop.card('done')['reward_after']:.3f} after 3 steps" in said.out
+    assert str(workshop.policy("done", STEPS)) in said.out
+    assert _files(workshop.path / "done") == before
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_lost_card_is_made_again(workshop: Workshop) -> None:
+    file = workshop.path / "done" / "card.json"
+    lost = json.loads(file.read_text())
+    file.write_text('{"reward_before"')
+    assert workshop.train("done", *DONE).code == 0
+    clocked = ("seconds",)
+    assert {**workshop.card("done"), **dict.fromkeys(clocked)} == {**lost, **dict.fromkeys(clocked)}
+
+
+def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Workshop) -> None:
+    words = ("--rollout.max_tokens=8", "--run.seed=1")
+    assert workshop.train("short", *words, "--run.steps=4").code == 0
+    assert workshop.train("long", *words, "--run.steps=5", "--eval.every=2").code == 0
+    evaluated = {
+        row["step"]: row["eval/reward_mean"]
+        for row in workshop.metrics("long")
+        if "eval/reward_mean" in row
+    }
+    # Each stands with the step that begins with the policy it speaks of.
+    assert evaluated.keys() == {1, 3, 5}
+    assert evaluated[5] == workshop.card("short")["reward_after"] > evaluated[1]
+
+
+def test_without_held_out_problems_the_reward_before_and_after_is_unknown_not_zero(
+    workshop: Workshop,
+) -> None:
+    words = ("--data.heldout_size=0", "--run.steps=2", "--eval.every=1", "--rollout.max_tokens=4")
+    said = workshop.train("blind", *words)
+    assert said.code == 0
+    card = workshop.card("blind")
+    assert card["reward_before"] is card["reward_after"] is None
+    assert "not measured before, not measured after 2 steps" in said.out
+    assert not any("eval/reward_mean" in row for row in workshop.metrics("blind"))
+
+
+def test_held_out_problems_are_never_trained_on(workshop: Workshop) -> None:
+    # 12 prompts, the last 4 held out, 3 steps of 4: the other 8 are visited, some of them twice
+    trained = {line["prompt_id"] for line in workshop.rollouts("done")}
+    assert trained == {f"prompts/{index}" for index in range(8)}
+
+
+def test_long_prompts_are_left_out_with_a_count_when_asked_for(workshop: Workshop) -> None:
+    prompts = workshop.path / "mixed.jsonl"
+    write_lines(prompts, *({"prompt": "x" * n} for n in (1, 2, 30, 40)))
+    words = (f"--data.source={prompts}", "--data.heldout_size=0", "--data.max_prompt_len=20")
+    said = workshop.train("mixed", *words, "--data.drop_long_prompts=true", "--run.steps=1")
+    assert said.code == 0
+    assert "2 prompts over 20 tokens are left out" in said.err
+    assert {line["prompt_id"] for line in workshop.rollouts("mixed")} == {"mixed/0", "mixed/1"}
+
+
+def test_progress_goes_to_stderr_one_line_a_step_and_the_card_to_stdout(
+    workshop: Workshop,
+) -> None:
+    said = workshop.train("talk", "--run.steps=2", "--rollout.max_tokens=4")
+    lines = said.err.splitlines()
+    assert len(lines) == 5
+    assert "29,920 parameters, grpo, 1 threads" in lines[0]
+    assert [line[:8] for line in lines[2:4]] == ["step 1/2", "step 2/2"]
+    assert "rollout" in lines[2]
+    assert lines[4].startswith("held-out reward after step 2: ")
+    assert f"({HELDOUT} problems x {SAMPLES})" in lines[4]
+    assert "held-out reward" in said.out
+
+
+def test_a_dry_run_needs_no_weights_and_writes_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((workshop.model / "config.json").read_bytes())
+    said = say(*workshop.words("dry", f"--model.path={bare}", "--learner.kl_coef=0.1", "--dry-run"))
+    assert said.code == 0
+    assert tomllib.loads(said.out)["learner"]["kl_coef"] == 0.1
+    assert "29,920 parameters" in said.out
+    assert "reference model" in said.out
+    assert not (workshop.path / "dry").exists()
+
+
+def test_a_run_can_be_asked_for_completions(workshop: Workshop) -> None:
+    words = ["generate", str(workshop.path / "done"), "--prompt", "say 3", "--max-tokens=12"]
+    words += ["--threads=1", "--seed=3"]
+    streamed = say(*words)
+    assert streamed.code == 0
+    assert "tokens/s; finished by" in streamed.err
+    listed = say(*words, "--json", "--n=2")
+    rows: list[dict[str, Any]] = [json.loads(line) for line in listed.out.splitlines()]
+    assert [streamed.out] == [rows[0]["text"] + "\n"]
+    assert len(rows) == 2
+    newest = say(*words[:1], str(workshop.policy("done", STEPS)), *words[2:])
+    assert newest.out == streamed.out
+    initial = say(*words[:1], str(workshop.model), *words[2:])
+    assert initial.out != streamed.out

@@ -1,0 +1,132 @@
+"""A place to train in: a tiny model, prompts and the words of a command line, all on disk."""
+
+import contextlib
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longtail import cli
+from longtail.model import hf
+from tiny_models import tiny_model, tiny_tokenizer
+
+CLOCKED = ("timing_s/", "rollout/tokens_per_s", "rollout/tail_idle", "rollout/bookkeeping")
+"""Metrics that come from a clock; every other number of a run is determined."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What a command line answered."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workshop:
+    """A directory with `model/` and `prompts.jsonl`.
+
+    Example: workshop.train("a", "--run.steps=3").code == 0; workshop.metrics("a")[2]["step"] == 3
+    """
+
+    path: Path
+
+    @property
+    def model(self) -> Path:
+        """The initial policy, a Hugging Face directory."""
+        return self.path / "model"
+
+    @property
+    def prompts(self) -> Path:
+        """Twelve short prompts."""
+        return self.path / "prompts.jsonl"
+
+    def words(self, run: str, *more: str) -> list[str]:
+        """Words of a small, quick run; later ones win."""
+        return [
+            "train",
+            f"--run.dir={self.path / run}",
+            f"--model.path={self.model}",
+            f"--data.source={self.prompts}",
+            "--data.heldout_size=4",
+            "--reward.name=end_to_end.rewards:sevens",
+            "--rollout.prompts_per_step=4",
+            "--rollout.group_size=4",
+            "--rollout.max_tokens=16",
+            "--learner.learning_rate=0.02",
+            "--run.threads=1",
+            "--run.device=cpu",
+            *more,
+        ]
+
+    def train(self, run: str, *more: str) -> Said:
+        """Run `longtail train` in this process."""
+        return say(*self.words(run, *more))
+
+    def metrics(self, run: str) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl."""
+        return read_lines(self.path / run / "metrics.jsonl")
+
+    def rollouts(self, run: str) -> list[dict[str, Any]]:
+        """Lines of rollouts.jsonl."""
+        return read_lines(self.path / run / "rollouts.jsonl")
+
+    def card(self, run: str) -> dict[str, Any]:
+        """The card."""
+        return json.loads((self.path / run / "card.json").read_text())
+
+    def policy(self, run: str, step: int) -> Path:
+        """The policy of a checkpoint."""
+        return self.path / run / "checkpoints" / f"step_{step:06d}" / "policy"
+
+    def steps_saved(self, run: str) -> list[int]:
+        """Steps of the checkpoints on disk, in order."""
+        found = (self.path / run / "checkpoints").glob("step_*")
+        return sorted(int(path.name.removeprefix("step_")) for path in found)
+
+    def outcome(self, run: str, step: int) -> dict[str, Any]:
+        """Everything of a run that must not depend on when it was interrupted, to the last bit."""
+        checkpoint = self.path / run / "checkpoints" / f"step_{step:06d}"
+        state = json.loads((checkpoint / "state.json").read_text())["state"]
+        return {
+            "metrics": [unclocked(row) for row in self.metrics(run)],
+            "rollouts": (self.path / run / "rollouts.jsonl").read_bytes(),
+            "weights": (checkpoint / "policy" / "model.safetensors").read_bytes(),
+            "optimizer": (checkpoint / "trainer.safetensors").read_bytes(),
+            "state": {name: state[name] for name in state if name != "seconds"},
+            "card": {name: self.card(run)[name] for name in ("reward_before", "reward_after")},
+        }
+
+
+def build(path: Path) -> Workshop:
+    """Put a model, its tokenizer and prompts into a directory."""
+    workshop = Workshop(path=path)
+    tokenizer = tiny_tokenizer()
+    hf.save_model(tiny_model(), workshop.model, eos_ids=tokenizer.eos_ids)
+    tokenizer.save(workshop.model)
+    write_lines(workshop.prompts, *({"prompt": f"say {i}", "answer": str(i)} for i in range(12)))
+    return workshop
+
+
+def say(*words: str) -> Said:
+    """Run a command line in this process and keep what it says."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(words)
+    return Said(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def unclocked(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a clock measured."""
+    return {name: value for name, value in row.items() if not name.startswith(CLOCKED)}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(path: Path, *rows: Mapping[str, Any]) -> None:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")

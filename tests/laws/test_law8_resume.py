@@ -1,0 +1,189 @@
+"""Law 8: resuming is invisible. k steps, stop or kill, resume, k steps = 2k steps, bit for bit."""
+
+import functools
+import os
+import random
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from end_to_end import processes
+from end_to_end.workshop import Workshop, build
+
+STEPS = 6
+QUICK = (
+    f"--run.steps={STEPS}",
+    "--run.checkpoint_every=100",
+    "--rollout.max_tokens=10",
+    "--learner.mini_batches=2",
+)
+EVALUATED = 8  # completions of an evaluation: 4 held-out problems x 2
+GRADED = 16  # completions of a step: 4 prompts x 4
+
+VARIANTS = {
+    "one update a step": ["--learner.mini_batches=1"],
+    "KL to the initial policy, schedule, decay": [
+        "--learner.mini_batches=3",
+        "--learner.kl_coef=0.1",
+        "--learner.schedule=cosine",
+        "--learner.warmup_steps=2",
+        "--learner.weight_decay=0.1",
+        "--learner.gradient_checkpointing=true",
+    ],
+    "dynamic sampling, penalty, importance cap, truncation": [
+        "--learner.loss=dapo",
+        "--learner.overlong_buffer=4",
+        "--learner.importance_cap=2.0",
+        "--rollout.top_p=0.95",
+        "--rollout.temperature=0.9",
+    ],
+    "bfloat16": [
+        "--learner.loss=gspo",
+        "--rollout.dtype=bfloat16",
+        "--learner.autocast=true",
+    ],
+    "float64": [
+        "--learner.loss=reinforce_pp",
+        "--rollout.dtype=float64",
+        "--learner.dtype=float64",
+        "--learner.schedule=linear",
+    ],
+}
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    monkeypatch.chdir(tmp_path)
+    return build(tmp_path)
+
+
+@functools.cache
+def _uninterrupted(*words: str) -> dict[str, Any]:
+    """What comes of a run that nobody disturbs."""
+    with tempfile.TemporaryDirectory() as place:
+        workshop = build(Path(place))
+        said = workshop.train("whole", *words)
+        assert said.code == 0, said.err
+        return workshop.outcome("whole", len(workshop.metrics("whole")))
+
+
+def _interrupt_at(call: int) -> None:
+    """Have Ctrl-C pressed while the reward is called for so manieth a time in a sitting."""
+    Path("interrupt-at").write_text(str(call))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
+    workshop: Workshop, variant: str
+) -> None:
+    words = [*QUICK, "--reward.name=end_to_end.rewards:interrupting", *VARIANTS[variant]]
+    _interrupt_at(EVALUATED + 2 * GRADED + 5)  # in step 3, which then completes
+    stopped = workshop.train("parts", *words)
+    assert stopped.code == 130
+    assert "stopped after step 3; the same command goes on from there" in stopped.err
+    assert workshop.steps_saved("parts") == [3]
+    resumed = workshop.train("parts", *words)
+    assert resumed.code == 0
+    assert "resumed after step 3" in resumed.err
+    assert workshop.outcome("parts", STEPS) == _uninterrupted(*words)
+    # The run learned something, else equality would be cheap.
+    first, *_, last = workshop.metrics("parts")
+    assert last["reward/mean"] > 2 * first["reward/mean"]
+
+
+@pytest.mark.parametrize(
+    ("call", "left"),
+    [
+        (3, []),  # in the evaluation before the first step
+        (EVALUATED + 5, [1]),
+        (EVALUATED + GRADED + 5, [2]),  # stops in the evaluation after step 2
+        (EVALUATED + 2 * GRADED + 3, [2]),  # in the grading of that evaluation
+        (2 * EVALUATED + 4 * GRADED, [4]),
+    ],
+)
+def test_an_evaluation_may_be_interrupted_too(
+    workshop: Workshop, call: int, left: list[int]
+) -> None:
+    words = [*QUICK, "--run.steps=4", "--eval.every=2", "--rollout.max_tokens=6"]
+    words.append("--reward.name=end_to_end.rewards:interrupting")
+    _interrupt_at(call)
+    assert workshop.train("parts", *words).code == 130
+    assert workshop.steps_saved("parts") == left
+    assert workshop.train("parts", *words).code == 0
+    assert workshop.outcome("parts", 4) == _uninterrupted(*words)
+
+
+def test_a_run_that_was_finished_goes_on_when_more_steps_are_asked_for(
+    workshop: Workshop,
+) -> None:
+    assert workshop.train("parts", *QUICK, "--run.steps=2").code == 0
+    assert workshop.train("parts", *QUICK, "--run.steps=3").code == 0
+    assert workshop.train("parts", *QUICK).code == 0
+    assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop, seed: int) -> None:
+    words = [*QUICK, "--run.checkpoint_every=3"]
+    moments = random.Random(seed)
+    log, metrics = workshop.path / "log", workshop.path / "parts" / "metrics.jsonl"
+    for _ in range(3):
+        process = processes.start(workshop.words("parts", *words), log)
+        num_lines, wait_s = moments.randrange(STEPS), moments.uniform(0.0, 0.02)
+        processes.wait_until(lambda n=num_lines: _num_lines(metrics) >= n, process)
+        process.join(wait_s)
+        process.kill()
+        assert processes.finish(process) in (0, -signal.SIGKILL), log.read_text()
+    process = processes.start(workshop.words("parts", *words), log)
+    assert processes.finish(process) == 0, log.read_text()
+    assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
+
+
+def test_a_checkpoint_killed_while_it_is_written_is_none(workshop: Workshop) -> None:
+    words = [*QUICK, "--run.checkpoint_every=1"]
+    log, checkpoints = workshop.path / "log", workshop.path / "parts" / "checkpoints"
+
+    def half_written() -> bool:
+        return any(checkpoints.glob(".new-*"))
+
+    process = processes.start(workshop.words("parts", *words), log)
+    while processes.wait_until(half_written, process):
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)  # hold it, and look whether it was too late
+        if half_written() or not process.is_alive():
+            break
+        os.kill(process.pid, signal.SIGCONT)
+    assert half_written(), "every checkpoint was written too quickly to be caught"
+    process.kill()
+    assert processes.finish(process) == -signal.SIGKILL
+    complete = workshop.steps_saved("parts")
+    assert len(complete) < STEPS
+    process = processes.start(workshop.words("parts", *words), log)
+    assert processes.finish(process) == 0, log.read_text()
+    assert not half_written()
+    if complete:
+        assert f"resumed after step {complete[-1]}" in log.read_text()
+    assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_long_rollout_stops_at_once_and_keeps_the_last_complete_step(
+    workshop: Workshop, number: signal.Signals
+) -> None:
+    words = [*QUICK, "--rollout.max_tokens=480", "--data.heldout_size=0", "--run.steps=1000"]
+    log, metrics = workshop.path / "log", workshop.path / "parts" / "metrics.jsonl"
+    process = processes.start(workshop.words("parts", *words), log)
+    assert processes.wait_until(lambda: _num_lines(metrics) > 0, process), log.read_text()
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    assert processes.finish(process) == 130, log.read_text()
+    last = workshop.metrics("parts")[-1]["step"]
+    assert workshop.steps_saved("parts") == [last]
+    assert log.read_text().splitlines()[-1].startswith(f"stopped after step {last};")
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0

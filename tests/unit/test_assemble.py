@@ -1,0 +1,180 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from end_to_end.workshop import Workshop, build, write_lines
+from longtail.assemble import Parts, assemble, model_directory, restore, save_policy, set_threads
+from longtail.checkpoint import Checkpoint, RunDirectory
+from longtail.config import RunConfig, dump, load
+from longtail.errors import CheckpointError, ConfigError, DataError
+from longtail.model import hf
+from longtail.rl.packing import pack_rollouts
+from longtail.types import Completion, FinishReason, Rollout
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return build(tmp_path_factory.mktemp("workshop"))
+
+
+def _config(workshop: Workshop, *words: str) -> RunConfig:
+    return load(None, workshop.words("run", *words)[1:])
+
+
+def _assemble(workshop: Workshop, *words: str) -> Parts:
+    return assemble(_config(workshop, *words), workshop.model)
+
+
+def _learn(parts: Parts) -> None:
+    """One update from a made-up rollout."""
+    prompt = parts.source.take(1)[0].prompt
+    completion = Completion(
+        request_id="r",
+        tokens=(7, 8, 9),
+        logprobs=(-4.0, -4.0, -4.0),
+        text="",
+        finish_reason=FinishReason.LENGTH,
+        policy_version=0,
+    )
+    rollout = Rollout(prompt=prompt, completion=completion, reward=1.0)
+    batch = pack_rollouts([rollout], [1.0], sampling=parts.sampling, budget=100)
+    parts.learner.step([batch])
+
+
+def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
+    parts = _assemble(
+        workshop,
+        "--rollout.top_p=0.9",
+        "--rollout.temperature=0.7",
+        "--rollout.stop=END",
+        "--rollout.kv_tokens=0",
+        "--rollout.max_running=3",
+        "--rollout.dtype=float64",
+        "--learner.dtype=float32",
+    )
+    assert parts.sampling.temperature == 0.7
+    assert parts.sampling.top_p == 0.9
+    assert parts.sampling.max_tokens == 16
+    assert parts.sampling.stop == ("END",)
+    assert parts.sampling.stop_token_ids == parts.tokenizer.eos_ids == (1,)
+    assert parts.policy.dtype == torch.float32
+    # Three rows of the longest prompt, 8 tokens in the chat template, and 16 more: one block each.
+    assert parts.engine.kv_usage().total == 3 * 32
+    assert len(parts.source.take(8)) == 8
+    assert [prompt.prompt_id for prompt in parts.heldout] == [f"prompts/{i}" for i in range(8, 12)]
+    assert parts.num_dropped == 0
+
+
+def test_held_out_problems_may_come_from_another_source(workshop: Workshop, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    write_lines(other, *({"prompt": f"{i}"} for i in range(9)))
+    parts = _assemble(workshop, f"--data.heldout={other}", "--data.heldout_size=2")
+    assert [prompt.prompt_id for prompt in parts.heldout] == ["other/0", "other/1"]
+    first_epoch = {each.prompt.prompt_id for each in parts.source.take(12)}
+    assert first_epoch == {f"prompts/{i}" for i in range(12)}
+    assert _assemble(workshop, f"--data.heldout={other}", "--data.heldout_size=0").heldout == ()
+    other.write_text("")
+    with pytest.raises(DataError, match=r"data\.heldout = .* holds no rows"):
+        _assemble(workshop, f"--data.heldout={other}")
+
+
+def test_long_prompts_that_are_left_out_are_counted(workshop: Workshop, tmp_path: Path) -> None:
+    mixed = tmp_path / "mixed.jsonl"
+    write_lines(mixed, *({"prompt": "x" * n} for n in (1, 50, 2, 60, 70)))
+    words = (f"--data.source={mixed}", "--data.max_prompt_len=20", "--data.heldout_size=1")
+    parts = _assemble(workshop, *words, "--data.drop_long_prompts=true")
+    assert parts.num_dropped == 3
+
+
+def test_room_is_checked_against_the_longest_prompt_there_is_not_the_limit(
+    workshop: Workshop,
+) -> None:
+    # Prompts of 8 or 9 tokens; data.max_prompt_len is 512, as many as the model has positions.
+    assert _assemble(workshop, "--rollout.max_tokens=503")
+    with pytest.raises(ConfigError, match="503 of its 512 positions left"):
+        _assemble(workshop, "--rollout.max_tokens=504")
+
+
+def test_the_engine_has_weights_of_its_own(workshop: Workshop) -> None:
+    parts = _assemble(workshop)
+    before = parts.learner.weights()
+    _learn(parts)
+    assert parts.engine.policy_version == 0
+    parts.engine.pull(parts.learner.weights())
+    assert parts.engine.policy_version == 1
+    changed = [
+        n for n, t in parts.learner.weights().tensors.items() if not t.equal(before.tensors[n])
+    ]
+    assert changed
+
+
+def test_what_is_restored_goes_on_as_the_saved_one_would(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    words = ("--learner.kl_coef=0.5", "--learner.weight_decay=0.1")
+    parts = _assemble(workshop, *words)
+    _learn(parts)
+    checkpoint = _save(parts, tmp_path)
+    again = _assemble(workshop, *words)
+    restore(again, checkpoint)
+    for each in (parts, again):
+        _learn(each)
+    ours, theirs = parts.learner.weights(), again.learner.weights()
+    assert ours.version == theirs.version == 2
+    assert all(tensor.equal(theirs.tensors[name]) for name, tensor in ours.tensors.items())
+    assert parts.source.state() == again.source.state()
+
+
+def _save(parts: Parts, path: Path) -> Checkpoint:
+    learner = parts.learner.state()
+    with RunDirectory(path) as run:
+        run.start(dump(RunConfig()), resume=True)
+        return run.save(
+            1,
+            lambda place: save_policy(parts, place),
+            learner.tensors,
+            {"learner": dict(learner.numbers), "cursor": parts.source.state()},
+        )
+
+
+def test_a_checkpoint_of_another_model_or_other_data_is_refused(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    parts = _assemble(workshop)
+    _learn(parts)
+    checkpoint = _save(parts, tmp_path / "run")
+    with pytest.raises(DataError, match="the checkpoint was made with"):
+        restore(_assemble(workshop, "--data.heldout_size=5"), checkpoint)
+    from tiny_models import tiny_model
+
+    other = tmp_path / "other"
+    hf.save_model(tiny_model("llama"), other, eos_ids=parts.tokenizer.eos_ids)
+    parts.tokenizer.save(other)
+    with pytest.raises(CheckpointError, match="another model"):
+        restore(assemble(_config(workshop), other), checkpoint)
+
+
+def test_a_saved_policy_brings_its_tokenizer_and_its_end_tokens(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    parts = _assemble(workshop)
+    save_policy(parts, tmp_path)
+    saved = hf.load_tokenizer(tmp_path)
+    assert saved.eos_ids == parts.tokenizer.eos_ids
+    assert saved.chat([{"role": "user", "content": "7"}]) == parts.tokenizer.chat(
+        [{"role": "user", "content": "7"}]
+    )
+
+
+def test_threads_are_those_asked_for_or_every_core() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert set_threads(0) >= 1
+        assert set_threads(1) == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_model_is_named_by_its_directory() -> None:
+    assert model_directory("some/where") == Path("some/where")

@@ -1,0 +1,106 @@
+import pytest
+
+from longtail.engine.report import RolloutReport
+from longtail.rl.grading import Graded
+from longtail.rl.tally import Tally
+from longtail.step_metrics import group_metrics, rollout_metrics, rollout_row, step_metrics
+from longtail.types import Completion, FinishReason, GradingFailure, Group, Prompt, Rollout
+
+P = Prompt(prompt_id="p", tokens=(1,), text="?")
+REPORT = RolloutReport(
+    seconds=2.0,
+    forward_s=1.0,
+    sample_s=0.5,
+    num_steps=10,
+    num_generated=40,
+    num_computed=50,
+    max_running=4,
+    running_s=6.0,
+)
+
+
+def _completion(length: int, reason: FinishReason = FinishReason.STOP) -> Completion:
+    return Completion(
+        request_id=f"p@0#{length}",
+        tokens=(1,) * length,
+        logprobs=(-0.5,) * length,
+        text="x" * length,
+        finish_reason=reason,
+        policy_version=2,
+    )
+
+
+def _rollout(reward: float, **components: float) -> Rollout:
+    return Rollout(prompt=P, completion=_completion(1), reward=reward, components=components)
+
+
+def _failure() -> GradingFailure:
+    return GradingFailure(prompt=P, completion=_completion(1), error="hung")
+
+
+def test_the_rollout_phase_in_numbers() -> None:
+    completions = [_completion(n) for n in (1, 2, 2, 3)] + [_completion(40, FinishReason.LENGTH)]
+    assert rollout_metrics(REPORT, completions) == {
+        "response_length/mean": 48 / 5,
+        "response_length/p50": 2.0,
+        "response_length/p90": 40.0,
+        "response_length/p99": 40.0,
+        "response_length/max": 40.0,
+        "response_length/clip_ratio": 1 / 5,
+        "response_length/max_over_median": 20.0,
+        "rollout/generated_tokens": 40.0,
+        "rollout/tokens_per_s": 20.0,
+        "rollout/tail_idle_share": 0.25,
+        "rollout/bookkeeping_share": 0.25,
+    }
+
+
+def test_failures_are_counted_beside_the_rewards_never_among_them() -> None:
+    rollouts = (_rollout(1.0, correct=1.0), _rollout(0.5, correct=0.0), _rollout(0.5))
+    graded = Graded(rollouts=rollouts, failures=(_failure(), _failure()))
+    groups = [Group(prompt=P, rollouts=rollouts[:2]), Group(prompt=P, rollouts=rollouts[2:])]
+    numbers = group_metrics(graded, groups)
+    assert numbers["reward/mean"] == pytest.approx(2 / 3)
+    assert (numbers["reward/min"], numbers["reward/max"]) == (0.5, 1.0)
+    assert numbers["reward/failures"] == 2.0
+    assert numbers["reward/correct"] == 0.5  # over those that have the term
+    assert numbers["reward/informative_groups"] == 0.5
+
+
+def test_seconds_of_the_learner_join_those_of_the_loop() -> None:
+    rollouts = (_rollout(1.0), _rollout(0.0))
+    learned = Tally(logprob_seconds=3.0, update_seconds=4.0).report(8, [])
+    numbers = step_metrics(
+        rollout=REPORT,
+        completions=[_completion(1)],
+        graded=Graded(rollouts=rollouts, failures=()),
+        groups=[Group(prompt=P, rollouts=rollouts)],
+        learned=learned,
+        seconds={"rollout": 2.0, "reward": 0.5, "publish": 0.25, "step": 10.0},
+    )
+    timings = {name: value for name, value in numbers.items() if name.startswith("timing_s/")}
+    assert timings == {
+        "timing_s/rollout": 2.0,
+        "timing_s/reward": 0.5,
+        "timing_s/publish": 0.25,
+        "timing_s/logprob": 3.0,
+        "timing_s/update": 4.0,
+        "timing_s/step": 10.0,
+    }
+    assert numbers["training/policy_version"] == 8.0
+    assert numbers["reward/mean"] == 0.5
+    assert all(type(value) is float for value in numbers.values())
+
+
+def test_a_row_of_rollouts_tells_what_was_written_by_whom_and_its_worth() -> None:
+    rollout = Rollout(prompt=P, completion=_completion(3, FinishReason.LENGTH), reward=0.25)
+    assert rollout_row(rollout) == {
+        "prompt_id": "p",
+        "request_id": "p@0#3",
+        "policy_version": 2,
+        "reward": 0.25,
+        "num_tokens": 3,
+        "finish_reason": "length",
+        "logprob": -1.5,
+        "text": "xxx",
+    }
