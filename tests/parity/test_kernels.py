@@ -1,0 +1,311 @@
+"""The native kernels against their definition: TorchKernels, computed in float64.
+
+Both read the same float32 or bfloat16 numbers. Native arithmetic is float32, so a result may be off
+by a few roundings of 2**-24 of its terms, and by 2**-9 of itself when it is stored in bfloat16.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from longtail.engine.batch import FlatBatch, Segment
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.kv_cache import ContiguousKVCache
+from longtail.engine.row_attention import FEW_TOKENS
+from longtail.model import native
+from longtail.model.attention import PackedAttention
+from longtail.model.kernels import Kernels, NativeKernels, TorchKernels, select_kernels
+from longtail.model.rope import Rope, RopeConfig, Rotation
+from longtail.sampling import noise_key
+from longtail.types import Request, SamplingParams
+from tiny_models import tiny_config, tiny_model
+
+CPU = torch.device("cpu")
+HEAD_DIMS = (16, 32, 64, 80, 96, 128)
+DTYPES = (torch.float32, torch.bfloat16)
+TORCH = TorchKernels()
+
+needs_compiler = pytest.mark.skipif(
+    native.unavailable_because() is not None, reason=str(native.unavailable_because())
+)
+sizes = settings(max_examples=60, deadline=None)
+dtypes, seeds = st.sampled_from(DTYPES), st.integers(0, 2**31)
+
+
+def native_kernels(dtype: torch.dtype) -> Kernels:
+    kernels = select_kernels(dtype, CPU, 64)
+    assert isinstance(kernels, NativeKernels)
+    return kernels
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def assert_same(mine: Tensor, exact: Tensor, terms: Tensor | float = 0.0) -> None:
+    """Within 16 float32 roundings of the size of the terms, and some of the result as stored."""
+    stored = 2.0**-8 if mine.dtype == torch.bfloat16 else 2.0**-22
+    allowed = 2.0**-20 * terms + stored * exact.abs() + 1e-30
+    wrong = (mine.double() - exact).abs() - allowed
+    assert mine.isfinite().all()
+    assert float(wrong.max()) <= 0, f"off by {float(wrong.max())} more than allowed"
+
+
+@needs_compiler
+@sizes
+@given(
+    tokens=st.integers(1, 6),
+    hidden=st.integers(1, 400),
+    dtype=dtypes,
+    seed=seeds,
+    scale=st.sampled_from([1e-6, 1.0, 1e4]),
+    has_delta=st.booleans(),
+)
+def test_add_norm(tokens, hidden, dtype, seed, scale, has_delta):
+    stream, delta = random(seed, 2, tokens, hidden, dtype=dtype, scale=scale)
+    weight, eps = 1 + 0.3 * random(seed + 1, hidden, dtype=dtype), 1e-6
+    total = (stream.float() + delta.float()).to(dtype) if has_delta else stream.clone()
+    result = native_kernels(dtype).add_norm(stream, delta if has_delta else None, weight, eps)
+    assert result.stream.equal(total)
+    exact = TORCH.add_norm(total.double(), None, weight.double(), eps).normed
+    assert_same(result.normed, exact, terms=exact.abs())
+
+
+@needs_compiler
+@sizes
+@given(
+    tokens=st.integers(1, 5),
+    kv_heads=st.integers(1, 4),
+    group=st.integers(1, 8),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    dtype=dtypes,
+    seed=seeds,
+    normed=st.booleans(),
+)
+def test_rotate(tokens, kv_heads, group, head_dim, dtype, seed, normed):
+    heads = kv_heads * group
+    qkv = random(seed, tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, scale=3.0)
+    weights = 1 + 0.3 * random(seed + 1, 2, head_dim, dtype=dtype)
+    q_weight, k_weight = weights if normed else (None, None)
+    positions = torch.randint(100_000, (tokens,), generator=torch.Generator().manual_seed(seed))
+    kernels = native_kernels(dtype)
+    rope = Rope(head_dim, RopeConfig())
+    rotation = rope.rotation(positions, kernels.rotation_dtype(dtype))
+    exact = TORCH.rotate(
+        qkv.double(),
+        heads,
+        None if q_weight is None else q_weight.double(),
+        None if k_weight is None else k_weight.double(),
+        1e-6,
+        Rotation(cos=rotation.cos.double(), sin=rotation.sin.double()),
+    )
+    mine = kernels.rotate(qkv, heads, q_weight, k_weight, 1e-6, rotation)
+    for one, other in zip(mine, exact, strict=True):
+        assert one.shape == other.shape
+        assert_same(one, other, terms=other.abs().amax(-1, keepdim=True))
+    assert mine.values.equal(qkv[:, heads + kv_heads :])
+
+
+@needs_compiler
+@sizes
+@given(
+    tokens=st.integers(1, 5),
+    inner=st.integers(1, 300),
+    dtype=dtypes,
+    seed=seeds,
+    scale=st.sampled_from([1e-4, 1.0, 30.0, 1e4]),
+)
+def test_swiglu(tokens, inner, dtype, seed, scale):
+    gate_up = random(seed, tokens, 2 * inner, dtype=dtype, scale=scale)
+    exact = TORCH.swiglu(gate_up.double())
+    # exp(-gate) is as wrong as its exponent, rounded relative to the gate. Where it leaves
+    # float32's range, the result is 0 for all purposes.
+    terms = exact.abs() * (1 + gate_up[:, :inner].double().abs()) + 1e-18
+    assert_same(native_kernels(dtype).swiglu(gate_up), exact, terms)
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn) -> dict[str, int | float | torch.dtype]:
+    return {
+        "head_dim": draw(st.sampled_from(HEAD_DIMS)),
+        "kv_heads": draw(st.integers(1, 3)),
+        "group": draw(st.integers(1, 8)),
+        "num_rows": draw(st.integers(1, 4)),
+        "row_len": draw(st.integers(1, 70)),
+        "tokens": draw(st.integers(1, 9)),
+        "window": draw(st.sampled_from([0, 0, 1, 3, 16, 1000])),
+        "dtype": draw(dtypes),
+        "scale": draw(st.sampled_from([1e-3, 1.0, 30.0])),
+        "seed": draw(seeds),
+    }
+
+
+@needs_compiler
+@sizes
+@given(case=attention_cases())
+def test_store_and_attend_rows(case):
+    """Scores reach +-10,000 at the largest scale: most keys get weight 0, none overflows."""
+    heads, kv_heads, dim = case["kv_heads"] * case["group"], case["kv_heads"], case["head_dim"]
+    tokens, dtype, scale = case["tokens"], case["dtype"], case["scale"]
+    generator = torch.Generator().manual_seed(case["seed"])
+    shape = (case["num_rows"], case["row_len"], kv_heads, dim)
+    key_rows, value_rows = random(case["seed"] + 1, 2, *shape, dtype=dtype, scale=scale)
+    rows = torch.randint(case["num_rows"], (tokens,), generator=generator)
+    slots = torch.randint(case["row_len"], (tokens,), generator=generator)
+    # As the decoder makes them: views of one projection.
+    qkv = random(case["seed"], tokens, heads + 2 * kv_heads, dim, dtype=dtype, scale=scale)
+    queries, keys, values = qkv.split([heads, kv_heads, kv_heads], 1)
+
+    exact_keys, exact_values = key_rows.double(), value_rows.double()
+    for t in range(tokens):  # one by one: the last of two at one place stays
+        exact_keys[rows[t], slots[t]] = keys[t].double()
+        exact_values[rows[t], slots[t]] = values[t].double()
+    kernels = native_kernels(dtype)
+    kernels.store_rows(keys, values, key_rows, value_rows, rows, slots)
+    assert key_rows.double().equal(exact_keys)
+    assert value_rows.double().equal(exact_values)
+
+    window = case["window"]
+    mine = kernels.attend_rows(queries, key_rows, value_rows, rows, slots, window)
+    exact = TORCH.attend_rows(queries.double(), exact_keys, exact_values, rows, slots, window)
+    # An error d in a score moves the weighted mean by at most 2 d times the largest value.
+    largest = float(queries.norm(dim=-1).max() * key_rows.float().norm(dim=-1).max()) * dim**-0.5
+    assert_same(mine, exact, terms=(1 + largest) * float(exact_values.abs().max()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_is_passed_on(dtype):
+    """The engine tells NaN weights by their logits: no kernel may swallow one."""
+    kernels, bad = native_kernels(dtype), torch.tensor(torch.nan).to(dtype)
+    stream = random(0, 2, 40, dtype=dtype)
+    stream[0, 7] = bad
+    normed = kernels.add_norm(stream, None, torch.ones(40, dtype=dtype), 1e-6).normed
+    assert normed[0].isnan().all()
+    assert normed[1].isfinite().all()
+    gate_up = random(0, 1, 10, dtype=dtype)
+    gate_up[0, 1] = gate_up[0, 8] = bad
+    assert kernels.swiglu(gate_up).isnan().tolist() == [[False, True, False, True, False]]
+    keys, values = random(1, 2, 2, 5, 1, 16, dtype=dtype)
+    queries, rows, slots = random(2, 2, 1, 16, dtype=dtype), torch.arange(2), torch.full((2,), 3)
+    keys[0, 2] = values[1, 4] = bad  # seen by the first token; not yet seen by the second
+    seen = kernels.attend_rows(queries, keys, values, rows, slots, 0)
+    assert seen[0].isnan().all()
+    assert seen[1].isfinite().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_scratch_space_grows_with_the_rows(dtype):
+    kernels = native_kernels(dtype)
+    for row_len in (3, 700, 40):
+        keys, values = random(row_len, 2, 1, row_len, 2, 32, dtype=dtype)
+        queries = random(row_len + 1, 1, 14, 32, dtype=dtype)
+        last = torch.tensor([row_len - 1])
+        mine = kernels.attend_rows(queries, keys, values, torch.tensor([0]), last, 0)
+        exact = TORCH.attend_rows(
+            queries.double(), keys.double(), values.double(), torch.tensor([0]), last, 0
+        )
+        assert_same(mine, exact, terms=20.0)
+
+
+def compute(kv: ContiguousKVCache, parts: list[tuple[str, int, Tensor]], window: int) -> Tensor:
+    """One step of one layer: each request's (name, context length, new queries, keys, values)."""
+    segments = tuple(
+        Segment(request_id=name, num_context=context, num_tokens=len(new))
+        for name, context, new in parts
+    )
+    flat = torch.cat([new for _, _, new in parts])
+    places = [torch.arange(s.num_context, s.num_context + s.num_tokens) for s in segments]
+    batch = FlatBatch(
+        tokens=torch.zeros(len(flat), dtype=torch.int64),
+        positions=torch.cat(places),
+        segments=segments,
+        drawing=None,
+    )
+    return kv.attention(batch).attend(0, *flat.split([4, 2, 2], 1), window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("window", [0, 3, 11])
+@pytest.mark.parametrize(
+    "new",
+    [
+        (1, 1, 1),
+        (1, FEW_TOKENS, FEW_TOKENS + 1),
+        (FEW_TOKENS - 1, FEW_TOKENS, FEW_TOKENS),
+        (FEW_TOKENS + 1, FEW_TOKENS + 2, 20),
+        (2, 19, 19),
+    ],
+    ids=str,
+)
+def test_few_tokens_and_many_attend_alike(new, window, dtype):
+    """Segments on both sides of FEW_TOKENS in one batch, each against its whole sequence."""
+    kv = ContiguousKVCache(
+        tiny_config("qwen3"), num_tokens=256, max_rows=3, max_len=64, dtype=dtype, device=CPU
+    )
+    parts, expected = [], []
+    for number, (count, context) in enumerate(zip(new, (25, 0, 9), strict=True)):
+        whole, name = random(number, context + count, 8, 16, dtype=dtype), str(number)
+        assert kv.try_grow(name, len(whole))
+        if context:
+            compute(kv, [(name, 0, whole[:context])], window)
+        parts.append((name, context, whole[context:]))
+        packed = PackedAttention((0, len(whole)))
+        expected.append(packed.attend(0, *whole.split([4, 2, 2], 1), window)[context:])
+    # Weighted means of values up to 4: a few roundings.
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-5
+    mine = compute(kv, parts, window)
+    torch.testing.assert_close(mine, torch.cat(expected), rtol=0.0, atol=tolerance)
+
+
+def test_native_kernels_are_chosen_where_they_exist(monkeypatch):
+    assert isinstance(select_kernels(torch.float64, CPU, 64), TorchKernels)
+    assert isinstance(select_kernels(torch.float32, CPU, 48), TorchKernels)
+    assert isinstance(select_kernels(torch.float32, torch.device("meta"), 64), TorchKernels)
+    monkeypatch.setenv("LONGTAIL_NATIVE", "0")
+    native.functions.cache_clear()
+    assert isinstance(select_kernels(torch.float32, CPU, 64), TorchKernels)
+    assert native.unavailable_because() == "LONGTAIL_NATIVE=0 is set"
+    monkeypatch.undo()
+    native.functions.cache_clear()
+    if native.unavailable_because() is None:
+        for dtype in DTYPES:
+            for head_dim in HEAD_DIMS:
+                assert isinstance(select_kernels(dtype, CPU, head_dim), NativeKernels)
+
+
+@needs_compiler
+def test_the_engine_writes_the_same_with_and_without_native_kernels(monkeypatch):
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_tokens=tuple((5 * i + j) % 128 for j in range(3 + 4 * i)),
+            noise_key=noise_key(0, i),
+            sampling=SamplingParams(max_tokens=20),
+        )
+        for i in range(6)
+    ]
+
+    def write() -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        engine = RolloutEngine(
+            tiny_model("qwen3"),
+            lambda tokens: "",
+            EngineLimits(max_running=4, max_step_tokens=12, max_len=64),
+        )
+        return [(done.tokens, done.logprobs) for done in engine.generate(requests)]
+
+    fast = write()
+    monkeypatch.setenv("LONGTAIL_NATIVE", "0")
+    native.functions.cache_clear()
+    plain = write()
+    monkeypatch.undo()
+    native.functions.cache_clear()
+    assert [tokens for tokens, _ in fast] == [tokens for tokens, _ in plain]
+    assert fast != plain, "the switch did nothing"
+    for (_, one), (_, other) in zip(fast, plain, strict=True):
+        # Float32 roundings of logits up to 5, over some dozen operations.
+        assert one == pytest.approx(other, abs=1e-5)
