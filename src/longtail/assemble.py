@@ -4,6 +4,8 @@ The only place that translates configuration into the numbers that parts take. W
 do is the loop's business.
 """
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from longtail import machine
 from longtail.checkpoint import Checkpoint
 from longtail.config import RunConfig
 from longtail.engine.engine import EngineLimits, RolloutEngine
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, NonFiniteError
 from longtail.model import hf
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.data import Encoder, HeldOut, PromptSet, PromptSource, hold_out, make_prompts
@@ -21,9 +23,12 @@ from longtail.rl.grading import check_columns
 from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.sources import load_rows
+from longtail.tiny import warmstart
 from longtail.types import Prompt, SamplingParams
 
 TINY_REASONER = "tiny-reasoner"
+
+_LESSONS_A_LINE = 50
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -51,13 +56,25 @@ def set_threads(threads: int) -> int:
     return count
 
 
-def model_directory(path: str) -> Path:
-    """Return the Hugging Face directory that `model.path` names, warm-starting the embedded one."""
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def model_directory(path: str, say: Callable[[str], None] = _to_stderr) -> Path:
+    """Return the Hugging Face directory that `model.path` names, warm-starting the embedded one.
+
+    The warm start takes minutes, once, and tells `say` how far it is.
+    """
     if path != TINY_REASONER:
         return Path(path)
-    from longtail.tiny import warmstart
 
-    return warmstart.ensure()
+    def tell(lesson: warmstart.Lesson) -> None:
+        if lesson.step == 1:
+            say(f"teaching the tiny reasoner, once; kept in {warmstart.cache_directory()}")
+        if lesson.step % _LESSONS_A_LINE == 0 or lesson.step == lesson.steps:
+            say(lesson.line())
+
+    return warmstart.ensure(on_progress=tell)
 
 
 def assemble(config: RunConfig, directory: Path) -> Parts:
@@ -181,6 +198,22 @@ def _learner_settings(config: RunConfig) -> LearnerSettings:
         recompute=own.gradient_checkpointing,
         autocast=own.autocast,
     )
+
+
+def publish(parts: Parts) -> None:
+    """Hand the learner's weights to the engine, unless an update broke them.
+
+    Raises NonFiniteError naming the tensor, so that nothing is written with it or saved of it.
+    """
+    weights = parts.learner.weights()
+    for name, tensor in weights.tensors.items():
+        if not tensor.isfinite().all():
+            raise NonFiniteError(f"{name} is not finite in policy version {weights.version}")
+    if parts.policy.config.tied_embeddings:
+        # NOTE: the engine loads by the names of its state, where a tied head has its own.
+        tied = {"head.weight": weights.tensors["embedding.weight"]}
+        weights = replace(weights, tensors={**weights.tensors, **tied})
+    parts.engine.pull(weights)
 
 
 def save_policy(parts: Parts, path: Path) -> None:

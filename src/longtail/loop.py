@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from longtail.ask import Asked, ask_groups, ask_heldout, regroup
-from longtail.assemble import assemble, model_directory, restore, save_policy, set_threads
+from longtail.assemble import assemble, model_directory, publish, restore, save_policy, set_threads
 from longtail.card import finished_card, make_card, read_metrics
 from longtail.checkpoint import Checkpoint, RunDirectory
 from longtail.config import RunConfig, dump
@@ -76,7 +76,7 @@ class Trainer:
         self._config, self._run, self._grader, self._console = config, run, grader, console
         self._interruption = Interruption()
         threads = set_threads(config.run.threads)
-        directory = model_directory(config.model.path)
+        directory = model_directory(config.model.path, console.say)
         warm_start_s = time.perf_counter() - self._began
         self._parts = assemble(config, directory)
         self._progress = Progress(
@@ -108,7 +108,7 @@ class Trainer:
         """Step until all steps are done, evaluate, show the card."""
         try:
             with self._interruption:
-                self._publish(self._progress.step)
+                publish(self._parts)
                 while self._progress.step < self._config.run.steps:
                     self._progress = self._step(self._progress)
                     self._checkpoint_if_due()
@@ -141,7 +141,7 @@ class Trainer:
         groups = regroup(graded.rollouts)
         learned = parts.learner.step(self._batches(groups))
         with watch.section("publish"):
-            self._publish(step)
+            publish(parts)
         metrics = step_metrics(
             rollout=meter.report(),
             completions=completions,
@@ -191,14 +191,6 @@ class Trainer:
             budget=config.tokens_per_micro_batch,
             mini_batches=config.mini_batches,
         )
-
-    def _publish(self, step: int) -> None:
-        """Hand the policy to the engine, unless it is broken: then no checkpoint is made of it."""
-        weights = self._parts.learner.weights()
-        for name, tensor in weights.tensors.items():
-            if not tensor.isfinite().all():
-                raise NonFiniteError(f"{name} is not finite after the update of step {step}")
-        self._parts.engine.pull(weights)
 
     def _evaluation_is_due(self, after: int) -> bool:
         every = self._config.eval.every

@@ -27,7 +27,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workshop:
-    """A directory with `model/` and `prompts.jsonl`.
+    """A directory with `model/`, `tied/` (one of tied embeddings) and `prompts.jsonl`.
 
     Example: workshop.train("a", "--run.steps=3").code == 0; workshop.metrics("a")[2]["step"] == 3
     """
@@ -102,11 +102,12 @@ class Workshop:
 
 
 def build(path: Path) -> Workshop:
-    """Put a model, its tokenizer and prompts into a directory."""
+    """Put models, their tokenizer and prompts into a directory."""
     workshop = Workshop(path=path)
     tokenizer = tiny_tokenizer()
-    hf.save_model(tiny_model(), workshop.model, eos_ids=tokenizer.eos_ids)
-    tokenizer.save(workshop.model)
+    for model, place in ((tiny_model(), workshop.model), (tiny_model("qwen2"), path / "tied")):
+        hf.save_model(model, place, eos_ids=tokenizer.eos_ids)
+        tokenizer.save(place)
     write_lines(workshop.prompts, *({"prompt": f"say {i}", "answer": str(i)} for i in range(12)))
     return workshop
 

@@ -25,7 +25,8 @@ GRADED = 16  # completions of a step: 4 prompts x 4
 
 VARIANTS = {
     "one update a step": ["--learner.mini_batches=1"],
-    "KL to the initial policy, schedule, decay": [
+    "KL to the initial policy, schedule, decay, tied embeddings": [
+        "--model.path=tied",
         "--learner.mini_batches=3",
         "--learner.kl_coef=0.1",
         "--learner.schedule=cosine",

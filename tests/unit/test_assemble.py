@@ -4,13 +4,24 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, write_lines
-from longtail.assemble import Parts, assemble, model_directory, restore, save_policy, set_threads
+from longtail.assemble import (
+    Parts,
+    assemble,
+    model_directory,
+    publish,
+    restore,
+    save_policy,
+    set_threads,
+)
 from longtail.checkpoint import Checkpoint, RunDirectory
 from longtail.config import RunConfig, dump, load
-from longtail.errors import CheckpointError, ConfigError, DataError
+from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from longtail.model import hf
+from longtail.model.attention import PackedAttention
+from longtail.model.transformer import Family
 from longtail.rl.packing import pack_rollouts
-from longtail.types import Completion, FinishReason, Rollout
+from longtail.types import Completion, FinishReason, Request, Rollout
+from tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +112,47 @@ def test_the_engine_has_weights_of_its_own(workshop: Workshop) -> None:
     before = parts.learner.weights()
     _learn(parts)
     assert parts.engine.policy_version == 0
-    parts.engine.pull(parts.learner.weights())
+    publish(parts)
     assert parts.engine.policy_version == 1
     changed = [
         n for n, t in parts.learner.weights().tensors.items() if not t.equal(before.tensors[n])
     ]
     assert changed
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_the_engine_writes_under_the_weights_that_were_published(
+    workshop: Workshop, tmp_path: Path, family: Family
+) -> None:
+    # qwen2 is tiny with tied embeddings: its head has no weights of its own to be published.
+    hf.save_model(tiny_model(family, dtype=torch.float64), tmp_path, eos_ids=(1,))
+    hf.load_tokenizer(workshop.model).save(tmp_path)
+    words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--learner.learning_rate=0.1")
+    parts = assemble(_config(workshop, *words), tmp_path)
+    _learn(parts)
+    publish(parts)
+    prompt = parts.heldout[0]
+    request = Request(
+        request_id="r", prompt_tokens=prompt.tokens, noise_key=5, sampling=parts.sampling
+    )
+    (completion,) = parts.engine.generate([request])
+    tokens = (*prompt.tokens, *completion.tokens)
+    with torch.no_grad():
+        hidden = parts.policy(
+            torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention((0, len(tokens)))
+        )
+        scores = parts.policy.logits(hidden).log_softmax(-1)
+    start = len(prompt.tokens)
+    expected = [scores[start + i - 1, t].item() for i, t in enumerate(completion.tokens)]
+    assert completion.logprobs == pytest.approx(expected, abs=1e-9)
+
+
+def test_broken_weights_are_not_published(workshop: Workshop) -> None:
+    parts = _assemble(workshop)
+    with torch.no_grad():
+        parts.policy.layers[1].feed_forward.down.weight[0, 0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.feed_forward\.down\.weight .*version 0"):
+        publish(parts)
 
 
 def test_what_is_restored_goes_on_as_the_saved_one_would(
@@ -146,8 +192,6 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(
     checkpoint = _save(parts, tmp_path / "run")
     with pytest.raises(DataError, match="the checkpoint was made with"):
         restore(_assemble(workshop, "--data.heldout_size=5"), checkpoint)
-    from tiny_models import tiny_model
-
     other = tmp_path / "other"
     hf.save_model(tiny_model("llama"), other, eos_ids=parts.tokenizer.eos_ids)
     parts.tokenizer.save(other)

@@ -1,0 +1,44 @@
+"""The embedded default at a hundredth of its size: teach, train by RL, ask."""
+
+from pathlib import Path
+
+import pytest
+
+from end_to_end.workshop import Workshop, say
+from longtail.model import hf
+from longtail.tiny import warmstart
+
+BRIEF = warmstart.Recipe(num_examples=64, steps=3, batch_tokens=512, autocast=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warmstart.ensure(tmp_path_factory.mktemp("cache"), recipe=BRIEF)
+
+
+def test_the_tiny_reasoner_is_trained_on_its_own_task_with_its_own_reward(
+    model: Path, tmp_path: Path
+) -> None:
+    run = Workshop(path=tmp_path)
+    said = say(
+        "train",
+        "quickstart",
+        f"--model.path={model}",
+        f"--run.dir={tmp_path / 'run'}",
+        "--run.steps=2",
+        "--run.threads=1",
+        "--data.size=8",
+        "--data.heldout_size=2",
+        "--rollout.prompts_per_step=2",
+        "--rollout.group_size=2",
+        "--rollout.max_tokens=24",
+    )
+    assert said.code == 0, said.err
+    rows = run.metrics("run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["reward/failures"] == 0 for row in rows)
+    assert all(0 <= row["reward/mean"] <= 1 for row in rows)
+    assert run.card("run")["reward_before"] is not None
+    assert hf.load_config(run.policy("run", 2)) == hf.load_config(model)
+    answered = say("generate", str(tmp_path / "run"), "--prompt=2 + 2", "--max-tokens=8")
+    assert answered.code == 0, answered.err
