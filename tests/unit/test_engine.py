@@ -90,6 +90,17 @@ def test_a_reader_who_goes_away_frees_the_request():
     assert is_idle(engine)
 
 
+def test_a_stream_ends_when_someone_aborts_its_request():
+    """It used to go on stepping, for ever while others were in progress."""
+    engine = scripted_engine()
+    engine.submit(ask("other"))
+    stream = engine.stream(ask())
+    assert next(stream) == " ans"
+    engine.abort("a")
+    assert list(stream) == []
+    assert engine.num_unfinished == 1
+
+
 def test_a_request_can_be_aborted_wherever_it_is():
     engine = scripted_engine(EngineLimits(max_running=2, max_step_tokens=4, max_len=64))
     engine.submit(ask("decoding"))

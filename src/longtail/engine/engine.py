@@ -194,7 +194,7 @@ class RolloutEngine:
         detokenizer = Detokenizer(self._decode)
         self.submit(request)
         try:
-            while True:
+            while request.request_id in self._active:  # until it ends, or someone aborts it
                 report = self.step()
                 mine = [e.token for e in report.emitted if e.request_id == request.request_id]
                 if piece := detokenizer.feed(mine):
@@ -204,7 +204,6 @@ class RolloutEngine:
                         if piece := detokenizer.flush():
                             yield piece
                         yield completion
-                        return
         finally:  # the reader went away
             if request.request_id in self._active:
                 self.abort(request.request_id)
