@@ -139,15 +139,18 @@ def draw_rows(
     noise: Float[Tensor, "rows vocab"],
     params: Sequence[SamplingParams],
 ) -> Drawn:
-    """Draw with the row's own parameters: one `draw` for each distinct set among the rows."""
-    distinct = set(params)
-    if len(distinct) == 1:
+    """Draw with the row's own parameters: one `draw` for each distribution among the rows."""
+    members: dict[tuple[float, int, float, float], list[int]] = {}
+    for row, each in enumerate(params):
+        distribution = (each.temperature, each.top_k, each.top_p, each.min_p)
+        members.setdefault(distribution, []).append(row)
+    if len(members) == 1:
         return draw(logits, noise, params[0])
     tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
     working = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logprobs = torch.empty(len(params), dtype=working, device=logits.device)
-    for each in distinct:
-        rows = torch.tensor([i for i, p in enumerate(params) if p == each], device=logits.device)
-        drawn = draw(logits[rows], noise[rows], each)
+    for listed in members.values():
+        rows = torch.tensor(listed, device=logits.device)
+        drawn = draw(logits[rows], noise[rows], params[listed[0]])
         tokens[rows], logprobs[rows] = drawn.tokens, drawn.logprobs
     return Drawn(tokens=tokens, logprobs=logprobs)

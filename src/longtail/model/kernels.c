@@ -11,6 +11,12 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#define LT_THREAD omp_get_thread_num()
+#else
+#define LT_THREAD 0
+#endif
 
 static inline float lt_from_bf16(uint16_t v) {
   uint32_t bits = (uint32_t)v << 16;
@@ -219,23 +225,24 @@ void NAME(store_kv)(const T *restrict keys, const T *restrict values, int64_t to
 }
 
 /* Each of `tokens` queries, at (row, slot), attends to the slots [slot - window + 1, slot] of its
- * row (window 0: from 0). scores holds group * longest row floats, for at most four heads. */
+ * row (window 0: from 0). scores holds, for each thread, four heads of the longest row. */
 void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
                        const T *restrict key_cache, const T *restrict value_cache,
                        int64_t row_stride, const int64_t *restrict rows,
                        const int64_t *restrict slots, T *restrict out, int64_t tokens,
                        int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
-                       float *restrict scores) {
+                       float *restrict scores, int64_t scores_stride, int threads) {
   const int64_t group = heads / kv_heads, stride = kv_heads * dim;
   const float scale = 1.0f / sqrtf((float)dim);
-  for (int64_t t = 0; t < tokens; t++) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t task = 0; task < tokens * kv_heads; task++) {
+    const int64_t t = task / kv_heads, h = task % kv_heads;
     const int64_t end = slots[t] + 1;
     const int64_t first = window > 0 && end > window ? end - window : 0;
-    const int64_t at = rows[t] * row_stride + first * stride;
-    for (int64_t h = 0; h < kv_heads; h++)
-      NAME(attend_group)(queries + t * token_stride + h * group * dim, key_cache + at + h * dim,
-                         value_cache + at + h * dim, out + (t * heads + h * group) * dim,
-                         end - first, stride, group, dim, scale, scores);
+    const int64_t at = rows[t] * row_stride + first * stride + h * dim;
+    NAME(attend_group)(queries + t * token_stride + h * group * dim, key_cache + at,
+                       value_cache + at, out + (t * heads + h * group) * dim, end - first, stride,
+                       group, dim, scale, scores + LT_THREAD * scores_stride);
   }
 }
 

@@ -276,8 +276,9 @@ class NativeKernels(Kernels):
     ) -> Float[Tensor, "tokens heads head_dim"]:
         """All tokens in one call, each over its own length."""
         tokens, heads, dim = queries.shape
-        if self._scores.numel() < 4 * key_rows.shape[1]:
-            self._scores = torch.empty(4 * key_rows.shape[1])
+        threads, stride = torch.get_num_threads(), 4 * key_rows.shape[1]
+        if self._scores.numel() < threads * stride:
+            self._scores = torch.empty(threads * stride)
         out = queries.new_empty(tokens, heads, dim)
         self._attend(
             queries.data_ptr(),
@@ -294,6 +295,8 @@ class NativeKernels(Kernels):
             dim,
             window,
             self._scores.data_ptr(),
+            stride,
+            threads,
         )
         return out
 

@@ -1,6 +1,11 @@
 """A linear layer that can pack its weight for fast inference on a CPU.
 
-The packed copy lives beside the parameter and is made anew by `pack`; training never packs.
+The packed copy lives beside the parameter and is made anew by `pack`; training never packs. Which
+product is used depends on what the machine has:
+
+    bfloat16, AMX tiles and a C compiler    product.c (1.5-2x oneDNN's at up to 64 rows)
+    bfloat16, oneDNN with bfloat16          oneDNN, weight in its blocked layout
+    anything else                           F.linear
 """
 
 from collections.abc import Callable
@@ -10,39 +15,72 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longtail.model import native
 
-def _can_pack(weight: Tensor) -> bool:
-    """Tell whether oneDNN packs this weight; worth it where every call would reorder it anew."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch._C._has_mkldnn
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+Product = Callable[[Tensor], Tensor]
+
+_TILE = 32
+"""product.c takes inputs and outputs by so many."""
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. After `pack`, products use oneDNN's blocked layout (1.5-2.3x at few rows)."""
+    """y = x W^T + b."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        self._packed: Tensor | None = None
-        self._packed_product: Callable[..., Tensor] | None = None
+        self._packed: Product | None = None
 
     def pack(self) -> None:
         """Pack the present weight for inference; call again after the weight changed."""
-        if not _can_pack(self.weight):
-            self._packed = self._packed_product = None
-            return
-        with torch.no_grad():
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
-        # Looked up here: the lookup costs as much as a small product.
-        self._packed_product = torch.ops.mkldnn._linear_pointwise.default
+        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        self._packed = _tiled(weight, bias) or _blocked(weight, bias)
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Apply the layer to a flat list of rows."""
-        if self._packed_product is not None:
-            return self._packed_product(x, self._packed, self.bias, "none", [], "")
+        if self._packed is not None:
+            return self._packed(x)
         return F.linear(x, self.weight, self.bias)
+
+
+def _tiled(weight: Tensor, bias: Tensor | None) -> Product | None:
+    """Pack for product.c, if this machine and this shape can have it."""
+    outputs, inputs = weight.shape
+    fits = inputs % _TILE == 0 and outputs % _TILE == 0
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not fits:
+        return None
+    product = native.product()
+    if product is None:
+        return None
+    # [blocks of 16 outputs][pairs of inputs][16 outputs][2]: the order in which tiles read it.
+    packed = weight.view(outputs // 16, 16, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
+    shift = None if bias is None else bias.data_ptr()
+
+    def apply(x: Tensor) -> Tensor:
+        assert x.is_contiguous(), "product.c reads dense rows"
+        out = x.new_empty(x.shape[0], outputs)
+        product(
+            x.data_ptr(), packed.data_ptr(), shift, out.data_ptr(),
+            x.shape[0], inputs, outputs, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    return apply
+
+
+def _blocked(weight: Tensor, bias: Tensor | None) -> Product | None:
+    """Pack for oneDNN, where every call would else reorder the weight anew (bfloat16)."""
+    usable = (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch._C._has_mkldnn
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    if not usable:
+        return None
+    with torch.no_grad():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    # Looked up here: the lookup costs as much as a small product.
+    product = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: product(x, packed, bias, "none", [], "")

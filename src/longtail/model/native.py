@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 _SOURCE = Path(__file__).with_name("kernels.c")
+_PRODUCT_SOURCE = Path(__file__).with_name("product.c")
 _FLAGS = (
     "-O2",
     "-ftree-vectorize",
@@ -27,6 +28,7 @@ _FLAGS = (
     "-mprefer-vector-width=512",
     "-ffast-math",
     "-fno-finite-math-only",
+    "-fopenmp",  # the runtime is the libgomp that PyTorch has loaded
 )
 _INSTANCES = """
 #define T float
@@ -46,8 +48,10 @@ _INSTANCES = """
 #define STORE(v) lt_to_bf16(v)
 #define LOAD_VEC(p) lt_load_bf16(p)
 #include "{source}"
+#include "{product}"
 """
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_THREADS = ctypes.c_int
 _SIGNATURES: dict[str, list[Any]] = {
     "add_norm": [_PTR] * 4 + [_INT] * 2 + [_FLOAT],
     "rotate": [_PTR] * 5 + [_INT] * 4 + [_FLOAT],
@@ -57,7 +61,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "add_norm_backward": [_PTR] * 6 + [_INT] * 2 + [_FLOAT],
     "rotate_backward": [_PTR, _INT] + [_PTR] * 6 + [_INT] * 3 + [_FLOAT],
     "swiglu_backward": [_PTR] * 3 + [_INT] * 2,
-    "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT] + [_PTR] * 3 + [_INT] * 5 + [_PTR],
+    "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT]
+    + [_PTR] * 3
+    + [_INT] * 5
+    + [_PTR, _INT, _THREADS],
 }
 
 
@@ -81,14 +88,29 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 @functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Load the compiled kernels, or None where they cannot be built."""
+    path = _build()
+    return None if path is None else ctypes.CDLL(str(path))
+
+
+@functools.cache
+def product() -> Callable[..., None] | None:
+    """Return the bfloat16 product of few rows (product.c); None where there are no AMX tiles."""
+    loaded = None if unavailable_because() is not None else _library()
+    if loaded is None or not loaded["product_bf16_ready"]():
+        return None
+    function = loaded["product_bf16"]
+    function.argtypes, function.restype = [_PTR] * 4 + [_INT] * 3 + [_THREADS], None
+    return function
+
+
+@functools.cache
 def functions(dtype: torch.dtype) -> Mapping[str, Callable[..., None]] | None:
     """Kernels for an element type by name; None where they cannot be built or do not exist."""
-    if dtype not in _SUFFIXES or unavailable_because() is not None:
+    loaded = None if unavailable_because() is not None else _library()
+    if dtype not in _SUFFIXES or loaded is None:
         return None
-    path = _build()
-    if path is None:
-        return None
-    loaded = ctypes.CDLL(str(path))
     found: dict[str, Callable[..., None]] = {}
     for name, signature in _SIGNATURES.items():
         function = loaded[f"{name}_{_SUFFIXES[dtype]}"]
@@ -104,7 +126,8 @@ def _build() -> Path | None:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     cpuinfo = Path("/proc/cpuinfo")
     flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
-    parts = (_SOURCE.read_text(), _INSTANCES, " ".join(_FLAGS), version.stdout, flags)
+    sources = _SOURCE.read_text() + _PRODUCT_SOURCE.read_text()
+    parts = (sources, _INSTANCES, " ".join(_FLAGS), version.stdout, flags)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     target = cache_dir() / "kernels" / f"{digest}.so"
     if target.exists():
@@ -112,7 +135,7 @@ def _build() -> Path | None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         unit, built = Path(scratch, "unit.c"), Path(scratch, "kernels.so")
-        unit.write_text(_INSTANCES.format(source=_SOURCE))
+        unit.write_text(_INSTANCES.format(source=_SOURCE, product=_PRODUCT_SOURCE))
         command = [compiler, *_FLAGS, "-shared", "-fPIC", str(unit), "-o", str(built), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
