@@ -15,7 +15,15 @@ from statistics import fmean
 from typing import Any
 
 from longtail.ask import Asked, ask_groups, ask_heldout, regroup
-from longtail.assemble import assemble, model_directory, publish, restore, save_policy, set_threads
+from longtail.assemble import (
+    assemble,
+    compute_threads,
+    model_directory,
+    publish,
+    restore,
+    save_policy,
+    set_threads,
+)
 from longtail.card import finished_card, make_card, read_metrics
 from longtail.checkpoint import Checkpoint, RunDirectory
 from longtail.config import RunConfig, dump
@@ -163,7 +171,8 @@ class Trainer:
             self._console.rollout_step(report)
             self._interruption.check()
 
-        return self._parts.engine.generate(asked.requests, on_step)
+        with compute_threads(self._parts.rollout_threads):
+            return self._parts.engine.generate(asked.requests, on_step)
 
     def _grade(self, asked: Asked, completions: Sequence[Completion]) -> Graded:
         graded = self._grader.grade(list(zip(asked.prompts, completions, strict=True)))

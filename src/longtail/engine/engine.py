@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from longtail.engine.batch import flatten
 from longtail.engine.kv_cache import ContiguousKVCache, KVCache, KVUsage
 from longtail.engine.report import Emitted, StepReport
@@ -113,7 +115,16 @@ class RolloutEngine:
                 f"{self.num_unfinished} requests are unfinished: finish or abort them before "
                 f"pulling policy version {weights.version}"
             )
-        self._model.load_state_dict(dict(weights.tensors), strict=True)
+        parameters = dict(self._model.named_parameters())  # a tied head is not a parameter twice
+        if parameters.keys() != weights.tensors.keys():
+            odd = sorted(parameters.keys() ^ weights.tensors.keys())
+            raise RequestError(
+                f"policy version {weights.version} is of another model: {odd[0]} is in only one of "
+                "the two"
+            )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights.tensors[name])
         self._model.pack()
         self._policy_version = weights.version
 

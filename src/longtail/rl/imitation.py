@@ -69,6 +69,7 @@ class Imitator:
         if settings.autocast and model.dtype != torch.float32:
             raise ConfigError(f"train.autocast = true with {model.dtype} weights: it needs float32")
         self._model = model.requires_grad_(True)
+        self._model.fuse()
         self._settings = settings
         self._optimizer: Optimizer | MuonOptimizer = (
             Optimizer(model, settings.optimizer)

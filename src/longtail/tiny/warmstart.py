@@ -38,7 +38,7 @@ class Recipe:
     matrix_rate: float = 0.02
     learning_rate: float = 8e-3
     warmup_steps: int = 15
-    autocast: bool = True
+    autocast: bool = False
     seed: int = 0
 
 
