@@ -14,8 +14,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def weights(version: int, seed: int, dtype: torch.dtype = torch.float32) -> PolicyWeights:
-    model = tiny_model("qwen2", seed=seed, dtype=dtype)  # its embeddings are tied
-    return PolicyWeights(version=version, tensors=model.state_dict())
+    model = tiny_model("qwen2", seed=seed, dtype=dtype)  # its head is its embedding
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return PolicyWeights(version=version, tensors=tensors)
 
 
 def make_engine(seed: int, dtype: torch.dtype, version: int = 0) -> RolloutEngine:

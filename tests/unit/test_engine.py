@@ -261,7 +261,8 @@ def test_emitted_tokens_are_the_completions_tokens():
 
 def test_an_engine_with_work_refuses_new_weights():
     engine = scripted_engine()
-    weights = PolicyWeights(version=1, tensors=scripted_model(len(PIECES)).state_dict())
+    tensors = dict(scripted_model(len(PIECES)).named_parameters())
+    weights = PolicyWeights(version=1, tensors=tensors)
     engine.submit(ask())
     with pytest.raises(RequestError, match=r"1 requests are unfinished.*policy version 1"):
         engine.pull(weights)
@@ -269,6 +270,26 @@ def test_an_engine_with_work_refuses_new_weights():
     engine.abort("a")
     engine.pull(weights)
     assert engine.policy_version == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head.bias": torch.zeros(11)}, r"head.bias has shape \(11,\) there, None here"),
+        ({"norm.weight": torch.ones(1)}, r"norm.weight has shape \(1,\) there, \(11,\) here"),
+        ({"norm.weight": None}, r"norm.weight has shape None there, \(11,\) here"),
+    ],
+    ids=["one more", "broadcast", "one less"],
+)
+def test_weights_of_another_model_are_refused_and_nothing_is_copied(changes, message):
+    """A copy would stretch a tensor of one element over all of them."""
+    engine = scripted_engine()
+    tensors = {**dict(markov_model(torch.zeros(11, 11)).named_parameters()), **changes}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    with pytest.raises(RequestError, match="policy version 1 is of another model: " + message):
+        engine.pull(PolicyWeights(version=1, tensors=tensors))
+    (done,) = engine.generate([ask(max_tokens=3)])
+    assert (done.tokens, done.policy_version) == ((1, 2, 3), 0)
 
 
 @pytest.mark.parametrize("max_running", [8, 3, 1])

@@ -116,11 +116,13 @@ class RolloutEngine:
                 f"pulling policy version {weights.version}"
             )
         parameters = dict(self._model.named_parameters())  # a tied head is not a parameter twice
-        if parameters.keys() != weights.tensors.keys():
-            odd = sorted(parameters.keys() ^ weights.tensors.keys())
+        mine = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+        if mine != theirs:
+            odd = min(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
             raise RequestError(
-                f"policy version {weights.version} is of another model: {odd[0]} is in only one of "
-                "the two"
+                f"policy version {weights.version} is of another model: {odd} has shape "
+                f"{theirs.get(odd)} there, {mine.get(odd)} here"
             )
         with torch.no_grad():
             for name, parameter in parameters.items():
