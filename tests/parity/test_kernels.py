@@ -212,6 +212,23 @@ def test_the_scratch_space_grows_with_the_rows(dtype):
         assert_same(mine, exact, terms=20.0)
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_share_the_work_and_not_their_scratch_space(dtype):
+    keys, values = random(0, 2, 5, 90, 2, 32, dtype=dtype)
+    queries, rows = random(1, 20, 14, 32, dtype=dtype), torch.arange(20) % 5
+    slots = torch.arange(20) * 4 + 9
+    kernels = native_kernels(dtype)
+    alone = kernels.attend_rows(queries, keys, values, rows, slots, 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        together = [kernels.attend_rows(queries, keys, values, rows, slots, 0) for _ in range(20)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(each.equal(alone) for each in together)
+
+
 def compute(kv: ContiguousKVCache, parts: list[tuple[str, int, Tensor]], window: int) -> Tensor:
     """One step of one layer: each request's (name, context length, new queries, keys, values)."""
     segments = tuple(
