@@ -46,17 +46,19 @@ class Recipe:
 class Lesson:
     """One step of a warm start, as progress is told.
 
-    Example: Lesson(step=10, steps=750, seconds=1.4, report=report)
+    Example: Lesson(step=10, steps=600, num_tokens=19_000, seconds=1.4, report=report)
     """
 
     step: int
     steps: int
+    num_tokens: int
+    """Since the first step, prompts included."""
     seconds: float
     report: ImitationReport
 
     def line(self) -> str:
         """Say it in one line."""
-        speed = self.report.num_tokens * self.step / max(self.seconds, 1e-9)
+        speed = self.num_tokens / max(self.seconds, 1e-9)
         return (
             f"warm start {self.step}/{self.steps}  loss {self.report.loss:.3f}  "
             f"{speed:,.0f} tok/s  {self.seconds:.0f} s"
@@ -92,12 +94,20 @@ def teach(
     batches = ExampleBatches(PromptSource(examples, seed=recipe.seed), recipe.batch_tokens)
     model = fresh(recipe.seed)
     imitator = Imitator(model, _settings(recipe))
-    began = time.perf_counter()
+    began, num_tokens = time.perf_counter(), 0
     for step in range(1, recipe.steps + 1):
         report = imitator.step(batches.take())
+        num_tokens += report.num_tokens
         if on_progress is not None:
-            seconds = time.perf_counter() - began
-            on_progress(Lesson(step=step, steps=recipe.steps, seconds=seconds, report=report))
+            on_progress(
+                Lesson(
+                    step=step,
+                    steps=recipe.steps,
+                    num_tokens=num_tokens,
+                    seconds=time.perf_counter() - began,
+                    report=report,
+                )
+            )
     hf.save_model(model, directory, eos_ids=words.eos_ids)
     words.save(directory)
 
