@@ -9,7 +9,6 @@ import abc
 import difflib
 import importlib
 import logging
-import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -89,6 +88,10 @@ def final_answer(text: str) -> str:
     return " ".join((text if boxed is None else boxed).split())
 
 
+_LARGEST = 1e30
+"""Beyond it sums of squares of rewards overflow on their way to advantages."""
+
+
 def checked_number(value: object, *, source: str) -> float:
     """Return `value` as a finite float, or raise a `GradingError` that names `source`."""
     if value is None:
@@ -96,7 +99,7 @@ def checked_number(value: object, *, source: str) -> float:
     if not isinstance(value, SupportsFloat):
         raise GradingError(f"{source} returned {type(value).__name__} {value!r:.80}, not a number")
     number = float(value)
-    if not math.isfinite(number):
+    if not abs(number) <= _LARGEST:
         raise GradingError(f"{source} returned {number}: a reward must be finite")
     return number
 
