@@ -64,7 +64,7 @@ def assert_same(mine: Tensor, exact: Tensor, terms: Tensor | float = 0.0) -> Non
     scale=st.sampled_from([1e-6, 1.0, 1e4]),
     has_delta=st.booleans(),
 )
-def test_add_norm(tokens, hidden, dtype, seed, scale, has_delta):
+def test_add_norm_is_its_definition(tokens, hidden, dtype, seed, scale, has_delta):
     stream, delta = random(seed, 2, tokens, hidden, dtype=dtype, scale=scale)
     weight, eps = 1 + 0.3 * random(seed + 1, hidden, dtype=dtype), 1e-6
     total = (stream.float() + delta.float()).to(dtype) if has_delta else stream.clone()
@@ -85,7 +85,7 @@ def test_add_norm(tokens, hidden, dtype, seed, scale, has_delta):
     seed=seeds,
     normed=st.booleans(),
 )
-def test_rotate(tokens, kv_heads, group, head_dim, dtype, seed, normed):
+def test_rotate_is_its_definition(tokens, kv_heads, group, head_dim, dtype, seed, normed):
     heads = kv_heads * group
     qkv = random(seed, tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, scale=3.0)
     weights = 1 + 0.3 * random(seed + 1, 2, head_dim, dtype=dtype)
@@ -118,7 +118,7 @@ def test_rotate(tokens, kv_heads, group, head_dim, dtype, seed, normed):
     seed=seeds,
     scale=st.sampled_from([1e-4, 1.0, 30.0, 1e4]),
 )
-def test_swiglu(tokens, inner, dtype, seed, scale):
+def test_swiglu_is_its_definition(tokens, inner, dtype, seed, scale):
     gate_up = random(seed, tokens, 2 * inner, dtype=dtype, scale=scale)
     exact = TORCH.swiglu(gate_up.double())
     # exp(-gate) is as wrong as its exponent, rounded relative to the gate. Where it leaves
