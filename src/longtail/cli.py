@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="longtail: %(message)s")
     words = list(sys.argv[1:] if argv is None else argv)
+    # Threads that spin while they wait for each other slow down tenfold as soon as anything else
+    # wants their core; asleep they lose a few percent. Read when PyTorch loads OpenMP.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = _dispatch(words)
         sys.stdout.flush()

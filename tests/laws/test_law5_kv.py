@@ -188,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, max_running, spare, num_tokens):
         self.budget, self.max_running = max_running + spare, max_running
-        self.kv = LedgerKV(make_cache(num_tokens * BLOCK, max_running, self.MAX_LEN))
+        self.kv = LedgerKV(make_cache(num_tokens * BLOCK, max_running + 1, self.MAX_LEN))
         self.scheduler = Scheduler(self.kv, max_running=max_running, max_step_tokens=self.budget)
 
     @rule(

@@ -19,7 +19,7 @@ def make_scheduler(
     kv = ContiguousKVCache(
         tiny_config(),
         num_tokens=num_tokens,
-        max_rows=max_running,
+        max_rows=max_running + 2,  # more rows than places: the limit is the scheduler's
         max_len=num_tokens,
         dtype=torch.float32,
         device=torch.device("cpu"),
