@@ -22,8 +22,6 @@ class ActiveRequest:
     policy_version: int
     logprobs: list[float] = field(default_factory=list)
     num_computed: int = 0
-    num_streamed: int = 0
-    """Characters of text already handed to a stream."""
 
     @property
     def request_id(self) -> str:

@@ -32,8 +32,8 @@ SOURCE = "tiny-reasoner"
 class Recipe:
     """Everything that is chosen about the warm start; the defaults are the recipe."""
 
-    num_examples: int = 10_000
-    steps: int = 500
+    num_examples: int = 9_000
+    steps: int = 450
     batch_tokens: int = 2048
     matrix_rate: float = 0.02
     learning_rate: float = 8e-3
