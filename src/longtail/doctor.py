@@ -131,6 +131,8 @@ def _torch_facts(fact: Callable[..., Finding]) -> Iterator[Finding]:
     yield fact("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no")  # type: ignore[no-untyped-call]
     yield fact("vector code", torch.backends.cpu.get_cpu_capability())
     why = native.unavailable_because()
+    if why is None and native.functions(torch.float32) is None:
+        why = "the C compiler refuses them: it says why where they are first used"
     yield fact("native kernels", "absent, generation is slower" if why else "built here", why or "")
     if not torch.cuda.is_available():
         yield fact("GPU", "none; everything runs on the CPU")

@@ -67,6 +67,26 @@ static inline float lt_sum(lt_vec v) {
   return v[0] + v[1];
 }
 
+/* Sums of the lanes of four vectors: interleave and add in pairs, then fold as above. */
+static inline void lt_sum4(lt_vec a, lt_vec b, lt_vec c, lt_vec d, float *out) {
+  const lt_index low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
+  const lt_index high = {2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31};
+  const lt_index first = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+  const lt_index second = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
+  const lt_vec ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+  const lt_vec cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, high);
+  lt_vec v = __builtin_shuffle(ab, cd, first) + __builtin_shuffle(ab, cd, second);
+  v += __builtin_shuffle(v, (lt_index){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  v += __builtin_shuffle(v, (lt_index){4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7});
+  memcpy(out, &v, 4 * sizeof(float));
+}
+
+/* Ask for `count` elements, which the rows of other heads keep the hardware from foreseeing. */
+#define LT_AHEAD 16
+#define LT_FETCH(p, count) \
+  for (size_t b = 0; b < (size_t)(count) * sizeof(*(p)); b += 64) \
+  __builtin_prefetch((const char *)(p) + b)
+
 static inline lt_vec lt_load_f32(const float *p) {
   return *(const lt_vec *)p;
 }
@@ -146,18 +166,36 @@ static inline __attribute__((always_inline)) void NAME(attend_heads)(
       acc[g][j] = (lt_vec){0};
     }
   }
-  for (int64_t k = 0; k < num_keys; k++) {
-    lt_vec key[parts];
+  int64_t done = 0;
+  for (; done + 4 <= num_keys; done += 4) { /* four keys at a time: their sums fold together */
+    lt_vec dot[group][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      const T *at = keys + (done + i) * stride;
+      lt_vec key[parts];
+      LT_FETCH(at + LT_AHEAD * stride, dim);
 #pragma GCC unroll 16
-    for (int64_t j = 0; j < parts; j++) key[j] = LOAD_VEC(keys + k * stride + j * LT_LANES);
+      for (int64_t j = 0; j < parts; j++) key[j] = LOAD_VEC(at + j * LT_LANES);
+#pragma GCC unroll 16
+      for (int64_t g = 0; g < group; g++) {
+        dot[g][i] = q[g][0] * key[0];
+#pragma GCC unroll 16
+        for (int64_t j = 1; j < parts; j++) dot[g][i] += q[g][j] * key[j];
+      }
+    }
+#pragma GCC unroll 16
+    for (int64_t g = 0; g < group; g++)
+      lt_sum4(dot[g][0], dot[g][1], dot[g][2], dot[g][3], scores + g * num_keys + done);
+  }
+  for (; done < num_keys; done++)
 #pragma GCC unroll 16
     for (int64_t g = 0; g < group; g++) {
-      lt_vec dot = q[g][0] * key[0];
+      lt_vec dot = q[g][0] * LOAD_VEC(keys + done * stride);
 #pragma GCC unroll 16
-      for (int64_t j = 1; j < parts; j++) dot += q[g][j] * key[j];
-      scores[g * num_keys + k] = lt_sum(dot);
+      for (int64_t j = 1; j < parts; j++)
+        dot += q[g][j] * LOAD_VEC(keys + done * stride + j * LT_LANES);
+      scores[g * num_keys + done] = lt_sum(dot);
     }
-  }
 #pragma GCC unroll 16
   for (int64_t g = 0; g < group; g++) {
     float *s = scores + g * num_keys, highest = -INFINITY, sum = 0.0f;
@@ -170,6 +208,7 @@ static inline __attribute__((always_inline)) void NAME(attend_heads)(
   }
   for (int64_t k = 0; k < num_keys; k++) {
     lt_vec value[parts];
+    LT_FETCH(values + (k + LT_AHEAD) * stride, dim);
 #pragma GCC unroll 16
     for (int64_t j = 0; j < parts; j++) value[j] = LOAD_VEC(values + k * stride + j * LT_LANES);
 #pragma GCC unroll 16

@@ -8,6 +8,7 @@ more slowly; `unavailable_because` says why.
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+_log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _PRODUCT_SOURCE = Path(__file__).with_name("product.c")
@@ -139,6 +142,11 @@ def _build() -> Path | None:
         command = [compiler, *_FLAGS, "-shared", "-fPIC", str(unit), "-o", str(built), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
+            _log.warning(
+                "%s refused the native kernels, so PyTorch's operations run, more slowly: %s",
+                compiler,
+                done.stderr.strip()[:500],
+            )
             return None
         built.replace(target)
     return target
