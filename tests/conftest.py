@@ -1,6 +1,7 @@
 """Every test: one compute thread, no network, no accelerator unless asked for, no download."""
 
 import os
+import signal
 import socket
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# A job that a shell starts in the background ignores SIGINT, and so would the tests of Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _CONNECT = socket.socket.connect
 
