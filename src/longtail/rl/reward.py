@@ -88,8 +88,8 @@ def final_answer(text: str) -> str:
     return " ".join((text if boxed is None else boxed).split())
 
 
-_LARGEST = 1e30
-"""Beyond it sums of squares of rewards overflow on their way to advantages."""
+_LARGEST = 3.4e38
+"""Of a float32, which is what a learner computes with."""
 
 
 def checked_number(value: object, *, source: str) -> float:
