@@ -101,10 +101,40 @@ class FeedForward(nn.Module):
         self.down = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(
-        self, x: Float[Tensor, "tokens hidden"], context: "Context"
+        self, x: Float[Tensor, "tokens hidden"], kernels: Kernels
     ) -> Float[Tensor, "tokens hidden"]:
         """down(silu(gate(x)) * up(x))."""
-        return self.down(context.kernels.swiglu(self.gate_up(x)))
+        return self.down(kernels.swiglu(self.gate_up(x)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taps:
+    """Which of the decoder's inner states are wanted; the features of a token are these, joined.
+
+    Example: Taps(final=True) for EAGLE-1, Taps(layers=(2, 4, 5)) for EAGLE-3
+    """
+
+    layers: tuple[int, ...] = ()
+    """The residual stream as it enters these layers, in rising order."""
+    final: bool = False
+    """The normed hidden state that the LM head reads."""
+
+    @property
+    def any(self) -> bool:
+        """Tell whether anything is wanted."""
+        return self.final or bool(self.layers)
+
+
+NO_TAPS = Taps()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tapped:
+    """Final hidden states, and the features that were asked for."""
+
+    hidden: Float[Tensor, "tokens hidden"]
+    features: Float[Tensor, "tokens features"] | None
+    """None where nothing was tapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +171,7 @@ class DecoderLayer(nn.Module):
         stream, normed = add_norm(stream, delta, self.attention_norm.weight, self._eps)
         attended = self.attention(normed, context)
         stream, normed = add_norm(stream, attended, self.feed_forward_norm.weight, self._eps)
-        return stream, self.feed_forward(normed, context)
+        return stream, self.feed_forward(normed, context.kernels)
 
 
 class Transformer(nn.Module):
@@ -209,6 +239,18 @@ class Transformer(nn.Module):
         `recompute` trades time for memory: activations inside layers are computed again in the
         backward pass (gradient checkpointing).
         """
+        return self.tapped(tokens, positions, attention, NO_TAPS, recompute=recompute).hidden
+
+    def tapped(
+        self,
+        tokens: Int[Tensor, "tokens"],
+        positions: Int[Tensor, "tokens"],
+        attention: Attention,
+        taps: Taps,
+        *,
+        recompute: bool = False,
+    ) -> Tapped:
+        """Run the decoder as `forward` does, and keep what `taps` asks for."""
         stream, delta = self.embedding(tokens), None
         # autocast computes queries in its own dtype; the rotation must not promote them back.
         device = stream.device.type
@@ -216,12 +258,20 @@ class Transformer(nn.Module):
         dtype = torch.get_autocast_dtype(device) if autocast else stream.dtype
         rotation = self._rope.rotation(positions, self._kernels.rotation_dtype(dtype))
         context = Context(rotation=rotation, attention=attention, kernels=self._kernels)
-        for layer in self.layers:
+        kept: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            if index in taps.layers:  # a sum of its own: kernels may overwrite the stream
+                kept.append(stream.clone() if delta is None else stream + delta)
             if recompute:
                 stream, delta = checkpoint(layer, stream, delta, context, use_reentrant=False)
             else:
                 stream, delta = layer(stream, delta, context)
-        return self._kernels.add_norm(stream, delta, self.norm.weight, self.config.norm_eps).normed
+        eps = self.config.norm_eps
+        hidden = self._kernels.add_norm(stream, delta, self.norm.weight, eps).normed
+        if taps.final:
+            kept.append(hidden)
+        features = None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, -1)
+        return Tapped(hidden=hidden, features=features)
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         """Unnormalised scores of the next token."""

@@ -1,0 +1,1 @@
+"""Speculation as mathematics: draft trees, verification, confidence. No model, no clock."""

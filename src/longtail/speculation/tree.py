@@ -1,0 +1,111 @@
+"""Draft trees: what a drafter proposes for one request, and what attention must know of it.
+
+One running example. The root is the request's last token, whose successor nobody knows yet; it is
+node 0 and no part of the draft. Nodes are numbered so that a parent comes before its children.
+
+    node      1   2   3   4             0 root
+    token     a   b   c   d            / \
+    parent    0   0   1   3           1a  2b
+    depth     1   1   2   3           |
+    visible   1  10 101 1101          3c             visible: bit i - 1 stands for node i
+                                      |              (a node sees itself and its ancestors)
+                                      4d
+
+A chain is the tree whose every node is the parent of the next; nothing treats it apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_NODES = 62
+"""Visibility is a signed 64-bit mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTree:
+    """A proposal for one request; the root is not among the nodes.
+
+    Example: DraftTree(tokens=(5, 6, 7, 8), parents=(0, 0, 1, 3), margins=(2.0, -2.0, 0.7, 1.1))
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    """parents[i] is the parent of node i + 1: a smaller node number, 0 for the root."""
+    margins: tuple[float, ...]
+    """Score of the node less that of its best rival for the same place, nats; what its confidence
+    is a function of (`speculation.confidence`)."""
+
+    @property
+    def size(self) -> int:
+        """Nodes, the root excluded."""
+        return len(self.tokens)
+
+
+EMPTY = DraftTree(tokens=(), parents=(), margins=())
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Distance of each node from the root.
+
+    Example: depths((0, 0, 1, 3)) == [1, 1, 2, 3]
+    """
+    found = [0]
+    for parent in parents:
+        found.append(found[parent] + 1)
+    return found[1:]
+
+
+def visible_nodes(parents: Sequence[int]) -> list[int]:
+    """Mask of the nodes that each node sees: its ancestors and itself; bit i - 1 is node i.
+
+    Example: visible_nodes((0, 0, 1, 3)) == [0b1, 0b10, 0b101, 0b1101]
+    """
+    masks = [0]
+    for node, parent in enumerate(parents):
+        masks.append(masks[parent] | (1 << node))
+    return masks[1:]
+
+
+def reach_probabilities(parents: Sequence[int], confidences: Sequence[float]) -> list[float]:
+    """Probability that verification gets as far as each node: the product along its path.
+
+    Example: reach_probabilities((0, 0, 1), (0.9, 0.1, 0.5)) == [0.9, 0.1, 0.45]
+    """
+    found = [1.0]
+    for parent, confidence in zip(parents, confidences, strict=True):
+        found.append(found[parent] * confidence)
+    return found[1:]
+
+
+def prune(tree: DraftTree, reach: Sequence[float], size: int) -> DraftTree:
+    """Keep the `size` nodes likeliest to be reached, in their order.
+
+    A node is never likelier than its parent; of equals the earlier stays, and a parent is earlier.
+    So what is kept is a tree.
+
+    Example: the running example with reach (0.9, 0.1, 0.8, 0.7) and size 3 keeps nodes 1, 3, 4.
+    """
+    if tree.size <= size:
+        return tree
+    ranked = sorted(range(tree.size), key=lambda i: (-reach[i], i))
+    return _select(tree, sorted(ranked[:size]))
+
+
+def cut_depth(tree: DraftTree, depth: int) -> DraftTree:
+    """Keep the nodes down to `depth`."""
+    if tree.size <= depth:  # no deeper than it has nodes
+        return tree
+    deep = depths(tree.parents)
+    if max(deep) <= depth:
+        return tree
+    return _select(tree, [i for i, d in enumerate(deep) if d <= depth])
+
+
+def _select(tree: DraftTree, kept: Sequence[int]) -> DraftTree:
+    """Take the nodes at `kept` (indices, rising), every one with its parent, and renumber them."""
+    number = {0: 0} | {old + 1: new + 1 for new, old in enumerate(kept)}
+    return DraftTree(
+        tokens=tuple(tree.tokens[i] for i in kept),
+        parents=tuple(number[tree.parents[i]] for i in kept),
+        margins=tuple(tree.margins[i] for i in kept),
+    )

@@ -1,0 +1,47 @@
+"""Sample-and-match verification: follow the target's own draws while the draft agrees.
+
+The target draws a token at the root and at every node of a draft, each from its own distribution
+and with the keyed noise of the place that the token would take. Those draws are what the request
+will read, whatever was drafted; a draft only decides how many of them one pass reveals.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longtail.speculation.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """What verification found in one draft.
+
+    Example: Accepted(path=(1, 3), tokens=(5, 7, 8)): two nodes accepted, accept length 3
+    """
+
+    path: tuple[int, ...]
+    """Accepted nodes, from the root on."""
+    tokens: tuple[int, ...]
+    """Draws along the path, the root's first: the accepted nodes' tokens, then the bonus token."""
+
+
+def accept(tree: DraftTree, drawn: Sequence[int]) -> Accepted:
+    """Walk from the root, following the target's own draws while the draft agrees.
+
+    `drawn[i]` is the target's draw at node i, `drawn[0]` that at the root. Lossless for any draft,
+    however made: the draws are fixed by the target and the keyed noise alone (Gumbel-max), so the
+    draft only decides how many of them are reached in one pass. Siblings with the same token are
+    one: the first is followed.
+
+    Example: tokens (5, 6, 7), parents (0, 0, 1), drawn (5, 7, 9, 8):
+             path (1, 3), tokens (5, 7, 8), the last of them the bonus token.
+    """
+    children: dict[tuple[int, int], int] = {}
+    for node, place in enumerate(zip(tree.parents, tree.tokens, strict=True), start=1):
+        children.setdefault(place, node)
+    path: list[int] = []
+    tokens = [drawn[0]]
+    node = 0
+    while (node := children.get((node, tokens[-1]), 0)) > 0:
+        path.append(node)
+        tokens.append(drawn[node])
+    return Accepted(path=tuple(path), tokens=tuple(tokens))
