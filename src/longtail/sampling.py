@@ -140,6 +140,8 @@ def draw_rows(
     params: Sequence[SamplingParams],
 ) -> Drawn:
     """Draw with the row's own parameters: one `draw` for each distribution among the rows."""
+    if all(each is params[0] for each in params):
+        return draw(logits, noise, params[0])
     members: dict[tuple[float, int, float, float], list[int]] = {}
     for row, each in enumerate(params):
         distribution = (each.temperature, each.top_k, each.top_p, each.min_p)

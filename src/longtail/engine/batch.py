@@ -1,9 +1,10 @@
-"""A step as a flat list of tokens (plain decode and chunked prefill are the same shape).
+"""A step as a flat list of tokens: plain decode, verification and chunked prefill are one shape.
 
-request   a  a  a | b | c            three requests: a prefills 3 tokens, b and c decode
-token     t  t  t | t | t
-position  0  1  2 | 9 | 4
-draws           x   x   x            the last pending token of a request yields its next token
+request   c | b  b  b  b | a  a  a       c decodes, b verifies a draft of three, a prefills
+token     t | t  n  n  n | t  t  t
+position  4 | 9 10 10 11 | 0  1  2       nodes 1 and 2 are children of b's root, 3 is one of 1
+draws     x | x  x  x  x |       x       the last pending token of a request, and every node of its
+                                         draft, yields the token that follows it
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from longtail.engine.request import ActiveRequest
+from longtail.speculation.tree import EMPTY, DraftTree, depths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The consecutive tokens of one request in a step.
+    """The consecutive tokens of one request in a step, then the nodes of its draft.
 
     Example: Segment(request_id="b", num_context=9, num_tokens=1): b decodes its token at position 9
     """
@@ -27,14 +29,20 @@ class Segment:
     num_context: int
     """Tokens of this request already in the cache."""
     num_tokens: int
+    """Of the text; a draft's nodes come on top."""
+    draft: DraftTree = EMPTY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled:
-    """A request and how many of its pending tokens this step computes."""
+    """A request and how many of its pending tokens this step computes, with a draft behind them.
+
+    Only a request whose last token is computed has a draft.
+    """
 
     active: ActiveRequest
     num_tokens: int
+    draft: DraftTree = EMPTY
 
     @property
     def draws(self) -> bool:
@@ -54,7 +62,7 @@ class FlatBatch:
 
 
 def flatten(scheduled: Sequence[Scheduled], device: torch.device) -> FlatBatch:
-    """Lay the pending tokens of the scheduled requests end to end, in the order given."""
+    """Lay the scheduled tokens and drafts end to end, in the order given."""
     tokens: list[int] = []
     positions: list[int] = []
     segments: list[Segment] = []
@@ -64,11 +72,19 @@ def flatten(scheduled: Sequence[Scheduled], device: torch.device) -> FlatBatch:
         end = start + each.num_tokens
         tokens += active.tokens[start:end]
         positions += range(start, end)
-        segments.append(
-            Segment(request_id=active.request_id, num_context=start, num_tokens=each.num_tokens)
-        )
         if each.draws:
-            drawing.append(len(tokens) - 1)
+            drawing += range(len(tokens) - 1, len(tokens) + each.draft.size)
+        if each.draft.size:
+            tokens += each.draft.tokens
+            positions += [end - 1 + depth for depth in depths(each.draft.parents)]
+        segments.append(
+            Segment(
+                request_id=active.request_id,
+                num_context=start,
+                num_tokens=each.num_tokens,
+                draft=each.draft,
+            )
+        )
     every = len(drawing) == len(tokens)
     return FlatBatch(
         tokens=torch.tensor(tokens, device=device),

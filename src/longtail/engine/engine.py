@@ -1,8 +1,8 @@
 """The rollout engine: requests in, completions out, one flat batch a step.
 
-    submit --> Scheduler --> flatten --> ModelRunner --> a token for each drawing request
-                  ^                                          |
-                  +--- finished? room freed <----------------+--> StepReport (emitted, finished)
+    submit --> Scheduler --> Speculator --> flatten --> ModelRunner --> a draw at every node
+                  ^          (drafts)                                        |  `accept`
+                  +--- finished? room freed <--------------------------------+--> StepReport
 
 It owns the weights it generates with and the KV of what is in progress. It knows nothing of
 rewards, learning or files; it is told how to decode, and pulls published weights when idle.
@@ -10,20 +10,24 @@ rewards, learning or files; it is told how to decode, and pulls published weight
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 
-from longtail.engine.batch import flatten
-from longtail.engine.kv_cache import ContiguousKVCache, KVCache, KVUsage
-from longtail.engine.report import Emitted, StepReport
+from longtail.engine.batch import Scheduled, flatten
+from longtail.engine.kv_cache import ContiguousKVCache, KeptPath, KVCache, KVUsage
+from longtail.engine.report import Emitted, StepReport, Verified
 from longtail.engine.request import ActiveRequest
 from longtail.engine.runner import ModelRunner
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
+from longtail.engine.speculate import Speculation, Speculator
 from longtail.engine.text import Decode, Detokenizer, ends_in_stop, final_text
 from longtail.errors import NonFiniteError, RequestError
-from longtail.model.transformer import Transformer
+from longtail.model.transformer import NO_TAPS, Transformer
+from longtail.speculation.tree import MAX_NODES
+from longtail.speculation.verify import Accepted, accept
 from longtail.types import Completion, FinishReason, PolicyWeights, Request
 
 
@@ -73,6 +77,7 @@ class RolloutEngine:
         limits: EngineLimits,
         *,
         policy_version: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         if limits.max_len > model.config.max_positions:
             raise RequestError(
@@ -89,6 +94,20 @@ class RolloutEngine:
         )
         self._runner = ModelRunner(model, self._kv)
         self._active: dict[str, ActiveRequest] = {}
+        self._speculation: Speculation | None = None
+        self._speculator: Speculator | None = None
+        self.speculate(speculation)
+
+    def speculate(self, speculation: Speculation | None) -> None:
+        """Speculate so from the next step on, None: not at all; no token depends on it."""
+        self._speculation = speculation
+        config = self._model.config
+        self._speculator = None if speculation is None else Speculator(speculation, config)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """How the engine speculates now."""
+        return self._speculation
 
     @property
     def policy_version(self) -> int:
@@ -128,6 +147,8 @@ class RolloutEngine:
             for name, parameter in parameters.items():
                 parameter.copy_(weights.tensors[name])
         self._model.pack()
+        if self._speculation is not None:
+            self._speculation.drafter.refresh()
         self._policy_version = weights.version
 
     def submit(self, request: Request) -> None:
@@ -147,6 +168,7 @@ class RolloutEngine:
             raise RequestError(f"request {request_id!r} is not in progress")
         active = self._active.pop(request_id)
         self._scheduler.withdraw(active)
+        self._forget(request_id)
         return active.complete(FinishReason.ABORT, self._text(active))
 
     def step(self) -> StepReport:
@@ -154,21 +176,61 @@ class RolloutEngine:
         started = time.perf_counter()
         scheduled = sorted(self._scheduler.schedule(), key=lambda each: each.num_tokens)
         assert scheduled, "step() needs an unfinished request"
+        drafts = _DraftClock(self._speculation)
+        with drafts:
+            scheduled = self._with_drafts(scheduled)
         batch = flatten(scheduled, self._model.device)
-        drawing = [each.active for each in scheduled if each.draws]
-        out = self._runner.run(batch, drawing)
-        for each in scheduled:
-            each.active.num_computed += each.num_tokens
-        emitted, finished = self._append(drawing, out.tokens, out.logprobs)
+        drawing = [each for each in scheduled if each.draws]
+        taps = NO_TAPS if self._speculator is None else self._speculator.taps
+        out = self._runner.run(batch, drawing, taps)
+        accepted, logprobs = _accept(drawing, out.tokens, out.logprobs)
+        self._keep(scheduled, accepted)
+        emitted, finished = self._append(drawing, accepted, logprobs)
+        verified: tuple[Verified, ...] = ()
+        with drafts:
+            if self._speculator is not None:
+                verified = self._speculator.review(scheduled, accepted, out.features)
+            for completion in finished:
+                self._forget(completion.request_id)
         return StepReport(
-            num_tokens=sum(each.num_tokens for each in scheduled),
+            num_tokens=len(batch.tokens),
             num_running=len(scheduled),
             step_s=time.perf_counter() - started,
             forward_s=out.forward_s,
             sample_s=out.sample_s,
+            draft_s=drafts.seconds,
+            draft_forward_s=drafts.forward_s(),
             emitted=emitted,
             finished=finished,
+            verified=verified,
         )
+
+    def _with_drafts(self, scheduled: list[Scheduled]) -> list[Scheduled]:
+        if self._speculator is None:
+            return scheduled
+        spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
+        noise = self._runner.noise
+        return self._speculator.draft(scheduled, noise, spare, self._kv.try_grow)
+
+    def _keep(self, scheduled: Sequence[Scheduled], accepted: Mapping[str, Accepted]) -> None:
+        """Count what is computed for good, and put accepted nodes in their places."""
+        paths: list[KeptPath] = []
+        for each in scheduled:
+            active = each.active
+            active.num_computed += each.num_tokens
+            if each.draft.size:
+                path = accepted[active.request_id].path
+                paths.append(
+                    KeptPath(
+                        request_id=active.request_id, num_tokens=active.num_computed, path=path
+                    )
+                )
+                active.num_computed += len(path)
+        self._kv.keep(paths)
+
+    def _forget(self, request_id: str) -> None:
+        if self._speculation is not None:
+            self._speculation.drafter.forget(request_id)
 
     def generate(
         self,
@@ -247,24 +309,30 @@ class RolloutEngine:
             )
 
     def _append(
-        self, drawing: Sequence[ActiveRequest], tokens: Sequence[int], logprobs: Sequence[float]
+        self,
+        drawing: Sequence[Scheduled],
+        accepted: Mapping[str, Accepted],
+        logprobs: Mapping[str, Sequence[float]],
     ) -> tuple[tuple[Emitted, ...], tuple[Completion, ...]]:
-        """Give each request its token; take out those that are done."""
+        """Give each request its tokens, up to one that ends it; take out those that are done."""
         emitted, finished = [], []
-        for active, token, logprob in zip(drawing, tokens, logprobs, strict=True):
-            if not math.isfinite(logprob):
-                raise NonFiniteError(
-                    f"logits of request {active.request_id!r} at token {len(active.tokens)} are "
-                    f"not finite under policy version {active.policy_version}"
-                )
-            active.tokens.append(token)
-            active.logprobs.append(logprob)
-            emitted.append(Emitted(request_id=active.request_id, token=token, logprob=logprob))
-            reason = self._finish_reason(active, token)
-            if reason is not None:
-                del self._active[active.request_id]
-                self._scheduler.finish(active)
-                finished.append(active.complete(reason, self._text(active)))
+        for each in drawing:
+            active, name = each.active, each.active.request_id
+            for token, logprob in zip(accepted[name].tokens, logprobs[name], strict=True):
+                if not math.isfinite(logprob):
+                    raise NonFiniteError(
+                        f"logits of request {name!r} at token {len(active.tokens)} are not finite "
+                        f"under policy version {active.policy_version}"
+                    )
+                active.tokens.append(token)
+                active.logprobs.append(logprob)
+                emitted.append(Emitted(request_id=name, token=token, logprob=logprob))
+                reason = self._finish_reason(active, token)
+                if reason is not None:
+                    del self._active[name]
+                    self._scheduler.finish(active)
+                    finished.append(active.complete(reason, self._text(active)))
+                    break
         return tuple(emitted), tuple(finished)
 
     def _finish_reason(self, active: ActiveRequest, token: int) -> FinishReason | None:
@@ -281,6 +349,42 @@ class RolloutEngine:
         return final_text(active.generated, active.request.sampling.stop, self._decode)
 
 
+@final
+class _DraftClock:
+    """Seconds of one step that drafting took, and what of them were the drafter's own passes."""
+
+    def __init__(self, speculation: Speculation | None) -> None:
+        self._drafter = None if speculation is None else speculation.drafter
+        self._before = 0.0 if self._drafter is None else self._drafter.forward_s
+        self._entered = self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._entered
+
+    def forward_s(self) -> float:
+        """Seconds of forward passes since the clock was made."""
+        return 0.0 if self._drafter is None else self._drafter.forward_s - self._before
+
+
+def _accept(
+    drawing: Sequence[Scheduled], tokens: Sequence[int], logprobs: Sequence[float]
+) -> tuple[dict[str, Accepted], dict[str, list[float]]]:
+    """Follow the draws of each request through its draft; logprobs are those of what it reads."""
+    accepted: dict[str, Accepted] = {}
+    read: dict[str, list[float]] = {}
+    first = 0
+    for each in drawing:
+        end = first + 1 + each.draft.size
+        found = accept(each.draft, tokens[first:end])
+        accepted[each.active.request_id] = found
+        read[each.active.request_id] = [logprobs[first + node] for node in (0, *found.path)]
+        first = end
+    return accepted, read
+
+
 def _make_kv(model: Transformer, limits: EngineLimits) -> KVCache:
     block = 32
     longest = -(-limits.max_len // block) * block
@@ -289,7 +393,7 @@ def _make_kv(model: Transformer, limits: EngineLimits) -> KVCache:
         model.config,
         num_tokens=-(-total // block) * block,
         max_rows=limits.max_running,
-        max_len=longest,
+        max_len=-(-(limits.max_len + MAX_NODES) // block) * block,
         dtype=model.dtype,
         device=model.device,
         block_size=block,

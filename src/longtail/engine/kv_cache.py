@@ -11,6 +11,7 @@ attention reads views and gathers nothing. A paged layout for GPUs fits the same
 """
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -35,6 +36,21 @@ class KVUsage:
     total: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPath:
+    """What stays of a draft that lies behind the text of a request.
+
+    Example: KeptPath(request_id="b", num_tokens=10, path=(1, 3)): slots 10 and 12 of b hold the
+    nodes 1 and 3, which are its tokens 10 and 11 now
+    """
+
+    request_id: str
+    num_tokens: int
+    """Of the text before the draft."""
+    path: tuple[int, ...]
+    """Accepted nodes, rising."""
+
+
 class KVCache(abc.ABC):
     """Room for the KV of requests. A request unknown to the cache owns nothing."""
 
@@ -49,6 +65,10 @@ class KVCache(abc.ABC):
     @abc.abstractmethod
     def hand_over(self, source_id: str, target_id: str, num_tokens: int) -> None:
         """Make the source's room, cut to its first `num_tokens` tokens, the new target's."""
+
+    @abc.abstractmethod
+    def keep(self, paths: Sequence[KeptPath]) -> None:
+        """Join accepted nodes to their texts, in order, and free the room of all other nodes."""
 
     @abc.abstractmethod
     def release(self, request_id: str) -> None:
@@ -150,6 +170,22 @@ class ContiguousKVCache(KVCache):
         assert kept <= owned, "hand over more than is owned"
         self._rows[target_id], self._blocks[target_id] = row, kept
         self._free_blocks += owned - kept
+
+    def keep(self, paths: Sequence[KeptPath]) -> None:
+        """Move nodes that are not in their place, all at once; a chain is in its place."""
+        moves = [
+            (self._rows[kept.request_id], kept.num_tokens + node - 1, kept.num_tokens + i)
+            for kept in paths
+            for i, node in enumerate(kept.path)
+            if node != i + 1
+        ]
+        if moves:  # read in full before anything is written
+            rows, sources, targets = torch.tensor(moves, device=self._device).T
+            self._storage[:, :, rows, targets] = self._storage[:, :, rows, sources]
+        for kept in paths:
+            blocks = self._blocks_for(kept.num_tokens + len(kept.path))
+            self._free_blocks += self._blocks[kept.request_id] - blocks
+            self._blocks[kept.request_id] = blocks
 
     def release(self, request_id: str) -> None:
         """Free the blocks and the row."""

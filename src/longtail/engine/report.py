@@ -15,6 +15,23 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """How the draft of one request fared in a step.
+
+    Example: Verified(request_id="a", position=40, num_drafted=6, depth=4, num_accepted=2): of a
+    draft of six nodes, four deep, behind 40 generated tokens, two were accepted; accept length 3
+    """
+
+    request_id: str
+    position: int
+    """Generated tokens before the step."""
+    num_drafted: int
+    depth: int
+    """Of the deepest node."""
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One engine step.
 
@@ -23,7 +40,7 @@ class StepReport:
     """
 
     num_tokens: int
-    """Flat tokens computed."""
+    """Flat tokens computed, drafts included."""
     num_running: int
     step_s: float
     forward_s: float
@@ -31,6 +48,12 @@ class StepReport:
     sample_s: float
     emitted: tuple[Emitted, ...]
     finished: tuple[Completion, ...]
+    draft_s: float = 0.0
+    """Asking for drafts and telling the drafter how they fared, its forward passes included."""
+    draft_forward_s: float = 0.0
+    """The drafter's forward passes alone."""
+    verified: tuple[Verified, ...] = ()
+    """Requests that had a draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +67,14 @@ class RolloutReport:
     num_generated: int
     num_computed: int
     """Flat tokens computed: generated ones, prompts, and recomputation after preemption."""
+    num_drafted: int
+    """Draft nodes verified."""
+    num_accepted: int
+    num_verified: int
+    """Drafts verified; `num_accepted` + `num_verified` tokens came of them."""
+    draft_s: float
+    """Drafting, the drafter's forward passes included."""
+    draft_forward_s: float
     max_running: int
     """Most requests that ran at one time."""
     running_s: float
@@ -55,9 +86,16 @@ class RolloutReport:
         return self.num_generated / self.seconds if self.seconds else 0.0
 
     @property
+    def accept_length(self) -> float:
+        """Tokens emitted a verify step, the bonus token included; 0 without any verify step."""
+        verified = self.num_verified
+        return (self.num_accepted + verified) / verified if verified else 0.0
+
+    @property
     def bookkeeping_share(self) -> float:
-        """Share of the time outside the forward passes and the sampler."""
-        return 1 - (self.forward_s + self.sample_s) / self.seconds if self.seconds else 0.0
+        """Share of the time outside the sampler and all forward passes, the drafter's too."""
+        inside = self.forward_s + self.sample_s + self.draft_forward_s
+        return 1 - inside / self.seconds if self.seconds else 0.0
 
     @property
     def tail_idle_share(self) -> float:
@@ -70,30 +108,50 @@ class RolloutReport:
 class RolloutMeter:
     """Sums step reports into a rollout report."""
 
-    _steps: list[tuple[float, float, float, int, int, int]] = field(default_factory=list)
+    _sums: dict[str, float] = field(default_factory=dict)
+    _max_running: int = 0
 
     def add(self, step: StepReport) -> None:
         """Count one step."""
-        self._steps.append(
-            (
-                step.step_s,
-                step.forward_s,
-                step.sample_s,
-                step.num_running,
-                step.num_tokens,
-                len(step.emitted),
-            )
-        )
+        counts = {
+            "seconds": step.step_s,
+            "forward_s": step.forward_s,
+            "sample_s": step.sample_s,
+            "draft_s": step.draft_s,
+            "draft_forward_s": step.draft_forward_s,
+            "running_s": step.step_s * step.num_running,
+            "num_steps": 1,
+            "num_generated": len(step.emitted),
+            "num_computed": step.num_tokens,
+            "num_drafted": sum(each.num_drafted for each in step.verified),
+            "num_accepted": sum(each.num_accepted for each in step.verified),
+            "num_verified": len(step.verified),
+        }
+        for name, value in counts.items():
+            self._sums[name] = self._sums.get(name, 0) + value
+        self._max_running = max(self._max_running, step.num_running)
 
     def report(self) -> RolloutReport:
         """Sum what was counted so far."""
+
+        def seconds(name: str) -> float:
+            return float(self._sums.get(name, 0.0))
+
+        def count(name: str) -> int:
+            return int(self._sums.get(name, 0))
+
         return RolloutReport(
-            seconds=sum((s[0] for s in self._steps), 0.0),
-            forward_s=sum((s[1] for s in self._steps), 0.0),
-            sample_s=sum((s[2] for s in self._steps), 0.0),
-            num_steps=len(self._steps),
-            num_generated=sum(s[5] for s in self._steps),
-            num_computed=sum(s[4] for s in self._steps),
-            max_running=max((s[3] for s in self._steps), default=0),
-            running_s=sum((s[0] * s[3] for s in self._steps), 0.0),
+            seconds=seconds("seconds"),
+            forward_s=seconds("forward_s"),
+            sample_s=seconds("sample_s"),
+            draft_s=seconds("draft_s"),
+            draft_forward_s=seconds("draft_forward_s"),
+            running_s=seconds("running_s"),
+            num_steps=count("num_steps"),
+            num_generated=count("num_generated"),
+            num_computed=count("num_computed"),
+            num_drafted=count("num_drafted"),
+            num_accepted=count("num_accepted"),
+            num_verified=count("num_verified"),
+            max_running=self._max_running,
         )

@@ -1,10 +1,10 @@
 """Attention of a flat batch over a contiguous KV cache, without a gather.
 
-Requests with few tokens in the step (decode) go through one kernel that reads every row at its own
-length. A long segment (a prefill chunk) is a matrix product worth a call of its own.
+Requests with few tokens in the step (decode, verification) go through one kernel that reads every
+row at its own length. A long segment (a prefill chunk) is a matrix product worth a call of its own.
 
-    flat tokens   [ a | b | c | d d d d d d d d d d ]      a, b, c decode: one attend_rows
-                    few         many                       d prefills: one product
+    flat tokens   [ a | b | c n n | d d d d d d d d d d ]      a, b, c decode, c with a draft:
+                    few             many                       one attend_rows; d prefills
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from longtail.engine.batch import Segment
 from longtail.model.attention import Attention, causal_window_mask
-from longtail.model.kernels import Kernels
+from longtail.model.kernels import Kernels, Places
+from longtail.speculation.tree import depths, visible_nodes
 
 FEW_TOKENS = 8
 """Up to so many tokens of a request are attended one by one; beyond, a matrix product is faster."""
@@ -53,23 +54,19 @@ class RowAttention(Attention):
         rows: Sequence[int],
     ) -> None:
         self._layers, self._kernels = layers, kernels
-        device = layers[0].keys.device
-        token_rows: list[int] = []
-        slots: list[int] = []
+        self._places = _places(segments, rows, layers[0].keys.device)
         self._long: list[LongSegment] = []
-        self._num_few = 0
+        self._num_few = start = 0
         for segment, row in zip(segments, rows, strict=True):
-            start, num_keys = len(slots), segment.num_context + segment.num_tokens
-            token_rows += [row] * segment.num_tokens
-            slots += range(segment.num_context, num_keys)
+            end = start + segment.num_tokens + segment.draft.size
             if segment.num_tokens > FEW_TOKENS:
-                end = len(slots)
+                assert not segment.draft.size, "a draft is verified behind few tokens"
+                num_keys = segment.num_context + segment.num_tokens
                 self._long.append(LongSegment(row=row, start=start, end=end, num_keys=num_keys))
             else:
                 assert not self._long, "segments of few tokens come first"
-                self._num_few = len(slots)
-        self._rows = torch.tensor(token_rows, device=device)
-        self._slots = torch.tensor(slots, device=device)
+                self._num_few = end
+            start = end
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def attend(
@@ -82,14 +79,14 @@ class RowAttention(Attention):
     ) -> Float[Tensor, "tokens heads head_dim"]:
         """Store, then attend: the few-token segments in one call, the long ones one by one."""
         key_rows, value_rows = self._layers[layer]
-        rows, slots, few = self._rows, self._slots, self._num_few
-        self._kernels.store_rows(keys, values, key_rows, value_rows, rows, slots)
+        places, few = self._places, self._num_few
+        self._kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
         if not self._long:
-            return self._kernels.attend_rows(queries, key_rows, value_rows, rows, slots, window)
+            return self._kernels.attend_rows(queries, key_rows, value_rows, places, window)
         attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if few:
             attended[:few] = self._kernels.attend_rows(
-                queries[:few], key_rows, value_rows, rows[:few], slots[:few], window
+                queries[:few], key_rows, value_rows, Places(*(x[:few] for x in places)), window
             )
         for part in self._long:
             attended[part.start : part.end] = self._attend_long(
@@ -119,3 +116,28 @@ class RowAttention(Attention):
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
         return out[0].transpose(0, 1)
+
+
+def _places(segments: Sequence[Segment], rows: Sequence[int], device: torch.device) -> Places:
+    """Say of every token and node where it is kept and what it sees.
+
+    Nodes lie behind the text in the order of their numbers, whatever their depth.
+    """
+    token_rows: list[int] = []
+    slots: list[int] = []
+    contexts: list[int] = []
+    deep: list[int] = []
+    visible: list[int] = []
+    for segment, row in zip(segments, rows, strict=True):
+        start, draft = segment.num_context, segment.draft
+        text = start + segment.num_tokens
+        token_rows += [row] * (segment.num_tokens + draft.size)
+        slots += range(start, text + draft.size)
+        contexts += range(start + 1, text + 1)
+        deep += [0] * segment.num_tokens
+        visible += [0] * segment.num_tokens
+        if draft.size:
+            contexts += [text] * draft.size
+            deep += depths(draft.parents)
+            visible += visible_nodes(draft.parents)
+    return Places(*torch.tensor([token_rows, slots, contexts, deep, visible], device=device))

@@ -59,15 +59,8 @@ typedef int32_t lt_index __attribute__((vector_size(4 * LT_LANES)));
 typedef uint32_t lt_u32 __attribute__((vector_size(4 * LT_LANES)));
 typedef uint16_t lt_u16 __attribute__((vector_size(2 * LT_LANES), aligned(2), may_alias));
 
-/* Sum of the lanes, folding in halves: 16, 8, 4, 2, 1. */
-static inline float lt_sum(lt_vec v) {
-  v += __builtin_shuffle(v, (lt_index){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-  v += __builtin_shuffle(v, (lt_index){4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7});
-  v += __builtin_shuffle(v, (lt_index){2, 3, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7});
-  return v[0] + v[1];
-}
-
-/* Sums of the lanes of four vectors: interleave and add in pairs, then fold as above. */
+/* Sums of the lanes of four vectors, each in the same order: interleave and add in pairs, then fold
+ * 16, 8, 4. */
 static inline void lt_sum4(lt_vec a, lt_vec b, lt_vec c, lt_vec d, float *out) {
   const lt_index low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
   const lt_index high = {2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31};
@@ -94,6 +87,14 @@ static inline lt_vec lt_load_f32(const float *p) {
 static inline lt_vec lt_load_bf16(const uint16_t *p) {
   return (lt_vec)(__builtin_convertvector(*(const lt_u16 *)p, lt_u32) << 16);
 }
+
+/* The keys that one token sees: `context` of them in a row, then some of the slots behind those,
+ * picked one by one (its ancestors in a draft). A token's sums are taken in the order of what it
+ * sees, not of where that lies: drafted or decoded plainly, it gets the same bits. */
+typedef struct {
+  int64_t context, num_picked, stride;
+  const int64_t *picked; /* slots from the first key on */
+} lt_seen;
 #endif
 
 /* x += delta (if any); out = x / rms(x) * weight. */
@@ -146,19 +147,18 @@ void NAME(swiglu)(const T *restrict gate_up, T *restrict out, int64_t rows, int6
     }
 }
 
-/* The `group` query heads that share one key head, over num_keys keys that lie `stride` apart.
- * Softmax in base 2: scores carry log2(e).
+/* The `group` query heads that share one key head. Softmax in base 2: scores carry log2(e).
  * `group` and `dim` are constants where it is inlined: queries and sums then live in registers. */
 static inline __attribute__((always_inline)) void NAME(attend_heads)(
     const T *restrict query, const T *restrict keys, const T *restrict values, T *restrict out,
-    int64_t num_keys, int64_t stride, const int64_t group, const int64_t dim, float scale,
+    const lt_seen seen, const int64_t group, const int64_t dim, float scale,
     float *restrict scores) {
-  const int64_t parts = dim / LT_LANES;
-  lt_vec q[group][parts], acc[group][parts];
-  float peak[group], total[group];
+  const int64_t parts = dim / LT_LANES, stride = seen.stride;
+  const int64_t num_keys = seen.context + seen.num_picked;
+  lt_vec q[4][8], acc[4][8]; /* literal sizes: the compiler keeps what is used in registers */
+  float total[4];
 #pragma GCC unroll 16
   for (int64_t g = 0; g < group; g++) {
-    peak[g] = -INFINITY;
     total[g] = 0.0f;
 #pragma GCC unroll 16
     for (int64_t j = 0; j < parts; j++) {
@@ -167,12 +167,12 @@ static inline __attribute__((always_inline)) void NAME(attend_heads)(
     }
   }
   int64_t done = 0;
-  for (; done + 4 <= num_keys; done += 4) { /* four keys at a time: their sums fold together */
-    lt_vec dot[group][4];
+  for (; done + 4 <= seen.context; done += 4) { /* four keys at a time: their sums fold together */
+    lt_vec dot[4][4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
       const T *at = keys + (done + i) * stride;
-      lt_vec key[parts];
+      lt_vec key[8];
       LT_FETCH(at + LT_AHEAD * stride, dim);
 #pragma GCC unroll 16
       for (int64_t j = 0; j < parts; j++) key[j] = LOAD_VEC(at + j * LT_LANES);
@@ -187,15 +187,18 @@ static inline __attribute__((always_inline)) void NAME(attend_heads)(
     for (int64_t g = 0; g < group; g++)
       lt_sum4(dot[g][0], dot[g][1], dot[g][2], dot[g][3], scores + g * num_keys + done);
   }
-  for (; done < num_keys; done++)
+  for (; done < num_keys; done++) {
+    const T *at = keys + (done < seen.context ? done : seen.picked[done - seen.context]) * stride;
 #pragma GCC unroll 16
     for (int64_t g = 0; g < group; g++) {
-      lt_vec dot = q[g][0] * LOAD_VEC(keys + done * stride);
+      lt_vec dot = q[g][0] * LOAD_VEC(at);
+      float sums[4];
 #pragma GCC unroll 16
-      for (int64_t j = 1; j < parts; j++)
-        dot += q[g][j] * LOAD_VEC(keys + done * stride + j * LT_LANES);
-      scores[g * num_keys + done] = lt_sum(dot);
+      for (int64_t j = 1; j < parts; j++) dot += q[g][j] * LOAD_VEC(at + j * LT_LANES);
+      lt_sum4(dot, dot, dot, dot, sums);
+      scores[g * num_keys + done] = sums[0];
     }
+  }
 #pragma GCC unroll 16
   for (int64_t g = 0; g < group; g++) {
     float *s = scores + g * num_keys, highest = -INFINITY, sum = 0.0f;
@@ -207,10 +210,11 @@ static inline __attribute__((always_inline)) void NAME(attend_heads)(
     total[g] = sum;
   }
   for (int64_t k = 0; k < num_keys; k++) {
-    lt_vec value[parts];
-    LT_FETCH(values + (k + LT_AHEAD) * stride, dim);
+    const T *at = values + (k < seen.context ? k : seen.picked[k - seen.context]) * stride;
+    lt_vec value[8];
+    LT_FETCH(at + LT_AHEAD * stride, dim);
 #pragma GCC unroll 16
-    for (int64_t j = 0; j < parts; j++) value[j] = LOAD_VEC(values + k * stride + j * LT_LANES);
+    for (int64_t j = 0; j < parts; j++) value[j] = LOAD_VEC(at + j * LT_LANES);
 #pragma GCC unroll 16
     for (int64_t g = 0; g < group; g++)
 #pragma GCC unroll 16
@@ -226,10 +230,9 @@ static inline __attribute__((always_inline)) void NAME(attend_heads)(
 
 /* Take up to four heads at a time; dim is one of the usual head dimensions. */
 static void NAME(attend_group)(const T *restrict q, const T *restrict k, const T *restrict v,
-                               T *restrict out, int64_t num_keys, int64_t stride, int64_t group,
-                               int64_t dim, float scale, float *restrict scores) {
-#define LT_ATTEND(heads, size) \
-  NAME(attend_heads)(q, k, v, out, num_keys, stride, heads, size, scale, scores)
+                               T *restrict out, const lt_seen seen, int64_t group, int64_t dim,
+                               float scale, float *restrict scores) {
+#define LT_ATTEND(heads, size) NAME(attend_heads)(q, k, v, out, seen, heads, size, scale, scores)
 #define LT_EVERY_DIM(heads)                     \
   do {                                          \
     if (dim == 16) LT_ATTEND(heads, 16);        \
@@ -263,12 +266,14 @@ void NAME(store_kv)(const T *restrict keys, const T *restrict values, int64_t to
   }
 }
 
-/* Each of `tokens` queries, at (row, slot), attends to the slots [slot - window + 1, slot] of its
- * row (window 0: from 0). scores holds, for each thread, four heads of the longest row. */
+/* Each of `tokens` queries sees the first contexts[t] slots of its row (with a window, those of the
+ * last `window` places), then the slots behind them that have their bit in visible[t]. depths[t] is
+ * how many places it is behind its context. scores holds, for each thread, four heads of a row. */
 void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
                        const T *restrict key_cache, const T *restrict value_cache,
                        int64_t row_stride, const int64_t *restrict rows,
-                       const int64_t *restrict slots, T *restrict out, int64_t tokens,
+                       const int64_t *restrict contexts, const int64_t *restrict depths,
+                       const int64_t *restrict visible, T *restrict out, int64_t tokens,
                        int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
                        float *restrict scores, int64_t scores_stride, int threads) {
   const int64_t group = heads / kv_heads, stride = kv_heads * dim;
@@ -276,12 +281,19 @@ void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (int64_t task = 0; task < tokens * kv_heads; task++) {
     const int64_t t = task / kv_heads, h = task % kv_heads;
-    const int64_t end = slots[t] + 1;
-    const int64_t first = window > 0 && end > window ? end - window : 0;
-    const int64_t at = rows[t] * row_stride + first * stride + h * dim;
-    NAME(attend_group)(queries + t * token_stride + h * group * dim, key_cache + at,
-                       value_cache + at, out + (t * heads + h * group) * dim, end - first, stride,
-                       group, dim, scale, scores + LT_THREAD * scores_stride);
+    const int64_t reach = contexts[t] + depths[t];
+    int64_t first = window > 0 && reach > window ? reach - window : 0;
+    first = first < contexts[t] ? first : contexts[t];
+    int64_t picked[64];
+    lt_seen seen = {.context = contexts[t] - first, .stride = stride, .picked = picked};
+    uint64_t mask = (uint64_t)visible[t];
+    for (; mask & 1; mask >>= 1) seen.context++; /* what follows on is context, too */
+    for (int64_t at = seen.context + 1; mask >>= 1; at++)
+      if (mask & 1) picked[seen.num_picked++] = at;
+    const int64_t start = rows[t] * row_stride + first * stride + h * dim;
+    NAME(attend_group)(queries + t * token_stride + h * group * dim, key_cache + start,
+                       value_cache + start, out + (t * heads + h * group) * dim, seen, group, dim,
+                       scale, scores + LT_THREAD * scores_stride);
   }
 }
 

@@ -35,6 +35,33 @@ class QueryKeyValue(NamedTuple):
     values: Float[Tensor, "tokens kv_heads head_dim"]
 
 
+class Places(NamedTuple):
+    """Where each token of a step is kept in the cache, and what it sees of its row.
+
+    A token sees the first `contexts` slots of its row, then those slots behind them whose bit is in
+    `visible`. A token of a text sees all up to itself. Of a draft behind a context of 9 slots:
+
+        slot        9   10   11            10 and 11 are children of 9
+        contexts    9    9    9
+        depths      1    2    2            as a text, they would be the 10th, 11th and 11th token
+        visible   0b1 0b11 0b101
+    """
+
+    rows: Int[Tensor, "tokens"]
+    slots: Int[Tensor, "tokens"]
+    contexts: Int[Tensor, "tokens"]
+    depths: Int[Tensor, "tokens"]
+    """Tokens seen behind the context; windows count back from contexts + depths."""
+    visible: Int[Tensor, "tokens"]
+    """Bit i stands for slot contexts + i."""
+
+
+def text_places(rows: Int[Tensor, "tokens"], slots: Int[Tensor, "tokens"]) -> Places:
+    """Places of tokens that see every slot of their row up to their own."""
+    none = torch.zeros_like(slots)
+    return Places(rows, slots, slots + 1, none, none)
+
+
 class Kernels(abc.ABC):
     """Small operations between the matrix products. Inputs may be overwritten by the result."""
 
@@ -86,11 +113,10 @@ class Kernels(abc.ABC):
         queries: Float[Tensor, "tokens heads head_dim"],
         key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
         value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        rows: Int[Tensor, "tokens"],
-        slots: Int[Tensor, "tokens"],
+        places: Places,
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Let each token, at (row, slot), see its row up to itself, at most `window` (0: all)."""
+        """Let each token see what its place says, at most `window` tokens back (0: all)."""
 
 
 @final
@@ -153,15 +179,18 @@ class TorchKernels(Kernels):
         queries: Float[Tensor, "tokens heads head_dim"],
         key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
         value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        rows: Int[Tensor, "tokens"],
-        slots: Int[Tensor, "tokens"],
+        places: Places,
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
         """One product a token: each reads its own row at its own length, nothing is padded."""
         attended = torch.empty_like(queries)
-        for token, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
-            first = max(0, slot + 1 - window) if window else 0
-            keys, values = key_rows[row, first : slot + 1], value_rows[row, first : slot + 1]
+        for token, (row, _, context, depth, visible) in enumerate(
+            zip(*(each.tolist() for each in places), strict=True)
+        ):
+            first = min(max(0, context + depth - window), context) if window else 0
+            seen = [*range(first, context)]
+            seen += [context + i for i in range(visible.bit_length()) if visible >> i & 1]
+            keys, values = key_rows[row, seen], value_rows[row, seen]
             # The heads of a group are queries of their one key head.
             grouped = queries[token].view(keys.shape[1], -1, queries.shape[-1])
             out = F.scaled_dot_product_attention(
@@ -270,8 +299,7 @@ class NativeKernels(Kernels):
         queries: Float[Tensor, "tokens heads head_dim"],
         key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
         value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        rows: Int[Tensor, "tokens"],
-        slots: Int[Tensor, "tokens"],
+        places: Places,
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
         """All tokens in one call, each over its own length."""
@@ -286,8 +314,10 @@ class NativeKernels(Kernels):
             key_rows.data_ptr(),
             value_rows.data_ptr(),
             key_rows.stride(0),
-            rows.data_ptr(),
-            slots.data_ptr(),
+            places.rows.data_ptr(),
+            places.contexts.data_ptr(),
+            places.depths.data_ptr(),
+            places.visible.data_ptr(),
             out.data_ptr(),
             tokens,
             heads,

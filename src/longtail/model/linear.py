@@ -3,6 +3,7 @@
 The packed copy lives beside the parameter and is made anew by `pack`; training never packs. Which
 product is used depends on what the machine has:
 
+    float32, a C compiler                   product.c: a row's bits do not depend on its batch
     bfloat16, AMX tiles and a C compiler    product.c (1.5-2x oneDNN's at up to 64 rows)
     bfloat16, oneDNN with bfloat16          oneDNN, weight in its blocked layout
     anything else                           F.linear
@@ -20,7 +21,7 @@ from longtail.model import native
 Product = Callable[[Tensor], Tensor]
 
 _TILE = 32
-"""product.c takes inputs and outputs by so many."""
+"""product.c takes outputs, and bfloat16 inputs, by so many."""
 
 
 class Linear(nn.Module):
@@ -35,7 +36,7 @@ class Linear(nn.Module):
     def pack(self) -> None:
         """Pack the present weight for inference; call again after the weight changed."""
         weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
-        self._packed = _tiled(weight, bias) or _blocked(weight, bias)
+        self._packed = _native(weight, bias) or _blocked(weight, bias)
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Apply the layer to a flat list of rows."""
@@ -44,17 +45,21 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def _tiled(weight: Tensor, bias: Tensor | None) -> Product | None:
+def _native(weight: Tensor, bias: Tensor | None) -> Product | None:
     """Pack for product.c, if this machine and this shape can have it."""
     outputs, inputs = weight.shape
-    fits = inputs % _TILE == 0 and outputs % _TILE == 0
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not fits:
-        return None
-    product = native.product()
+    product = native.product(weight.dtype) if weight.device.type == "cpu" else None
     if product is None:
         return None
-    # [blocks of 16 outputs][pairs of inputs][16 outputs][2]: the order in which tiles read it.
-    packed = weight.view(outputs // 16, 16, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
+    if weight.dtype == torch.float32:
+        # [blocks of 32 outputs][inputs][32 outputs], the last block filled up with 0
+        filled = F.pad(weight, (0, 0, 0, -outputs % _TILE))
+        packed = filled.view(-1, _TILE, inputs).transpose(1, 2).contiguous()
+    elif inputs % _TILE == 0 and outputs % _TILE == 0:
+        # [blocks of 16 outputs][pairs of inputs][16 outputs][2]: the order in which tiles read it
+        packed = weight.view(outputs // 16, 16, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
+    else:
+        return None
     shift = None if bias is None else bias.data_ptr()
 
     def apply(x: Tensor) -> Tensor:

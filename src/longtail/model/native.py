@@ -65,7 +65,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "rotate_backward": [_PTR, _INT] + [_PTR] * 6 + [_INT] * 3 + [_FLOAT],
     "swiglu_backward": [_PTR] * 3 + [_INT] * 2,
     "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT]
-    + [_PTR] * 3
+    + [_PTR] * 5
     + [_INT] * 5
     + [_PTR, _INT, _THREADS],
 }
@@ -98,12 +98,17 @@ def _library() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def product() -> Callable[..., None] | None:
-    """Return the bfloat16 product of few rows (product.c); None where there are no AMX tiles."""
+def product(dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return the product of few rows (product.c); None where this machine or dtype has none.
+
+    float32 wants a compiler, bfloat16 AMX tiles, too.
+    """
     loaded = None if unavailable_because() is not None else _library()
-    if loaded is None or not loaded["product_bf16_ready"]():
+    if loaded is None or dtype not in _SUFFIXES:
         return None
-    function = loaded["product_bf16"]
+    if dtype == torch.bfloat16 and not loaded["product_bf16_ready"]():
+        return None
+    function = loaded[f"product_{_SUFFIXES[dtype]}"]
     function.argtypes, function.restype = [_PTR] * 4 + [_INT] * 3 + [_THREADS], None
     return function
 

@@ -1,7 +1,74 @@
-/* out = x W^T + bias for few rows of x, bfloat16 in and out, float32 sums, on AMX tiles.
- *
- * Reading W once is all that can be fast about it, so W lies in the order in which it is read: for
- * every 16 outputs, 32 inputs at a time, one tile of [16 pairs of inputs][16 outputs][2].
+/* Products x W^T + bias for few rows of x. Reading W once is all that can be fast about them, so W
+ * lies in the order in which it is read. Every sum is taken in the order of the inputs, whatever
+ * rows are beside it: a row of the result does not depend on the batch that it is in. */
+
+/* ---- float32: [blocks of 32 outputs][inputs][32 outputs], the last block filled up with 0. ---- */
+
+/* R rows by V vectors of outputs. Both are literals, so the sums are registers, not memory. */
+#define LT_DEFINE_TILE(R, V)                                                                      \
+  static void lt_tile_##R##_##V(const float *restrict x, const float *restrict w,                 \
+                                const float *restrict bias, float *restrict out, int64_t inputs,  \
+                                int64_t outputs, int64_t first) {                                 \
+    lt_vec sums[R][V];                                                                            \
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                          \
+        _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) sums[r][v] = (lt_vec){0};            \
+    for (int64_t k = 0; k < inputs; k++) {                                                        \
+      lt_vec weights[V];                                                                          \
+      _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) weights[v] =                           \
+          lt_load_f32(w + (v / 2) * inputs * 32 + k * 32 + (v % 2) * LT_LANES);                   \
+      _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                        \
+          _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) sums[r][v] +=                      \
+          x[r * inputs + k] * weights[v];                                                         \
+    }                                                                                             \
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                          \
+        _Pragma("GCC unroll 16") for (int v = 0; v < V; v++)                                      \
+            lt_store_tile(sums[r][v], bias, out + r * outputs, first + v * LT_LANES, outputs);    \
+  }
+
+static inline void lt_store_tile(lt_vec sum, const float *restrict bias, float *restrict out,
+                                 int64_t first, int64_t outputs) {
+  for (int64_t i = 0; bias && i < LT_LANES && first + i < outputs; i++) sum[i] += bias[first + i];
+  if (first + LT_LANES <= outputs) *(lt_vec *)(out + first) = sum;
+  else
+    for (int64_t i = 0; first + i < outputs; i++) out[first + i] = sum[i];
+}
+
+LT_DEFINE_TILE(1, 2)
+LT_DEFINE_TILE(1, 4)
+LT_DEFINE_TILE(2, 2)
+LT_DEFINE_TILE(2, 4)
+LT_DEFINE_TILE(3, 2)
+LT_DEFINE_TILE(3, 4)
+LT_DEFINE_TILE(5, 2)
+LT_DEFINE_TILE(5, 4)
+LT_DEFINE_TILE(12, 2)
+
+void product_f32(const float *restrict x, const float *restrict packed,
+                 const float *restrict bias, float *restrict out, int64_t rows, int64_t inputs,
+                 int64_t outputs, int threads) {
+  const int64_t blocks = (outputs + 31) / 32;
+  const int64_t together = rows <= 5 ? 2 : 1; /* enough sums under way to hide their latency */
+#define LT_TILE(R, V) \
+  lt_tile_##R##_##V(x + r * inputs, w, bias, out + r * outputs, inputs, outputs, block * 32)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t block = 0; block < blocks; block += together) {
+    const float *w = packed + block * inputs * 32;
+    const int two = together == 2 && blocks - block >= 2;
+    for (int64_t r = 0, here; r < rows; r += here) {
+      const int64_t left = rows - r;
+      here = left >= 12 ? 12 : left >= 5 ? 5 : left >= 3 ? 3 : left;
+      if (here == 12) LT_TILE(12, 2);
+      else if (here == 5) { if (two) LT_TILE(5, 4); else LT_TILE(5, 2); }
+      else if (here == 3) { if (two) LT_TILE(3, 4); else LT_TILE(3, 2); }
+      else if (here == 2) { if (two) LT_TILE(2, 4); else LT_TILE(2, 2); }
+      else { if (two) LT_TILE(1, 4); else LT_TILE(1, 2); }
+    }
+  }
+#undef LT_TILE
+}
+
+/* ---- bfloat16 in and out, float32 sums, on AMX tiles: for every 16 outputs, 32 inputs at a time,
+ * one tile of [16 pairs of inputs][16 outputs][2]. ----
  *
  *     x tile   16 rows x 32 inputs                         W tile   32 inputs x 16 outputs
  *     sums    +-----------+-----------+

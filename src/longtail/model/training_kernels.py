@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longtail.model import native
-from longtail.model.kernels import Kernels, QueryKeyValue, Residual, TorchKernels
+from longtail.model.kernels import Kernels, Places, QueryKeyValue, Residual, TorchKernels
 from longtail.model.rope import Rotation
 
 Functions = Mapping[str, Callable[..., None]]
@@ -194,12 +194,11 @@ class NativeTrainingKernels(Kernels):
         queries: Float[Tensor, "tokens heads head_dim"],
         key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
         value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        rows: Int[Tensor, "tokens"],
-        slots: Int[Tensor, "tokens"],
+        places: Places,
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
         """As PyTorch does: training keeps no cache."""
-        return self._plain.attend_rows(queries, key_rows, value_rows, rows, slots, window)
+        return self._plain.attend_rows(queries, key_rows, value_rows, places, window)
 
 
 def select_training_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:

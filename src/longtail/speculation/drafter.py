@@ -89,7 +89,7 @@ class Noise(abc.ABC):
 
     @abc.abstractmethod
     def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
-        """g[key, position, v] for the nodes of `depth` (1: the root's successor) of each request."""
+        """g[key, position, v] for nodes of `depth` (1: the root's successor), of each request."""
 
 
 class Drafter(abc.ABC):

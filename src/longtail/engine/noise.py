@@ -1,0 +1,98 @@
+"""Keyed noise of the next places of the requests in progress, made several places at a time.
+
+The noise of a place is known before its token is, and a few large tensor operations cost less than
+many small ones. Values are those of `sampling.gumbel_noise`, whatever the grouping. Verification
+and drafting read the same table.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longtail.engine.request import ActiveRequest
+from longtail.sampling import gumbel_noise
+from longtail.speculation.drafter import Noise
+
+
+@final
+class NoiseAhead:
+    """A table of noise: for each request in progress, its next places."""
+
+    def __init__(self, vocab_size: int, device: torch.device, *, max_entries: int = 2**19) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._max_entries = max_entries
+        # By the request itself: another one may come back under the same name with another key.
+        self._starts: dict[ActiveRequest, int] = {}
+        self._rows: dict[ActiveRequest, int] = {}
+        self._table = torch.empty(0, 0, vocab_size, device=device)
+
+    def rows(
+        self, requests: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
+    ) -> Float[Tensor, "drawing vocab"]:
+        """Noise of places of each request, counted from its next token (0), one after the other.
+
+        Example: rows([a, b], [[0], [0, 1, 1]]) is one row of a's and three of b's
+        """
+        self.reach(requests, max(max(ahead) for ahead in aheads))
+        rows: list[int] = []
+        offsets: list[int] = []
+        for active, ahead in zip(requests, aheads, strict=True):
+            rows += [self._rows[active]] * len(ahead)
+            offset = len(active.tokens) - self._starts[active]
+            offsets += [offset + place for place in ahead]
+        return self._gather(rows, offsets)
+
+    def ahead(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
+        """Noise for drafts of at most `depth`, good until the requests get their next tokens."""
+        self.reach(requests, depth)
+        return _Ahead(
+            table=self._table,
+            rows=torch.tensor([self._rows[active] for active in requests], device=self._device),
+            offsets=torch.tensor(
+                [self._offset(active) for active in requests], device=self._device
+            ),
+        )
+
+    def reach(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
+        """See that the table holds the next `ahead` + 1 places of each request."""
+        last = self._table.shape[1] - 1 - ahead
+        if not all(0 <= self._offset(active) <= last for active in requests):
+            self._refill(requests, ahead + 1)
+
+    def _gather(self, rows: list[int], offsets: list[int]) -> Float[Tensor, "drawing vocab"]:
+        where = torch.tensor([rows, offsets], device=self._device)
+        return self._table[where[0], where[1]]
+
+    def _offset(self, active: ActiveRequest) -> int:
+        """Column of the request's next place in the table; -1 if it has no row."""
+        start = self._starts.get(active)
+        return -1 if start is None else len(active.tokens) - start
+
+    def _refill(self, requests: Sequence[ActiveRequest], least: int) -> None:
+        """Start every request's window at its next place."""
+        count = len(requests)
+        depth = max(least, min(32, self._max_entries // (count * self._vocab_size)))
+        keys = torch.tensor([active.request.noise_key for active in requests], device=self._device)
+        starts = [len(active.tokens) for active in requests]
+        positions = torch.tensor(starts, device=self._device)[:, None] + torch.arange(
+            depth, device=self._device
+        )
+        noise = gumbel_noise(keys.repeat_interleave(depth), positions.flatten(), self._vocab_size)
+        self._table = noise.view(count, depth, self._vocab_size)
+        self._rows = {active: row for row, active in enumerate(requests)}
+        self._starts = dict(zip(requests, starts, strict=True))
+
+
+@final
+class _Ahead(Noise):
+    """Rows of the table, a depth at a time."""
+
+    def __init__(self, *, table: Tensor, rows: Tensor, offsets: Tensor) -> None:
+        self._table, self._rows, self._offsets = table, rows, offsets
+
+    def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
+        """A node of depth 1 takes the request's next place."""
+        return self._table[self._rows, self._offsets + (depth - 1)]
