@@ -1,0 +1,181 @@
+"""What a drafter with a bounded window keeps of each request: recent features, keys and values.
+
+A row holds the features of consecutive tokens and, in the same slots, the drafter's keys and values
+of the pairs that those features begin. Only the last `window` are ever looked at; when a
+row is full they move to its front. So memory and time do not grow with the text.
+
+    tokens     ... 57   58   59   60   61                  61 is the root
+    slots           0    1    2    3                       base = 57, end = 4
+    features        f    f    f    f
+    keys, values    k    k    .    .    n  n  n            done = 2: two pairs to catch up on, then
+                                                           the nodes of a draft
+
+A pair's key and value follow from its own feature and token alone (the drafter has one layer), so
+catching up after a stretch without drafts is one pass over at most `window` pairs, and exact.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longtail.speculation.drafter import Seen
+from longtail.speculation.tree import MAX_NODES
+
+_PROMPTS_KEPT = 256
+"""Prompts whose last features are kept for siblings that start with shared KV."""
+
+
+@dataclass(slots=True)
+class Window:
+    """The row of one request; slots count from token `base` on."""
+
+    row: int
+    base: int
+    end: int = 0
+    done: int = 0
+
+    @property
+    def next_token(self) -> int:
+        """The token whose feature would be the next one."""
+        return self.base + self.end
+
+
+@final
+class Windows:
+    """Rows of all requests. A request whose tokens are not seen in order starts over."""
+
+    def __init__(
+        self,
+        *,
+        window: int,
+        max_len: int,
+        feature_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._window = window
+        self._room = 2 * window + MAX_NODES if window else max_len
+        self._sizes = (feature_size, kv_heads, head_dim)
+        self._dtype, self._device = dtype, device
+        self._of: dict[str, Window] = {}
+        self._free: list[int] = []
+        self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self.features = torch.empty(0, self._room, feature_size, dtype=dtype, device=device)
+        self.keys = self.values = torch.empty(0, dtype=dtype, device=device)
+        self._grow_rows(8)
+
+    def get(self, request_id: str) -> Window | None:
+        """Return the request's window, None if nothing was seen of it."""
+        return self._of.get(request_id)
+
+    def of(self, request_id: str) -> Window:
+        """Return the window of a request that was seen."""
+        return self._of[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Free the row, if there is one."""
+        window = self._of.pop(request_id, None)
+        if window is not None:
+            self._free.append(window.row)
+
+    def clear(self) -> None:
+        """Drop everything: features of other weights mean nothing."""
+        for request_id in list(self._of):
+            self.forget(request_id)
+        self._prompts.clear()
+
+    def observe(self, seen: Sequence[Seen], features: Float[Tensor, "tokens features"]) -> None:
+        """Append the features of what was seen, all rows at once."""
+        sources: list[int] = []
+        targets: list[int] = []
+        ends_prompt: list[tuple[Window, Seen]] = []
+        first = 0
+        for each in seen:
+            window = self._place(each)
+            kept = min(each.num_tokens, self._window or each.num_tokens)
+            if window.end + kept > self._room:
+                self._slide(window)
+            if kept < each.num_tokens:  # what came before is out of sight
+                window.base, window.end = each.start + each.num_tokens - kept, 0
+                window.done = 0
+            start = window.row * self._room + window.end
+            targets += range(start, start + kept)
+            sources += range(first + each.num_tokens - kept, first + each.num_tokens)
+            window.end += kept
+            first += each.num_tokens
+            if each.start < each.prompt_len <= each.start + each.num_tokens:
+                ends_prompt.append((window, each))
+        flat = self.features.view(-1, self._sizes[0])
+        if len(sources) < first:
+            features = features[torch.tensor(sources, device=self._device)]
+        flat.index_copy_(0, torch.tensor(targets, device=self._device), features.to(self._dtype))
+        for window, each in ends_prompt:
+            self._keep_prompt(window, each)
+
+    def _place(self, seen: Seen) -> Window:
+        """Return the request's window, ready for `seen.start`."""
+        window = self._of.get(seen.request_id)
+        if window is None:
+            if not self._free:
+                self._grow_rows(max(8, self.features.shape[0]))
+            window = Window(row=self._free.pop(), base=seen.start)
+            self._of[seen.request_id] = window
+            self._begin_like_sibling(window, seen)
+        if window.next_token != seen.start:  # computed anew, or some of it went unseen
+            window.base, window.end, window.done = seen.start, 0, 0
+        return window
+
+    def _begin_like_sibling(self, window: Window, seen: Seen) -> None:
+        """Where KV of the prompt came from a sibling, so do its features."""
+        kept = self._prompts.get(tuple(seen.tokens[: seen.prompt_len])) if seen.start else None
+        if kept is None:
+            return
+        # The sibling computed the whole prompt; this request computes it again from `start`.
+        count = len(kept) - (seen.prompt_len - min(seen.start, seen.prompt_len))
+        if count > 0:
+            self.features[window.row, :count] = kept[:count]
+            window.base, window.end = seen.start - count, count
+
+    def _keep_prompt(self, window: Window, seen: Seen) -> None:
+        prompt = tuple(seen.tokens[: seen.prompt_len])
+        upto = seen.prompt_len - window.base
+        start = max(0, upto - self._window) if self._window else 0
+        self._prompts[prompt] = self.features[window.row, start:upto].clone()
+        self._prompts.move_to_end(prompt)
+        if len(self._prompts) > _PROMPTS_KEPT:
+            self._prompts.popitem(last=False)
+
+    def _slide(self, window: Window) -> None:
+        """Move the last `window` slots to the front of the row."""
+        assert self._window, "an unbounded row is as long as the longest text"
+        start = max(window.end - self._window, 0)
+        for kept in (self.features, self.keys, self.values):
+            kept[window.row, : window.end - start] = kept[window.row, start : window.end].clone()
+        window.base += start
+        window.end -= start
+        window.done = max(window.done - start, 0)
+
+    def _grow_rows(self, more: int) -> None:
+        old = self.features.shape[0]
+        feature_size, kv_heads, head_dim = self._sizes
+        slots = self._room + MAX_NODES
+        shapes = (
+            (self._room, feature_size),
+            (slots, kv_heads, head_dim),
+            (slots, kv_heads, head_dim),
+        )
+        grown = []
+        for kept, shape in zip((self.features, self.keys, self.values), shapes, strict=True):
+            larger = torch.zeros(old + more, *shape, dtype=self._dtype, device=self._device)
+            if old:
+                larger[:old] = kept
+            grown.append(larger)
+        self.features, self.keys, self.values = grown
+        self._free += range(old, old + more)
