@@ -127,6 +127,11 @@ class EagleLayer(nn.Module):
         return self._kernels
 
     @property
+    def rope(self) -> Rope:
+        """Its rotary embedding."""
+        return self._rope
+
+    @property
     def device(self) -> torch.device:
         """Device of the parameters."""
         return self.fc.weight.device
@@ -166,7 +171,7 @@ class EagleLayer(nn.Module):
     ) -> LayerInput:
         """Join the feature of a token with the embedding of the next."""
         if self.config.recipe == "eagle1":
-            stream = self.fc(torch.cat((embeddings, features), -1))
+            stream = self.fc(torch.cat((embeddings, features), -1)).to(features.dtype)
             return LayerInput(stream=stream, attended=stream)
         add_norm, eps = self._kernels.add_norm, self.config.target.norm_eps
         embedded = add_norm(embeddings, None, self.embedding_norm.weight, eps).normed

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.drafter.eagle import EagleLayer
@@ -40,10 +40,9 @@ class EagleWalker(Walker):
         self, parts: EagleParts, windows: Windows, requests: Sequence[Draftable], depth: int
     ) -> None:
         self._parts, self._windows, self._requests = parts, windows, requests
-        self._states = [windows.of(each.request_id) for each in requests]
-        rows = [state.row for state in self._states]
-        ends = [state.end for state in self._states]
-        roots = [[state.next_token - 1 + d for state in self._states] for d in range(depth)]
+        states = [windows.of(each.request_id) for each in requests]
+        rows, ends = [state.row for state in states], [state.end for state in states]
+        roots = [[state.next_token - 1 + d for state in states] for d in range(depth)]
         device = windows.features.device
         self._rows, self._ends = torch.tensor([rows, ends], device=device)
         positions = torch.tensor(roots, device=device).flatten()
@@ -60,14 +59,13 @@ class EagleWalker(Walker):
         """Compute keys and values of all pairs that lack them, and score behind the last ones."""
         started = time.perf_counter()
         layer, windows = self._parts.layer, self._windows
-        pending = self._pending()
-        features = layer.fuse_features(windows.features[pending.rows, pending.slots])
-        entered = layer.enter(features, self._parts.embedding(pending.tokens))
-        heads = layer.heads(entered.attended, layer.rotation(pending.positions))
-        self._store(heads, pending.rows, pending.slots)
-        stream, queries = entered.stream, heads.queries
-        if pending.lasts is not None:
-            stream, queries = stream[pending.lasts], queries[pending.lasts]
+        pending = windows.catch_up(self._requests)
+        rows, slots, tokens, positions = pending.pairs
+        features = layer.fuse_features(windows.features[rows, slots])
+        entered = layer.enter(features, self._parts.embedding(tokens))
+        heads = layer.heads(entered.attended, layer.rotation(positions))
+        self._store(heads, rows, slots)
+        stream, queries = entered.stream[pending.lasts], heads.queries[pending.lasts]
         none = torch.zeros_like(self._rows)
         logits = self._leave(stream, queries, Places(self._rows, none, self._ends, none, none))
         self.seconds += time.perf_counter() - started
@@ -91,28 +89,6 @@ class EagleWalker(Walker):
         logits = self._leave(entered.stream, heads.queries, places)
         self.seconds += time.perf_counter() - started
         return logits
-
-    def _pending(self) -> "_Pending":
-        """List the pairs without keys and values, at most a window's worth of each request."""
-        rows: list[int] = []
-        slots: list[int] = []
-        tokens: list[int] = []
-        positions: list[int] = []
-        lasts: list[int] = []
-        for state, request in zip(self._states, self._requests, strict=True):
-            start = max(state.done, state.end - (self._parts.window or state.end))
-            rows += [state.row] * (state.end - start)
-            slots += range(start, state.end)
-            tokens += request.tokens[state.base + start + 1 : state.base + state.end + 1]
-            positions += range(state.base + start, state.base + state.end)
-            lasts.append(len(rows) - 1)
-            state.done = state.end
-        device = self._rows.device
-        every = len(lasts) == len(rows)
-        return _Pending(
-            *torch.tensor([rows, slots, tokens, positions], device=device),
-            lasts=None if every else torch.tensor(lasts, device=device),
-        )
 
     def _places(self, frontier: Frontier) -> Places:
         """Nodes see their request's window, their ancestors and themselves."""
@@ -149,13 +125,3 @@ class EagleWalker(Walker):
         left = layer.leave(stream, attended)
         self._feature = left.feature
         return self._parts.head(left.scored)
-
-
-class _Pending(NamedTuple):
-    """Pairs to catch up on, request by request; `lasts` are the root pairs, None where all are."""
-
-    rows: Int[Tensor, "pairs"]
-    slots: Int[Tensor, "pairs"]
-    tokens: Int[Tensor, "pairs"]
-    positions: Int[Tensor, "pairs"]
-    lasts: Int[Tensor, "requests"] | None

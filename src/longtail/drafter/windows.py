@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.speculation.drafter import Seen
+from longtail.speculation.drafter import Draftable, Seen
 from longtail.speculation.tree import MAX_NODES
 
 _PROMPTS_KEPT = 256
@@ -43,6 +43,15 @@ class Window:
     def next_token(self) -> int:
         """The token whose feature would be the next one."""
         return self.base + self.end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """Pairs that lack keys and values, request by request; the last of each is its root's."""
+
+    pairs: Int[Tensor, "4 pairs"]
+    """Their rows, their slots, their tokens (that after the feature's) and positions."""
+    lasts: Int[Tensor, "requests"]
 
 
 @final
@@ -118,6 +127,25 @@ class Windows:
         flat.index_copy_(0, torch.tensor(targets, device=self._device), features.to(self._dtype))
         for window, each in ends_prompt:
             self._keep_prompt(window, each)
+
+    def catch_up(self, requests: Sequence[Draftable]) -> Pending:
+        """List what the requests lack, at most a window's worth each; the caller computes it."""
+        rows: list[int] = []
+        slots: list[int] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        lasts: list[int] = []
+        for request in requests:
+            window = self._of[request.request_id]
+            start = max(window.done, window.end - (self._window or window.end))
+            rows += [window.row] * (window.end - start)
+            slots += range(start, window.end)
+            tokens += request.tokens[window.base + start + 1 : window.base + window.end + 1]
+            positions += range(window.base + start, window.base + window.end)
+            lasts.append(len(rows) - 1)
+            window.done = window.end
+        pairs = torch.tensor([rows, slots, tokens, positions], device=self._device)
+        return Pending(pairs=pairs, lasts=torch.tensor(lasts, device=self._device))
 
     def _place(self, seen: Seen) -> Window:
         """Return the request's window, ready for `seen.start`."""

@@ -96,3 +96,8 @@ class _Ahead(Noise):
     def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
         """A node of depth 1 takes the request's next place."""
         return self._table[self._rows, self._offsets + (depth - 1)]
+
+    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
+        """Rows of consecutive places."""
+        places = self._offsets[:, None] + torch.arange(depth, device=self._offsets.device)
+        return self._table[self._rows[:, None], places]

@@ -20,7 +20,7 @@ from longtail.engine.noise import NoiseAhead
 from longtail.engine.report import Verified
 from longtail.model.transformer import ModelConfig, Taps
 from longtail.speculation.drafter import Draftable, Drafter, Seen, Strategy
-from longtail.speculation.tree import EMPTY, MAX_NODES, depths
+from longtail.speculation.tree import EMPTY, MAX_NODES, cut_depth, depths
 from longtail.speculation.verify import Accepted
 
 
@@ -82,7 +82,10 @@ class Speculator:
         trees = own.drafter.propose(
             [self._draftable(each) for each in asking], strategy, ahead if own.coupled else None
         )
-        drafts = {each.active.request_id: tree for each, tree in zip(asking, trees, strict=True)}
+        drafts = {
+            each.active.request_id: cut_depth(tree, self._max_depth(each))
+            for each, tree in zip(asking, trees, strict=True)
+        }
         return [
             replace(each, draft=drafts.get(each.active.request_id, EMPTY)) for each in scheduled
         ]

@@ -17,7 +17,7 @@ from torch import Tensor
 from longtail.model import native
 from longtail.model.rope import Rotation
 
-_NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128)
+NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128)
 
 
 class Residual(NamedTuple):
@@ -333,7 +333,7 @@ class NativeKernels(Kernels):
 
 def select_kernels(dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernels:
     """Choose the kernels for inference: native where they exist for this dtype and shape."""
-    if device.type == "cpu" and head_dim in _NATIVE_HEAD_DIMS:
+    if device.type == "cpu" and head_dim in NATIVE_HEAD_DIMS:
         functions = native.functions(dtype)
         if functions is not None:
             return NativeKernels(functions)

@@ -10,6 +10,7 @@ product is used depends on what the machine has:
 """
 
 from collections.abc import Callable
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,28 @@ Product = Callable[[Tensor], Tensor]
 
 _TILE = 32
 """product.c takes outputs, and bfloat16 inputs, by so many."""
+
+
+@final
+class NativeProduct:
+    """x W^T + bias by product.c, of a weight in its layout."""
+
+    def __init__(self, packed: Tensor, bias: Tensor | None, outputs: int) -> None:
+        product = native.product(packed.dtype)
+        assert product is not None, "packed for a product that this machine does not have"
+        self.packed = packed
+        self._product, self._outputs = product, outputs
+        self._shift = None if bias is None else bias.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply it to dense rows."""
+        assert x.is_contiguous(), "product.c reads dense rows"
+        out = x.new_empty(x.shape[0], self._outputs)
+        self._product(
+            x.data_ptr(), self.packed.data_ptr(), self._shift, out.data_ptr(),
+            *x.shape, self._outputs, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
 
 class Linear(nn.Module):
@@ -38,6 +61,11 @@ class Linear(nn.Module):
         weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
         self._packed = _native(weight, bias) or _blocked(weight, bias)
 
+    @property
+    def native(self) -> NativeProduct | None:
+        """The present weight as product.c reads it; None where it is not packed so."""
+        return self._packed if isinstance(self._packed, NativeProduct) else None
+
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Apply the layer to a flat list of rows."""
         if self._packed is not None:
@@ -45,11 +73,10 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def _native(weight: Tensor, bias: Tensor | None) -> Product | None:
+def _native(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
     """Pack for product.c, if this machine and this shape can have it."""
     outputs, inputs = weight.shape
-    product = native.product(weight.dtype) if weight.device.type == "cpu" else None
-    if product is None:
+    if weight.device.type != "cpu" or native.product(weight.dtype) is None:
         return None
     if weight.dtype == torch.float32:
         # [blocks of 32 outputs][inputs][32 outputs], the last block filled up with 0
@@ -60,18 +87,7 @@ def _native(weight: Tensor, bias: Tensor | None) -> Product | None:
         packed = weight.view(outputs // 16, 16, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
     else:
         return None
-    shift = None if bias is None else bias.data_ptr()
-
-    def apply(x: Tensor) -> Tensor:
-        assert x.is_contiguous(), "product.c reads dense rows"
-        out = x.new_empty(x.shape[0], outputs)
-        product(
-            x.data_ptr(), packed.data_ptr(), shift, out.data_ptr(),
-            x.shape[0], inputs, outputs, torch.get_num_threads(),
-        )  # fmt: skip
-        return out
-
-    return apply
+    return NativeProduct(packed, bias, outputs)
 
 
 def _blocked(weight: Tensor, bias: Tensor | None) -> Product | None:

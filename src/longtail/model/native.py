@@ -1,4 +1,4 @@
-"""Compiles and loads kernels.c, once a machine, when it has a C compiler.
+"""Compiles and loads kernels.c, product.c and draft.c, once a machine, when it has a C compiler.
 
 The shared object is cached by the digest of source, flags, compiler and processor, built beside and
 renamed, so concurrent workers are safe. Without a compiler everything runs on PyTorch's operations,
@@ -22,8 +22,7 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("kernels.c")
-_PRODUCT_SOURCE = Path(__file__).with_name("product.c")
+_SOURCES = {name: Path(__file__).with_name(f"{name}.c") for name in ("kernels", "product", "draft")}
 _FLAGS = (
     "-O2",
     "-ftree-vectorize",
@@ -33,7 +32,7 @@ _FLAGS = (
     "-fno-finite-math-only",
     "-fopenmp",  # the runtime is the libgomp that PyTorch has loaded
 )
-_INSTANCES = """
+_FLOAT32 = """
 #define T float
 #define NAME(f) f##_f32
 #define LOAD(v) (v)
@@ -45,14 +44,25 @@ _INSTANCES = """
 #undef LOAD
 #undef STORE
 #undef LOAD_VEC
+"""
+_BFLOAT16 = """
 #define T uint16_t
 #define NAME(f) f##_bf16
 #define LOAD(v) lt_from_bf16(v)
 #define STORE(v) lt_to_bf16(v)
 #define LOAD_VEC(p) lt_load_bf16(p)
 #include "{source}"
-#include "{product}"
+#undef T
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef LOAD_VEC
 """
+_UNIT = (
+    (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["kernels"])
+    + f'#include "{_SOURCES["product"]}"\n'
+    + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draft"])
+)
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _THREADS = ctypes.c_int
 _SIGNATURES: dict[str, list[Any]] = {
@@ -114,6 +124,17 @@ def product(dtype: torch.dtype) -> Callable[..., None] | None:
 
 
 @functools.cache
+def chains(dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return the drafting round of draft.c, where `product` can be had; None elsewhere."""
+    loaded = None if product(dtype) is None else _library()
+    if loaded is None:
+        return None
+    function = loaded[f"eagle_chains_{_SUFFIXES[dtype]}"]
+    function.argtypes, function.restype = [_PTR] * 2, None
+    return function
+
+
+@functools.cache
 def functions(dtype: torch.dtype) -> Mapping[str, Callable[..., None]] | None:
     """Kernels for an element type by name; None where they cannot be built or do not exist."""
     loaded = None if unavailable_because() is not None else _library()
@@ -134,8 +155,8 @@ def _build() -> Path | None:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     cpuinfo = Path("/proc/cpuinfo")
     flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
-    sources = _SOURCE.read_text() + _PRODUCT_SOURCE.read_text()
-    parts = (sources, _INSTANCES, " ".join(_FLAGS), version.stdout, flags)
+    sources = "".join(path.read_text() for path in _SOURCES.values())
+    parts = (sources, _FLOAT32, _BFLOAT16, " ".join(_FLAGS), version.stdout, flags)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     target = cache_dir() / "kernels" / f"{digest}.so"
     if target.exists():
@@ -143,7 +164,7 @@ def _build() -> Path | None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         unit, built = Path(scratch, "unit.c"), Path(scratch, "kernels.so")
-        unit.write_text(_INSTANCES.format(source=_SOURCE, product=_PRODUCT_SOURCE))
+        unit.write_text(_UNIT)
         command = [compiler, *_FLAGS, "-shared", "-fPIC", str(unit), "-o", str(built), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -91,6 +91,10 @@ class Noise(abc.ABC):
     def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
         """g[key, position, v] for nodes of `depth` (1: the root's successor), of each request."""
 
+    @abc.abstractmethod
+    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
+        """`at_depth` of every depth from 1 on, dense."""
+
 
 class Drafter(abc.ABC):
     """Proposes drafts; owns whatever it remembers of the requests in progress."""

@@ -91,23 +91,46 @@ class Scoring:
         return chosen if self.draft_ids is None else self.draft_ids[chosen]
 
 
+def deepest(requests: Sequence[Draftable], strategy: Strategy) -> int:
+    """Return the depth of the longest draft that some request can use."""
+    return min(strategy.depth, strategy.num_nodes, max(each.max_depth for each in requests))
+
+
+def chain_trees(
+    tokens: Sequence[Sequence[int]],
+    margins: Sequence[Sequence[float]],
+    requests: Sequence[Draftable],
+    strategy: Strategy,
+) -> list[DraftTree]:
+    """Make each request's chain a tree, as long as it can use."""
+    trees = []
+    for request, some, by in zip(requests, tokens, margins, strict=True):
+        size = min(len(some), request.max_depth, strategy.num_nodes)
+        trees.append(
+            DraftTree(
+                tokens=tuple(some[:size]), parents=tuple(range(size)), margins=tuple(by[:size])
+            )
+        )
+    return trees
+
+
 def grow(
     walker: Walker, scoring: Scoring, strategy: Strategy, curve: ConfidenceCurve
 ) -> list[DraftTree]:
     """Draft for every request; one pass of the walker a level."""
     num, width = len(scoring.requests), strategy.width
     levels: list[_Level] = []
-    deepest = min(strategy.depth, max(each.max_depth for each in scoring.requests))
+    last = deepest(scoring.requests, strategy)
     logits, per_request = walker.root(), 1
     numbers = torch.zeros(num, 1, dtype=torch.int64, device=logits.device)
     reach = torch.ones(num, 1, device=logits.device)
     table = torch.tensor(curve.table(), device=logits.device) if width > 1 else None
     edges = torch.tensor(EDGES, device=logits.device) if width > 1 else None
     total = 0
-    for depth in range(1, deepest + 1):
+    for depth in range(1, last + 1):
         level = _children(scoring, logits, depth, numbers, width)
         levels.append(level)
-        if depth == deepest:
+        if depth == last:
             break
         tokens, parents = level.tokens, torch.zeros_like(level.tokens)
         numbers = total + 1 + torch.arange(tokens.shape[1], device=logits.device).expand_as(tokens)
