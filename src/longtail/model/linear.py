@@ -4,7 +4,7 @@ The packed copy lives beside the parameter and is made anew by `pack`; training 
 product is used depends on what the machine has:
 
     float32, a C compiler                   product.c: a row's bits do not depend on its batch
-    bfloat16, AMX tiles and a C compiler    product.c (1.5-2x oneDNN's at up to 64 rows)
+    bfloat16, AMX or AVX512-BF16, compiler  product.c, the same
     bfloat16, oneDNN with bfloat16          oneDNN, weight in its blocked layout
     anything else                           F.linear
 """
@@ -76,17 +76,19 @@ class Linear(nn.Module):
 def _native(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
     """Pack for product.c, if this machine and this shape can have it."""
     outputs, inputs = weight.shape
-    if weight.device.type != "cpu" or native.product(weight.dtype) is None:
+    layout = native.layout(weight.dtype) if weight.device.type == "cpu" else None
+    if layout is None or (layout == "tiles" and (inputs % _TILE or outputs % _TILE)):
         return None
-    if weight.dtype == torch.float32:
-        # [blocks of 32 outputs][inputs][32 outputs], the last block filled up with 0
-        filled = F.pad(weight, (0, 0, 0, -outputs % _TILE))
-        packed = filled.view(-1, _TILE, inputs).transpose(1, 2).contiguous()
-    elif inputs % _TILE == 0 and outputs % _TILE == 0:
+    if layout == "tiles":
         # [blocks of 16 outputs][pairs of inputs][16 outputs][2]: the order in which tiles read it
         packed = weight.view(outputs // 16, 16, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
-    else:
+        return NativeProduct(packed, bias, outputs)
+    step = 1 if layout == "inputs" else 2
+    if inputs % step:
         return None
+    # [blocks of 32 outputs][inputs / step][32 outputs][step], the last block filled up with 0
+    filled = F.pad(weight, (0, 0, 0, -outputs % _TILE))
+    packed = filled.view(-1, _TILE, inputs // step, step).transpose(1, 2).contiguous()
     return NativeProduct(packed, bias, outputs)
 
 

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -63,6 +63,8 @@ _UNIT = (
     + f'#include "{_SOURCES["product"]}"\n'
     + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draft"])
 )
+Layout = Literal["inputs", "pairs", "tiles"]
+
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _THREADS = ctypes.c_int
 _SIGNATURES: dict[str, list[Any]] = {
@@ -108,15 +110,22 @@ def _library() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def product(dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return the product of few rows (product.c); None where this machine or dtype has none.
-
-    float32 wants a compiler, bfloat16 AMX tiles, too.
-    """
+def layout(dtype: torch.dtype) -> Layout | None:
+    """Tell how product.c wants weights of a dtype on this machine; None where it cannot be had."""
     loaded = None if unavailable_because() is not None else _library()
     if loaded is None or dtype not in _SUFFIXES:
         return None
-    if dtype == torch.bfloat16 and not loaded["product_bf16_ready"]():
+    if dtype == torch.float32:
+        return "inputs"
+    found: tuple[Layout | None, ...] = (None, "pairs", "tiles")
+    return found[loaded["product_bf16_layout"]()]
+
+
+@functools.cache
+def product(dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return the product of few rows (product.c); None where this machine or dtype has none."""
+    loaded = None if layout(dtype) is None else _library()
+    if loaded is None:
         return None
     function = loaded[f"product_{_SUFFIXES[dtype]}"]
     function.argtypes, function.restype = [_PTR] * 4 + [_INT] * 3 + [_THREADS], None

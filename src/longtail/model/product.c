@@ -2,30 +2,69 @@
  * lies in the order in which it is read. Every sum is taken in the order of the inputs, whatever
  * rows are beside it: a row of the result does not depend on the batch that it is in. */
 
-/* ---- float32: [blocks of 32 outputs][inputs][32 outputs], the last block filled up with 0. ---- */
+typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
 
-/* R rows by V vectors of outputs. Both are literals, so the sums are registers, not memory. */
-#define LT_DEFINE_TILE(R, V)                                                                      \
-  static void lt_tile_##R##_##V(const float *restrict x, const float *restrict w,                 \
-                                const float *restrict bias, float *restrict out, int64_t inputs,  \
-                                int64_t outputs, int64_t first) {                                 \
-    lt_vec sums[R][V];                                                                            \
-    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                          \
-        _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) sums[r][v] = (lt_vec){0};            \
-    for (int64_t k = 0; k < inputs; k++) {                                                        \
-      lt_vec weights[V];                                                                          \
-      _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) weights[v] =                           \
-          lt_load_f32(w + (v / 2) * inputs * 32 + k * 32 + (v % 2) * LT_LANES);                   \
-      _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                        \
-          _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) sums[r][v] +=                      \
-          x[r * inputs + k] * weights[v];                                                         \
-    }                                                                                             \
-    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                          \
-        _Pragma("GCC unroll 16") for (int v = 0; v < V; v++)                                      \
-            lt_store_tile(sums[r][v], bias, out + r * outputs, first + v * LT_LANES, outputs);    \
+/* R rows by V vectors of outputs. Both are literals, so the sums are registers, not memory.
+ *   T_ELEMENT   of x and w        T_STEP  inputs that one vector of w holds for each of 16 outputs
+ *   T_PICK(p)   those of a row, for all lanes        T_DOT(sum, x, w)  sum + x w */
+#define LT_DEFINE_TILE(NAME_, R, V)                                                                \
+  static void NAME_##_##R##_##V(const T_ELEMENT *restrict x, const T_ELEMENT *restrict w,          \
+                                const T_ELEMENT *restrict bias, T_ELEMENT *restrict out,           \
+                                int64_t inputs, int64_t outputs, int64_t first) {                  \
+    lt_vec sums[R][V];                                                                             \
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                           \
+        _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) sums[r][v] = (lt_vec){0};             \
+    for (int64_t k = 0; k < inputs; k += T_STEP) {                                                 \
+      T_VECTOR weights[V];                                                                         \
+      _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) weights[v] = *(const T_VECTOR *)(       \
+          w + (v / 2) * inputs * 32 + k * 32 + (v % 2) * LT_LANES * T_STEP);                       \
+      _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                       \
+        const T_VECTOR row = T_PICK(x + r * inputs + k);                                           \
+        _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) sums[r][v] =                          \
+            T_DOT(sums[r][v], row, weights[v]);                                                    \
+      }                                                                                            \
+    }                                                                                              \
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                           \
+        _Pragma("GCC unroll 16") for (int v = 0; v < V; v++)                                       \
+            T_STORE(sums[r][v], bias, out + r * outputs, first + v * LT_LANES, outputs);           \
   }
 
-static inline void lt_store_tile(lt_vec sum, const float *restrict bias, float *restrict out,
+/* Few rows take two blocks of 32 outputs at a time: enough sums are under way to hide latency. */
+#define LT_DEFINE_PRODUCT(NAME_)                                                                   \
+  LT_DEFINE_TILE(NAME_, 1, 2)                                                                      \
+  LT_DEFINE_TILE(NAME_, 1, 4)                                                                      \
+  LT_DEFINE_TILE(NAME_, 2, 2)                                                                      \
+  LT_DEFINE_TILE(NAME_, 2, 4)                                                                      \
+  LT_DEFINE_TILE(NAME_, 3, 2)                                                                      \
+  LT_DEFINE_TILE(NAME_, 3, 4)                                                                      \
+  LT_DEFINE_TILE(NAME_, 5, 2)                                                                      \
+  LT_DEFINE_TILE(NAME_, 5, 4)                                                                      \
+  LT_DEFINE_TILE(NAME_, 12, 2)                                                                     \
+  static void NAME_(const T_ELEMENT *restrict x, const T_ELEMENT *restrict packed,                 \
+                    const T_ELEMENT *restrict bias, T_ELEMENT *restrict out, int64_t rows,         \
+                    int64_t inputs, int64_t outputs, int threads) {                                \
+    const int64_t blocks = (outputs + 31) / 32, together = rows <= 5 ? 2 : 1;                      \
+    _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")             \
+    for (int64_t block = 0; block < blocks; block += together) {                                   \
+      const T_ELEMENT *w = packed + block * inputs * 32;                                           \
+      const int two = together == 2 && blocks - block >= 2;                                        \
+      for (int64_t r = 0, here; r < rows; r += here) {                                             \
+        const int64_t left = rows - r;                                                             \
+        here = left >= 12 ? 12 : left >= 5 ? 5 : left >= 3 ? 3 : left;                             \
+        if (here == 12) LT_TILE(NAME_, 12, 2);                                                     \
+        else if (here == 5) { if (two) LT_TILE(NAME_, 5, 4); else LT_TILE(NAME_, 5, 2); }          \
+        else if (here == 3) { if (two) LT_TILE(NAME_, 3, 4); else LT_TILE(NAME_, 3, 2); }          \
+        else if (here == 2) { if (two) LT_TILE(NAME_, 2, 4); else LT_TILE(NAME_, 2, 2); }          \
+        else { if (two) LT_TILE(NAME_, 1, 4); else LT_TILE(NAME_, 1, 2); }                         \
+      }                                                                                            \
+    }                                                                                              \
+  }
+#define LT_TILE(NAME_, R, V) \
+  NAME_##_##R##_##V(x + r * inputs, w, bias, out + r * outputs, inputs, outputs, block * 32)
+
+/* ---- float32: [blocks of 32 outputs][inputs][32 outputs], the last block filled up with 0. ---- */
+
+static inline void lt_store_f32(lt_vec sum, const float *restrict bias, float *restrict out,
                                  int64_t first, int64_t outputs) {
   for (int64_t i = 0; bias && i < LT_LANES && first + i < outputs; i++) sum[i] += bias[first + i];
   if (first + LT_LANES <= outputs) *(lt_vec *)(out + first) = sum;
@@ -33,39 +72,61 @@ static inline void lt_store_tile(lt_vec sum, const float *restrict bias, float *
     for (int64_t i = 0; first + i < outputs; i++) out[first + i] = sum[i];
 }
 
-LT_DEFINE_TILE(1, 2)
-LT_DEFINE_TILE(1, 4)
-LT_DEFINE_TILE(2, 2)
-LT_DEFINE_TILE(2, 4)
-LT_DEFINE_TILE(3, 2)
-LT_DEFINE_TILE(3, 4)
-LT_DEFINE_TILE(5, 2)
-LT_DEFINE_TILE(5, 4)
-LT_DEFINE_TILE(12, 2)
+#define T_ELEMENT float
+#define T_VECTOR lt_vec
+#define T_STEP 1
+#define T_PICK(p) ((lt_vec){0} + *(p))
+#define T_DOT(sum, x, w) ((sum) + (x) * (w))
+#define T_STORE lt_store_f32
+LT_DEFINE_PRODUCT(lt_product_f32)
+#undef T_ELEMENT
+#undef T_VECTOR
+#undef T_STEP
+#undef T_PICK
+#undef T_DOT
+#undef T_STORE
 
-void product_f32(const float *restrict x, const float *restrict packed,
-                 const float *restrict bias, float *restrict out, int64_t rows, int64_t inputs,
-                 int64_t outputs, int threads) {
-  const int64_t blocks = (outputs + 31) / 32;
-  const int64_t together = rows <= 5 ? 2 : 1; /* enough sums under way to hide their latency */
-#define LT_TILE(R, V) \
-  lt_tile_##R##_##V(x + r * inputs, w, bias, out + r * outputs, inputs, outputs, block * 32)
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t block = 0; block < blocks; block += together) {
-    const float *w = packed + block * inputs * 32;
-    const int two = together == 2 && blocks - block >= 2;
-    for (int64_t r = 0, here; r < rows; r += here) {
-      const int64_t left = rows - r;
-      here = left >= 12 ? 12 : left >= 5 ? 5 : left >= 3 ? 3 : left;
-      if (here == 12) LT_TILE(12, 2);
-      else if (here == 5) { if (two) LT_TILE(5, 4); else LT_TILE(5, 2); }
-      else if (here == 3) { if (two) LT_TILE(3, 4); else LT_TILE(3, 2); }
-      else if (here == 2) { if (two) LT_TILE(2, 4); else LT_TILE(2, 2); }
-      else { if (two) LT_TILE(1, 4); else LT_TILE(1, 2); }
-    }
-  }
-#undef LT_TILE
+void product_f32(const float *x, const float *packed, const float *bias, float *out, int64_t rows,
+                 int64_t inputs, int64_t outputs, int threads) {
+  lt_product_f32(x, packed, bias, out, rows, inputs, outputs, threads);
 }
+
+/* ---- bfloat16 in and out, float32 sums, without tiles: as above, but inputs come in pairs:
+ * [blocks of 32 outputs][pairs of inputs][32 outputs][2]. ---- */
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+
+static inline void lt_store_bf16(lt_vec sum, const uint16_t *restrict bias, uint16_t *restrict out,
+                                 int64_t first, int64_t outputs) {
+  for (int64_t i = 0; bias && i < LT_LANES && first + i < outputs; i++)
+    sum[i] += lt_from_bf16(bias[first + i]);
+  if (first + LT_LANES <= outputs)
+    _mm256_storeu_si256((__m256i *)(out + first), (__m256i)_mm512_cvtneps_pbh((__m512)sum));
+  else
+    for (int64_t i = 0; first + i < outputs; i++) out[first + i] = lt_to_bf16(sum[i]);
+}
+
+static inline lt_wide lt_pick_pair(const uint16_t *p) {
+  int32_t pair;
+  memcpy(&pair, p, 4);
+  return (lt_wide)_mm512_set1_epi32(pair);
+}
+
+#define T_ELEMENT uint16_t
+#define T_VECTOR lt_wide
+#define T_STEP 2
+#define T_PICK(p) lt_pick_pair(p)
+#define T_DOT(sum, x, w) \
+  ((lt_vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(w)))
+#define T_STORE lt_store_bf16
+LT_DEFINE_PRODUCT(lt_product_bf16)
+#undef T_ELEMENT
+#undef T_VECTOR
+#undef T_STEP
+#undef T_PICK
+#undef T_DOT
+#undef T_STORE
+#endif
 
 /* ---- bfloat16 in and out, float32 sums, on AMX tiles: for every 16 outputs, 32 inputs at a time,
  * one tile of [16 pairs of inputs][16 outputs][2]. ----
@@ -166,13 +227,20 @@ void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
   }
 }
 
-/* Ask the kernel for the tiles (once a process); 1 if they may be used. */
-int product_bf16_ready(void) {
+/* How product_bf16 wants W here: 2 for tiles (asked of the kernel, once a process), 1 for pairs, 0:
+ * not at all. */
+int product_bf16_layout(void) {
   const long request_permission = 0x1023, tile_data = 18;
-  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0 ? 2 : 0;
+}
+#elif defined(__AVX512BF16__)
+int product_bf16_layout(void) { return 1; }
+void product_bf16(const uint16_t *x, const uint16_t *packed, const uint16_t *bias, uint16_t *out,
+                  int64_t rows, int64_t inputs, int64_t outputs, int threads) {
+  lt_product_bf16(x, packed, bias, out, rows, inputs, outputs, threads);
 }
 #else
-int product_bf16_ready(void) { return 0; }
+int product_bf16_layout(void) { return 0; }
 void product_bf16(const uint16_t *x, const uint16_t *packed, const uint16_t *bias, uint16_t *out,
                   int64_t rows, int64_t inputs, int64_t outputs, int threads) {
   (void)x, (void)packed, (void)bias, (void)out, (void)rows, (void)inputs, (void)outputs;
