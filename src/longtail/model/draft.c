@@ -38,12 +38,14 @@ static void NAME(eagle_enter)(const NAME(lt_eagle) *e, const T *features, const 
   const int64_t hidden = e->hidden, width = (e->heads + 2 * e->kv_heads) * e->dim;
   T *joined = work, *normed = work + rows * 2 * hidden;
   float *cos = (float *)(normed + rows * hidden), *sin = cos + rows * e->dim;
-  for (int64_t r = 0; r < rows; r++)
-    memcpy(joined + 2 * r * hidden, e->embedding + tokens[r] * hidden, hidden * sizeof(T));
+  for (int64_t r = 0; r < rows; r++) {
+    memcpy(normed, e->embedding + tokens[r] * hidden, hidden * sizeof(T));
+    if (e->eagle3)
+      NAME(add_norm)(normed, 0, e->embedding_norm, joined + 2 * r * hidden, 1, hidden, e->eps);
+    else
+      memcpy(joined + 2 * r * hidden, normed, hidden * sizeof(T));
+  }
   if (e->eagle3) {
-    for (int64_t r = 0; r < rows; r++)
-      NAME(add_norm)(joined + 2 * r * hidden, 0, e->embedding_norm, joined + 2 * r * hidden, 1,
-                     hidden, e->eps);
     memcpy(stream, features, rows * hidden * sizeof(T));
     NAME(add_norm)(stream, 0, e->feature_norm, normed, rows, hidden, e->eps);
     features = normed;
