@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.drafter.eagle import EagleLayer
+from longtail.drafter.nodes import NodePlaces
 from longtail.drafter.windows import Windows
 from longtail.model.kernels import Places, QueryKeyValue
 from longtail.model.linear import Linear
@@ -44,14 +45,12 @@ class EagleWalker(Walker):
         rows, ends = [state.row for state in states], [state.end for state in states]
         roots = [[state.next_token - 1 + d for state in states] for d in range(depth)]
         device = windows.features.device
-        self._rows, self._ends = torch.tensor([rows, ends], device=device)
+        self._nodes = NodePlaces(*torch.tensor([rows, ends], device=device))
         positions = torch.tensor(roots, device=device).flatten()
         rotation = parts.layer.rotation(positions)
         shape = (depth, len(requests), 1, -1)
         self._cos, self._sin = rotation.cos.view(shape), rotation.sin.view(shape)
         self._feature = windows.features[:0, 0]
-        self._visible = torch.zeros(len(requests), 1, dtype=torch.int64, device=device)
-        self._num_drafted_on = 0
         self.seconds = 0.0
         """In forward passes."""
 
@@ -66,8 +65,7 @@ class EagleWalker(Walker):
         heads = layer.heads(entered.attended, layer.rotation(positions))
         self._store(heads, rows, slots)
         stream, queries = entered.stream[pending.lasts], heads.queries[pending.lasts]
-        none = torch.zeros_like(self._rows)
-        logits = self._leave(stream, queries, Places(self._rows, none, self._ends, none, none))
+        logits = self._leave(stream, queries, self._nodes.roots())
         self.seconds += time.perf_counter() - started
         return logits
 
@@ -76,7 +74,7 @@ class EagleWalker(Walker):
         started = time.perf_counter()
         layer, depth, many = self._parts.layer, frontier.depth, frontier.per_request
         features = self._feature
-        places = self._places(frontier)
+        places = self._nodes.place(frontier)
         cos, sin = self._cos[depth], self._sin[depth]
         if many > 1:
             first = torch.arange(len(self._requests), device=features.device)
@@ -89,23 +87,6 @@ class EagleWalker(Walker):
         logits = self._leave(entered.stream, heads.queries, places)
         self.seconds += time.perf_counter() - started
         return logits
-
-    def _places(self, frontier: Frontier) -> Places:
-        """Nodes see their request's window, their ancestors and themselves."""
-        num, many, depth = len(self._requests), frontier.per_request, frontier.depth
-        first = self._num_drafted_on
-        self._num_drafted_on += many
-        own = torch.arange(first, first + many, device=self._rows.device)
-        above = self._visible.gather(1, frontier.parents.view(num, many))
-        self._visible = above | (1 << own)
-        rows, ends = self._rows.repeat_interleave(many), self._ends.repeat_interleave(many)
-        return Places(
-            rows=rows,
-            slots=ends + own.repeat(num),
-            contexts=ends,
-            depths=torch.full_like(ends, depth),
-            visible=self._visible.flatten(),
-        )
 
     def _store(self, heads: QueryKeyValue, rows: Tensor, slots: Tensor) -> None:
         kept, kernels = self._windows, self._parts.layer.kernels

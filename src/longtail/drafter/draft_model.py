@@ -1,0 +1,210 @@
+"""A small model of its own as drafter: any supported Hugging Face directory, same tokenizer.
+
+It reads tokens, not features, so it drafts for any target; it keeps keys and values of every
+request's whole text. It is not trained along, and it is here for completeness: an EAGLE layer
+drafts better for less.
+
+    row of a request     p p p p g g g | n n n        text, then the nodes of a draft
+"""
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longtail.drafter.nodes import NodePlaces
+from longtail.model.attention import Attention
+from longtail.model.kernels import Kernels, Places, select_kernels, text_places
+from longtail.model.transformer import NO_TAPS, ModelConfig, Taps, Transformer
+from longtail.speculation.confidence import ConfidenceCurve
+from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen, Strategy
+from longtail.speculation.grow import Frontier, Scoring, Walker, deepest, grow
+from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree
+from longtail.speculation.verify import Accepted
+
+_FIRST_ROWS = 4
+
+
+@final
+class ModelDrafter(Drafter):
+    """Drafts with a model that shares the target's vocabulary."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model.eval()
+        self._model.pack()
+        self._texts = _Texts(model.config, model.dtype, model.device)
+        self._curve = ConfidenceCurve()
+        self._forward_s = 0.0
+
+    @property
+    def taps(self) -> Taps:
+        """Nothing of the target."""
+        return NO_TAPS
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds in passes of the model."""
+        return self._forward_s
+
+    @property
+    def calibration_error(self) -> float:
+        """Expected calibration error of the confidences."""
+        return self._curve.calibration_error()
+
+    def observe(
+        self, seen: Sequence[Seen], features: Float[Tensor, "tokens features"] | None
+    ) -> None:
+        """Tokens are read when a draft is asked."""
+
+    def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
+        """Calibrate confidences."""
+        for tree, found in zip(trees, accepted, strict=True):
+            self._curve.learn(tree, found)
+
+    def forget(self, request_id: str) -> None:
+        """Free the request's row."""
+        self._texts.forget(request_id)
+
+    def refresh(self) -> None:
+        """The target's weights are nothing to it."""
+
+    @torch.inference_mode()
+    def propose(
+        self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
+    ) -> list[DraftTree]:
+        """Draft for all requests, unless a text leaves the model's positions."""
+        limit = self._model.config.max_positions
+        if max(len(each.tokens) for each in requests) + deepest(requests, strategy) > limit:
+            return [EMPTY] * len(requests)
+        walker = _ModelWalker(self._model, self._texts, requests)
+        trees = grow(walker, Scoring(requests=requests, noise=noise), strategy, self._curve)
+        self._forward_s += walker.seconds
+        return trees
+
+
+@final
+class _Texts:
+    """Keys and values of the requests' texts, one row each; slots are positions."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+        self._rows: dict[str, int] = {}
+        self._free = list(range(_FIRST_ROWS))
+        self.done: dict[str, int] = {}
+        """Tokens of each request whose keys and values are kept."""
+        self.storage = self._allocate(_FIRST_ROWS)
+
+    def _allocate(self, rows: int) -> Tensor:
+        """Make rows for the longest text; on a CPU memory is committed where it is written."""
+        c = self._config
+        slots = c.max_positions + MAX_NODES
+        shape = (c.num_layers, 2, rows, slots, c.num_kv_heads, c.head_dim)
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        size = torch.empty((), dtype=self._dtype).element_size()
+        flat = np.zeros(int(np.prod(shape)) * size, dtype=np.uint8)
+        return torch.from_numpy(flat).view(self._dtype).view(shape)
+
+    def row(self, request_id: str) -> int:
+        """Return the request's row, a new one if it has none."""
+        if request_id not in self._rows:
+            if not self._free:
+                self._grow_rows()
+            self._rows[request_id], self.done[request_id] = self._free.pop(), 0
+        return self._rows[request_id]
+
+    def _grow_rows(self) -> None:
+        old = self.storage
+        rows = old.shape[2]
+        self.storage = self._allocate(2 * rows)
+        for request_id, row in self._rows.items():
+            held = self.done[request_id]
+            self.storage[:, :, row, :held] = old[:, :, row, :held]
+        self._free += range(rows, self.storage.shape[2])
+
+    def forget(self, request_id: str) -> None:
+        """Free the row, if there is one."""
+        if request_id in self._rows:
+            self._free.append(self._rows.pop(request_id))
+            del self.done[request_id]
+
+
+@final
+class _PlacedAttention(Attention):
+    """Stores and attends as the places say."""
+
+    def __init__(self, storage: Tensor, kernels: Kernels, places: Places) -> None:
+        self._storage, self._kernels, self._places = storage, kernels, places
+
+    def attend(
+        self,
+        layer: int,
+        queries: Float[Tensor, "tokens heads head_dim"],
+        keys: Float[Tensor, "tokens kv_heads head_dim"],
+        values: Float[Tensor, "tokens kv_heads head_dim"],
+        window: int,
+    ) -> Float[Tensor, "tokens heads head_dim"]:
+        """Store, then attend."""
+        key_rows, value_rows = self._storage[layer]
+        places = self._places
+        self._kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
+        return self._kernels.attend_rows(queries, key_rows, value_rows, places, window)
+
+
+@final
+class _ModelWalker(Walker):
+    """One drafting round."""
+
+    def __init__(self, model: Transformer, texts: _Texts, requests: Sequence[Draftable]) -> None:
+        self._model, self._texts, self._requests = model, texts, requests
+        config = model.config
+        self._kernels = select_kernels(model.dtype, model.device, config.head_dim)
+        rows = [texts.row(each.request_id) for each in requests]
+        ends = [len(each.tokens) for each in requests]
+        self._rows, self._ends = torch.tensor([rows, ends], device=model.device)
+        self._nodes = NodePlaces(self._rows, self._ends)
+        self.seconds = 0.0
+        """In forward passes."""
+
+    def root(self) -> Float[Tensor, "requests vocab"]:
+        """Read what is new of every text, up to its root."""
+        rows: list[int] = []
+        slots: list[int] = []
+        tokens: list[int] = []
+        lasts: list[int] = []
+        for request, row in zip(self._requests, self._rows.tolist(), strict=True):
+            start, end = self._texts.done[request.request_id], len(request.tokens)
+            rows += [row] * (end - start)
+            slots += range(start, end)
+            tokens += request.tokens[start:end]
+            lasts.append(len(rows) - 1)
+            self._texts.done[request.request_id] = end
+        flat = torch.tensor([rows, slots, tokens], device=self._rows.device)
+        places = text_places(flat[0], flat[1])
+        hidden = self._forward(flat[2], flat[1], places)
+        return self._score(hidden[torch.tensor(lasts, device=hidden.device)])
+
+    def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
+        """Read the nodes of the next level."""
+        places = self._nodes.place(frontier)
+        positions = places.contexts + (frontier.depth - 1)
+        return self._score(self._forward(frontier.tokens, positions, places))
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, places: Places
+    ) -> Float[Tensor, "tokens hidden"]:
+        started = time.perf_counter()
+        attention = _PlacedAttention(self._texts.storage, self._kernels, places)
+        hidden = self._model(tokens, positions, attention)
+        self.seconds += time.perf_counter() - started
+        return hidden
+
+    def _score(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
+        started = time.perf_counter()
+        logits = self._model.logits(hidden)
+        self.seconds += time.perf_counter() - started
+        return logits
