@@ -6,6 +6,7 @@ do is the loop's business.
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch
 
 from longtail import machine
 from longtail.checkpoint import Checkpoint
-from longtail.config import RunConfig
+from longtail.config import RunConfig, SpeculationSection
+from longtail.drafters import Target, open_drafter
 from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.speculate import Speculation
 from longtail.errors import ConfigError, NonFiniteError
 from longtail.model import hf
 from longtail.model.transformer import ModelConfig, Transformer
@@ -24,6 +27,7 @@ from longtail.rl.grading import check_columns
 from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.sources import load_rows
+from longtail.speculation.drafter import Strategy
 from longtail.tiny import warmstart
 from longtail.types import Prompt, SamplingParams
 
@@ -53,6 +57,8 @@ class Parts:
     """Prompts left out because they were longer than the limit."""
     rollout_threads: int
     """Compute threads while generating."""
+    drafter_s: float
+    """Seconds that opening the drafter took: the embedded one may have been taught."""
 
 
 def set_threads(threads: int) -> int:
@@ -103,8 +109,8 @@ def model_directory(path: str, say: Callable[[str], None] = _to_stderr) -> Path:
     return warmstart.ensure(on_progress=tell)
 
 
-def assemble(config: RunConfig, directory: Path) -> Parts:
-    """Build every part from the model in `directory`.
+def assemble(config: RunConfig, directory: Path, say: Callable[[str], None] = _to_stderr) -> Parts:
+    """Build every part from the model in `directory`; `say` hears of a drafter being taught.
 
     Raises ConfigError for whatever the configuration, the model and the data say against it.
     """
@@ -118,16 +124,36 @@ def assemble(config: RunConfig, directory: Path) -> Parts:
     limits = _limits(config, prompts, shape)
     policy = hf.load_model(directory, DTYPES[config.learner.dtype], device)
     rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
+    target = Target(
+        model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
+    )
+    began = time.perf_counter()
+    speculation = _speculation(config.speculation, target, say)
+    drafter_s = time.perf_counter() - began
     return Parts(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=prompts.heldout.prompts,
-        engine=RolloutEngine(rollout_model, tokenizer.decode, limits),
+        engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
         learner=Learner(policy, _learner_settings(config)),
         policy=policy,
         tokenizer=tokenizer,
         sampling=_sampling(config, tokenizer),
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
         rollout_threads=_rollout_threads(shape),
+        drafter_s=drafter_s,
+    )
+
+
+def _speculation(
+    own: SpeculationSection, target: Target, say: Callable[[str], None]
+) -> Speculation | None:
+    if own.drafter == "none":
+        return None
+    return Speculation(
+        drafter=open_drafter(own.drafter, target, say),
+        strategy=Strategy(depth=own.depth, width=own.width, size=own.size),
+        coupled=own.coupled,
+        max_running=own.max_running,
     )
 
 

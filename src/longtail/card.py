@@ -28,7 +28,7 @@ class Card:
     seconds: float
     """Wall time of the whole run, start-up, evaluations and earlier sittings included."""
     warm_start_s: float
-    """Of them, making the embedded model; 0 when it was cached."""
+    """Of them, making the embedded model and its drafter; 0 when they were cached."""
     steps: int
     tokens_per_s: float
     """Generated tokens over rollout seconds."""
@@ -44,6 +44,10 @@ class Card:
     length_max: float
     max_over_median: float
     """Median over steps of longest / median completion."""
+    accept_length: float | None = None
+    """Median over steps of tokens emitted a verify step; None where nothing was drafted."""
+    emitted_share: float | None = None
+    """Median over steps of the share of tokens that came of verify steps."""
 
     def write(self, path: Path) -> None:
         """Write as JSON. Raises CheckpointError when the disk refuses."""
@@ -83,10 +87,22 @@ class Card:
                 f"median {self.length_p50:.0f} tokens, longest {self.length_max:.0f}; "
                 f"in a step the longest is {self.max_over_median:.0f}x the median",
             ),
+            *self._speculation_lines(),
             ("policy", f"{run_dir / 'checkpoints' / f'step_{self.steps:06d}' / 'policy'}"),
             ("metrics", str(run_dir / "metrics.jsonl")),
             ("rollouts", str(run_dir / "rollouts.jsonl")),
             ("card", str(run_dir / "card.json")),
+        ]
+
+    def _speculation_lines(self) -> list[tuple[str, str]]:
+        if self.accept_length is None or self.emitted_share is None:
+            return []
+        return [
+            (
+                "speculation",
+                f"{self.accept_length:.2f} tokens a verify step, which wrote "
+                f"{self.emitted_share:.0%} of all tokens",
+            )
         ]
 
 
@@ -125,6 +141,10 @@ def make_card(
     def median(name: str) -> float:
         return statistics.median(values(name) or [0.0])
 
+    def median_where(name: str) -> float | None:
+        found = [value for row in rows if (value := row.get(name)) is not None]
+        return statistics.median(found) if found else None
+
     whole, rollout = total("timing_s/step"), total("timing_s/rollout")
     shares = {name: total(f"timing_s/{name}") / whole if whole else 0.0 for name in SECTIONS}
     idle = zip(values("rollout/tail_idle_share"), values("timing_s/rollout"), strict=True)
@@ -144,6 +164,8 @@ def make_card(
         length_p50=median("response_length/p50"),
         length_max=max(values("response_length/max"), default=0.0),
         max_over_median=median("response_length/max_over_median"),
+        accept_length=median_where("speculation/accept_length"),
+        emitted_share=median_where("speculation/emitted_share"),
     )
 
 

@@ -104,6 +104,25 @@ class RolloutSection(Section):
     """Of the weights and the KV cache while generating."""
 
 
+class SpeculationSection(Section):
+    """Drafting ahead of the policy while it writes: the clock changes, no token does."""
+
+    drafter: Name = "none"
+    """`none`, `history` (suffixes of what was written), `tiny-reasoner` (the embedded model's own,
+    taught here once), or a directory: of a drafter from `longtail drafter train`, or of a small
+    model with the same tokenizer."""
+    depth: Annotated[int, Field(ge=1, le=32)] = 4
+    """Tokens drafted ahead; one pass of the drafter each."""
+    width: Annotated[int, Field(ge=1, le=8)] = 1
+    """Alternatives a token; 1 drafts a chain."""
+    size: Annotated[int, Field(ge=0, le=60)] = 0
+    """Drafted tokens of a request that are verified, the likeliest; 0 is `depth`."""
+    max_running: Annotated[int, Field(ge=0)] = 32
+    """Draft only while at most so many requests run; 0 is always."""
+    coupled: bool = True
+    """Draft with the very noise that the policy draws with; off only to compare."""
+
+
 class LearnerSection(Section):
     """Updating the policy."""
 
@@ -187,6 +206,7 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
+    speculation: SpeculationSection = SpeculationSection()
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
     run: RunSection = RunSection()

@@ -61,6 +61,7 @@ class Console:
             return metrics.get(name, float("nan"))
 
         failures = int(metrics.get("reward/failures", 0))
+        accepted = metrics.get("speculation/accept_length", 0.0)
         self.say(
             f"step {step:>{len(str(steps))}}/{steps}  reward {value('reward/mean'):.3f}  "
             f"length p50 {value('response_length/p50'):.0f} "
@@ -68,6 +69,7 @@ class Console:
             f"tail idle {value('rollout/tail_idle_share'):.0%}  "
             f"{value('rollout/tokens_per_s'):,.0f} tok/s  "
             f"rollout {value('timing_s/rollout'):.1f} s of {value('timing_s/step'):.1f} s"
+            + (f"  accept {accepted:.2f}" if accepted else "")
             + (f"  {failures} ungraded" if failures else "")
         )
 

@@ -86,7 +86,8 @@ class Trainer:
         threads = set_threads(config.run.threads)
         directory = model_directory(config.model.path, console.say)
         warm_start_s = time.perf_counter() - self._began
-        self._parts = assemble(config, directory)
+        self._parts = assemble(config, directory, console.say)
+        warm_start_s += self._parts.drafter_s
         self._progress = Progress(
             step=0,
             cursor=self._parts.source.state(),

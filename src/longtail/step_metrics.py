@@ -23,6 +23,18 @@ def rollout_metrics(report: RolloutReport, completions: Sequence[Completion]) ->
         "rollout/tokens_per_s": report.tokens_per_s,
         "rollout/tail_idle_share": report.tail_idle_share,
         "rollout/bookkeeping_share": report.bookkeeping_share,
+        **(_speculation_metrics(report) if report.num_verified else {}),
+    }
+
+
+def _speculation_metrics(report: RolloutReport) -> dict[str, float]:
+    """Sum up drafting; absent from a step in which nothing was drafted."""
+    return {
+        "speculation/accept_length": report.accept_length,
+        "speculation/accepted_share": report.num_accepted / max(report.num_drafted, 1),
+        "speculation/emitted_share": (report.num_accepted + report.num_verified)
+        / max(report.num_generated, 1),
+        "speculation/draft_share": report.draft_s / report.seconds if report.seconds else 0.0,
     }
 
 

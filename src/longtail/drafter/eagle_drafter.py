@@ -47,6 +47,7 @@ class EagleDrafter(Drafter):
         draft_ids: Int[Tensor, "draft_vocab"] | None = None,
         window: int | None = None,
     ) -> None:
+        layer.fold()
         config = layer.config
         self._layer, self._target, self._draft_ids = (
             layer.to(target.dtype).eval(),

@@ -1,0 +1,98 @@
+"""From the name of a drafter to a drafter at work; what a name may be is said in `config`.
+
+history            suffixes of what was written, no weights
+tiny-reasoner      the embedded model's own, taught here once (recipe eagle3; :eagle1 the other)
+a directory        a drafter that `longtail drafter train` made, or its run directory; or a
+                   Hugging Face directory of a small model with the target's tokenizer
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from longtail.checkpoint import policy_directory
+from longtail.drafter import checkpoint
+from longtail.drafter.draft_model import ModelDrafter
+from longtail.drafter.eagle_drafter import EagleDrafter
+from longtail.drafter.history import HistoryDrafter
+from longtail.errors import ConfigError
+from longtail.model import hf
+from longtail.model.transformer import Transformer
+from longtail.speculation.drafter import Drafter
+from longtail.tiny import drafter as tiny_drafter
+
+_LESSONS_A_LINE = 50
+
+HISTORY, TINY_REASONER = "history", "tiny-reasoner"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The model that is drafted for, as rollouts hold it."""
+
+    model: Transformer
+    tokenizer: hf.Tokenizer
+    directory: Path
+    name: str
+    """As the user wrote it."""
+
+
+def open_drafter(
+    name: str, target: Target, say: Callable[[str], None], *, window: int | None = None
+) -> Drafter:
+    """Make the drafter that `name` means, for this target.
+
+    `window` replaces an EAGLE drafter's own (0: unbounded). Raises ConfigError for what cannot
+    draft for this target.
+    """
+    if name == HISTORY:
+        return HistoryDrafter()
+    path = Path(name)
+    embedded, _, recipe = name.partition(":")
+    if embedded == TINY_REASONER:
+        path = _taught(target, recipe or "eagle3", say)
+    if not path.is_dir():
+        raise ConfigError(
+            f"speculation.drafter = {name!r}: it is neither {HISTORY}, {TINY_REASONER} nor a "
+            "directory; train one with `longtail drafter train`"
+        )
+    if not checkpoint.is_drafter(path):
+        path = policy_directory(path)
+    if not checkpoint.is_drafter(path):
+        return _small_model(name, path, target)
+    loaded = checkpoint.load_drafter(
+        path, target.model, target.tokenizer, strict_weights=False, dtype=target.model.dtype
+    )
+    return EagleDrafter(loaded.layer, target.model, draft_ids=loaded.draft_ids, window=window)
+
+
+def _taught(target: Target, recipe: str, say: Callable[[str], None]) -> Path:
+    """Return the embedded model's drafter, teaching it first where it was never taught."""
+    if target.name != TINY_REASONER:
+        raise ConfigError(
+            f"speculation.drafter = {TINY_REASONER!r} drafts for model.path = {TINY_REASONER!r} "
+            f"only, not for {target.name!r}: train one with `longtail drafter train`"
+        )
+    if recipe not in ("eagle1", "eagle3"):
+        raise ConfigError(
+            f"speculation.drafter = '{TINY_REASONER}:{recipe}': the recipes are eagle1, eagle3"
+        )
+
+    def tell(lesson: tiny_drafter.Lesson) -> None:
+        if lesson.step % _LESSONS_A_LINE == 0:
+            say(lesson.line())
+
+    return tiny_drafter.ensure(target.directory, on_progress=tell, recipe=recipe)
+
+
+def _small_model(name: str, path: Path, target: Target) -> Drafter:
+    tokenizer = hf.load_tokenizer(path)
+    model = hf.load_model(path, target.model.dtype, target.model.device)
+    same = checkpoint.tokenizer_digest(tokenizer) == checkpoint.tokenizer_digest(target.tokenizer)
+    if not same or model.config.vocab_size != target.model.config.vocab_size:
+        raise ConfigError(
+            f"speculation.drafter = {name!r}: its tokenizer (vocabulary of "
+            f"{model.config.vocab_size}) is not that of {target.name!r} "
+            f"({target.model.config.vocab_size}); a draft model must share the target's"
+        )
+    return ModelDrafter(model)
