@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import torch
 
@@ -22,12 +21,12 @@ from longtail.engine.report import Emitted, StepReport, Verified
 from longtail.engine.request import ActiveRequest
 from longtail.engine.runner import ModelRunner
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
-from longtail.engine.speculate import Speculation, Speculator
+from longtail.engine.speculate import DraftClock, Speculation, Speculator, accept_drafts
 from longtail.engine.text import Decode, Detokenizer, ends_in_stop, final_text
 from longtail.errors import NonFiniteError, RequestError
 from longtail.model.transformer import NO_TAPS, Transformer
 from longtail.speculation.tree import MAX_NODES
-from longtail.speculation.verify import Accepted, accept
+from longtail.speculation.verify import Accepted
 from longtail.types import Completion, FinishReason, PolicyWeights, Request
 
 
@@ -119,6 +118,10 @@ class RolloutEngine:
         """Requests waiting or running."""
         return len(self._active)
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Tell whether the request waits or runs."""
+        return request_id in self._active
+
     def kv_usage(self) -> KVUsage:
         """Count tokens of KV memory."""
         return self._kv.usage()
@@ -176,14 +179,14 @@ class RolloutEngine:
         started = time.perf_counter()
         scheduled = sorted(self._scheduler.schedule(), key=lambda each: each.num_tokens)
         assert scheduled, "step() needs an unfinished request"
-        drafts = _DraftClock(self._speculation)
+        drafts = DraftClock(self._speculation)
         with drafts:
             scheduled = self._with_drafts(scheduled)
         batch = flatten(scheduled, self._model.device)
         drawing = [each for each in scheduled if each.draws]
         taps = NO_TAPS if self._speculator is None else self._speculator.taps
         out = self._runner.run(batch, drawing, taps)
-        accepted, logprobs = _accept(drawing, out.tokens, out.logprobs)
+        accepted, logprobs = accept_drafts(drawing, out.tokens, out.logprobs)
         self._keep(scheduled, accepted)
         emitted, finished = self._append(drawing, accepted, logprobs)
         verified: tuple[Verified, ...] = ()
@@ -347,42 +350,6 @@ class RolloutEngine:
 
     def _text(self, active: ActiveRequest) -> str:
         return final_text(active.generated, active.request.sampling.stop, self._decode)
-
-
-@final
-class _DraftClock:
-    """Seconds of one step that drafting took, and what of them were the drafter's own passes."""
-
-    def __init__(self, speculation: Speculation | None) -> None:
-        self._drafter = None if speculation is None else speculation.drafter
-        self._before = 0.0 if self._drafter is None else self._drafter.forward_s
-        self._entered = self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._entered = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._entered
-
-    def forward_s(self) -> float:
-        """Seconds of forward passes since the clock was made."""
-        return 0.0 if self._drafter is None else self._drafter.forward_s - self._before
-
-
-def _accept(
-    drawing: Sequence[Scheduled], tokens: Sequence[int], logprobs: Sequence[float]
-) -> tuple[dict[str, Accepted], dict[str, list[float]]]:
-    """Follow the draws of each request through its draft; logprobs are those of what it reads."""
-    accepted: dict[str, Accepted] = {}
-    read: dict[str, list[float]] = {}
-    first = 0
-    for each in drawing:
-        end = first + 1 + each.draft.size
-        found = accept(each.draft, tokens[first:end])
-        accepted[each.active.request_id] = found
-        read[each.active.request_id] = [logprobs[first + node] for node in (0, *found.path)]
-        first = end
-    return accepted, read
 
 
 def _make_kv(model: Transformer, limits: EngineLimits) -> KVCache:

@@ -8,6 +8,7 @@ A draft takes only what is left over: flat tokens of the step, KV that nobody ow
 nobody. It owns the drafter and counts nothing that decides a token.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -21,7 +22,7 @@ from longtail.engine.report import Verified
 from longtail.model.transformer import ModelConfig, Taps
 from longtail.speculation.drafter import Draftable, Drafter, Seen, Strategy
 from longtail.speculation.tree import EMPTY, MAX_NODES, cut_depth, depths
-from longtail.speculation.verify import Accepted
+from longtail.speculation.verify import Accepted, accept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,3 +162,39 @@ def _verified(each: Scheduled, path: tuple[int, ...]) -> Verified:
         depth=max(depths(draft.parents)),
         num_accepted=len(path),
     )
+
+
+@final
+class DraftClock:
+    """Seconds of one step that drafting took, and what of them were the drafter's own passes."""
+
+    def __init__(self, speculation: Speculation | None) -> None:
+        self._drafter = None if speculation is None else speculation.drafter
+        self._before = 0.0 if self._drafter is None else self._drafter.forward_s
+        self._entered = self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._entered
+
+    def forward_s(self) -> float:
+        """Seconds of forward passes since the clock was made."""
+        return 0.0 if self._drafter is None else self._drafter.forward_s - self._before
+
+
+def accept_drafts(
+    drawing: Sequence[Scheduled], tokens: Sequence[int], logprobs: Sequence[float]
+) -> tuple[dict[str, Accepted], dict[str, list[float]]]:
+    """Follow the draws of each request through its draft; logprobs are those of what it reads."""
+    accepted: dict[str, Accepted] = {}
+    read: dict[str, list[float]] = {}
+    first = 0
+    for each in drawing:
+        end = first + 1 + each.draft.size
+        found = accept(each.draft, tokens[first:end])
+        accepted[each.active.request_id] = found
+        read[each.active.request_id] = [logprobs[first + node] for node in (0, *found.path)]
+        first = end
+    return accepted, read

@@ -1,0 +1,232 @@
+"""Measures cells of `longtail bench rollout`: a cell is one model with so many requests running.
+
+All contestants serve the same requests with the same keys, in turns (off, history, eagle, off, ...)
+on the same pinned thread. More requests than run are given, so that a place that falls empty is
+filled; only steps in which all places are taken count. Fixed strategies are scanned first, a short
+turn each; the turns that count are between `off` and every drafter's best.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from longtail.bench.report import Spread, ratios
+from longtail.engine.acceptance import Acceptance
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.report import RolloutMeter
+from longtail.engine.speculate import Speculation
+from longtail.engine.text import Decode
+from longtail.model.transformer import Transformer
+from longtail.sampling import noise_key
+from longtail.speculation.drafter import Drafter, Strategy
+from longtail.types import Request, SamplingParams
+
+CHAINS = tuple(Strategy(depth=depth, size=depth) for depth in (1, 2, 3, 4, 6, 8, 11))
+TREES = (Strategy(depth=4, width=2, size=8), Strategy(depth=6, width=3, size=16))
+_ROOM = 17
+"""Flat tokens of a request in a step: its root and the largest draft."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model, what it is asked, and who drafts for it."""
+
+    name: str
+    model: Transformer
+    decode: Decode
+    prompts: Sequence[tuple[int, ...]]
+    sampling: SamplingParams
+    drafters: Mapping[str, Callable[[], Drafter]]
+    """A new one for every turn: history of the very same texts would not be fair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One contestant's turn; the counts are of steps with every place taken."""
+
+    tokens_per_s: float
+    accept_length: float
+    num_drafted: float
+    """Nodes a draft."""
+    overhead_share: float
+    """Of the time: outside the forward passes, target's and drafter's, and outside the sampler."""
+    draft_forward_share: float
+    sampler_share: float
+    calibration_error: float
+    texts: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """A drafter with its best strategy against `off`."""
+
+    drafter: str
+    strategy: Strategy
+    speedup: Spread
+    uncoupled_speedup: Spread
+    tokens_per_s: float
+    accept_length: float
+    uncoupled_accept_length: float
+    overhead_share: float
+    draft_forward_share: float
+    sampler_share: float
+    calibration_error: float
+    differing_share: float
+    scanned: Mapping[str, float]
+    """tokens/s of each strategy's short turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """What one cell measured."""
+
+    model: str
+    running: int
+    off_tokens_per_s: Spread
+    off_overhead_share: float
+    contests: tuple[Contest, ...]
+
+
+@final
+class Cell:
+    """One engine, and the requests that all contestants serve."""
+
+    def __init__(self, subject: Subject, running: int) -> None:
+        self._subject, self._running = subject, running
+        longest = max(len(prompt) for prompt in subject.prompts) + subject.sampling.max_tokens
+        self._engine = RolloutEngine(
+            subject.model,
+            subject.decode,
+            EngineLimits(
+                max_running=running, max_step_tokens=max(512, running * _ROOM), max_len=longest
+            ),
+        )
+
+    def turn(self, speculation: Speculation | None, tokens: int) -> Turn:
+        """Serve until so many tokens were generated with every place taken."""
+        engine, meter, acceptance = self._engine, RolloutMeter(), Acceptance()
+        texts: dict[str, list[int]] = {}
+        for index, prompt in enumerate(self._subject.prompts):
+            texts[str(index)] = []
+            engine.submit(
+                Request(
+                    request_id=str(index),
+                    prompt_tokens=prompt,
+                    noise_key=noise_key(0, "bench", index),
+                    sampling=self._subject.sampling,
+                )
+            )
+        engine.speculate(speculation)
+        generated, steps = 0, 0
+        while generated < tokens and engine.num_unfinished:
+            report = engine.step()
+            for each in report.emitted:
+                texts[each.request_id].append(each.token)
+            steps += 1
+            if report.num_running == self._running and steps > 2:  # the first ones read prompts
+                meter.add(report)
+                acceptance.add(report.verified)
+                generated += len(report.emitted)
+        for name in texts:
+            if engine.is_unfinished(name):
+                engine.abort(name)
+        return _turn(meter, acceptance, speculation, texts)
+
+    def measure(self, tokens: int, repeats: int, say: Callable[[str], None]) -> CellResult:
+        """Scan every drafter's strategies, then compare the best with `off`, turn by turn."""
+        tokens *= max(1, self._running // 4)
+        drafters = self._subject.drafters
+        scans = {name: self._scan(make, tokens // 3) for name, make in drafters.items()}
+        turns: dict[str, list[Turn]] = {}
+        for _ in range(repeats):
+            turns.setdefault("off", []).append(self.turn(None, tokens))
+            for name, make in drafters.items():
+                strategy = max(scans[name], key=lambda s, found=scans[name]: found[s])
+                for key, coupled in ((name, True), (f"{name} uncoupled", False)):
+                    own = Speculation(drafter=make(), strategy=strategy, coupled=coupled)
+                    turns.setdefault(key, []).append(self.turn(own, tokens))
+            say(f"{self._subject.name}: {self._running} running, turn {len(turns['off'])}")
+        off = turns["off"]
+        return CellResult(
+            model=self._subject.name,
+            running=self._running,
+            off_tokens_per_s=Spread.of([turn.tokens_per_s for turn in off]),
+            off_overhead_share=off[0].overhead_share,
+            contests=tuple(
+                _contest(name, scans[name], off, turns[name], turns[f"{name} uncoupled"])
+                for name in drafters
+            ),
+        )
+
+    def _scan(self, make: Callable[[], Drafter], tokens: int) -> dict[Strategy, float]:
+        """Try every fixed strategy once; trees where few run, since many fill a step as it is."""
+        trees = TREES if self._running <= 4 else ()
+        return {
+            strategy: self.turn(Speculation(drafter=make(), strategy=strategy), tokens).tokens_per_s
+            for strategy in (*CHAINS, *trees)
+        }
+
+
+def _turn(
+    meter: RolloutMeter,
+    acceptance: Acceptance,
+    speculation: Speculation | None,
+    texts: Mapping[str, list[int]],
+) -> Turn:
+    report = meter.report()
+    verified = acceptance.overall
+    return Turn(
+        tokens_per_s=report.tokens_per_s,
+        accept_length=verified.mean,
+        num_drafted=acceptance.num_drafted / max(verified.num_verified, 1),
+        overhead_share=report.bookkeeping_share,
+        draft_forward_share=report.draft_forward_s / report.seconds,
+        sampler_share=report.sample_s / report.seconds,
+        calibration_error=0.0 if speculation is None else speculation.drafter.calibration_error,
+        texts={name: tuple(tokens) for name, tokens in texts.items()},
+    )
+
+
+def _contest(
+    name: str,
+    scanned: Mapping[Strategy, float],
+    off: Sequence[Turn],
+    coupled: Sequence[Turn],
+    uncoupled: Sequence[Turn],
+) -> Contest:
+    best = max(scanned, key=lambda strategy: scanned[strategy])
+    plain = [turn.tokens_per_s for turn in off]
+    last = coupled[-1]
+    return Contest(
+        drafter=name,
+        strategy=best,
+        speedup=ratios([turn.tokens_per_s for turn in coupled], plain),
+        uncoupled_speedup=ratios([turn.tokens_per_s for turn in uncoupled], plain),
+        tokens_per_s=last.tokens_per_s,
+        accept_length=last.accept_length,
+        uncoupled_accept_length=uncoupled[-1].accept_length,
+        overhead_share=last.overhead_share,
+        draft_forward_share=last.draft_forward_share,
+        sampler_share=last.sampler_share,
+        calibration_error=last.calibration_error,
+        differing_share=max(
+            differing_share(one.texts, other.texts) for one, other in zip(off, coupled, strict=True)
+        ),
+        scanned={describe(strategy): speed for strategy, speed in scanned.items()},
+    )
+
+
+def differing_share(
+    one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]
+) -> float:
+    """Share of the texts that differ, as far as both were written."""
+    both = [(one[name], other[name]) for name in one if one[name] and other[name]]
+    different = sum(a[: len(b)] != b[: len(a)] for a, b in both)
+    return different / max(len(both), 1)
+
+
+def describe(strategy: Strategy) -> str:
+    """Name a strategy: a chain of 6, a tree of 8 (depth 4, width 2)."""
+    if strategy.width == 1:
+        return f"chain of {strategy.num_nodes}"
+    return f"tree of {strategy.num_nodes} (depth {strategy.depth}, width {strategy.width})"
