@@ -50,7 +50,7 @@ def open_drafter(
     path = Path(name)
     embedded, _, recipe = name.partition(":")
     if embedded == TINY_REASONER:
-        path = _taught(target, recipe or "eagle3", say)
+        path = taught(target, recipe or "eagle3", say)
     if not path.is_dir():
         raise ConfigError(
             f"speculation.drafter = {name!r}: it is neither {HISTORY}, {TINY_REASONER} nor a "
@@ -66,7 +66,7 @@ def open_drafter(
     return EagleDrafter(loaded.layer, target.model, draft_ids=loaded.draft_ids, window=window)
 
 
-def _taught(target: Target, recipe: str, say: Callable[[str], None]) -> Path:
+def taught(target: Target, recipe: str, say: Callable[[str], None]) -> Path:
     """Return the embedded model's drafter, teaching it first where it was never taught."""
     if target.name != TINY_REASONER:
         raise ConfigError(

@@ -16,11 +16,16 @@ import torch
 
 from longtail.assemble import DTYPES, TINY_REASONER, model_directory, set_threads
 from longtail.checkpoint import policy_directory
+from longtail.drafters import Target, open_drafter
+from longtail.engine.acceptance import Acceptance, AcceptLength
 from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.speculate import Speculation
 from longtail.engine.text import find_stop
 from longtail.errors import ConfigError
 from longtail.model import hf
 from longtail.sampling import noise_key
+from longtail.speculation.drafter import Strategy
+from longtail.speculation.tree import MAX_NODES
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 64
@@ -45,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
         stop_token_ids=tokenizer.eos_ids,
     )
     engine = _engine(args, path, tokenizer, len(tokens))
+    if args.drafter is not None:
+        _speculate(args, engine, path, tokenizer)
+    acceptance = Acceptance()
     requests = [
         Request(
             request_id=f"{index}",
@@ -57,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
     ]
     started = time.perf_counter()
     if args.n == 1 and not args.json:
-        completions = [_stream(engine, requests[0])]
+        completions = [_stream(engine, requests[0], acceptance)]
     else:
-        completions = engine.generate(requests)
+        completions = engine.generate(requests, lambda step: acceptance.add(step.verified))
         _print(completions, as_json=args.json)
-    _summarize(completions, time.perf_counter() - started)
+    _summarize(completions, time.perf_counter() - started, acceptance.overall)
     return 0
 
 
@@ -112,12 +120,23 @@ def _engine(
     return RolloutEngine(model, tokenizer.decode, limits)
 
 
-def _stream(engine: RolloutEngine, request: Request) -> Completion:
+def _speculate(
+    args: argparse.Namespace, engine: RolloutEngine, path: Path, tokenizer: hf.Tokenizer
+) -> None:
+    """Let the engine draft ahead."""
+    if not 1 <= args.draft_depth <= MAX_NODES:
+        raise ConfigError(f"--draft-depth = {args.draft_depth}: it must be from 1 to {MAX_NODES}")
+    target = Target(model=engine.model, tokenizer=tokenizer, directory=path, name=args.model)
+    drafter = open_drafter(args.drafter, target, lambda text: print(text, file=sys.stderr))
+    engine.speculate(Speculation(drafter=drafter, strategy=Strategy(depth=args.draft_depth)))
+
+
+def _stream(engine: RolloutEngine, request: Request, acceptance: Acceptance) -> Completion:
     """Write one completion to the terminal while it is made."""
     last: list[Completion] = []
 
     def pieces() -> Iterator[str | Completion]:
-        for piece in engine.stream(request):
+        for piece in engine.stream(request, lambda step: acceptance.add(step.verified)):
             if isinstance(piece, Completion):
                 last.append(piece)
             yield piece
@@ -144,9 +163,10 @@ def _print(completions: Sequence[Completion], *, as_json: bool) -> None:
             print(f"--- {index + 1} of {len(completions)}\n{completion.text}")
 
 
-def _summarize(completions: Sequence[Completion], seconds: float) -> None:
+def _summarize(completions: Sequence[Completion], seconds: float, accepted: AcceptLength) -> None:
     tokens = sum(len(completion.tokens) for completion in completions)
     reasons = Counter(completion.finish_reason.value for completion in completions)
     endings = ", ".join(f"{reason} x{count}" for reason, count in sorted(reasons.items()))
     speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
-    print(f"{speed}; finished by {endings}", file=sys.stderr)
+    drafts = f"; accept length {accepted.mean:.2f}" if accepted.num_verified else ""
+    print(f"{speed}; finished by {endings}{drafts}", file=sys.stderr)

@@ -84,7 +84,9 @@ class EagleDrafter(Drafter):
             head.weight.data = self._target.head.weight[self._draft_ids]
             head.pack()
             self._head = head
-        self._kernel = self._chain_kernel()
+        # Made when first needed: the target may be packed only then.
+        self._kernel: ChainKernel | None = None
+        self._has_kernel: bool | None = None
 
     def _chain_kernel(self) -> ChainKernel | None:
         """Return the native round for the present weights, where this machine has one."""
@@ -153,7 +155,10 @@ class EagleDrafter(Drafter):
         asking = [requests[i] for i in ready]
         if noise is not None and len(ready) < len(requests):
             noise = _NoiseOfSome(noise, torch.tensor(ready, device=self._target.device))
-        draft = self._chains if self._kernel is not None and strategy.width == 1 else self._grow
+        if self._has_kernel is None:
+            self._kernel = self._chain_kernel()
+            self._has_kernel = self._kernel is not None
+        draft = self._chains if self._has_kernel and strategy.width == 1 else self._grow
         for i, tree in zip(ready, draft(asking, strategy, noise), strict=True):
             trees[i] = tree
         return trees

@@ -104,6 +104,11 @@ class RolloutEngine:
         self._speculator = None if speculation is None else Speculator(speculation, config)
 
     @property
+    def model(self) -> Transformer:
+        """The weights that generate, for drafters to refer to; only `pull` changes them."""
+        return self._model
+
+    @property
     def speculation(self) -> Speculation | None:
         """How the engine speculates now."""
         return self._speculation
@@ -264,7 +269,9 @@ class RolloutEngine:
                     self.abort(request.request_id)
         return [done[request.request_id] for request in requests]
 
-    def stream(self, request: Request) -> Iterator[str | Completion]:
+    def stream(
+        self, request: Request, on_step: Callable[[StepReport], None] | None = None
+    ) -> Iterator[str | Completion]:
         """Yield the text of one request as it is written, then its completion.
 
         With stop strings the pieces may run past the cut; the completion's `text` is exact.
@@ -274,6 +281,8 @@ class RolloutEngine:
         try:
             while request.request_id in self._active:  # until it ends, or someone aborts it
                 report = self.step()
+                if on_step is not None:
+                    on_step(report)
                 mine = [e.token for e in report.emitted if e.request_id == request.request_id]
                 if piece := detokenizer.feed(mine):
                     yield piece

@@ -1,0 +1,278 @@
+"""`longtail drafter eval`: how well a drafter drafts, as a table, a picture and JSON.
+
+The target answers the same prompts with the same keys in every setting: each temperature, coupled
+and uncoupled, chain and tree. The texts must not depend on the drafts; that they do not is counted,
+too. Held-out prompts of the target's own task are what to give.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from longtail.assemble import DTYPES, TINY_REASONER, model_directory, set_threads
+from longtail.checkpoint import policy_directory
+from longtail.drafters import Target, open_drafter
+from longtail.engine.acceptance import POSITIONS, Acceptance
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.speculate import Speculation
+from longtail.errors import ConfigError
+from longtail.machine import pip_install
+from longtail.model import hf
+from longtail.rl.data import Encoder, make_prompts
+from longtail.rl.sources import load_rows
+from longtail.sampling import noise_key
+from longtail.speculation.drafter import Strategy
+from longtail.types import Completion, Request, SamplingParams
+
+_MAX_RUNNING = 16
+_WIDE = 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One setting.
+
+    Example: Measured(temperature=1.0, coupled=True, strategy=Strategy(depth=6), acceptance=...,
+                      differing_share=0.0, calibration_error=0.02)
+    """
+
+    temperature: float
+    coupled: bool
+    strategy: Strategy
+    acceptance: Acceptance
+    differing_share: float
+    """Of the texts, against plain decoding."""
+    calibration_error: float
+
+    @property
+    def shape(self) -> str:
+        """Name the draft's shape."""
+        return "chain" if self.strategy.width == 1 else "tree"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return every figure."""
+        by_position = zip(POSITIONS, self.acceptance.by_position(), strict=True)
+        return {
+            "temperature": self.temperature,
+            "coupled": self.coupled,
+            "shape": self.shape,
+            "depth": self.strategy.depth,
+            "size": self.strategy.num_nodes,
+            "accept_length": self.acceptance.overall.mean,
+            "num_verified": self.acceptance.overall.num_verified,
+            "acceptance_rate_by_depth": self.acceptance.rates(),
+            "accept_length_by_position": {
+                str(start): found.mean for start, found in by_position if found.num_verified
+            },
+            "calibration_error": self.calibration_error,
+            "differing_share": self.differing_share,
+        }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure as the command line says; see `cli` for the options."""
+    set_threads(args.threads)
+    temperatures = _numbers("--temperatures", args.temperatures)
+    for option, value in (("--n", args.n), ("--max-tokens", args.max_tokens)):
+        if value < 1:
+            raise ConfigError(f"{option} = {value}: it must be at least 1")
+    target, prompts = _target(args)
+    strategies = (
+        Strategy(depth=args.depth, size=args.depth),
+        Strategy(depth=args.depth, width=args.width, size=args.size),
+    )
+    found: list[Measured] = []
+    for temperature in temperatures:
+        sampling = SamplingParams(
+            temperature=temperature,
+            max_tokens=args.max_tokens,
+            stop_token_ids=target.tokenizer.eos_ids,
+        )
+        _say(f"temperature {temperature:g}: plain decoding")
+        plain = _answer(target, prompts, sampling, None)[0]
+        for strategy, coupled in product(strategies, (True, False) if temperature else (True,)):
+            measured = _measure(args.drafter, target, prompts, sampling, strategy, coupled, plain)
+            found.append(measured)
+            _say(
+                f"temperature {temperature:g}, {measured.shape}, "
+                f"{'coupled' if coupled else 'uncoupled'}: accept length "
+                f"{measured.acceptance.overall.mean:.2f}"
+            )
+    result = {
+        "drafter": args.drafter,
+        "target": args.target,
+        "measured": [m.as_json() for m in found],
+    }
+    if args.plot is not None:
+        plot(found, Path(args.plot), title=f"{args.drafter} for {args.target}")
+    if not args.json:
+        _show(found, args.plot)
+    print(json.dumps(result))
+    return 0
+
+
+def _target(args: argparse.Namespace) -> tuple[Target, list[tuple[int, ...]]]:
+    """Open the target and its prompts; what cannot be is said before anything is measured."""
+    directory = model_directory(args.target)
+    directory = directory if args.target == TINY_REASONER else policy_directory(directory)
+    tokenizer = hf.load_tokenizer(directory)
+    model = hf.load_model(directory, DTYPES[args.dtype] if args.dtype else None)
+    hf.check_vocabulary(tokenizer, model.config)
+    target = Target(model=model, tokenizer=tokenizer, directory=directory, name=args.target)
+    source = args.prompts
+    if source is None:
+        if args.target != TINY_REASONER:
+            raise ConfigError("--prompts is needed: a source of prompts, as data.source of train")
+        source = f"{TINY_REASONER}:heldout"
+    render = tokenizer.render if tokenizer.has_chat_template else None
+    prompts = make_prompts(
+        load_rows(source, args.n, args.seed, field="--prompts"),
+        source=source,
+        encoder=Encoder(encode=tokenizer.encode, render=render),
+        max_prompt_len=model.config.max_positions - args.max_tokens,
+        drop_long=True,
+    )
+    open_drafter(args.drafter, target, _say)
+    return target, [prompt.tokens for prompt in prompts.prompts[: args.n]]
+
+
+def _measure(
+    drafter: str,
+    target: Target,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    strategy: Strategy,
+    coupled: bool,
+    plain: Sequence[Completion],
+) -> Measured:
+    """Answer with a new drafter and compare with what plain decoding wrote."""
+    speculation = Speculation(
+        drafter=open_drafter(drafter, target, _say), strategy=strategy, coupled=coupled
+    )
+    written, acceptance = _answer(target, prompts, sampling, speculation)
+    different = sum(a.tokens != b.tokens for a, b in zip(plain, written, strict=True))
+    return Measured(
+        temperature=sampling.temperature,
+        coupled=coupled,
+        strategy=strategy,
+        acceptance=acceptance,
+        differing_share=different / len(plain),
+        calibration_error=speculation.drafter.calibration_error,
+    )
+
+
+def _answer(
+    target: Target,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    speculation: Speculation | None,
+) -> tuple[list[Completion], Acceptance]:
+    longest = max(map(len, prompts)) + sampling.max_tokens
+    limits = EngineLimits(max_running=_MAX_RUNNING, max_step_tokens=1024, max_len=longest)
+    engine = RolloutEngine(target.model, target.tokenizer.decode, limits, speculation=speculation)
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt_tokens=prompt,
+            noise_key=noise_key(0, "drafter eval", index),
+            sampling=replace(sampling),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    acceptance = Acceptance()
+    completions = engine.generate(requests, lambda report: acceptance.add(report.verified))
+    return completions, acceptance
+
+
+def _show(found: Sequence[Measured], plotted: str | None) -> None:
+    """Print the tables."""
+    deepest = max(len(each.acceptance.rates()) for each in found)
+    table = Table(title="acceptance", title_justify="left")
+    depths = [f"d{depth}" for depth in range(1, deepest + 1)]
+    for name in (
+        "temperature",
+        "draft",
+        "noise",
+        "accept length",
+        *depths,
+        "calibration",
+        "differing",
+    ):
+        table.add_column(name, justify="right")
+    positions = Table(
+        title="accept length by generated tokens before the step", title_justify="left"
+    )
+    for name in ("temperature", "draft", "noise", *(f"{start}+" for start in POSITIONS)):
+        positions.add_column(name, justify="right")
+    for each in found:
+        who = [f"{each.temperature:g}", each.shape, "coupled" if each.coupled else "uncoupled"]
+        rates = [f"{rate:.2f}" for rate in each.acceptance.rates()]
+        table.add_row(
+            *who,
+            f"{each.acceptance.overall.mean:.2f}",
+            *rates,
+            *([""] * (deepest - len(rates))),
+            f"{each.calibration_error:.3f}",
+            f"{each.differing_share:.1%}",
+        )
+        lengths = [
+            f"{at.mean:.2f}" if at.num_verified else "" for at in each.acceptance.by_position()
+        ]
+        positions.add_row(*who, *lengths)
+    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    console.print(table)
+    console.print(positions)
+    if plotted is not None:
+        console.print(f"picture: {plotted}")
+
+
+def plot(found: Sequence[Measured], path: Path, *, title: str) -> None:
+    """Draw accept length, acceptance rate by depth and accept length by position into a PNG.
+
+    Raises ConfigError where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"--plot wants matplotlib: {pip_install('plots')}") from error
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    bars, depths, positions = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
+    for index, each in enumerate(found):
+        noise = "coupled" if each.coupled else "uncoupled"
+        label = f"T {each.temperature:g}, {each.shape}, {noise}"
+        style = {"color": f"C{index}", "linestyle": "-" if each.coupled else "--"}
+        bars.barh(label, each.acceptance.overall.mean, color=f"C{index}")
+        rates = each.acceptance.rates()
+        depths.plot(range(1, len(rates) + 1), rates, marker="o", **style)
+        by_position = zip(POSITIONS, each.acceptance.by_position(), strict=True)
+        spots = [(start, at.mean) for start, at in by_position if at.num_verified >= 20]
+        positions.plot([s for s, _ in spots], [mean for _, mean in spots], marker="o", **style)
+    bars.invert_yaxis()
+    bars.set(title="accept length", xlabel="tokens a verify step", xlim=(1, None))
+    depths.set(title="acceptance rate by depth", xlabel="depth", ylim=(0, 1))
+    positions.set(
+        title="accept length by position", xlabel="generated tokens before", ylim=(1, None)
+    )
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} = {text!r}: it must be numbers, as in 0,0.6,1") from None
+    return numbers
+
+
+def _say(text: str) -> None:
+    print(f"drafter eval: {text}", file=sys.stderr, flush=True)
