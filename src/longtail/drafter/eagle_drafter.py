@@ -55,7 +55,7 @@ class EagleDrafter(Drafter):
             draft_ids,
         )
         self._window = config.window if window is None else window
-        self._windows = Windows(
+        self.windows = Windows(
             window=self._window,
             max_len=target.config.max_positions,
             feature_size=config.feature_size,
@@ -78,7 +78,7 @@ class EagleDrafter(Drafter):
     @torch.inference_mode()
     def refresh(self) -> None:
         """Forget features of the old weights, and read the rows of the new head."""
-        self._windows.clear()
+        self.windows.clear()
         if self._draft_ids is not None:  # derived, never saved: the target's rows of the draft ids
             head = Linear(self._target.config.hidden_size, len(self._draft_ids))
             head.weight.data = self._target.head.weight[self._draft_ids]
@@ -132,7 +132,7 @@ class EagleDrafter(Drafter):
         """Keep the features."""
         assert features is not None, "EAGLE reads the target's features"
         if seen:
-            self._windows.observe(seen, features)
+            self.windows.observe(seen, features)
 
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         """Calibrate confidences."""
@@ -141,7 +141,7 @@ class EagleDrafter(Drafter):
 
     def forget(self, request_id: str) -> None:
         """Free the request's window."""
-        self._windows.forget(request_id)
+        self.windows.forget(request_id)
 
     @torch.inference_mode()
     def propose(
@@ -158,22 +158,23 @@ class EagleDrafter(Drafter):
         if self._has_kernel is None:
             self._kernel = self._chain_kernel()
             self._has_kernel = self._kernel is not None
-        draft = self._chains if self._has_kernel and strategy.width == 1 else self._grow
+        draft = self._chains if self._has_kernel and strategy.width == 1 else self.grow
         for i, tree in zip(ready, draft(asking, strategy, noise), strict=True):
             trees[i] = tree
         return trees
 
-    def _grow(
+    @torch.inference_mode()
+    def grow(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft level by level: any shape, any device."""
+        """Draft level by level, for requests that are ready: any shape, any device."""
         parts = EagleParts(
             layer=self._layer,
             embedding=self._target.embedding,
             head=self._head,
             window=self._window,
         )
-        walker = EagleWalker(parts, self._windows, requests, deepest(requests, strategy))
+        walker = EagleWalker(parts, self.windows, requests, deepest(requests, strategy))
         scoring = Scoring(requests=requests, noise=noise, draft_ids=self._draft_ids)
         trees = grow(walker, scoring, strategy, self._curve)
         self._forward_s += walker.seconds
@@ -182,9 +183,9 @@ class EagleDrafter(Drafter):
     def _chains(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft chains in one call: what `_grow` drafts, sooner."""
+        """Draft chains in one call: what `grow` drafts, sooner."""
         assert self._kernel is not None, "chains need the native round"
-        windows, depth = self._windows, deepest(requests, strategy)
+        windows, depth = self.windows, deepest(requests, strategy)
         heard = None if noise is None else noise.up_to(depth)
         if heard is not None and self._draft_ids is not None:
             heard = heard[:, :, self._draft_ids]
@@ -203,7 +204,7 @@ class EagleDrafter(Drafter):
         return chain_trees(chains.tokens.tolist(), chains.margins.tolist(), requests, strategy)
 
     def _is_ready(self, request: Draftable) -> bool:
-        window = self._windows.get(request.request_id)
+        window = self.windows.get(request.request_id)
         return window is not None and window.next_token == len(request.tokens) - 1
 
 

@@ -138,6 +138,7 @@ class Windows:
         for request in requests:
             window = self._of[request.request_id]
             start = max(window.done, window.end - (self._window or window.end))
+            start = min(start, window.end - 1)  # the root's pair is where the walk begins
             rows += [window.row] * (window.end - start)
             slots += range(start, window.end)
             tokens += request.tokens[window.base + start + 1 : window.base + window.end + 1]

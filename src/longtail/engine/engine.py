@@ -221,12 +221,15 @@ class RolloutEngine:
         return self._speculator.draft(scheduled, noise, spare, self._kv.try_grow)
 
     def _keep(self, scheduled: Sequence[Scheduled], accepted: Mapping[str, Accepted]) -> None:
-        """Count what is computed for good, and put accepted nodes in their places."""
+        """Count what is computed for good, and put accepted nodes in their places.
+
+        Also of requests without a draft: room may have been had for one that did not come.
+        """
         paths: list[KeptPath] = []
         for each in scheduled:
             active = each.active
             active.num_computed += each.num_tokens
-            if each.draft.size:
+            if active.request_id in accepted:
                 path = accepted[active.request_id].path
                 paths.append(
                     KeptPath(

@@ -88,7 +88,12 @@ class Speculator:
             for each, tree in zip(asking, trees, strict=True)
         }
         return [
-            replace(each, draft=drafts.get(each.active.request_id, EMPTY)) for each in scheduled
+            Scheduled(
+                active=each.active,
+                num_tokens=each.num_tokens,
+                draft=drafts.get(each.active.request_id, EMPTY),
+            )
+            for each in scheduled
         ]
 
     def review(

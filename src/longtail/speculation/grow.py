@@ -74,16 +74,18 @@ class Scoring:
     ) -> Float[Tensor, "nodes vocab"]:
         """Divide by the temperature and add the noise of the place, where there is any."""
         temperatures = [each.sampling.temperature for each in self.requests]
+        alike = all(temperature == 1.0 for temperature in temperatures)
+        if not alike:
+            scale = torch.tensor([t or 1.0 for t in temperatures], dtype=logits.dtype)
+            scale = scale.to(logits.device).repeat_interleave(per_request)
+            logits = logits / scale[:, None]
         if self.noise is None or not any(temperatures):
             return logits
         noise = self.noise.at_depth(depth)
         if self.draft_ids is not None:
             noise = noise[:, self.draft_ids]
-        if any(temperature != 1.0 for temperature in temperatures):
-            scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
-            heard = torch.tensor([float(t > 0) for t in temperatures], device=logits.device)
-            noise = noise * heard[:, None]
-            logits = logits / scale.repeat_interleave(per_request)[:, None]
+        if not alike:  # a greedy request hears none
+            noise = noise * torch.tensor([float(t > 0) for t in temperatures]).to(noise)[:, None]
         return logits + (noise if per_request == 1 else noise.repeat_interleave(per_request, 0))
 
     def tokens(self, chosen: Int[Tensor, "..."]) -> Int[Tensor, "..."]:

@@ -16,6 +16,7 @@ A chain is the tree whose every node is the parent of the next; nothing treats i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 MAX_NODES = 62
 """Visibility is a signed 64-bit mask."""
@@ -44,26 +45,28 @@ class DraftTree:
 EMPTY = DraftTree(tokens=(), parents=(), margins=())
 
 
-def depths(parents: Sequence[int]) -> list[int]:
-    """Distance of each node from the root.
+@lru_cache(maxsize=4096)
+def depths(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Distance of each node from the root. Shapes recur, so they are remembered.
 
-    Example: depths((0, 0, 1, 3)) == [1, 1, 2, 3]
+    Example: depths((0, 0, 1, 3)) == (1, 1, 2, 3)
     """
     found = [0]
     for parent in parents:
         found.append(found[parent] + 1)
-    return found[1:]
+    return tuple(found[1:])
 
 
-def visible_nodes(parents: Sequence[int]) -> list[int]:
+@lru_cache(maxsize=4096)
+def visible_nodes(parents: tuple[int, ...]) -> tuple[int, ...]:
     """Mask of the nodes that each node sees: its ancestors and itself; bit i - 1 is node i.
 
-    Example: visible_nodes((0, 0, 1, 3)) == [0b1, 0b10, 0b101, 0b1101]
+    Example: visible_nodes((0, 0, 1, 3)) == (0b1, 0b10, 0b101, 0b1101)
     """
     masks = [0]
     for node, parent in enumerate(parents):
         masks.append(masks[parent] | (1 << node))
-    return masks[1:]
+    return tuple(masks[1:])
 
 
 def reach_probabilities(parents: Sequence[int], confidences: Sequence[float]) -> list[float]:
