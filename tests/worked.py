@@ -17,6 +17,8 @@ best, and 15 / 40 is less.
 
 from fractions import Fraction
 
+from longtail.speculation.tree import DraftTree
+from longtail.speculation.verify import Accepted
 from longtail.types import SamplingParams
 
 PROBS = (0.40, 0.30, 0.15, 0.10, 0.05)
@@ -37,3 +39,22 @@ LEFT = (
 NOISE = (-0.5, 0.25, 0.75, 0.25, 2.0)
 """Noise at one position: log PROBS + NOISE = (-1.42, -0.95, -1.15, -2.05, -1.00)."""
 DRAWN = 1
+
+# Speculation: the tree drawn in longtail/speculation/tree.py, a, b, c, d = 5, 6, 7, 8.
+#
+#     node      1   2   3   4              0 root
+#     token     5   6   7   8             / \
+#     parent    0   0   1   3            1   2         verification draws 5 at the root, so node 1
+#     depth     1   1   2   3            |             is right; 7 after it, so node 3 is; then 4,
+#     reach    .9  .1  .8  .7            3             and nobody drafted that: it is the bonus
+#                                        |
+#                                        4
+TREE = DraftTree(tokens=(5, 6, 7, 8), parents=(0, 0, 1, 3), margins=(2.0, -2.0, 0.7, 1.1))
+TREE_DEPTHS = [1, 1, 2, 3]
+TREE_VISIBLE = [0b1, 0b10, 0b101, 0b1101]
+TREE_REACH = (0.9, 0.1, 0.8, 0.7)
+TREE_OF_THREE = DraftTree(tokens=(5, 7, 8), parents=(0, 1, 2), margins=(2.0, 0.7, 1.1))
+"""The three nodes of TREE likeliest to be reached."""
+TREE_DRAWN = (5, 7, 9, 4, 8)
+"""The target's draws at the root and at each node."""
+TREE_ACCEPTED = Accepted(path=(1, 3), tokens=(5, 7, 4))

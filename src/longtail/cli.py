@@ -25,8 +25,9 @@ Reinforcement learning of reasoning models, without the long tail of rollouts.
 verbs:
   train      train a policy with reinforcement learning
   sft        fine-tune a model on prompts with completions
+  drafter    train a drafter that lets a model's rollouts speculate, or evaluate one
   generate   write completions with a model or a run's newest checkpoint
-  bench      measure the rollout engine or the learner, paired in one run
+  bench      measure engine, speculation, learner or drafter training, paired in one run
   doctor     say what this machine offers, what is missing and how to get it
 
 `longtail VERB --help` tells more; `longtail --version` the version.
@@ -60,9 +61,13 @@ def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
     return {
         "train": _train_parser,
         "sft": _sft_parser,
+        "drafter train": _drafter_train_parser,
+        "drafter eval": _drafter_eval_parser,
         "generate": _generate_parser,
         "bench engine": lambda: _bench_parser("engine"),
+        "bench rollout": lambda: _bench_parser("rollout"),
         "bench learner": lambda: _bench_parser("learner"),
+        "bench drafter": lambda: _bench_parser("drafter"),
         "doctor": _doctor_parser,
     }
 
@@ -77,6 +82,7 @@ def _dispatch(words: list[str]) -> int:
         {
             "train": _train,
             "sft": _sft,
+            "drafter": _drafter,
             "generate": _generate,
             "bench": _bench,
             "doctor": _doctor,
@@ -130,6 +136,40 @@ def _sft(words: list[str]) -> int:
     return sft.run(loaded) or 0
 
 
+def _drafter(words: list[str]) -> int:
+    match words:
+        case ["train", *rest]:
+            return _drafter_train(rest)
+        case ["eval", *rest]:
+            args = _drafter_eval_parser().parse_args(rest)
+            from longtail import drafter_eval
+
+            return drafter_eval.run(args)
+    return _usage(words, "usage: longtail drafter {train,eval} [options]; each has its own --help")
+
+
+def _drafter_train(words: list[str]) -> int:
+    from longtail import configfile, drafter_config
+
+    own, overrides = _split(words)
+    args = _drafter_train_parser().parse_args(own)
+    path = configfile.locate(args.run) if args.run else None
+    loaded = drafter_config.load(path, overrides)
+    if args.dry_run:
+        print(configfile.render(loaded))
+        return 0
+    from longtail import drafter_train
+
+    return drafter_train.run(loaded) or 0
+
+
+def _usage(words: list[str], usage: str) -> int:
+    """Answer a verb without its noun: on stdout and 0 if that was asked for."""
+    helping = bool(words) and words[0] in ("-h", "--help")
+    print(usage, file=sys.stdout if helping else sys.stderr)
+    return 0 if helping else 2
+
+
 def _generate(words: list[str]) -> int:
     args = _generate_parser().parse_args(words)
     from longtail import generate
@@ -138,18 +178,24 @@ def _generate(words: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
-    names = ("engine", "learner")
+    names = ("engine", "rollout", "learner", "drafter")
     if not words or words[0] not in names:
-        usage = "usage: longtail bench {engine,learner} [options]; each has its own --help"
-        helping = bool(words) and words[0] in ("-h", "--help")
-        print(usage, file=sys.stdout if helping else sys.stderr)
-        return 0 if helping else 2
-    parser = _bench_parser(words[0])
-    args = parser.parse_args(words[1:])
+        each = ",".join(names)
+        return _usage(words, f"usage: longtail bench {{{each}}} [options]; each has its own --help")
+    args = _bench_parser(words[0]).parse_args(words[1:])
     if words[0] == "engine":
         from longtail.bench import engine
 
         return engine.run(args)
+    if words[0] == "rollout":
+        from longtail.bench import rollout
+
+        return rollout.run(args)
+    if words[0] == "drafter":
+        from longtail.bench import drafter
+
+        drafter.run(args)
+        return 0
     from longtail.bench import learner
 
     learner.run(args)
@@ -233,6 +279,42 @@ def _sft_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _drafter_train_parser() -> argparse.ArgumentParser:
+    from longtail import configfile, drafter_config
+
+    parser = _parser(
+        "drafter train",
+        "Train an EAGLE drafter on texts that its target writes first, or on given ones.",
+        usage="longtail drafter train [RUN] [--dry-run] [--section.key VALUE ...]",
+        epilog=configfile.describe(drafter_config.DrafterTrainConfig),
+    )
+    parser.add_argument("run", metavar="RUN", nargs="?", help="TOML file; none: all defaults")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration, as TOML"
+    )
+    return parser
+
+
+def _drafter_eval_parser() -> argparse.ArgumentParser:
+    parser = _parser("drafter eval", "Measure how well a drafter drafts for its target.")
+    add = parser.add_argument
+    add("drafter", metavar="DRAFTER", help="a drafter, as speculation.drafter of train names it")
+    add("--target", metavar="MODEL", default="tiny-reasoner", help="(default tiny-reasoner)")
+    add("--prompts", metavar="SOURCE", help="as data.source of train; default: the held-out ones")
+    add("--n", metavar="N", type=int, default=32, help="prompts (default 32)")
+    add("--max-tokens", metavar="N", type=int, default=1024, help="(default 1024)")
+    add("--temperatures", metavar="X,X", default="0,0.6,1", help="(default 0,0.6,1)")
+    add("--depth", metavar="N", type=int, default=6, help="of chain and tree (default 6)")
+    add("--width", metavar="N", type=int, default=2, help="of the tree (default 2)")
+    add("--size", metavar="N", type=int, default=12, help="of the tree (default 12)")
+    add("--plot", metavar="FILE", help="also draw a picture, a PNG (extra: plots)")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), help="(default: as stored)")
+    add("--seed", metavar="N", type=int, default=0, help="of generated prompts (default 0)")
+    add("--threads", metavar="N", type=int, default=1, help="compute threads (default 1)")
+    add("--json", action="store_true", help="print the JSON line only")
+    return parser
+
+
 def _generate_parser() -> argparse.ArgumentParser:
     parser = _parser("generate", "Write completions of a prompt; a single one is streamed.")
     add = parser.add_argument
@@ -258,6 +340,8 @@ def _generate_parser() -> argparse.ArgumentParser:
     form.add_argument(
         "--raw", action="store_true", help="no chat template (default: where there is one)"
     )
+    add("--drafter", metavar="NAME", help="draft ahead: as speculation.drafter of train names it")
+    add("--draft-depth", metavar="N", type=int, default=6, help="tokens ahead (default 6)")
     add("--json", action="store_true", help="one JSON object a completion")
     return parser
 
@@ -268,6 +352,18 @@ def _bench_parser(name: str) -> argparse.ArgumentParser:
 
         parser = _parser("bench engine", "Measure the rollout engine against its rivals.")
         engine.add_arguments(parser)
+        return parser
+    if name == "rollout":
+        from longtail.bench import rollout
+
+        parser = _parser("bench rollout", "Measure what speculation is worth, by fixed strategy.")
+        rollout.add_arguments(parser)
+        return parser
+    if name == "drafter":
+        from longtail.bench import drafter
+
+        parser = _parser("bench drafter", "Measure drafter training, packed against padded.")
+        drafter.add_arguments(parser)
         return parser
     from longtail.bench import learner
 

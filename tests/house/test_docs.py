@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from house.tree import ROOT
+from house.tree import ROOT, SOURCES, module_name
 from longtail import cli, cli_docs, configfile
 from longtail.config import RunConfig, SftConfig
+from longtail.drafter_config import DrafterTrainConfig
 
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -21,7 +22,7 @@ def test_the_page_of_the_command_line_is_what_the_commands_print() -> None:
     assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == cli_docs.render()
 
 
-@pytest.mark.parametrize("model", [RunConfig, SftConfig])
+@pytest.mark.parametrize("model", [RunConfig, SftConfig, DrafterTrainConfig])
 def test_every_field_is_explained_and_every_unset_one_may_be_left_out(
     model: type[BaseModel],
 ) -> None:
@@ -60,7 +61,8 @@ def test_a_page_names_only_make_targets_that_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_a_page_names_only_options_that_exist(page: Path) -> None:
-    known = {*configfile.fields_of(RunConfig), *configfile.fields_of(SftConfig)}
+    models = (RunConfig, SftConfig, DrafterTrainConfig)
+    known = {name for model in models for name in configfile.fields_of(model)}
     sections = {name.partition(".")[0] for name in known}
     dotted = re.findall(r"--([a-z_]+\.[a-z_]+)", page.read_text(encoding="utf-8"))
     assert {name for name in dotted if name not in known and name != "section.key"} <= {"a.b"}
@@ -69,7 +71,7 @@ def test_a_page_names_only_options_that_exist(page: Path) -> None:
     fields = [
         n for n in named if n.partition(".")[0] in sections and n.partition(".")[2] not in suffixes
     ]
-    modules = {"model.hf", "model.attention", "data.source"}
+    modules = {"data.source", *map(module_name, SOURCES)}
     assert {name for name in fields if name not in known} <= modules
 
 

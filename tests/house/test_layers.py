@@ -12,20 +12,29 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("records", ("", "types", "errors", "machine")),
     (
         "maths",
-        ("sampling", "rl", "rl.advantage", "rl.loss", "rl.packing", "engine", "model"),
+        (
+            *("sampling", "rl", "rl.advantage", "rl.loss", "rl.packing", "engine", "model"),
+            *("speculation", "speculation.*", "drafter", "drafter.loss"),
+        ),
     ),
     ("model", ("model.*",)),
-    ("parts", ("rl.*", "engine.*", "tiny", "tiny.task", "tiny.tokenizer")),
-    ("machines", ("rl.learner", "engine.engine")),
-    ("run files", ("configfile", "config", "metrics", "checkpoint")),
+    (
+        "parts",
+        (
+            *("rl.*", "engine.*", "drafter.*", "speculation.drafter", "speculation.grow"),
+            *("tiny", "tiny.task", "tiny.tokenizer"),
+        ),
+    ),
+    ("machines", ("rl.learner", "engine.engine", "drafter.trainer")),
+    ("run files", ("configfile", "config", "drafter_config", "metrics", "checkpoint")),
     ("programs", ("*",)),
 )
 """From the bottom up; the longest pattern that fits a module decides."""
 
 DOORS = {
     "transformers": ("model.tokenizer", "model.hf*", "bench.*"),
-    "safetensors": ("model.hf*", "checkpoint"),
-    "tokenizers": ("model.tokenizer", "tiny.*"),
+    "safetensors": ("model.hf*", "checkpoint", "drafter.checkpoint"),
+    "tokenizers": ("model.tokenizer", "tiny.*", "bench.textmodel"),
     "datasets": ("rl.sources", "rl.data"),
     "pyarrow": ("rl.sources", "rl.data"),
     "reasoning_gym": ("rl.sources", "rl.data", "rl.reward"),
@@ -33,7 +42,7 @@ DOORS = {
     "wandb": ("metrics",),
     "tensorboard": ("metrics",),
     "torch.utils.tensorboard": ("metrics",),
-    "pydantic": ("config", "configfile"),
+    "pydantic": ("config", "drafter_config", "configfile"),
     "tomli_w": ("configfile",),
     "ctypes": ("model.*",),
     "pickle": ("rl.grader", "rl.grading"),  # over a pipe to their own processes, never a file
@@ -42,7 +51,7 @@ DOORS = {
 }
 """One door per heavy dependency."""
 
-TORCH_FREE = ("", "cli", "config", "configfile", "errors", "machine", "doctor")
+TORCH_FREE = ("", "cli", "config", "drafter_config", "configfile", "errors", "machine", "doctor")
 
 
 def _fits(module: str, pattern: str) -> bool:

@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fakes import markov_model
+from drafters import CoupledMarkovDrafter
+from fakes import markov_model, unchecked_shapes
 from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.speculate import Speculation
 from longtail.sampling import draw, draw_rows, gumbel_noise, noise_key
+from longtail.speculation.drafter import Strategy
 from longtail.types import Request, SamplingParams
 
 FALSE_ALARM = 1e-9
@@ -106,15 +109,35 @@ def test_greedy_takes_the_best_token_whatever_the_noise():
     assert drawn.logprobs.tolist() == [0.0] * 200
 
 
-def test_the_whole_engine_samples_a_known_markov_chain():
-    """Through submit, prefill, decode and groups: transitions have their exact probabilities."""
-    scores = torch.randn(6, 6, generator=torch.Generator().manual_seed(1)).double()
+CHAIN = torch.randn(6, 6, generator=torch.Generator().manual_seed(1)).double()
+"""Scores of the next token of a Markov chain, by the last."""
+BELIEFS = {
+    "none": None,
+    "right": CHAIN / 1.3,
+    "flat": torch.zeros(6, 6).double(),  # drafts are the argmax of the noise alone
+    "contrary": -CHAIN,
+    "certain": 50.0 * torch.eye(6).double(),
+}
+"""What a drafter takes the chain for; it drafts argmax(log q + g), with the target's own noise."""
+
+
+@pytest.mark.parametrize("belief", BELIEFS)
+def test_the_whole_engine_samples_a_known_markov_chain(belief):
+    """Through submit, prefill, decode and groups: transitions have their exact probabilities.
+
+    So, too, where drafts are made of the very noise that tokens are drawn with: which of them are
+    accepted depends on the noise, and it could favour tokens that the drafter believes in.
+    """
     params = SamplingParams(temperature=1.3, top_k=5, min_p=0.02, max_tokens=100)
     engine = RolloutEngine(
-        markov_model(scores),
+        markov_model(CHAIN, torch.float32),
         lambda tokens: "",
-        EngineLimits(max_running=80, max_step_tokens=80, max_len=128),
+        EngineLimits(max_running=80, max_step_tokens=400, max_len=128),
     )
+    scores, drafter = BELIEFS[belief], None
+    if scores is not None:
+        drafter = CoupledMarkovDrafter(scores)
+        engine.speculate(Speculation(drafter=drafter, strategy=Strategy(depth=3)))
     requests = [
         Request(
             request_id=str(i),
@@ -125,14 +148,21 @@ def test_the_whole_engine_samples_a_known_markov_chain():
         )
         for i in range(160)
     ]
+    with unchecked_shapes():
+        completions = engine.generate(requests)
     counts = torch.zeros(6, 6, dtype=torch.int64)
-    for request, completion in zip(requests, engine.generate(requests), strict=True):
+    for request, completion in zip(requests, completions, strict=True):
         for last, token in itertools.pairwise((*request.prompt_tokens[1:], *completion.tokens)):
             counts[last, token] += 1
     assert int(counts.sum()) == 160 * 100
     for last in range(6):
-        probs = truncated(scores[last].tolist(), params)
+        probs = truncated(CHAIN[last].tolist(), params)
         assert chi_square_p(counts[last].tolist(), probs) > FALSE_ALARM
+    if drafter is not None:
+        assert 0 < drafter.num_accepted < drafter.num_nodes
+        # Coupling: even one who knows nothing but the noise is right more often than 1 in 6.
+        share = drafter.num_accepted / drafter.num_nodes
+        assert share > (0.6 if belief == "right" else 0.2 if belief == "flat" else 0.0)
 
 
 def test_equal_logits_give_every_token_an_equal_chance():

@@ -1,4 +1,4 @@
-"""Law 3: a completion's logprobs are the learner's logprobs of the same tokens."""
+"""Law 3: a completion's logprobs are the learner's logprobs of the same tokens, drafted or not."""
 
 import dataclasses
 import itertools
@@ -7,12 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from drafters import ScriptedDrafter, ragged
 from fakes import unchecked_shapes
 from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.speculate import Speculation
 from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import score
 from longtail.rl.packing import lay_out
 from longtail.sampling import noise_key
+from longtail.speculation.drafter import Strategy
 from longtail.types import Completion, Request, SamplingParams
 from tiny_models import tiny_model
 
@@ -32,13 +35,30 @@ def _many_steps() -> Iterator[None]:
         yield
 
 
-def write(model: Transformer, sampling: SamplingParams) -> list[tuple[Request, Completion]]:
-    """Five groups of four under everything at once: chunks, shared prompts, preemption, stops."""
+drafted_or_not = pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+
+
+def write(
+    model: Transformer, sampling: SamplingParams, *, drafted: bool = False
+) -> list[tuple[Request, Completion]]:
+    """Five groups of four under everything at once: chunks, shared prompts, preemption, stops.
+
+    Drafts are ragged trees made of what plain decoding writes, and of errors.
+    """
     engine = RolloutEngine(
         model,
         lambda tokens: "".join(map(chr, tokens)),
-        EngineLimits(max_running=6, max_step_tokens=17, max_len=64, kv_tokens=160),
+        EngineLimits(
+            max_running=6, max_step_tokens=40 if drafted else 17, max_len=64, kv_tokens=160
+        ),
     )
+    if drafted:
+        texts = {
+            done.request_id: (*request.prompt_tokens, *done.tokens)
+            for request, done in write(model, sampling)
+        }
+        drafter = ScriptedDrafter(texts, ragged(5))
+        engine.speculate(Speculation(drafter=drafter, strategy=Strategy(depth=4, size=6)))
     requests = [
         Request(
             request_id=f"{group}#{sample}",
@@ -54,6 +74,8 @@ def write(model: Transformer, sampling: SamplingParams) -> list[tuple[Request, C
     counts = engine.scheduler_counts()
     assert counts.num_preemptions > 0
     assert counts.num_shared_tokens > 0
+    if drafted:
+        assert drafter.num_nodes > drafter.num_accepted > 50
     return list(zip(requests, completions, strict=True))
 
 
@@ -77,45 +99,49 @@ def gaps(
     return (mine - theirs).abs()
 
 
+@drafted_or_not
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float64_logprobs_are_equal(family):
+def test_float64_logprobs_are_equal(family, drafted):
     """Two orders of summation of some hundred terms of size 1: below 1e-13, given room."""
-    written = write(tiny_model(family, dtype=torch.float64), PLAIN)
+    written = write(tiny_model(family, dtype=torch.float64), PLAIN, drafted=drafted)
     lengths = {len(done.tokens) for _, done in written}
     assert len(lengths) > 2, "some stopped early"
     assert float(gaps(tiny_model(family, dtype=torch.float64), written, PLAIN).max()) < 1e-12
 
 
+@drafted_or_not
 @pytest.mark.parametrize("sampling", TRUNCATED, ids=str)
-def test_float64_logprobs_are_equal_under_temperature_and_truncation(sampling):
-    written = write(tiny_model("mistral", dtype=torch.float64), sampling)
+def test_float64_logprobs_are_equal_under_temperature_and_truncation(sampling, drafted):
+    written = write(tiny_model("mistral", dtype=torch.float64), sampling, drafted=drafted)
     gap = gaps(tiny_model("mistral", dtype=torch.float64), written, sampling)
     assert float(gap.max()) < 1e-12
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED[3]], ids=["plain", "truncated"])
+@drafted_or_not
+@pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED[3]], ids=["whole", "truncated"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_logprobs_are_equal_up_to_rounding(family, sampling):
+def test_float32_logprobs_are_equal_up_to_rounding(family, sampling, drafted):
     """Roundings of 6e-8 on logits up to 5, over some dozen operations in a row: below 1e-5.
 
     Truncation renormalises: a token on its edge, kept here and cut there, moves every logprob of
     its row by that token's mass. It takes a cut within 1e-5 of a token's probability.
     """
-    written = write(tiny_model(family), sampling)
+    written = write(tiny_model(family), sampling, drafted=drafted)
     gap = gaps(tiny_model(family), written, sampling)
     assert float(gap.quantile(0.99)) < 1e-5
     assert float(gap.max()) < (1e-5 if sampling is PLAIN else 0.1)
 
 
+@drafted_or_not
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_logprobs_are_close(family, autocast):
+def test_bfloat16_logprobs_are_close(family, autocast, drafted):
     """A logit of 4 is rounded by up to 0.008, after hidden states rounded as coarsely.
 
     The learner may keep float32 weights and compute in bfloat16 by autocast; the engine holds
     bfloat16 ones. Then the residual stream differs by its roundings, too.
     """
-    written = write(tiny_model(family, dtype=torch.bfloat16), PLAIN)
+    written = write(tiny_model(family, dtype=torch.bfloat16), PLAIN, drafted=drafted)
     learner = tiny_model(family, dtype=torch.float32 if autocast else torch.bfloat16)
     if autocast:  # the published weights are the learner's, rounded
         learner.load_state_dict(tiny_model(family, dtype=torch.bfloat16).state_dict())

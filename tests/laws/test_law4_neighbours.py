@@ -1,8 +1,8 @@
 """Law 4: a request does not see its neighbours: alone, or in any batch, in any order of admission.
 
-Exact in float64. At working precision a neighbour may change the order of a sum (a matrix product
-of other height, a prompt cut elsewhere), and a near-tie may then fall the other way; the share of
-texts in which that happens is bounded.
+Nor does it see their drafts. Exact in float64. At working precision a neighbour may change the
+order of a sum (a matrix product of other height, a prompt cut elsewhere), and a near-tie may then
+fall the other way; the share of texts in which that happens is bounded.
 """
 
 import functools
@@ -14,9 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafters import ScriptedDrafter, ragged
 from fakes import unchecked_shapes, write_plainly
 from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.report import Verified
+from longtail.engine.speculate import Speculation
+from longtail.model import native
 from longtail.sampling import noise_key
+from longtail.speculation.drafter import Strategy
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from tiny_models import tiny_model
 
@@ -59,9 +64,19 @@ def alone(number: int) -> tuple[int, ...]:
     return write_plainly(tiny_model("mistral", dtype=torch.float64), REQUESTS[number])[0]
 
 
+def speculation(seed: int) -> Speculation:
+    """Ragged drafts, made of what each request writes alone and of errors."""
+    texts = {
+        request.request_id: (*request.prompt_tokens, *alone(number))
+        for number, request in enumerate(REQUESTS)
+    }
+    strategy = Strategy(depth=5, width=3, size=8)
+    return Speculation(drafter=ScriptedDrafter(texts, ragged(seed)), strategy=strategy)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Who comes when, who is withdrawn when, and how tight things are."""
+    """Who comes when, who is withdrawn when, how tight things are, and whether there are drafts."""
 
     order: list[int]
     arrivals: list[int]
@@ -70,6 +85,7 @@ class Schedule:
     max_running: int
     spare: int
     kv_tokens: int
+    drafts: int | None
 
 
 SCHEDULES = st.builds(
@@ -81,6 +97,7 @@ SCHEDULES = st.builds(
     max_running=st.integers(1, 7),
     spare=st.sampled_from([0, 1, 5, 30]),
     kv_tokens=st.sampled_from([64, 96, 128, 0]),
+    drafts=st.sampled_from([None, 0, 1, 2]),
 )
 
 
@@ -126,6 +143,7 @@ def test_no_schedule_changes_a_text(schedule):
             max_len=MAX_LEN,
             kv_tokens=schedule.kv_tokens,
         ),
+        speculation=None if schedule.drafts is None else speculation(schedule.drafts),
     )
     done = play(engine, schedule)
     for number, request in enumerate(REQUESTS):
@@ -135,6 +153,45 @@ def test_no_schedule_changes_a_text(schedule):
             assert tokens == expected[: len(tokens)]
         else:
             assert tokens == expected
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        pytest.param(
+            torch.float32,
+            marks=pytest.mark.skipif(
+                native.unavailable_because() is not None, reason=str(native.unavailable_because())
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_a_draft_fares_alone_as_it_does_among_the_drafts_of_others(dtype):
+    """Text, logprobs, and how every single draft fared; in float32 to the last bit."""
+
+    def write(requests: tuple[Request, ...]) -> tuple[list[Completion], list[Verified]]:
+        engine = RolloutEngine(
+            tiny_model("mistral", dtype=dtype),
+            lambda tokens: "",
+            EngineLimits(max_running=8, max_step_tokens=300, max_len=MAX_LEN),
+            speculation=speculation(3),
+        )
+        verified: list[Verified] = []
+        done = engine.generate(
+            [_ungrouped(each) for each in requests], lambda step: verified.extend(step.verified)
+        )
+        return done, verified
+
+    together, fared = write(REQUESTS)
+    for request, one in zip(REQUESTS, together, strict=True):
+        (other,), expected = write((request,))
+        assert one.tokens == other.tokens
+        tolerance = 1e-12 if dtype == torch.float64 else 0.0
+        assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance, rel=0.0)
+        assert [each for each in fared if each.request_id == request.request_id] == expected
+        assert sum(each.num_accepted for each in expected) > 0
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])

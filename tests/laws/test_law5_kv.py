@@ -1,19 +1,29 @@
 """Law 5: KV is conserved, and everyone reads its own, after any sequence of operations."""
 
 import itertools
+import random
+from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fakes import LedgerKV
-from longtail.engine.batch import FlatBatch, Segment
-from longtail.engine.kv_cache import ContiguousKVCache
+from drafters import Script, ScriptedDrafter, Sketch, ragged
+from fakes import LedgerKV, unchecked_shapes
+from longtail.engine.batch import FlatBatch, Scheduled, Segment
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.kv_cache import ContiguousKVCache, KeptPath
+from longtail.engine.report import StepReport
 from longtail.engine.request import ActiveRequest
 from longtail.engine.scheduler import Scheduler
-from longtail.types import Request
-from tiny_models import tiny_config
+from longtail.engine.speculate import Speculation
+from longtail.sampling import noise_key
+from longtail.speculation.drafter import Draftable, Strategy
+from longtail.speculation.tree import EMPTY, DraftTree, depths
+from longtail.types import Completion, Request, SamplingParams
+from tiny_models import tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 CONFIG = tiny_config("llama")
@@ -82,33 +92,45 @@ class CacheMachine(RuleBasedStateMachine):
             self.held.setdefault(name, [])
         return fits
 
-    def compute(self, counts: dict[str, int], window: int, *, again: bool = False) -> None:
-        """Store new tokens (or the last ones again) and compare what every one of them sees."""
-        segments, tokens = [], []
+    def compute(
+        self,
+        counts: dict[str, int],
+        window: int,
+        *,
+        again: bool = False,
+        drafts: dict[str, DraftTree] | None = None,
+    ) -> None:
+        """Store new tokens (or the last ones again) and compare what every one of them sees.
+
+        Behind them, the nodes of a draft see the whole text and their ancestors.
+        """
+        segments, tokens, seen = [], [], []
         for name, count in sorted(counts.items(), key=lambda item: item[1]):
             start = len(self.held[name]) - (count if again else 0)
             if not again:
                 self.held[name] += (next(self.fresh) % len(LOOKS[0]) for _ in range(count))
-            tokens += self.held[name][start:]
-            segments.append(Segment(request_id=name, num_context=start, num_tokens=count))
+            held, draft = self.held[name], (drafts or {}).get(name, EMPTY)
+            tokens += [*held[start:], *draft.tokens]
+            seen += [held[:end] for end in range(start + 1, len(held) + 1)]
+            lines = [held]
+            for token, parent in zip(draft.tokens, draft.parents, strict=True):
+                lines.append([*lines[parent], token])
+            seen += lines[1:]
+            segments.append(
+                Segment(request_id=name, num_context=start, num_tokens=count, draft=draft)
+            )
         batch = FlatBatch(
             tokens=torch.tensor(tokens),
-            positions=torch.cat(
-                [torch.arange(s.num_context, s.num_context + s.num_tokens) for s in segments]
-            ),
+            positions=torch.zeros(len(tokens), dtype=torch.int64),  # nothing is rotated here
             segments=tuple(segments),
             drawing=None,
         )
         attention = self.kv.attention(batch)
         for layer in range(LAYERS):
             parts = LOOKS[layer, tokens].split([HEADS, KV_HEADS, KV_HEADS], 1)
-            rows = iter(attention.attend(layer, *parts, window))
-            for segment in segments:
-                for end in range(
-                    segment.num_context + 1, segment.num_context + 1 + segment.num_tokens
-                ):
-                    expected = seen_by_last(self.held[segment.request_id][:end], layer, window)
-                    torch.testing.assert_close(next(rows), expected, rtol=0.0, atol=1e-12)
+            for row, line in zip(attention.attend(layer, *parts, window), seen, strict=True):
+                expected = seen_by_last(line, layer, window)
+                torch.testing.assert_close(row, expected, rtol=0.0, atol=1e-12)
 
     @rule(num_tokens=st.integers(1, 30))
     def admit(self, num_tokens):
@@ -125,6 +147,37 @@ class CacheMachine(RuleBasedStateMachine):
                 counts[name] = count
         if counts:
             self.compute(counts, window)
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data(), window=st.sampled_from([0, 0, 3]), seed=st.integers(0, 2**31))
+    def verify(self, data, window, seed):
+        """Drafts behind the next tokens of some; then a path of each stays, the rest is free."""
+        rng, counts, drafts = random.Random(seed), {}, {}
+        for name in sorted(data.draw(st.sets(st.sampled_from(sorted(self.blocks)), min_size=1))):
+            count, size = rng.randint(1, 3), rng.randint(0, 9)
+            wanted = len(self.held[name]) + count + size
+            if wanted <= self.MAX_LEN and self.grow(name, wanted):
+                parents = tuple(rng.randint(0, i) for i in range(size))
+                if window and size:  # a draft is no deeper than its window
+                    parents = tuple(0 if i >= window - 1 else p for i, p in enumerate(parents))
+                    assert max(depths(parents)) < window
+                new = tuple(next(self.fresh) % len(LOOKS[0]) for _ in range(size))
+                counts[name] = count
+                drafts[name] = DraftTree(tokens=new, parents=parents, margins=(0.0,) * size)
+        if not counts:
+            return
+        self.compute(counts, window, drafts=drafts)
+        paths = []
+        for name, draft in drafts.items():
+            node, path = rng.randint(0, draft.size), []
+            while node:
+                path.insert(0, node)
+                node = draft.parents[node - 1]
+            text = self.held[name]
+            paths.append(KeptPath(request_id=name, num_tokens=len(text), path=tuple(path)))
+            text += [draft.tokens[node - 1] for node in path]
+            self.blocks[name] = blocks(len(text))
+        self.kv.keep(paths)
 
     @precondition(lambda self: any(self.held.values()))
     @rule(data=st.data())
@@ -207,8 +260,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.unfinished[name], self.goals[name] = active, prompt_len + num_new
             self.scheduler.add(active)
 
-    @rule()
-    def step(self):
+    @rule(seed=st.integers(0, 2**31), share_drafted=st.sampled_from([0.0, 0.5, 1.0]))
+    def step(self, seed=0, share_drafted=0.0):
+        rng = random.Random(seed)
         before = list(self.scheduler.running.values())
         chosen = self.scheduler.schedule()
         assert bool(chosen) == bool(self.unfinished), "with work left there is a step"
@@ -221,19 +275,39 @@ class SchedulerMachine(RuleBasedStateMachine):
         for active in before:
             if active.num_pending == 1 and active.request_id in self.scheduler.running:
                 assert active.request_id in names, "decoding never waits for prefill"
-        for each in chosen:
-            self.play(each.active, each.num_tokens)
+        sizes = [self.room_for_draft(each, rng, share_drafted) for each in chosen]
+        for each, size in zip(chosen, sizes, strict=True):
+            self.play(each, size, rng)
 
-    def play(self, active: ActiveRequest, num_tokens: int) -> None:
-        """Do what the engine does with a scheduled request."""
+    def room_for_draft(self, each: Scheduled, rng: random.Random, share_drafted: float) -> int:
+        """As the engine: for who decodes, from what nobody owns, behind everybody's own room."""
+        size = rng.randint(1, 7) if rng.random() < share_drafted else 0
+        decodes = each.draws and each.num_tokens == 1
+        wanted = len(each.active.tokens) + size
+        fits = decodes and wanted <= self.MAX_LEN
+        return size if fits and self.kv.try_grow(each.active.request_id, wanted) else 0
+
+    def play(self, each: Scheduled, size: int, rng: random.Random) -> None:
+        """Do what the engine does with a scheduled request and the draft behind it."""
+        active, num_tokens = each.active, each.num_tokens
         name, done = active.request_id, active.num_computed
         assert 1 <= num_tokens <= active.num_pending
         assert self.kv.held[name] == active.tokens[:done], "its KV is of its own tokens"
         self.kv.write(name, active.tokens[done : done + num_tokens])
-        draws = num_tokens == active.num_pending
+        draws = each.draws
         active.num_computed += num_tokens
+        drawn: list[int] = []
+        if size:
+            nodes = [next(self.count) for _ in range(size)]
+            self.kv.write(name, nodes)
+            path = sorted(rng.sample(range(1, size + 1), rng.randint(0, size)))
+            kept = KeptPath(request_id=name, num_tokens=active.num_computed, path=tuple(path))
+            self.kv.keep([kept])
+            active.num_computed += len(path)
+            drawn = [nodes[node - 1] for node in path]
         if draws:
-            active.tokens.append(next(self.count))
+            left = self.goals[name] - len(active.tokens)
+            active.tokens += [*drawn, next(self.count)][:left]
             if len(active.tokens) == self.goals[name]:
                 del self.unfinished[name]
                 self.scheduler.finish(active)
@@ -279,3 +353,90 @@ test_the_scheduler_keeps_its_invariants_and_finishes = SchedulerMachine.TestCase
 test_the_scheduler_keeps_its_invariants_and_finishes.settings = settings(
     max_examples=50, stateful_step_count=30, deadline=None
 )
+
+
+LIMITS = EngineLimits(max_running=8, max_step_tokens=60, max_len=64, kv_tokens=224)
+
+
+def write_under(script: Script | None) -> tuple[RolloutEngine, list[Completion], list[StepReport]]:
+    """Twelve long texts in memory for seven blocks of 32, and what each step did."""
+    requests = [
+        Request(
+            request_id=f"r{i}",
+            prompt_tokens=tuple((7 * i + 3 * j) % 128 for j in range(20 + i)),
+            noise_key=noise_key(6, i),
+            sampling=SamplingParams(max_tokens=10 + 2 * i),
+            group_id=str(i // 3),
+        )
+        for i in range(12)
+    ]
+    engine = RolloutEngine(tiny_model(dtype=torch.float64), lambda tokens: "", LIMITS)
+    if script is not None:
+        with unchecked_shapes():
+            plain = RolloutEngine(
+                tiny_model(dtype=torch.float64), lambda tokens: "", LIMITS
+            ).generate(requests)
+        texts = {
+            request.request_id: (*request.prompt_tokens, *done.tokens)
+            for request, done in zip(requests, plain, strict=True)
+        }
+        drafter = ScriptedDrafter(texts, script)
+        strategy = Strategy(depth=4, width=2, size=7)
+        engine.speculate(Speculation(drafter=drafter, strategy=strategy))
+    steps: list[StepReport] = []
+    with unchecked_shapes():
+        completions = engine.generate(requests, steps.append)
+    usage = engine.kv_usage()
+    assert usage.free == usage.total
+    return engine, completions, steps
+
+
+def wrong(share_silent: float) -> Script:
+    """Trees with no right node, of many sizes, and now and then none."""
+    shapes = ragged(8)
+
+    def sketch(request: Draftable, strategy: Strategy) -> Sketch:
+        rng = random.Random(f"{request.request_id}/{len(request.tokens)}")
+        found = shapes(request, strategy)
+        if rng.random() < share_silent:
+            return Sketch()
+        parents = found.parents or (0,)
+        return Sketch(parents, (1,) * len(parents))
+
+    return sketch
+
+
+def course(steps: Sequence[StepReport]) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Who got on in each step, and who was done."""
+    return [
+        (
+            step.num_running,
+            len(step.emitted),
+            tuple(done.request_id for done in step.finished),
+        )
+        for step in steps
+    ]
+
+
+@pytest.mark.parametrize("share_silent", [0.0, 0.5, 1.0], ids=["drafts", "some", "none"])
+def test_a_draft_takes_nothing_from_anybody(share_silent):
+    """With drafts that are all wrong every step is the plain one: the same requests get on, are
+
+    preempted, admitted and done in it. Memory is short; drafts live on what nobody owns.
+    """
+    plain, texts, steps = write_under(None)
+    drafted, same_texts, same_steps = write_under(wrong(share_silent))
+    assert plain.scheduler_counts().num_preemptions > 0
+    assert [done.tokens for done in same_texts] == [done.tokens for done in texts]
+    assert drafted.scheduler_counts() == plain.scheduler_counts()
+    assert course(same_steps) == course(steps)
+    assert any(step.verified for step in same_steps) == (share_silent < 1)
+
+
+def test_memory_is_conserved_while_drafts_come_true():
+    """Free again when all is done; right drafts shorten the work and change no text."""
+    _, texts, steps = write_under(None)
+    _, same_texts, fewer_steps = write_under(ragged(9))
+    assert [done.tokens for done in same_texts] == [done.tokens for done in texts]
+    assert sum(v.num_accepted for step in fewer_steps for v in step.verified) > 50
+    assert len(fewer_steps) < len(steps)

@@ -16,9 +16,17 @@ from longtail.engine.kv_cache import ContiguousKVCache
 from longtail.engine.row_attention import FEW_TOKENS
 from longtail.model import native
 from longtail.model.attention import PackedAttention
-from longtail.model.kernels import Kernels, NativeKernels, TorchKernels, select_kernels
+from longtail.model.kernels import (
+    Kernels,
+    NativeKernels,
+    Places,
+    TorchKernels,
+    select_kernels,
+    text_places,
+)
 from longtail.model.rope import Rope, RopeConfig, Rotation
 from longtail.sampling import noise_key
+from longtail.speculation.tree import visible_nodes
 from longtail.types import Request, SamplingParams
 from tiny_models import tiny_config, tiny_model
 
@@ -127,6 +135,43 @@ def test_swiglu_is_its_definition(tokens, inner, dtype, seed, scale):
     assert_same(native_kernels(dtype).swiglu(gate_up), exact, terms)
 
 
+@needs_compiler
+@sizes
+@given(
+    tokens=st.integers(2, 7),
+    width=st.integers(1, 150),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    dtype=dtypes,
+    seed=seeds,
+)
+def test_a_token_gets_the_same_bits_alone_and_beside_others(tokens, width, head_dim, dtype, seed):
+    kernels, weight = (
+        native_kernels(dtype),
+        1 + 0.3 * random(seed, max(width, head_dim), dtype=dtype),
+    )
+    stream, delta = random(seed, 2, tokens, width, dtype=dtype)
+    gate_up = random(seed, tokens, 2 * width, dtype=dtype)
+    qkv = random(seed, tokens, 5, head_dim, dtype=dtype)
+    positions = torch.arange(tokens) * 31
+    rope = Rope(head_dim, RopeConfig())
+
+    def compute(first: int, last: int) -> list[Tensor]:
+        part = slice(first, last)
+        rotation = rope.rotation(positions[part], kernels.rotation_dtype(dtype))
+        norms = weight[:head_dim], weight[:head_dim]
+        rotated = kernels.rotate(qkv[part].clone(), 3, *norms, 1e-6, rotation)
+        return [
+            *kernels.add_norm(stream[part].clone(), delta[part], weight[:width], 1e-6),
+            kernels.swiglu(gate_up[part]),
+            *(each.clone() for each in rotated),
+        ]
+
+    whole = compute(0, tokens)
+    for token in range(tokens):
+        for alone, together in zip(compute(token, token + 1), whole, strict=True):
+            assert alone.equal(together[token : token + 1])
+
+
 @st.composite
 def attention_cases(draw: st.DrawFn) -> dict[str, int | float | torch.dtype]:
     return {
@@ -139,8 +184,24 @@ def attention_cases(draw: st.DrawFn) -> dict[str, int | float | torch.dtype]:
         "window": draw(st.sampled_from([0, 0, 1, 3, 16, 1000])),
         "dtype": draw(dtypes),
         "scale": draw(st.sampled_from([1e-3, 1.0, 30.0])),
+        "share_seen": draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])),
         "seed": draw(seeds),
     }
+
+
+def random_places(
+    tokens: int, num_rows: int, row_len: int, share_seen: float, generator: torch.Generator
+) -> Places:
+    """Tokens anywhere; each sees some of the slots behind its context, as nodes of a draft do."""
+    rows, slots, contexts = (
+        torch.randint(most, (tokens,), generator=generator) for most in (num_rows, row_len, row_len)
+    )
+    visible = []
+    for context in contexts.tolist():
+        behind = torch.rand(min(row_len - context - 1, 62), generator=generator) < share_seen
+        visible.append(sum(1 << i for i, seen in enumerate(behind.tolist()) if seen))
+    depths = torch.tensor([mask.bit_count() for mask in visible])
+    return Places(rows, slots, contexts + 1, depths, torch.tensor(visible))
 
 
 @needs_compiler
@@ -153,27 +214,92 @@ def test_store_and_attend_rows(case):
     generator = torch.Generator().manual_seed(case["seed"])
     shape = (case["num_rows"], case["row_len"], kv_heads, dim)
     key_rows, value_rows = random(case["seed"] + 1, 2, *shape, dtype=dtype, scale=scale)
-    rows = torch.randint(case["num_rows"], (tokens,), generator=generator)
-    slots = torch.randint(case["row_len"], (tokens,), generator=generator)
+    places = random_places(tokens, case["num_rows"], case["row_len"], case["share_seen"], generator)
     # As the decoder makes them: views of one projection.
     qkv = random(case["seed"], tokens, heads + 2 * kv_heads, dim, dtype=dtype, scale=scale)
     queries, keys, values = qkv.split([heads, kv_heads, kv_heads], 1)
 
     exact_keys, exact_values = key_rows.double(), value_rows.double()
-    for t in range(tokens):  # one by one: the last of two at one place stays
-        exact_keys[rows[t], slots[t]] = keys[t].double()
-        exact_values[rows[t], slots[t]] = values[t].double()
+    for t, (row, slot) in enumerate(zip(places.rows, places.slots, strict=True)):
+        exact_keys[row, slot] = keys[t].double()  # one by one: the last of two at one place stays
+        exact_values[row, slot] = values[t].double()
     kernels = native_kernels(dtype)
-    kernels.store_rows(keys, values, key_rows, value_rows, rows, slots)
+    kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
     assert key_rows.double().equal(exact_keys)
     assert value_rows.double().equal(exact_values)
 
     window = case["window"]
-    mine = kernels.attend_rows(queries, key_rows, value_rows, rows, slots, window)
-    exact = TORCH.attend_rows(queries.double(), exact_keys, exact_values, rows, slots, window)
+    mine = kernels.attend_rows(queries, key_rows, value_rows, places, window)
+    exact = TORCH.attend_rows(queries.double(), exact_keys, exact_values, places, window)
     # An error d in a score moves the weighted mean by at most 2 d times the largest value.
     largest = float(queries.norm(dim=-1).max() * key_rows.float().norm(dim=-1).max()) * dim**-0.5
     assert_same(mine, exact, terms=(1 + largest) * float(exact_values.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("window", "seen"),
+    [
+        # tree.py's running example behind five tokens: the root lies in slot 4, node 1 in slot 5.
+        (0, ([*range(5)], [*range(5), 5], [*range(5), 6], [*range(5), 5, 7], [*range(5), 5, 7, 8])),
+        (4, ([1, 2, 3, 4], [2, 3, 4, 5], [2, 3, 4, 6], [3, 4, 5, 7], [4, 5, 7, 8])),
+    ],
+    ids=["all", "window"],
+)
+def test_a_node_sees_its_context_and_its_ancestors(window, seen):
+    visible = [0, *visible_nodes((0, 0, 1, 3))]
+    assert visible[1:] == [0b1, 0b10, 0b101, 0b1101]
+    places = Places(*torch.tensor([[1] * 5, [4, 5, 6, 7, 8], [5] * 5, [0, 1, 1, 2, 3], visible]))
+    keys, values = random(5, 2, 2, 9, 1, 8, dtype=torch.float64)
+    queries = random(6, 5, 3, 8, dtype=torch.float64)
+    out = TORCH.attend_rows(queries, keys, values, places, window)
+    for token, slots in enumerate(seen):
+        weights = (queries[token] @ keys[1, slots, 0].T * 8**-0.5).softmax(-1)
+        torch.testing.assert_close(out[token], weights @ values[1, slots, 0], rtol=0.0, atol=1e-14)
+
+
+@needs_compiler
+@settings(max_examples=200, deadline=None)
+@given(
+    case=attention_cases(),
+    context=st.integers(1, 40),
+    gaps=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+)
+def test_a_token_gets_the_same_bits_wherever_its_ancestors_lie(case, context, gaps):
+    """As text, as a chain behind its text, or scattered among siblings; alone or beside others.
+
+    What law 1 stands on at working precision: verification computes what plain decoding would.
+    """
+    heads, kv_heads, dim = case["kv_heads"] * case["group"], case["kv_heads"], case["head_dim"]
+    dtype, seed, depth = case["dtype"], case["seed"], len(gaps)
+    window = max(case["window"], depth + 1) if case["window"] else 0  # a draft fits into a window
+    scattered = [context + i + sum(gaps[: i + 1]) for i in range(depth)]
+    row_len = scattered[-1] + 1
+    keys, values = random(seed, 2, 3, row_len, kv_heads, dim, dtype=dtype, scale=case["scale"])
+    for rows in (keys, values):  # the same tokens in all three rows, elsewhere
+        rows[:, :context] = rows[0, :context].clone()
+        rows[2, scattered] = rows[0, context : context + depth].clone()
+        rows[1, context : context + depth] = rows[0, context : context + depth].clone()
+    mask = sum(1 << (slot - context) for slot in scattered)
+    columns = [
+        (0, context + depth - 1, context + depth, 0, 0),
+        (1, context + depth - 1, context, depth, (1 << depth) - 1),
+        (2, scattered[-1], context, depth, mask),
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    others = random_places(case["tokens"], 3, row_len, case["share_seen"], generator)
+    mine = Places(*torch.tensor(columns).T.contiguous())
+    together = Places(*(torch.cat(parts) for parts in zip(others, mine, strict=True)))
+    queries = random(seed + 1, case["tokens"] + 3, heads, dim, dtype=dtype, scale=case["scale"])
+    queries[-3:] = queries[-1]
+    kernels = native_kernels(dtype)
+    batch = kernels.attend_rows(queries, keys, values, together, window)
+    assert batch[-3].equal(batch[-2])
+    assert batch[-3].equal(batch[-1])
+    for token in range(len(queries)):
+        alone = Places(*(each[token : token + 1].clone() for each in together))
+        assert kernels.attend_rows(queries[token : token + 1], keys, values, alone, window).equal(
+            batch[token : token + 1]
+        )
 
 
 @needs_compiler
@@ -190,11 +316,19 @@ def test_what_is_not_finite_is_passed_on(dtype):
     gate_up[0, 1] = gate_up[0, 8] = bad
     assert kernels.swiglu(gate_up).isnan().tolist() == [[False, True, False, True, False]]
     keys, values = random(1, 2, 2, 5, 1, 16, dtype=dtype)
-    queries, rows, slots = random(2, 2, 1, 16, dtype=dtype), torch.arange(2), torch.full((2,), 3)
+    queries, places = (
+        random(2, 2, 1, 16, dtype=dtype),
+        text_places(torch.arange(2), torch.full((2,), 3)),
+    )
     keys[0, 2] = values[1, 4] = bad  # seen by the first token; not yet seen by the second
-    seen = kernels.attend_rows(queries, keys, values, rows, slots, 0)
+    seen = kernels.attend_rows(queries, keys, values, places, 0)
     assert seen[0].isnan().all()
     assert seen[1].isfinite().all()
+    # Slots 3 and 4 as nodes: two siblings of which only one is bad.
+    places = Places(*torch.tensor([[1, 1], [3, 4], [3, 3], [1, 1], [0b1, 0b10]]))
+    siblings = kernels.attend_rows(queries, keys, values, places, 0)
+    assert siblings[0].isfinite().all()
+    assert siblings[1].isnan().all()
 
 
 @needs_compiler
@@ -204,11 +338,9 @@ def test_the_scratch_space_grows_with_the_rows(dtype):
     for row_len in (3, 700, 40):
         keys, values = random(row_len, 2, 1, row_len, 2, 32, dtype=dtype)
         queries = random(row_len + 1, 1, 14, 32, dtype=dtype)
-        last = torch.tensor([row_len - 1])
-        mine = kernels.attend_rows(queries, keys, values, torch.tensor([0]), last, 0)
-        exact = TORCH.attend_rows(
-            queries.double(), keys.double(), values.double(), torch.tensor([0]), last, 0
-        )
+        last = text_places(torch.tensor([0]), torch.tensor([row_len - 1]))
+        mine = kernels.attend_rows(queries, keys, values, last, 0)
+        exact = TORCH.attend_rows(queries.double(), keys.double(), values.double(), last, 0)
         assert_same(mine, exact, terms=20.0)
 
 
@@ -216,14 +348,14 @@ def test_the_scratch_space_grows_with_the_rows(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_share_the_work_and_not_their_scratch_space(dtype):
     keys, values = random(0, 2, 5, 90, 2, 32, dtype=dtype)
-    queries, rows = random(1, 20, 14, 32, dtype=dtype), torch.arange(20) % 5
-    slots = torch.arange(20) * 4 + 9
+    queries = random(1, 20, 14, 32, dtype=dtype)
+    places = text_places(torch.arange(20) % 5, torch.arange(20) * 4 + 9)
     kernels = native_kernels(dtype)
-    alone = kernels.attend_rows(queries, keys, values, rows, slots, 0)
+    alone = kernels.attend_rows(queries, keys, values, places, 0)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        together = [kernels.attend_rows(queries, keys, values, rows, slots, 0) for _ in range(20)]
+        together = [kernels.attend_rows(queries, keys, values, places, 0) for _ in range(20)]
     finally:
         torch.set_num_threads(before)
     assert all(each.equal(alone) for each in together)

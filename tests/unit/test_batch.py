@@ -1,9 +1,10 @@
-"""The flat batch: the picture in the module's docstring."""
+"""The flat batch: the picture in the module's docstring, as decoding and as verification."""
 
 import torch
 
 from longtail.engine.batch import Scheduled, Segment, flatten
 from longtail.engine.request import ActiveRequest
+from longtail.speculation.tree import DraftTree
 from longtail.types import FinishReason, Request
 
 CPU = torch.device("cpu")
@@ -31,6 +32,25 @@ def test_a_step_is_laid_out_as_drawn():
     )
     assert batch.drawing is not None
     assert batch.drawing.tolist() == [2, 3, 4]
+
+
+def test_a_draft_lies_behind_its_root_and_takes_the_places_of_its_depths():
+    a = active("a", [10, 11, 12, 13], 4, 0)
+    b = active("b", list(range(20, 30)), 4, 9)
+    c = active("c", list(range(30, 35)), 2, 4)
+    tree = DraftTree(tokens=(5, 6, 7), parents=(0, 0, 1), margins=(0.0, 0.0, 0.0))
+    chosen = [
+        Scheduled(active=c, num_tokens=1),
+        Scheduled(active=b, num_tokens=1, draft=tree),
+        Scheduled(active=a, num_tokens=3),
+    ]
+    batch = flatten(chosen, CPU)
+    assert batch.tokens.tolist() == [34, 29, 5, 6, 7, 10, 11, 12]
+    assert batch.positions.tolist() == [4, 9, 10, 10, 11, 0, 1, 2]
+    assert batch.segments[1] == Segment(request_id="b", num_context=9, num_tokens=1, draft=tree)
+    assert batch.drawing is not None
+    assert batch.drawing.tolist() == [0, 1, 2, 3, 4], "the root and every node, not the chunk"
+    assert flatten(chosen[:2], CPU).drawing is None
 
 
 def test_a_chunk_that_ends_inside_the_prompt_draws_nothing():

@@ -133,10 +133,12 @@ def gradient_gap(work: Workload) -> float:
 
     With eps = 1 AdamW's first update is g / (|g| + 1): as smooth as the gradient itself.
     """
-    start = _flat(_learner(_model(hidden=32, layers=2).double()))
+    start = _flat(_learner(benchmark_model(hidden=32, layers=2).double()))
     updates = []
     for layout in LAYOUTS:
-        learner = _learner(_model(hidden=32, layers=2).double(), learning_rate=1.0, eps=1.0)
+        learner = _learner(
+            benchmark_model(hidden=32, layers=2).double(), learning_rate=1.0, eps=1.0
+        )
         learner.step([layout_batch(work, layout)])
         updates.append(_flat(learner) - start)
     largest = updates[0].abs().max().item()
@@ -184,7 +186,8 @@ def _micro_batch(
     )
 
 
-def _model(hidden: int = 128, layers: int = 8) -> Transformer:
+def benchmark_model(hidden: int = 128, layers: int = 8) -> Transformer:
+    """Return a random model of the size that is measured."""
     model = Transformer(
         ModelConfig(
             family="qwen3",
@@ -209,7 +212,7 @@ def _learner(model: Transformer, *, learning_rate: float = 1e-6, eps: float = 1e
 
 
 def _measure_time(work: Workload, repeats: int) -> dict[str, list[float]]:
-    learner = _learner(_model())
+    learner = _learner(benchmark_model())
     batches = {layout: layout_batch(work, layout) for layout in LAYOUTS}
 
     def step(layout: str) -> None:
@@ -240,7 +243,7 @@ def _peak_memory_apart(work: Workload, layout: str) -> Memory:
 
 def _peak_memory(work: Workload, layout: str) -> Memory:
     pin_threads(work.threads)
-    learner, batch = _learner(_model()), layout_batch(work, layout)
+    learner, batch = _learner(benchmark_model()), layout_batch(work, layout)
     idle = _resident_bytes("VmRSS")
     learner.step([batch])
     return Memory(idle_bytes=idle, peak_bytes=_resident_bytes("VmHWM"))

@@ -1,0 +1,191 @@
+"""The tiny reasoner's drafter on disk: trained once on this machine, then kept.
+
+It learns from completions that the tiny reasoner writes for problems of the train split. As with
+the tiny reasoner itself, whatever decides its weights is digested into the name of its directory,
+which is written beside its place and renamed.
+"""
+
+import hashlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from longtail.drafter.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
+from longtail.drafter.eagle import EagleConfig, Recipe
+from longtail.drafter.fresh import fresh_drafter
+from longtail.drafter.texts import TextBatches, pack_texts, write_texts
+from longtail.drafter.trainer import DrafterTrainer, TrainerReport, TrainerSettings
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.model import hf
+from longtail.rl.examples import Example
+from longtail.rl.optim import OptimizerSettings
+from longtail.tiny import task
+from longtail.tiny.warmstart import SOURCE, cache_directory
+from longtail.types import SamplingParams
+
+_NAME = "tiny-drafter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lessons:
+    """Everything that is chosen about the training; see LESSONS."""
+
+    recipe: Recipe
+    layers: tuple[int, ...] = (2, 4, 5)
+    """eagle3."""
+    window: int = 32
+    unroll_steps: int
+    problems: int = 384
+    heldout: int = 32
+    max_tokens: int = 1024
+    steps: int
+    batch_tokens: int = 384
+    matrix_rate: float = 0.03
+    learning_rate: float = 1e-2
+    warmup_steps: int = 10
+    seed: int = 0
+
+
+LESSONS = {
+    "eagle1": Lessons(recipe="eagle1", unroll_steps=2, steps=400),
+    "eagle3": Lessons(recipe="eagle3", unroll_steps=5, steps=300),
+}
+"""What was found to work best for each recipe in half a minute of training.
+
+eagle1 wins: a feature that is regressed keeps its place at any depth, so two depths teach all. One
+that only has to be understood drifts beyond the depths that were trained.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """One step, as progress is told.
+
+    Example: Lesson(step=10, steps=240, seconds=21.4, report=report)
+    """
+
+    step: int
+    steps: int
+    seconds: float
+    """Since the beginning, writing the texts included."""
+    report: TrainerReport
+
+    def line(self) -> str:
+        """Say it in one line."""
+        return (
+            f"drafter {self.step}/{self.steps}  loss {self.report.loss:.3f}  expected accept "
+            f"length {self.report.depths.accept_len:.2f}  {self.seconds:.0f} s"
+        )
+
+
+def train(
+    lessons: Lessons,
+    target_directory: Path,
+    place: Path,
+    on_progress: Callable[[Lesson], None] | None = None,
+) -> TrainingRecord:
+    """Train a drafter of the model in `target_directory` and write it to `place`."""
+    began = time.perf_counter()
+    tokenizer = hf.load_tokenizer(target_directory)
+    texts = _write(lessons, target_directory, tokenizer)
+    learned, heldout = texts[lessons.heldout :], texts[: lessons.heldout]
+    target = hf.load_model(target_directory, torch.float32)  # not the engine's, which is packed
+    target.fuse()
+    config = EagleConfig(
+        recipe=lessons.recipe,
+        target=target.config,
+        layers=lessons.layers if lessons.recipe == "eagle3" else (),
+        window=lessons.window,
+    )
+    sample = pack_texts(learned[:16], lessons.batch_tokens)[0]
+    generator = torch.Generator().manual_seed(lessons.seed)
+    layer = fresh_drafter(config, target, sample, generator)
+    trainer = DrafterTrainer(layer, target, _settings(lessons))
+    batches = TextBatches(learned, lessons.batch_tokens, lessons.seed)
+    num_tokens = 0
+    for step in range(1, lessons.steps + 1):
+        report = trainer.step(pack_texts(batches.take(), lessons.batch_tokens))
+        num_tokens += report.num_tokens
+        if on_progress is not None:
+            seconds = time.perf_counter() - began
+            on_progress(Lesson(step=step, steps=lessons.steps, seconds=seconds, report=report))
+    depths = trainer.evaluate(pack_texts(heldout, 4096))
+    record = TrainingRecord(
+        steps=lessons.steps,
+        tokens=num_tokens,
+        unroll_steps=lessons.unroll_steps,
+        agreement=depths.agreement,
+        overlap=depths.overlap,
+        accept_len=depths.accept_len,
+    )
+    save_drafter(place, layer, None, identity(SOURCE, target, tokenizer), record)
+    return record
+
+
+def ensure(
+    target_directory: Path,
+    on_progress: Callable[[Lesson], None] | None = None,
+    cache_dir: Path | str | None = None,
+    recipe: str = "eagle1",
+) -> Path:
+    """Return the directory of the tiny reasoner's drafter, training it first if it is not there.
+
+    It lies under `cache_dir`, else $LONGTAIL_CACHE, else ~/.cache/longtail.
+    """
+    lessons = LESSONS[recipe]
+    place = Path(cache_dir) if cache_dir is not None else cache_directory()
+    final = place / _NAME / f"{recipe}-{_digest(lessons, target_directory)}"
+    if is_drafter(final):
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
+    try:
+        train(lessons, target_directory, temporary / "drafter", on_progress)
+        try:
+            (temporary / "drafter").rename(final)
+        except OSError:
+            if not is_drafter(final):  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+def _write(lessons: Lessons, directory: Path, tokenizer: hf.Tokenizer) -> list[Example]:
+    """Have the tiny reasoner solve problems; those held out come first."""
+    rows: Sequence[dict] = [
+        *task.problems(lessons.heldout, lessons.seed, "heldout"),
+        *task.problems(lessons.problems, lessons.seed, "train"),
+    ]
+    prompts = [tokenizer.chat(row["prompt"]) for row in rows]
+    longest = max(map(len, prompts)) + lessons.max_tokens
+    limits = EngineLimits(max_running=128, max_step_tokens=512, max_len=longest)
+    engine = RolloutEngine(hf.load_model(directory, torch.float32), tokenizer.decode, limits)
+    sampling = SamplingParams(max_tokens=lessons.max_tokens, stop_token_ids=tokenizer.eos_ids)
+    return write_texts(engine.generate, prompts, sampling, samples=1, seed=lessons.seed)
+
+
+def _settings(lessons: Lessons) -> TrainerSettings:
+    return TrainerSettings(
+        unroll_steps=lessons.unroll_steps,
+        optimizer=OptimizerSettings(
+            learning_rate=lessons.learning_rate,
+            schedule="cosine",
+            warmup_steps=lessons.warmup_steps,
+            total_steps=lessons.steps,
+        ),
+        matrix_rate=lessons.matrix_rate,
+        autocast=True,
+    )
+
+
+def _digest(lessons: Lessons, target_directory: Path) -> str:
+    """Name what decides the weights: the lessons, the target, and the text of the task."""
+    digest = hashlib.sha256(repr((asdict(lessons), target_directory.name)).encode())
+    digest.update(Path(task.__file__).read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,232 @@
+"""`longtail drafter train` at toy size: what it leaves behind, how it resumes, what it refuses."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from end_to_end.workshop import Said, Workshop, build, read_lines, say, write_lines
+from longtail.drafter.checkpoint import load_drafter
+from longtail.drafter.trainer import DrafterTrainer
+from longtail.drafter_train import drafter_directory
+from longtail.errors import ConfigError
+from longtail.model import hf
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Holds one finished run, `done`."""
+    workshop = build(tmp_path_factory.mktemp("workshop"))
+    said = _train(workshop, "done")
+    assert said.code == 0, said.err
+    return workshop
+
+
+def _train(workshop: Workshop, run: str, *more: str) -> Said:
+    return say(
+        *("drafter", "train"),
+        f"--target.path={workshop.model}",
+        f"--data.source={workshop.prompts}",
+        f"--run.dir={workshop.path / run}",
+        *("--data.size=12", "--data.heldout_size=4", "--data.max_tokens=24", "--data.samples=2"),
+        *("--drafter.window=8", "--drafter.unroll_steps=3", "--train.batch_tokens=100"),
+        *(f"--train.steps={STEPS}", "--train.warmup_steps=1", "--run.checkpoint_every=2"),
+        *("--run.threads=1", "--run.device=cpu", "--run.log_every=1", *more),
+    )
+
+
+def _outcome(workshop: Workshop, run: str) -> dict[str, Any]:
+    """Everything of a run that must not depend on when it was interrupted, to the last bit."""
+    checkpoint = workshop.path / run / "checkpoints" / f"step_{STEPS:06d}"
+    rows = workshop.metrics(run)
+    return {
+        "drafter": (checkpoint / "policy" / "drafter.safetensors").read_bytes(),
+        "description": json.loads((checkpoint / "policy" / "drafter.json").read_text()),
+        "optimizer": (checkpoint / "trainer.safetensors").read_bytes(),
+        "state": json.loads((checkpoint / "state.json").read_text())["state"],
+        "texts": (workshop.path / run / "texts.jsonl").read_bytes(),
+        "metrics": [{n: v for n, v in r.items() if n != "perf/tokens_per_s"} for r in rows],
+    }
+
+
+def test_a_run_leaves_a_drafter_of_its_target(workshop: Workshop) -> None:
+    target, tokenizer = hf.load_model(workshop.model), hf.load_tokenizer(workshop.model)
+    path = drafter_directory(workshop.path / "done")
+    assert path == drafter_directory(path) == drafter_directory(path.parent)
+    loaded = load_drafter(path, target, tokenizer, strict_weights=True)
+    assert loaded.layer.config.window == 8
+    assert loaded.training.steps == STEPS
+    assert len(loaded.training.overlap) == len(loaded.training.agreement) == 3
+    assert sorted(p.name for p in path.iterdir()) == ["drafter.json", "drafter.safetensors"]
+    rows = workshop.metrics("done")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["heldout/overlap_3"] == pytest.approx(loaded.training.overlap[2])
+    assert rows[-1]["heldout/overlap_1"] > rows[1]["heldout/overlap_1"]
+    texts = read_lines(workshop.path / "done" / "texts.jsonl")[1:]
+    assert len(texts) == 24
+    assert loaded.training.tokens == sum(row["train/tokens"] for row in rows)
+
+
+def test_the_result_is_printed_and_progress_goes_to_stderr(workshop: Workshop) -> None:
+    said = _train(workshop, "printed")
+    assert "expected accept length" in said.out
+    assert str(workshop.path / "printed") in said.out
+    assert f"step {STEPS}/{STEPS}" in said.err
+    assert said.err.count("held out: overlap") == STEPS // 2
+    assert "step" not in said.out.partition("expected")[0]
+
+
+def test_the_same_command_gives_the_same_drafter(workshop: Workshop) -> None:
+    assert _train(workshop, "again").code == 0
+    assert _outcome(workshop, "again") == _outcome(workshop, "done")
+
+
+@pytest.mark.parametrize("at", [0, 3, 4])
+def test_a_stopped_run_goes_on_bit_for_bit_without_writing_texts_anew(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    run, step = f"stopped{at}", DrafterTrainer.step
+
+    def terminated(trainer: DrafterTrainer, *batch: Any) -> Any:
+        if trainer.steps == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterTrainer, "step", terminated)
+        said = _train(workshop, run)
+    assert said.code == 130
+    assert f"stopped after step {at + 1}; start again to go on" in said.err
+    with monkeypatch.context() as patch:
+        patch.setattr("longtail.drafter_data._write", None)  # must not be needed
+        assert _train(workshop, run).code == 0
+    assert _outcome(workshop, run) == _outcome(workshop, "done")
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = DrafterTrainer.step
+
+    def killed(trainer: DrafterTrainer, *batch: Any) -> Any:
+        if trainer.steps == 3:
+            raise MemoryError
+        return step(trainer, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterTrainer, "step", killed)
+        with pytest.raises(MemoryError):
+            _train(workshop, "killed")
+    said = _train(workshop, "killed")
+    assert said.code == 0
+    assert "resumed after step 2" in said.err
+    assert _outcome(workshop, "killed") == _outcome(workshop, "done")
+
+
+def test_a_run_that_is_stopped_while_texts_are_written_begins_again(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seen = "longtail.console.Console.rollout_step", []
+
+    def terminated(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, terminated)
+        said = _train(workshop, "early")
+    assert (said.code, len(seen)) == (130, 3)
+    assert "stopped before the first step" in said.err
+    assert _train(workshop, "early").code == 0
+    assert _outcome(workshop, "early") == _outcome(workshop, "done")
+
+
+GIVEN = {
+    "text.jsonl": [{"text": "abc def ghi " * 3}, {"text": "another text, some words " * 2}],
+    "pairs.jsonl": [{"prompt": f"say {i}", "completion": "yes, " * (3 + i)} for i in range(4)],
+    "chat.jsonl": [
+        {
+            "messages": [
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "content": "hello to you, too"},
+            ]
+        }
+    ]
+    * 4,
+}
+
+
+@pytest.mark.parametrize("name", [*GIVEN, "plain.txt"])
+def test_given_texts_are_learned_as_they_are(workshop: Workshop, name: str) -> None:
+    path = workshop.path / name
+    if name in GIVEN:
+        write_lines(path, *GIVEN[name])
+    else:
+        path.write_text("It was a bright cold day in April. " * 20)
+    words = ("--data.completions=given", f"--data.source={path}", "--data.max_len=100")
+    said = _train(
+        workshop, f"given-{name}", *words, "--drafter.recipe=eagle1", "--data.heldout_size=1"
+    )
+    assert said.code == 0, said.err
+    assert not (workshop.path / f"given-{name}" / "texts.jsonl").exists()
+    losses = [row["train/loss"] for row in workshop.metrics(f"given-{name}")]
+    assert losses[-1] < losses[0]
+
+
+def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop: Workshop) -> None:
+    said = _train(workshop, "reduced", "--drafter.draft_vocab_size=40", "--train.matrix_rate=0")
+    assert said.code == 0, said.err
+    target, tokenizer = hf.load_model(workshop.model), hf.load_tokenizer(workshop.model)
+    path = drafter_directory(workshop.path / "reduced")
+    loaded = load_drafter(path, target, tokenizer, strict_weights=True)
+    assert loaded.draft_ids is not None
+    assert len(loaded.draft_ids) == 40
+    assert set(tokenizer.eos_ids) <= set(loaded.draft_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target.path=/no/such"], "/no/such: no such directory"),
+        (["--drafter.layers=0,9"], "drafter.layers = [0, 9]: "),
+        (["--drafter.layers=1,0"], "must be in rising order"),
+        (["--drafter.recipe=eagle1", "--drafter.layers=0,1"], "only drafter.recipe = 'eagle3'"),
+        (["--drafter.draft_vocab_size=999"], "has 128 tokens; give fewer"),
+        (["--data.max_tokens=600"], "of its 512 positions left"),
+        (["--data.heldout_size=12"], "none would be left to learn"),
+        (["--data.source=a.txt"], "set data.completions = 'given'"),
+        (["--data.source=a.txt", "--data.completions=given"], "a.txt cannot be read"),
+        (["--data.source=tiny-reasoner", "--data.completions=given"], "without completions"),
+        (["--data.source=short.txt", "--data.completions=given"], "none of its texts has 5 tokens"),
+        (["--drafter.wimdow=4"], "the nearest known one is drafter.window"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_remedy(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(workshop.path)
+    Path("short.txt").write_text("abc")
+    said = _train(workshop, "refused", *words)
+    assert said.code == 2, said.err
+    assert message in said.err
+    assert not said.out
+
+
+def test_a_run_is_not_gone_on_with_under_other_settings(workshop: Workshop) -> None:
+    said = _train(workshop, "done", "--drafter.window=16", "--train.steps=9")
+    assert said.code == 2
+    assert "drafter.window: 8 -> 16" in said.err
+    assert "its steps are done" in _train(workshop, "done").err
+
+
+def test_a_path_without_a_drafter_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a drafter nor a run with one"):
+        drafter_directory(tmp_path)
+    with pytest.raises(ConfigError, match="no such directory"):
+        drafter_directory(tmp_path / "none")

@@ -1,0 +1,382 @@
+"""Law 1: speculation never changes a text: with any drafter, tree and switching, the plain one's.
+
+Exact in float64, and in float32 where the native product is: its rows, and a token's attention,
+have the same bits in any batch. Only a prompt that is cut elsewhere is another sum there. In
+bfloat16 the share of texts that differ is bounded.
+
+The plain texts are the engine's own, which test_law1_plain_decoding.py holds to the definition.
+Drafters are scripted (tests/drafters.py): they know how the texts go on, so trees are right, wrong
+or mixed on purpose, and run on behind the end of a text as if it went on.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import RIGHT, WRONG, Script, ScriptedDrafter, Sketch, chain, listed, ragged, silent
+from fakes import decode_pieces, scripted_model, unchecked_shapes
+from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.report import StepReport
+from longtail.engine.speculate import Speculation
+from longtail.model import native
+from longtail.model.transformer import Family
+from longtail.sampling import noise_key
+from longtail.speculation.drafter import Strategy
+from longtail.types import Completion, FinishReason, Request, SamplingParams
+from tiny_models import tiny_model
+
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+TREE = Strategy(depth=6, width=3, size=9)
+DISTRIBUTIONS = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.5, "min_p": 0.05},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.2, "top_k": 7},
+)
+PROMPTS = (
+    tuple((7 * j) % 128 for j in range(1, 28)),
+    (1,),
+    tuple((3 * j) % 128 for j in range(29)),
+)
+ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
+needs_compiler = pytest.mark.skipif(
+    native.unavailable_because() is not None, reason=str(native.unavailable_because())
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_steps() -> Iterator[None]:
+    with unchecked_shapes():
+        yield
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def make_engine(
+    family: Family, limits: EngineLimits = ROOMY, dtype: torch.dtype = torch.float64
+) -> RolloutEngine:
+    return RolloutEngine(tiny_model(family, dtype=dtype), decode, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Requests, what plain decoding makes of them, and how their texts would go on for ever."""
+
+    requests: tuple[Request, ...]
+    plain: tuple[Completion, ...]
+    texts: dict[str, tuple[int, ...]]
+
+
+def write_on(engine: RolloutEngine, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
+    """Prompt and text of each request, were it not to end."""
+    endless = [
+        dataclasses.replace(
+            each,
+            sampling=dataclasses.replace(each.sampling, stop=(), stop_token_ids=(), max_tokens=40),
+        )
+        for each in requests
+    ]
+    return {
+        done.request_id: (*each.prompt_tokens, *done.tokens)
+        for each, done in zip(endless, engine.generate(endless), strict=True)
+    }
+
+
+def ends(text: Sequence[int]) -> tuple[dict[str, object], ...]:
+    """Ways for a text to end, most of them inside what a drafter will propose."""
+    return (
+        {"max_tokens": 1},
+        {"max_tokens": 2, "stop_token_ids": (text[1],)},
+        {"max_tokens": 3},
+        {"max_tokens": 21},
+        {"max_tokens": 25, "stop_token_ids": (text[9], text[11])},
+        {"max_tokens": 25, "stop": ("\x80", decode(text[6:9]))},
+    )
+
+
+@functools.cache
+def task(family: Family, dtype: torch.dtype = torch.float64) -> Task:
+    """Every distribution with two ends; two keys of the first prompt are a group."""
+    bare = [
+        Request(
+            request_id=f"r{i}",
+            prompt_tokens=PROMPTS[i % 4 % 3],
+            noise_key=noise_key(1, i),
+            sampling=SamplingParams(**DISTRIBUTIONS[i % 6]),
+            group_id="first" if i % 4 % 3 == 0 else "",
+        )
+        for i in range(12)
+    ]
+    texts = write_on(make_engine(family, dtype=dtype), bare)
+    requests = []
+    for i, each in enumerate(bare):
+        end = ends(texts[each.request_id][len(each.prompt_tokens) :])[(i + i // 6) % 6]
+        sampling = dataclasses.replace(each.sampling, **end)
+        requests.append(dataclasses.replace(each, sampling=sampling))
+    plain = make_engine(family, dtype=dtype).generate(requests)
+    assert {done.finish_reason for done in plain} == {FinishReason.STOP, FinishReason.LENGTH}
+    return Task(tuple(requests), tuple(plain), texts)
+
+
+def assert_same_texts(
+    written: Sequence[Completion], plain: Sequence[Completion], tolerance: float = 1e-12
+) -> None:
+    """float64 sums in another order: 1e-16 an operation, some hundreds of them."""
+    for one, other in zip(written, plain, strict=True):
+        assert one.request_id == other.request_id
+        assert one.tokens == other.tokens
+        assert one.finish_reason == other.finish_reason
+        assert one.text == other.text
+        assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance, rel=0.0)
+
+
+def write(
+    engine: RolloutEngine, requests: Sequence[Request]
+) -> tuple[list[Completion], list[StepReport]]:
+    steps: list[StepReport] = []
+    written = engine.generate(requests, steps.append)
+    assert engine.kv_usage().free == engine.kv_usage().total
+    return written, steps
+
+
+DRAFTERS: dict[str, Script] = {
+    "all right": RIGHT,
+    "all wrong": WRONG,
+    "right, then wrong": chain(0, 0, 1),
+    "wrong, then right": chain(1, 0),
+    "silent": silent,
+    "ragged": ragged(0),
+    "ragged too": ragged(1),
+}
+
+
+@pytest.mark.parametrize("heedless", [False, True], ids=["", "past the end"])
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_drafter_changes_a_text(family, name, heedless):
+    """Mixed temperatures, truncations, ends and prompts in one batch.
+
+    Heedless drafts are deeper than max_tokens, and deeper than mistral's window of 8 allows.
+    """
+    given, engine = task(family), make_engine(family)
+    drafter = ScriptedDrafter(given.texts, DRAFTERS[name], heedless=heedless)
+    shape = Strategy(depth=12, size=12) if heedless else TREE
+    engine.speculate(Speculation(drafter=drafter, strategy=shape))
+    written, steps = write(engine, given.requests)
+    assert_same_texts(written, given.plain)
+    assert not drafter.memories, "told of every end"
+    assert drafter.num_restarts == 0
+    assert drafter.num_drafts == sum(len(step.verified) for step in steps)
+    assert drafter.num_accepted == sum(v.num_accepted for step in steps for v in step.verified)
+    if name == "all right":
+        assert drafter.num_accepted == drafter.num_nodes > 0
+    elif name == "all wrong":
+        assert drafter.num_nodes > drafter.num_accepted == 0
+    elif name != "silent":
+        assert drafter.num_nodes > drafter.num_accepted > 0 or name == "wrong, then right"
+
+
+LIMITS = {
+    # Drafts get what prefill and decoding leave over, often a node each or none.
+    "small steps": EngineLimits(max_running=8, max_step_tokens=11, max_len=80),
+    "one at a time": EngineLimits(max_running=1, max_step_tokens=5, max_len=80),
+    "little memory": EngineLimits(max_running=6, max_step_tokens=60, max_len=80, kv_tokens=128),
+}
+
+
+@pytest.mark.parametrize("name", ["all right", "ragged"])
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tight_limits_change_no_text(family, limits, name):
+    """Prompts in chunks, preemption, prompts shared by a group, drafts in what is left over."""
+    given, engine = task(family), make_engine(family, LIMITS[limits])
+    drafter = ScriptedDrafter(given.texts, DRAFTERS[name])
+    engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+    written, steps = write(engine, given.requests)
+    assert_same_texts(written, given.plain)
+    assert drafter.num_accepted > 0
+    assert max(step.num_tokens for step in steps) <= LIMITS[limits].max_step_tokens
+    counts = engine.scheduler_counts()
+    if name == "ragged":  # with every draft right, a text is done before memory runs short
+        assert (counts.num_preemptions > 0) == (limits == "little memory")
+    assert drafter.num_restarts <= counts.num_preemptions
+    assert counts.num_shared_tokens > 0
+
+
+def test_what_lies_behind_the_end_of_a_text_is_not_written():
+    """The model counts; the draft counts on, six numbers at a time, past every kind of end."""
+    pieces = [chr(97 + i) for i in range(20)]
+    for end, length in (
+        ({"stop_token_ids": (5,)}, 5),
+        ({"stop": ("ef",)}, 5),
+        ({"max_tokens": 4}, 4),
+        ({"max_tokens": 1}, 1),
+    ):
+        engine = RolloutEngine(scripted_model(20), decode_pieces(pieces), ROOMY)
+        drafter = ScriptedDrafter({"a": range(20)}, RIGHT, vocab_size=20)
+        engine.speculate(Speculation(drafter=drafter, strategy=Strategy(depth=6)))
+        sampling = SamplingParams(**{"max_tokens": 15, **end})
+        request = Request(request_id="a", prompt_tokens=(0,), noise_key=3, sampling=sampling)
+        (done,), (step,) = write(engine, [request])
+        assert done.tokens == tuple(range(1, length + 1))
+        assert [emitted.token for emitted in step.emitted] == [*done.tokens]
+        assert done.finish_reason == ("length" if "max_tokens" in end else "stop")
+        assert done.text == "bcdef"[: 3 if "stop" in end else length]
+        observed = drafter.gone[0][1]
+        assert observed.tokens == [*range(length + 1)][: observed.end]
+
+
+SKETCHES = st.lists(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 2)), max_size=14).map(
+        lambda nodes: Sketch(
+            tuple(parent % (i + 1) for i, (parent, _) in enumerate(nodes)),
+            tuple(offset for _, offset in nodes),
+        )
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What happens before a step: another drafter (None: none), somebody leaves, and returns."""
+
+    drafter: int | None
+    shape: Strategy
+    coupled: bool
+    max_running: int
+    leaves: int | None
+    returns: bool
+
+
+TURNS = st.builds(
+    Turn,
+    drafter=st.sampled_from([None, 0, 1, 2]),
+    shape=st.sampled_from([TREE, Strategy(depth=1), Strategy(depth=12, width=4, size=14)]),
+    coupled=st.booleans(),
+    max_running=st.sampled_from([0, 0, 4]),
+    leaves=st.sampled_from([None, None, *range(12)]),
+    returns=st.booleans(),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    sketches=SKETCHES,
+    turns=st.dictionaries(st.integers(0, 25), TURNS, max_size=8),
+    first=TURNS,
+    limits=st.sampled_from([ROOMY, *LIMITS.values()]),
+)
+def test_nothing_that_happens_between_steps_changes_a_text(family, sketches, turns, first, limits):
+    """Trees as hypothesis likes them; drafters come, go and come back, and so do requests."""
+    given, engine = task(family), make_engine(family, limits)
+    drafters = [
+        ScriptedDrafter(given.texts, script, heedless=True, informed=False)
+        for script in (listed(sketches), RIGHT, ragged(2))
+    ]
+    plain = {done.request_id: done for done in given.plain}
+    done: dict[str, Completion] = {}
+    for request in given.requests:
+        engine.submit(request)
+    turns, clock = {**turns, 0: first}, 0
+    while engine.num_unfinished:
+        if (turn := turns.get(clock)) is not None:
+            speculation = None
+            if turn.drafter is not None:
+                speculation = Speculation(
+                    drafter=drafters[turn.drafter],
+                    strategy=turn.shape,
+                    coupled=turn.coupled,
+                    max_running=turn.max_running,
+                )
+            engine.speculate(speculation)
+            if turn.leaves is not None:
+                request = given.requests[turn.leaves]
+                if request.request_id not in done:
+                    gone = engine.abort(request.request_id)
+                    kept = plain[request.request_id].tokens[: len(gone.tokens)]
+                    assert gone.tokens == kept
+                    done[request.request_id] = gone
+                    if turn.returns:
+                        engine.submit(request)
+                        del done[request.request_id]
+        if engine.num_unfinished:
+            done.update((each.request_id, each) for each in engine.step().finished)
+        clock += 1
+    assert engine.kv_usage().free == engine.kv_usage().total
+    ended = [each for each in done.values() if each.finish_reason is not FinishReason.ABORT]
+    assert_same_texts(ended, [plain[each.request_id] for each in ended])
+
+
+def test_a_name_that_returns_with_another_text_gets_its_own():
+    """The drafter still takes it for the old one; the noise and the KV are the new one's."""
+    given, engine = task("qwen3"), make_engine("qwen3")
+    drafter = ScriptedDrafter(given.texts, RIGHT)
+    engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+    names = [each.request_id for each in given.requests]
+    for request in given.requests:
+        engine.submit(request)
+    for _ in range(2):
+        engine.step()
+    for name in names:
+        if engine.num_unfinished and name in {each for each in drafter.memories}:
+            engine.abort(name)
+    renamed = [
+        dataclasses.replace(each, request_id=name)
+        for each, name in zip(given.requests[::-1], names, strict=True)
+    ]
+    expected = [
+        dataclasses.replace(each, request_id=name)
+        for each, name in zip(given.plain[::-1], names, strict=True)
+    ]
+    written, _ = write(engine, renamed)
+    assert_same_texts(written, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("max_running", [16, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_texts_are_the_same_to_the_last_bit_of_their_logprobs(family, max_running):
+    """Every prompt fits one chunk; all else may vary: tree sizes, batches, who shares a prompt."""
+    given = task(family, torch.float32)
+    limits = dataclasses.replace(ROOMY, max_running=max_running)
+    for script in (RIGHT, WRONG, ragged(0)):
+        engine = make_engine(family, limits, torch.float32)
+        drafter = ScriptedDrafter(given.texts, script)
+        engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+        written, _ = write(engine, given.requests)
+        assert drafter.num_nodes > 0
+        assert_same_texts(written, given.plain, tolerance=0.0)
+
+
+def test_few_bfloat16_texts_differ():
+    """As law 4 has it of neighbours: 48 texts of at most 25 tokens, logits mostly within 0.01.
+
+    Two perturbed scores lie within 0.01 of each other with probability at most about 0.02: half of
+    the texts might differ. No product here is long enough for more than a few.
+    """
+    differing = 0
+    for family in FAMILIES:
+        given = task(family, torch.bfloat16)
+        engine = make_engine(family, dtype=torch.bfloat16)
+        drafter = ScriptedDrafter(given.texts, ragged(0))
+        engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+        for one, other in zip(write(engine, given.requests)[0], given.plain, strict=True):
+            pairs = list(zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False))
+            same = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(pairs))
+            differing += one.tokens != other.tokens
+            # A truncation keeps a token or not: its mass is then in every logprob of the row.
+            assert all(abs(p - q) < 0.2 for _, _, p, q in pairs[:same])
+    assert differing <= 12
