@@ -24,7 +24,6 @@ from longtail.drafter.checkpoint import (
     TargetIdentity,
     TrainingRecord,
     identity,
-    is_drafter,
     load_drafter,
     save_drafter,
 )
@@ -42,6 +41,8 @@ from longtail.model import hf
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.optim import OptimizerSettings
 
+MEASURED_DEPTHS = 6
+"""Held-out text is drafted so deep, or as deep as is trained."""
 _SAMPLE = 16
 """Texts whose features size a fresh drafter."""
 
@@ -100,22 +101,6 @@ def run(config: DrafterTrainConfig) -> int:
         finally:
             writer.close()
 
-
-def drafter_directory(path: Path) -> Path:
-    """Return the drafter directory that a path means: itself, a checkpoint's, or a run's newest."""
-    latest = None
-    for found in (path, path / "policy"):
-        if is_drafter(found):
-            return found
-    if path.is_dir():
-        latest = RunDirectory(path).load_latest()
-    if latest is not None and is_drafter(latest.policy):
-        return latest.policy
-    reason = "neither a drafter nor a run with one" if path.exists() else "no such directory"
-    raise ConfigError(
-        f"{path}: {reason}; give a drafter directory (with drafter.json), a checkpoint, or a run "
-        "directory of longtail drafter train"
-    )
 
 
 def assemble(
@@ -222,7 +207,7 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> EagleConfig:
             f"drafter.draft_vocab_size = {own.draft_vocab_size}: {name} has {shape.vocab_size} "
             "tokens; give fewer, or 0 for all"
         )
-    usual = tuple(sorted(set(default_layers(shape.num_layers))))
+    usual = default_layers(shape.num_layers)
     return EagleConfig(
         recipe=own.recipe,
         target=shape,
@@ -282,7 +267,8 @@ def _measure(config: DrafterTrainConfig, room: Classroom) -> DepthReport | None:
     texts = room.corpus.heldout
     if not texts:
         return None
-    return room.trainer.evaluate(pack_texts(texts, config.train.tokens_per_micro_batch))
+    packed = pack_texts(texts, config.train.tokens_per_micro_batch)
+    return room.trainer.evaluate(packed, max(MEASURED_DEPTHS, config.drafter.num_unrolled))
 
 
 def _save(

@@ -1,7 +1,7 @@
 """From the name of a drafter to a drafter at work; what a name may be is said in `config`.
 
 history            suffixes of what was written, no weights
-tiny-reasoner      the embedded model's own, taught here once (recipe eagle3; :eagle1 the other)
+tiny-reasoner      the embedded model's own, taught here once (recipe eagle1; tiny-reasoner:eagle3)
 a directory        a drafter that `longtail drafter train` made, or its run directory; or a
                    Hugging Face directory of a small model with the target's tokenizer
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtail.checkpoint import policy_directory
+from longtail.checkpoint import RunDirectory, policy_directory
 from longtail.drafter import checkpoint
 from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.eagle_drafter import EagleDrafter
@@ -50,20 +50,42 @@ def open_drafter(
     path = Path(name)
     embedded, _, recipe = name.partition(":")
     if embedded == TINY_REASONER:
-        path = taught(target, recipe or "eagle3", say)
-    if not path.is_dir():
+        path = taught(target, recipe or "eagle1", say)
+    elif not path.is_dir():
         raise ConfigError(
             f"speculation.drafter = {name!r}: it is neither {HISTORY}, {TINY_REASONER} nor a "
             "directory; train one with `longtail drafter train`"
         )
-    if not checkpoint.is_drafter(path):
-        path = policy_directory(path)
-    if not checkpoint.is_drafter(path):
+    if _is_model(path):
         return _small_model(name, path, target)
+    path = drafter_directory(path)
     loaded = checkpoint.load_drafter(
         path, target.model, target.tokenizer, strict_weights=False, dtype=target.model.dtype
     )
     return EagleDrafter(loaded.layer, target.model, draft_ids=loaded.draft_ids, window=window)
+
+
+def drafter_directory(path: Path) -> Path:
+    """Return the drafter directory that a path means: itself, a checkpoint's, or a run's newest."""
+    for found in (path, path / "policy"):
+        if checkpoint.is_drafter(found):
+            return found
+    latest = RunDirectory(path).load_latest() if path.is_dir() else None
+    if latest is not None and checkpoint.is_drafter(latest.policy):
+        return latest.policy
+    reason = "neither a drafter nor a run with one" if path.exists() else "no such directory"
+    raise ConfigError(
+        f"{path}: {reason}; give a drafter directory (with drafter.json), a checkpoint, or a run "
+        "directory of longtail drafter train"
+    )
+
+
+def _is_model(path: Path) -> bool:
+    """Tell a Hugging Face directory, or a run of the policy, from a drafter's."""
+    try:
+        return (policy_directory(path) / "config.json").is_file()
+    except ConfigError:
+        return False
 
 
 def taught(target: Target, recipe: str, say: Callable[[str], None]) -> Path:

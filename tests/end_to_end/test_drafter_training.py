@@ -11,7 +11,7 @@ import pytest
 from end_to_end.workshop import Said, Workshop, build, read_lines, say, write_lines
 from longtail.drafter.checkpoint import load_drafter
 from longtail.drafter.trainer import DrafterTrainer
-from longtail.drafter_train import drafter_directory
+from longtail.drafters import drafter_directory
 from longtail.errors import ConfigError
 from longtail.model import hf
 
@@ -61,11 +61,11 @@ def test_a_run_leaves_a_drafter_of_its_target(workshop: Workshop) -> None:
     loaded = load_drafter(path, target, tokenizer, strict_weights=True)
     assert loaded.layer.config.window == 8
     assert loaded.training.steps == STEPS
-    assert len(loaded.training.overlap) == len(loaded.training.agreement) == 3
+    assert len(loaded.training.overlap) == len(loaded.training.agreement) == 6
     assert sorted(p.name for p in path.iterdir()) == ["drafter.json", "drafter.safetensors"]
     rows = workshop.metrics("done")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[-1]["heldout/overlap_3"] == pytest.approx(loaded.training.overlap[2])
+    assert rows[-1]["heldout/overlap_6"] == pytest.approx(loaded.training.overlap[5])
     assert rows[-1]["heldout/overlap_1"] > rows[1]["heldout/overlap_1"]
     texts = read_lines(workshop.path / "done" / "texts.jsonl")[1:]
     assert len(texts) == 24

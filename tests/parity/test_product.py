@@ -9,8 +9,9 @@ from torch import Tensor
 from longtail.model import native
 from longtail.model.linear import Linear
 
-needs_tiles = pytest.mark.skipif(
-    native.product(torch.bfloat16) is None, reason="needs AMX and a C compiler"
+needs_bfloat16 = pytest.mark.skipif(
+    native.product(torch.bfloat16) is None,
+    reason="needs AMX tiles or AVX-512 with bfloat16, and a C compiler",
 )
 needs_compiler = pytest.mark.skipif(
     native.product(torch.float32) is None, reason=str(native.unavailable_because())
@@ -45,21 +46,21 @@ def apply(layer: Linear, x: Tensor, num_threads: int = 1) -> Tensor:
 def assert_is_product(layer: Linear, x: Tensor, out: Tensor) -> None:
     """n terms summed in float32, in any order: off by n 2^-24 of the sum of their sizes at most.
 
-    A bfloat16 result is then rounded: half of 2^-8 of itself. The bias is one term more.
+    A bfloat16 result is then rounded to 8 bits: by 2^-8 of itself. The bias is one term more.
     """
     with torch.no_grad():
         exact = x.double() @ layer.weight.double().T
         terms = x.double().abs() @ layer.weight.double().abs().T
         if layer.bias is not None:
             exact, terms = exact + layer.bias.double(), terms + layer.bias.double().abs()
-        stored = 2.0**-9 if out.dtype == torch.bfloat16 else 0.0
+        stored = 2.0**-8 if out.dtype == torch.bfloat16 else 0.0
         allowed = 2.0**-24 * (layer.weight.shape[1] + 1) * terms * (1 + stored)
         excess = (out.double() - exact).abs() - 1.001 * (allowed + stored * exact.abs())
     assert out.isfinite().all()
     assert float(excess.max()) <= 0, f"off by {float(excess.max())} more than allowed"
 
 
-@needs_tiles
+@needs_bfloat16
 @sizes
 @given(
     rows=st.integers(1, 100),
@@ -124,7 +125,7 @@ def test_a_row_of_a_float32_product_has_the_same_bits_in_any_batch(
     assert_rows_stand_alone(layer, torch.randn(64, inputs, generator=generator), threads)
 
 
-@needs_tiles
+@needs_bfloat16
 @settings(max_examples=10, deadline=None)
 @given(inputs=tiles, outputs=tiles, bias=st.booleans(), threads=threads, seed=seeds)
 def test_a_row_of_a_bfloat16_product_has_the_same_bits_in_any_batch(

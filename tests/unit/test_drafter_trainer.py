@@ -68,13 +68,13 @@ def _weights(layer: EagleLayer) -> dict[str, torch.Tensor]:
 def test_a_drafter_learns_to_follow_the_target(recipe: Recipe, matrix_rate: float | None) -> None:
     trainer = _trainer(recipe, settings=replace(SETTINGS, matrix_rate=matrix_rate))
     before = trainer.evaluate(_batch())
-    for _ in range(60):
+    for _ in range(25):
         report = trainer.step(_batch())
     after = trainer.evaluate(_batch())
     assert all(b > a + 0.1 for a, b in zip(before.overlap, after.overlap, strict=True))
     assert after.accept_len > before.accept_len
     assert (report.num_tokens, report.num_learned) == (123, 123 - 6 * 3)
-    assert trainer.steps == 60
+    assert trainer.steps == 25
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -191,6 +191,14 @@ def test_a_target_that_is_not_finite_makes_no_update() -> None:
 def test_texts_too_short_to_draft_on_are_refused_with_a_remedy() -> None:
     with pytest.raises(DataError, match=r"2 tokens deep.*unroll_steps"):
         _trainer().step(pack_texts([Example(tokens=(5, 6, 7), prompt_len=1)], 100))
+
+
+def test_depths_beyond_the_trained_are_measured_as_far_as_texts_reach() -> None:
+    trainer, texts = _trainer(), [Example(tokens=tuple(range(5, 12)), prompt_len=1)]
+    assert len(trainer.evaluate(pack_texts(texts, 100)).overlap) == 3
+    deep = trainer.evaluate(pack_texts(texts, 100), 9)
+    assert len(deep.overlap) == 5  # seven tokens, two of them behind the first pair
+    assert deep.overlap[:3] == trainer.evaluate(pack_texts(texts, 100)).overlap
 
 
 def test_autocast_learns_the_same_within_its_precision() -> None:

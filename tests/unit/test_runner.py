@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import markov_model
@@ -41,6 +41,7 @@ def expected(
     return gumbel_noise(*torch.tensor(places).T.contiguous(), vocab_size)
 
 
+@settings(deadline=None)
 @given(
     steps=st.lists(
         st.dictionaries(
@@ -65,6 +66,7 @@ def test_noise_ahead_is_the_keyed_noise_whoever_draws(steps, max_entries):
             each.tokens += [0] * advance
 
 
+@settings(deadline=None)
 @given(
     drawn=st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=15),
     depth=st.integers(1, 9),

@@ -72,7 +72,7 @@ def test_cutting_the_worked_tree_keeps_its_upper_levels(depth, tokens):
 
 
 def test_the_last_node_of_the_largest_chain_has_a_bit_of_its_own():
-    masks = visible_nodes(range(MAX_NODES))
+    masks = visible_nodes(tuple(range(MAX_NODES)))
     assert masks[-1] == 2**MAX_NODES - 1 < 2**63
 
 

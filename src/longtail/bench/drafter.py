@@ -94,7 +94,7 @@ def _trainer(
     learning_rate: float = 1e-6,
     eps: float = 1e-8,
 ) -> DrafterTrainer:
-    layers = tuple(sorted(set(default_layers(target.config.num_layers))))
+    layers = default_layers(target.config.num_layers)
     config = EagleConfig(
         recipe=recipe,
         target=target.config,

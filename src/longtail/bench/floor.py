@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.model.kernels import select_kernels
+from longtail.model.kernels import select_kernels, text_places
 from longtail.model.transformer import DecoderLayer, ModelConfig, Transformer
 
 Rows = Float[Tensor, "rows row_len kv_heads head_dim"]
@@ -117,7 +117,7 @@ def attention_ways(
 ) -> dict[str, Attend]:
     """Return the ways to attend one query a row to `context` keys, by name; all agree."""
     kernels = select_kernels(dtype, torch.device("cpu"), config.head_dim)
-    row_index, last_slot = torch.arange(rows), torch.full((rows,), context - 1)
+    places = text_places(torch.arange(rows), torch.full((rows,), context - 1))
 
     def sdpa(queries: Heads, keys: Rows, values: Rows) -> Heads:
         out = F.scaled_dot_product_attention(
@@ -132,7 +132,7 @@ def attention_ways(
         return out.view(queries.shape)
 
     def kernel(queries: Heads, keys: Rows, values: Rows) -> Heads:
-        return kernels.attend_rows(queries, keys, values, row_index, last_slot, 0)
+        return kernels.attend_rows(queries, keys, values, places, 0)
 
     return {"sdpa": sdpa, "sdpa, heads grouped": sdpa_grouped, "engine's kernel": kernel}
 

@@ -141,7 +141,7 @@ class Cell:
         for _ in range(repeats):
             turns.setdefault("off", []).append(self.turn(None, tokens))
             for name, make in drafters.items():
-                strategy = max(scans[name], key=lambda s, found=scans[name]: found[s])
+                strategy = _best(scans[name])
                 for key, coupled in ((name, True), (f"{name} uncoupled", False)):
                     own = Speculation(drafter=make(), strategy=strategy, coupled=coupled)
                     turns.setdefault(key, []).append(self.turn(own, tokens))
@@ -187,6 +187,10 @@ def _turn(
     )
 
 
+def _best(scanned: Mapping[Strategy, float]) -> Strategy:
+    return max(scanned, key=lambda strategy: scanned[strategy])
+
+
 def _contest(
     name: str,
     scanned: Mapping[Strategy, float],
@@ -194,7 +198,7 @@ def _contest(
     coupled: Sequence[Turn],
     uncoupled: Sequence[Turn],
 ) -> Contest:
-    best = max(scanned, key=lambda strategy: scanned[strategy])
+    best = _best(scanned)
     plain = [turn.tokens_per_s for turn in off]
     last = coupled[-1]
     return Contest(

@@ -70,12 +70,15 @@ class EagleConfig:
         return self.target.hidden_size * (1 if self.recipe == "eagle1" else len(self.layers))
 
 
-def default_layers(num_layers: int) -> tuple[int, int, int]:
+def default_layers(num_layers: int) -> tuple[int, ...]:
     """Return the taps of EAGLE-3 that the engines assume where a checkpoint names none.
+
+    A target of few layers has fewer of them.
 
     Example: default_layers(32) == (2, 16, 29)
     """
-    return (min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0))
+    low, high = min(2, num_layers - 1), max(num_layers - 3, 0)
+    return tuple(sorted({low, num_layers // 2, high}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

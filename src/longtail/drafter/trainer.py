@@ -134,7 +134,6 @@ class DrafterTrainer:
         layer.requires_grad_(True)
         layer.fuse()
         self._optimizer = _optimizer(layer, settings)
-        self._weights = depth_weights(settings.unroll_steps, settings.decay)
         self._steps = 0
 
     @property
@@ -154,7 +153,12 @@ class DrafterTrainer:
 
     def step(self, batch: Sequence[PackedSequences]) -> TrainerReport:
         """Make one update on a batch of micro-batches."""
-        counts = self._counts(batch)
+        counts = self._counts(batch, self._settings.unroll_steps)
+        if 0 in counts:
+            raise DataError(
+                f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
+                f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
+            )
         loss, scores = 0.0, torch.zeros(3, len(counts), dtype=torch.float64)
         try:
             for packed in batch:
@@ -182,9 +186,15 @@ class DrafterTrainer:
             num_learned=counts[0],
         )
 
-    def evaluate(self, batch: Sequence[PackedSequences]) -> DepthReport:
-        """Measure on texts, learning nothing."""
-        counts = self._counts(batch)
+    def evaluate(
+        self, batch: Sequence[PackedSequences], num_depths: int | None = None
+    ) -> DepthReport:
+        """Measure on texts, learning nothing: the depths that are trained, or so many.
+
+        Depths that no text reaches are left out.
+        """
+        counts = self._counts(batch, num_depths or self._settings.unroll_steps)
+        counts = counts[: counts.index(0)] if 0 in counts else counts
         scores = torch.zeros(3, len(counts), dtype=torch.float64)
         with torch.no_grad():
             for packed in batch:
@@ -215,18 +225,13 @@ class DrafterTrainer:
                 parameter.copy_(tensors[_LAYER + name])
         self._steps = steps
 
-    def _counts(self, batch: Sequence[PackedSequences]) -> list[int]:
+    def _counts(self, batch: Sequence[PackedSequences], num_depths: int) -> list[int]:
         """Rows that are learned at each depth, over the whole batch."""
-        counts = [0] * self._settings.unroll_steps
+        counts = [0] * num_depths
         for packed in batch:
             pairs = Pairs.of(packed)
-            for step in range(len(counts)):
+            for step in range(num_depths):
                 counts[step] += int((pairs.learned & pairs.exist(step)).sum())
-        if not all(counts):
-            raise DataError(
-                f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
-                f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
-            )
         return counts
 
     def _forward(self, packed: PackedSequences, counts: Sequence[int]) -> _Sums | None:
@@ -276,7 +281,8 @@ class DrafterTrainer:
             wanted = teacher.hidden.to(scored.dtype)
             regression = torch.stack([feature_loss(feature, wanted) for feature in scored])
             per_row = FEATURE_WEIGHT * regression + TOKEN_WEIGHT * per_row
-        weights = [weight / count for weight, count in zip(self._weights, counts, strict=True)]
+        decayed = depth_weights(len(counts), self._settings.decay)
+        weights = [weight / count for weight, count in zip(decayed, counts, strict=True)]
         loss = ((per_row * exist).sum(-1) * per_row.new_tensor(weights)).sum()
         with torch.no_grad():
             scores = torch.stack((rows.agreement, rows.overlap, rows.cross_entropy))

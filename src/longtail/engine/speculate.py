@@ -111,7 +111,8 @@ class Speculator:
         verified: list[Verified] = []
         first = 0
         for each in scheduled:
-            active, path = each.active, ()
+            active = each.active
+            path: tuple[int, ...] = ()
             if each.draft.size:
                 path = accepted[active.request_id].path
                 verified.append(_verified(each, path))
@@ -136,8 +137,9 @@ class Speculator:
             [each.draft for each in drafted],
             [accepted[each.active.request_id] for each in drafted],
         )
-        whole = features is None or len(rows) == first
-        drafter.observe(seen, features if whole else features[rows])
+        if features is not None and len(rows) < first:
+            features = features[rows]
+        drafter.observe(seen, features)
         return tuple(verified)
 
     def _max_depth(self, each: Scheduled) -> int:

@@ -29,6 +29,7 @@ from longtail.tiny.warmstart import SOURCE, cache_directory
 from longtail.types import SamplingParams
 
 _NAME = "tiny-drafter"
+_MEASURED_DEPTHS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ def train(
         if on_progress is not None:
             seconds = time.perf_counter() - began
             on_progress(Lesson(step=step, steps=lessons.steps, seconds=seconds, report=report))
-    depths = trainer.evaluate(pack_texts(heldout, 4096))
+    depths = trainer.evaluate(pack_texts(heldout, 4096), _MEASURED_DEPTHS)
     record = TrainingRecord(
         steps=lessons.steps,
         tokens=num_tokens,

@@ -1,0 +1,111 @@
+"""Training with a drafter writes what training without one writes, to the last bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from end_to_end.workshop import Workshop, build, say
+from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.drafter.eagle import EagleConfig, EagleLayer
+from longtail.model import hf, native
+
+pytestmark = pytest.mark.skipif(
+    native.product(torch.float32) is None, reason="bit equality in float32 is the native kernels'"
+)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    shop = build(tmp_path_factory.mktemp("speculative"))
+    assert shop.train("plain", "--run.steps=3").code == 0
+    return shop
+
+
+def make_drafter(shop: Workshop, name: str, model: Path | None = None) -> Path:
+    """An EAGLE-3 drafter that nobody trained, of a model in the workshop."""
+    place = model or shop.model
+    target, tokenizer = hf.load_model(place), hf.load_tokenizer(place)
+    layer = EagleLayer(EagleConfig(recipe="eagle3", target=target.config, layers=(0, 1), window=16))
+    layer.initialize(torch.Generator().manual_seed(1))
+    record = TrainingRecord(steps=0, tokens=0, unroll_steps=1)
+    path = shop.path / name
+    save_drafter(path, layer, None, identity(str(place), target, tokenizer), record)
+    return path
+
+
+@pytest.mark.parametrize("drafter", ["history", "eagle", "model"])
+def test_rewards_texts_and_weights_are_those_of_the_run_without_a_drafter(workshop, drafter):
+    names = {"history": "history", "model": str(workshop.model)}
+    name = names.get(drafter) or str(make_drafter(workshop, "drafter"))
+    words = (f"--speculation.drafter={name}", "--speculation.depth=3", "--run.steps=3")
+    assert workshop.train(drafter, *words).code == 0
+    mine, plain = workshop.outcome(drafter, 3), workshop.outcome("plain", 3)
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith("speculation/")}
+        for row in mine.pop("metrics")
+    ]
+    assert rows == plain.pop("metrics")
+    assert mine == plain
+    accepted = [row["speculation/accept_length"] for row in workshop.metrics(drafter)]
+    assert all(1.0 <= length <= 4.0 for length in accepted)
+    assert workshop.card(drafter)["accept_length"] is not None
+
+
+def test_a_run_may_be_resumed_with_another_drafter(workshop):
+    assert workshop.train("changed", "--run.steps=1").code == 0
+    words = ("--run.steps=3", "--speculation.drafter=history", "--speculation.max_running=4")
+    assert workshop.train("changed", *words).code == 0
+    mine, plain = workshop.outcome("changed", 3), workshop.outcome("plain", 3)
+    assert mine["weights"] == plain["weights"]
+    assert mine["rollouts"] == plain["rollouts"]
+
+
+def test_generate_with_a_drafter_writes_the_same_and_tells_the_accept_length(workshop):
+    words = ["generate", str(workshop.model), "--prompt", "say 7", "--n", "3", "--json"]
+    words += ["--max-tokens", "20", "--threads", "1"]
+    plain = say(*words)
+    drafted = say(*words, "--drafter", str(make_drafter(workshop, "drafter")))
+    assert (plain.code, drafted.code) == (0, 0)
+    assert drafted.out == plain.out
+    assert "accept length" in drafted.err
+    assert "accept length" not in plain.err
+
+
+def test_a_drafter_of_another_target_is_refused_before_any_work(workshop):
+    other = make_drafter(workshop, "other", workshop.path / "tied")
+    said = workshop.train("refused", f"--speculation.drafter={other}")
+    assert said.code == 2
+    assert "longtail drafter train" in said.err
+    assert not (workshop.path / "refused" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nowhere", "neither history, tiny-reasoner nor a directory"),
+        ("tiny-reasoner", "model.path = 'tiny-reasoner' only"),
+    ],
+)
+def test_a_drafter_that_cannot_be_is_named_with_what_can(workshop, name, expected):
+    said = workshop.train("refused", f"--speculation.drafter={name}")
+    assert said.code == 2
+    assert expected in said.err
+
+
+def test_evaluating_a_drafter_shows_tables_a_picture_and_one_line_of_json(workshop):
+    picture = workshop.path / "acceptance.png"
+    said = say(
+        *("drafter", "eval", str(make_drafter(workshop, "drafter"))),
+        *("--target", str(workshop.model), "--prompts", str(workshop.prompts)),
+        *("--n", "4", "--max-tokens", "20", "--depth", "3", "--size", "4"),
+        *("--temperatures", "0,1", "--plot", str(picture)),
+    )
+    assert said.code == 0
+    assert "accept length by generated tokens" in said.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    measured = json.loads(said.out.splitlines()[-1])["measured"]
+    assert [each["shape"] for each in measured].count("tree") == 3  # greedy: coupled says nothing
+    assert all(each["differing_share"] == 0.0 for each in measured)
+    assert all(len(each["acceptance_rate_by_depth"]) == 3 for each in measured)
