@@ -8,6 +8,7 @@ is off: 0 is what the target will draw there, if the parent is right.
                                                            e
 """
 
+import abc
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,11 +114,11 @@ class WatchfulDrafter(Drafter):
         """Whatever was asked for."""
         return self._taps
 
+    @abc.abstractmethod
     def draft(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
         """Make the trees."""
-        raise NotImplementedError
 
     @final
     def propose(

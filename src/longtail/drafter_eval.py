@@ -195,23 +195,16 @@ def _answer(
 def _show(found: Sequence[Measured], plotted: str | None) -> None:
     """Print the tables."""
     deepest = max(len(each.acceptance.rates()) for each in found)
-    table = Table(title="acceptance", title_justify="left")
+    setting = ("T", "draft", "noise")
     depths = [f"d{depth}" for depth in range(1, deepest + 1)]
-    for name in (
-        "temperature",
-        "draft",
-        "noise",
-        "accept length",
-        *depths,
-        "calibration",
-        "differing",
-    ):
-        table.add_column(name, justify="right")
-    positions = Table(
-        title="accept length by generated tokens before the step", title_justify="left"
+    table = _table(
+        "accept length, acceptance rate by depth, calibration error, texts that differ",
+        (*setting, "length", *depths, "ece", "differ"),
     )
-    for name in ("temperature", "draft", "noise", *(f"{start}+" for start in POSITIONS)):
-        positions.add_column(name, justify="right")
+    positions = _table(
+        "accept length by generated tokens before the step",
+        (*setting, *(f"{start}+" for start in POSITIONS)),
+    )
     for each in found:
         who = [f"{each.temperature:g}", each.shape, "coupled" if each.coupled else "uncoupled"]
         rates = [f"{rate:.2f}" for rate in each.acceptance.rates()]
@@ -232,6 +225,13 @@ def _show(found: Sequence[Measured], plotted: str | None) -> None:
     console.print(positions)
     if plotted is not None:
         console.print(f"picture: {plotted}")
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def plot(found: Sequence[Measured], path: Path, *, title: str) -> None:

@@ -102,7 +102,6 @@ def run(config: DrafterTrainConfig) -> int:
             writer.close()
 
 
-
 def assemble(
     config: DrafterTrainConfig,
     run_dir: Path,

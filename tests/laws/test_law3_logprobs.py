@@ -35,9 +35,6 @@ def _many_steps() -> Iterator[None]:
         yield
 
 
-drafted_or_not = pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
-
-
 def write(
     model: Transformer, sampling: SamplingParams, *, drafted: bool = False
 ) -> list[tuple[Request, Completion]]:
@@ -99,7 +96,7 @@ def gaps(
     return (mine - theirs).abs()
 
 
-@drafted_or_not
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float64_logprobs_are_equal(family, drafted):
     """Two orders of summation of some hundred terms of size 1: below 1e-13, given room."""
@@ -109,16 +106,18 @@ def test_float64_logprobs_are_equal(family, drafted):
     assert float(gaps(tiny_model(family, dtype=torch.float64), written, PLAIN).max()) < 1e-12
 
 
-@drafted_or_not
 @pytest.mark.parametrize("sampling", TRUNCATED, ids=str)
-def test_float64_logprobs_are_equal_under_temperature_and_truncation(sampling, drafted):
-    written = write(tiny_model("mistral", dtype=torch.float64), sampling, drafted=drafted)
+def test_float64_logprobs_are_equal_under_temperature_and_truncation(sampling):
+    written = write(tiny_model("mistral", dtype=torch.float64), sampling, drafted=True)
     gap = gaps(tiny_model("mistral", dtype=torch.float64), written, sampling)
     assert float(gap.max()) < 1e-12
 
 
-@drafted_or_not
-@pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED[3]], ids=["whole", "truncated"])
+@pytest.mark.parametrize(
+    ("sampling", "drafted"),
+    [(PLAIN, False), (PLAIN, True), (TRUNCATED[3], False)],
+    ids=["plain", "drafted", "truncated"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_logprobs_are_equal_up_to_rounding(family, sampling, drafted):
     """Roundings of 6e-8 on logits up to 5, over some dozen operations in a row: below 1e-5.
@@ -132,8 +131,11 @@ def test_float32_logprobs_are_equal_up_to_rounding(family, sampling, drafted):
     assert float(gap.max()) < (1e-5 if sampling is PLAIN else 0.1)
 
 
-@drafted_or_not
-@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize(
+    ("autocast", "drafted"),
+    [(False, False), (False, True), (True, False)],
+    ids=["bfloat16", "drafted", "autocast"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_logprobs_are_close(family, autocast, drafted):
     """A logit of 4 is rounded by up to 0.008, after hidden states rounded as coarsely.

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from longtail.engine.report import RolloutReport
@@ -14,6 +16,11 @@ REPORT = RolloutReport(
     num_steps=10,
     num_generated=40,
     num_computed=50,
+    num_drafted=0,
+    num_accepted=0,
+    num_verified=0,
+    draft_s=0.0,
+    draft_forward_s=0.0,
     max_running=4,
     running_s=6.0,
 )
@@ -53,6 +60,22 @@ def test_the_rollout_phase_in_numbers() -> None:
         "rollout/tail_idle_share": 0.25,
         "rollout/bookkeeping_share": 0.25,
     }
+
+
+def test_drafts_are_summed_up_where_there_were_any() -> None:
+    completions = [_completion(40)]
+    drafted = replace(
+        REPORT, num_drafted=60, num_accepted=15, num_verified=10, draft_s=0.5, draft_forward_s=0.25
+    )
+    metrics, plain = (rollout_metrics(report, completions) for report in (drafted, REPORT))
+    assert {name: metrics[name] for name in metrics.keys() - plain.keys()} == {
+        "speculation/accept_length": 2.5,
+        "speculation/accepted_share": 0.25,
+        "speculation/emitted_share": 25 / 40,
+        "speculation/draft_share": 0.25,
+    }
+    # The drafter's own passes are no bookkeeping.
+    assert metrics["rollout/bookkeeping_share"] == plain["rollout/bookkeeping_share"] - 0.125
 
 
 def test_failures_are_counted_beside_the_rewards_never_among_them() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
+
+_WIDE = 110
+"""Columns where there is no terminal: a card kept in a file stays in one piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +116,7 @@ def finish(
             table.add_column(column, justify="left" if index == 0 else "right")
         for row in rows:
             table.add_row(*row)
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else _WIDE)
         console.print(table)
         console.print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
     print(json.dumps({**result, "environment": surroundings}), flush=True)

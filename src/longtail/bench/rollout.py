@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
     for name in setting.models:
         subject = make_subject(name, setting, _say)
         for running in setting.running:
-            cells.append(Cell(subject, running).measure(setting.tokens, setting.repeats, _say))
+            cells.append(
+                Cell(subject, running).measure(setting.tokens_of(name), setting.repeats, _say)
+            )
         if name != "100m":  # its texts are those of `tiny`
             couplings[name] = coupling(subject, setting, _say)
     decay = length_decay(setting, _say) if setting.length else None

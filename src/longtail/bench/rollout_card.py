@@ -11,15 +11,24 @@ from longtail.bench.rollout_setting import Setting
 if TYPE_CHECKING:
     from longtail.bench.rollout_subjects import Coupling
 
-COLUMNS = ("cell", "drafter, strategy", "tokens/s", "speedup", "accept", "overhead", "differing")
+COLUMNS = (
+    "model, running",
+    "drafter, strategy",
+    "tokens/s",
+    "speedup",
+    "accept",
+    "overhead",
+    "differing",
+)
 
 
 def title(setting: Setting, cpus: Sequence[int]) -> str:
     """Say what was measured and where."""
     where = f"pinned to CPU {', '.join(map(str, cpus))}" if cpus else "not pinned"
+    models = ", ".join(f"{name} {setting.dtype_of(name)}" for name in setting.models)
     return (
-        f"Speculative rollout, {setting.dtype}, temperature 1, threads: {setting.threads}, "
-        f"{where}; median (lowest-highest) of {setting.repeats} turns"
+        f"Speculative rollout: {models}; temperature 1, threads: {setting.threads}, {where}; "
+        f"median (lowest-highest) of {setting.repeats} turns"
     )
 
 
@@ -48,7 +57,7 @@ def rows(cell: CellResult) -> list[list[str]]:
                 "",
             ]
         )
-    names = [f"{cell.model}, {cell.running} running"] + [""] * (len(lines) - 1)
+    names = [f"{cell.model}, {cell.running}"] + [""] * (len(lines) - 1)
     return [[name, *line] for name, line in zip(names, lines, strict=True)]
 
 
@@ -57,7 +66,7 @@ def coupling_rows(couplings: Mapping[str, Sequence["Coupling"]]) -> list[list[st
     return [
         [
             f"{model}, T {each.temperature:g}",
-            f"{each.drafter}, chain of 6",
+            f"{each.drafter}, chain 6",
             "",
             "",
             f"{each.coupled:.2f} coupled, {each.uncoupled:.2f} not",

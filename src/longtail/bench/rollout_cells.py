@@ -230,7 +230,7 @@ def differing_share(
 
 
 def describe(strategy: Strategy) -> str:
-    """Name a strategy: a chain of 6, a tree of 8 (depth 4, width 2)."""
+    """Name a strategy: chain 6, tree 8 (depth 4, width 2)."""
     if strategy.width == 1:
-        return f"chain of {strategy.num_nodes}"
-    return f"tree of {strategy.num_nodes} (depth {strategy.depth}, width {strategy.width})"
+        return f"chain {strategy.num_nodes}"
+    return f"tree {strategy.num_nodes} (depth {strategy.depth}, width {strategy.width})"

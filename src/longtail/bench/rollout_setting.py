@@ -8,6 +8,10 @@ from longtail.errors import ConfigError
 MODEL_NAMES = ("tiny", "100m", "text")
 DRAFTER_NAMES = ("history", "eagle1", "eagle3")
 
+DTYPES = {"tiny": "float32", "100m": "bfloat16", "text": "float32"}
+"""As the quickstart runs the one, and as a model of that size would be run."""
+_SLOWER = {"100m": 6}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -20,13 +24,22 @@ class Setting:
     models: tuple[str, ...]
     drafters: tuple[str, ...]
     running: tuple[int, ...]
-    dtype: str
+    dtype: str | None
+    """None: each model's own, see DTYPES."""
     tokens: int
-    """Generated in a turn with one request running; more with more."""
+    """Generated in a turn with one request running; more with more, fewer by the 100M model."""
     repeats: int
     threads: int
     length: bool
     """Also measure how accept length holds on long texts."""
+
+    def dtype_of(self, model: str) -> str:
+        """Return what a model computes in."""
+        return self.dtype or DTYPES[model]
+
+    def tokens_of(self, model: str) -> int:
+        """Return the tokens of a turn of one request."""
+        return max(self.tokens // _SLOWER.get(model, 1), 50)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", metavar="A,B", help=f"of {', '.join(MODEL_NAMES)} (default: all of them)")
     add("--drafters", metavar="A,B", help=f"of {', '.join(DRAFTER_NAMES)} (default: all of them)")
     add("--running", metavar="N,N", help="requests that run at a time (default 1,4,8,16,32)")
-    add("--dtype", choices=("bfloat16", "float32"), default="float32", help="(default float32)")
+    add("--dtype", choices=("bfloat16", "float32"), help="(default: float32, 100m bfloat16)")
     add("--tokens", metavar="N", type=int, help="tokens of a turn with one request (default 1500)")
     add("--repeats", metavar="N", type=int, help="turns of every contestant (default 3)")
     add("--threads", metavar="N", type=int, default=1, help="compute threads (default 1)")

@@ -38,7 +38,7 @@ def make_subject(name: str, setting: Setting, say: Say) -> Subject:
     """Load or make a model, its drafters and its prompts."""
     if name == "text":
         return _text_subject(setting, say)
-    target, layers = _tiny(setting, setting.drafters, say)
+    target, layers = _tiny(setting.dtype_of(name), setting.drafters, say)
     model = target.model
     if name == "100m":
         model = grown.grow_target(model, grown.LARGE)
@@ -57,11 +57,11 @@ def make_subject(name: str, setting: Setting, say: Say) -> Subject:
 
 
 def _tiny(
-    setting: Setting, drafters: Sequence[str], say: Say
+    dtype_name: str, drafters: Sequence[str], say: Say
 ) -> tuple[Target, dict[str, EagleLayer]]:
     """Load the tiny reasoner and its drafters, teaching what was never taught here."""
     directory = model_directory(TINY_REASONER, say)
-    dtype = DTYPES[setting.dtype]
+    dtype = DTYPES[dtype_name]
     tokenizer = hf.load_tokenizer(directory)
     model = hf.load_model(directory, dtype)
     target = Target(model=model, tokenizer=tokenizer, directory=directory, name=TINY_REASONER)
@@ -93,7 +93,7 @@ def _hailstones(tokenizer: hf.Tokenizer, *, at_least: int = 0) -> list[tuple[int
 
 
 def _text_subject(setting: Setting, say: Say) -> Subject:
-    dtype = DTYPES[setting.dtype]
+    dtype = DTYPES[setting.dtype_of("text")]
     made = textmodel.ensure(say)
     tokenizer = hf.load_tokenizer(made.target)
     model = hf.load_model(made.target, dtype)
@@ -152,7 +152,7 @@ def coupling(subject: Subject, setting: Setting, say: Say) -> list[Coupling]:
 
 def length_decay(setting: Setting, say: Say) -> dict[str, Any]:
     """Accept length early and late in long texts, with the bounded window and without one."""
-    target, layers = _tiny(setting, ("eagle1", "eagle3"), say)
+    target, layers = _tiny(setting.dtype_of("tiny"), ("eagle1", "eagle3"), say)
     prompts = _hailstones(target.tokenizer, at_least=_LONG_STEPS)[::4]
     subject = Subject(
         name="tiny",
