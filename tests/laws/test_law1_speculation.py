@@ -268,7 +268,7 @@ TURNS = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     sketches=SKETCHES,

@@ -116,7 +116,6 @@ BELIEFS = {
     "right": CHAIN / 1.3,
     "flat": torch.zeros(6, 6).double(),  # drafts are the argmax of the noise alone
     "contrary": -CHAIN,
-    "certain": 50.0 * torch.eye(6).double(),
 }
 """What a drafter takes the chain for; it drafts argmax(log q + g), with the target's own noise."""
 

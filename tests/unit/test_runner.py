@@ -66,7 +66,7 @@ def test_noise_ahead_is_the_keyed_noise_whoever_draws(steps, max_entries):
             each.tokens += [0] * advance
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     drawn=st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=15),
     depth=st.integers(1, 9),

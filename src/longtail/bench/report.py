@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-
 _WIDE = 110
 """Columns where there is no terminal: a card kept in a file stays in one piece."""
 
