@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail.bench.coupling import coupling_table
+from longtail.bench.coupling import coupling
+from longtail.bench.rollout_cells import Subject
 from longtail.bench.textmodel import (
     PROMPT_LEN,
     DrafterRecipe,
@@ -17,7 +18,10 @@ from longtail.bench.textmodel import (
     read_sources,
     write_tokenizer,
 )
+from longtail.drafter.checkpoint import load_drafter
+from longtail.drafter.eagle_drafter import EagleDrafter
 from longtail.model import hf
+from longtail.types import SamplingParams
 
 SMALL_TARGET = TargetRecipe(
     megabytes=1.0,
@@ -97,14 +101,25 @@ def test_the_model_and_its_drafter_are_made_once_and_drafts_change_no_text(
 
     prompts = heldout_prompts(made, 3, SMALL_TARGET, library)
     assert [len(prompt) for prompt in prompts] == [PROMPT_LEN] * 3
-    rows = coupling_table(
-        made, prompts, temperatures=(0.0, 1.0), max_tokens=8, depth=3, dtype=torch.float64
+    model, tokenizer = hf.load_model(made.target, torch.float64), hf.load_tokenizer(made.target)
+
+    def make_drafter() -> EagleDrafter:
+        loaded = load_drafter(made.drafter, model, tokenizer, strict_weights=True)
+        return EagleDrafter(loaded.layer, model)
+
+    subject = Subject(
+        name="text",
+        model=model,
+        decode=tokenizer.decode,
+        prompts=prompts,
+        sampling=SamplingParams(),
+        drafters={"eagle3": make_drafter},
     )
+    rows = coupling(subject, prompts, temperatures=(0.0, 1.0), max_tokens=8, depth=3)
     assert [row.temperature for row in rows] == [0.0, 1.0]
     assert rows[0].entropy == 0.0
     assert rows[0].coupled == rows[0].uncoupled, "greedy decoding hears no noise"
     assert rows[1].entropy > 1.0
     for row in rows:
-        assert row.tokens == 24
-        assert row.coupled_differing == row.uncoupled_differing == 0.0
+        assert row.differing_share == 0.0
         assert 1.0 <= row.uncoupled <= 4.0

@@ -29,9 +29,10 @@ def run(args: argparse.Namespace) -> int:
     setting = read_setting(args)
     cpus = pin(setting.threads)
     from longtail.bench import rollout_card
+    from longtail.bench.coupling import coupling
     from longtail.bench.report import finish, pin_threads
     from longtail.bench.rollout_cells import Cell
-    from longtail.bench.rollout_subjects import coupling, length_decay, make_subject
+    from longtail.bench.rollout_subjects import GROUP, length_decay, make_subject
 
     pin_threads(setting.threads)
     cells: list[CellResult] = []
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
                 Cell(subject, running).measure(setting.tokens_of(name), setting.repeats, _say)
             )
         if name != "100m":  # its texts are those of `tiny`
-            couplings[name] = coupling(subject, setting, _say)
+            _say(f"{name}: with and without the noise")
+            couplings[name] = coupling(subject, subject.prompts[::GROUP])
     decay = length_decay(setting, _say) if setting.length else None
     finish(
         rollout_card.title(setting, cpus),

@@ -9,7 +9,7 @@ from longtail.bench.rollout_cells import CellResult, Contest, describe
 from longtail.bench.rollout_setting import Setting
 
 if TYPE_CHECKING:
-    from longtail.bench.rollout_subjects import Coupling
+    from longtail.bench.coupling import Coupling
 
 COLUMNS = (
     "model, running",
@@ -65,13 +65,13 @@ def coupling_rows(couplings: Mapping[str, Sequence["Coupling"]]) -> list[list[st
     """Render accept lengths with and without the noise."""
     return [
         [
-            f"{model}, T {each.temperature:g}",
+            f"{model}, T {each.temperature:g}, {each.entropy:.2f} nats",
             f"{each.drafter}, chain 6",
             "",
             "",
             f"{each.coupled:.2f} coupled, {each.uncoupled:.2f} not",
             "",
-            "",
+            f"{each.differing_share:.1%}",
         ]
         for model, found in couplings.items()
         for each in found

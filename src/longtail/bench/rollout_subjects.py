@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from longtail.assemble import DTYPES, TINY_REASONER, model_directory
 from longtail.bench import grown, textmodel
+from longtail.bench.coupling import answer
 from longtail.bench.rollout_cells import Subject
 from longtail.bench.rollout_setting import Setting
 from longtail.drafter.checkpoint import load_drafter
@@ -14,19 +15,17 @@ from longtail.drafter.eagle import EagleLayer
 from longtail.drafter.eagle_drafter import EagleDrafter
 from longtail.drafter.history import HistoryDrafter
 from longtail.drafters import Target, taught
-from longtail.engine.acceptance import POSITIONS, Acceptance
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.acceptance import POSITIONS
 from longtail.engine.speculate import Speculation
 from longtail.model import hf
 from longtail.model.transformer import Transformer
-from longtail.sampling import noise_key
 from longtail.speculation.drafter import Drafter, Strategy
 from longtail.tiny import task
-from longtail.types import Request, SamplingParams
+from longtail.types import SamplingParams
 
 Say = Callable[[str], None]
 
-_GROUP = 8
+GROUP = 8
 """Completions of a prompt, as in a group of training: history sees its siblings."""
 _PROMPTS = 32
 _MAX_TOKENS = 1024
@@ -89,7 +88,7 @@ def _hailstones(tokenizer: hf.Tokenizer, *, at_least: int = 0) -> list[tuple[int
     rows = [row for row in task.problems(4096, 1, "heldout") if int(row["answer"]) >= at_least][
         :_PROMPTS
     ]
-    return [tokenizer.chat(row["prompt"]) for row in rows for _ in range(_GROUP)]
+    return [tokenizer.chat(row["prompt"]) for row in rows for _ in range(GROUP)]
 
 
 def _text_subject(setting: Setting, say: Say) -> Subject:
@@ -105,49 +104,10 @@ def _text_subject(setting: Setting, say: Say) -> Subject:
         name="text",
         model=model,
         decode=tokenizer.decode,
-        prompts=[prompt for prompt in prompts for _ in range(_GROUP)],
+        prompts=[prompt for prompt in prompts for _ in range(GROUP)],
         sampling=SamplingParams(max_tokens=384),
         drafters={name: make for name, make in drafters.items() if name in setting.drafters},
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coupling:
-    """Accept length with and without the noise, everything else equal."""
-
-    drafter: str
-    temperature: float
-    coupled: float
-    uncoupled: float
-
-
-def coupling(subject: Subject, setting: Setting, say: Say) -> list[Coupling]:
-    """Compare coupled with uncoupled drafts, chains of 6, at three temperatures."""
-    found = []
-    for temperature in (0.0, 0.6, 1.0):
-        for name, make in subject.drafters.items():
-            sampling = replace(subject.sampling, temperature=temperature, max_tokens=256)
-            means = {
-                coupled: _acceptance(
-                    subject,
-                    subject.prompts[::_GROUP],
-                    sampling,
-                    Speculation(
-                        drafter=make(), strategy=Strategy(depth=6, size=6), coupled=coupled
-                    ),
-                ).overall.mean
-                for coupled in (True, False)
-            }
-            found.append(
-                Coupling(
-                    drafter=name,
-                    temperature=temperature,
-                    coupled=means[True],
-                    uncoupled=means[False],
-                )
-            )
-        say(f"{subject.name}: coupling at temperature {temperature:g}")
-    return found
 
 
 def length_decay(setting: Setting, say: Say) -> dict[str, Any]:
@@ -167,7 +127,7 @@ def length_decay(setting: Setting, say: Say) -> dict[str, Any]:
         for window, label in ((None, "bounded"), (0, "full")):
             drafter = _eagle(layer, target.model, window)()
             speculation = Speculation(drafter=drafter, strategy=Strategy(depth=6, size=6))
-            acceptance = _acceptance(subject, prompts, subject.sampling, speculation)
+            _, acceptance = answer(subject, prompts, subject.sampling, speculation)
             spots = dict(zip(POSITIONS, acceptance.by_position(), strict=True))
             early, late = spots[50], spots[1000]
             found.setdefault(name, {})[label] = {
@@ -178,29 +138,3 @@ def length_decay(setting: Setting, say: Say) -> dict[str, Any]:
             }
             say(f"length: {name}, {label} window")
     return found
-
-
-def _acceptance(
-    subject: Subject,
-    prompts: Sequence[tuple[int, ...]],
-    sampling: SamplingParams,
-    speculation: Speculation,
-) -> Acceptance:
-    """Answer the prompts to the end and sum up the drafts."""
-    longest = max(map(len, prompts)) + sampling.max_tokens
-    limits = EngineLimits(max_running=16, max_step_tokens=1024, max_len=longest)
-    engine = RolloutEngine(subject.model, subject.decode, limits, speculation=speculation)
-    acceptance = Acceptance()
-    engine.generate(
-        [
-            Request(
-                request_id=str(index),
-                prompt_tokens=prompt,
-                noise_key=noise_key(1, "bench", index),
-                sampling=sampling,
-            )
-            for index, prompt in enumerate(prompts)
-        ],
-        lambda report: acceptance.add(report.verified),
-    )
-    return acceptance

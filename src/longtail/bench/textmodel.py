@@ -79,12 +79,12 @@ class DrafterRecipe:
     layers: tuple[int, ...] = (2, 4, 5)
     window: int = 64
     unroll_steps: int = 5
-    texts: int = 1024
+    texts: int = 768
     temperatures: tuple[float, ...] = (1.0,)
     """Of the texts, in turn."""
     text_len: int = 256
-    steps: int = 400
-    batch_tokens: int = 1024
+    steps: int = 750
+    batch_tokens: int = 512
     matrix_rate: float = 0.03
     learning_rate: float = 1e-2
     warmup_steps: int = 10

@@ -98,7 +98,18 @@ class RolloutEngine:
         self.speculate(speculation)
 
     def speculate(self, speculation: Speculation | None) -> None:
-        """Speculate so from the next step on, None: not at all; no token depends on it."""
+        """Speculate so from the next step on, None: not at all; no token depends on it.
+
+        A drafter that is set aside forgets the requests in progress; one that is handed in follows
+        the present weights. To pause one that shall keep up, lower its `max_running` instead.
+        """
+        before = None if self._speculation is None else self._speculation.drafter
+        after = None if speculation is None else speculation.drafter
+        if before is not None and before is not after:
+            for request_id in self._active:
+                before.forget(request_id)
+        if after is not None and after is not before:
+            after.refresh()
         self._speculation = speculation
         config = self._model.config
         self._speculator = None if speculation is None else Speculator(speculation, config)

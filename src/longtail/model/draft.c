@@ -25,8 +25,6 @@ typedef struct {
   const float *noise; /* [requests][depth][vocab], null: none */
   const float *inverse_temperatures; /* of each request; 0: greedy, hears no noise */
   T *scratch;
-  float *scores;
-  int64_t scores_stride;
   int64_t *places; /* 5 times requests, to work in */
   int64_t *drafted; /* [requests][depth] */
   float *margins; /* [requests][depth]: lead over the second best */
@@ -120,7 +118,7 @@ void NAME(eagle_chains)(const NAME(lt_eagle) *e, const NAME(lt_round) *round) {
     }
     NAME(attend_rows)(qkv, width, round->keys, round->values, round->kv_stride, rows, contexts,
                       none, none, attended, n, e->heads, e->kv_heads, e->dim, e->window,
-                      round->scores, round->scores_stride, e->threads);
+                      e->threads);
     NAME(product)(attended, e->output, 0, projected, n, attended_width, hidden, e->threads);
     NAME(add_norm)(stream, projected, e->feed_forward_norm, normed, n, hidden, e->eps);
     NAME(product)(normed, e->gate_up, 0, wide, n, hidden, 2 * e->inner, e->threads);

@@ -37,8 +37,7 @@ class _Round(ctypes.Structure):
         *((name, _PTR) for name in ("rows", "slots", "tokens", "positions", "lasts")),
         *((name, _PTR) for name in ("features", "keys", "values")),
         *((name, _INT) for name in ("feature_stride", "kv_stride")),
-        *((name, _PTR) for name in ("noise", "inverse_temperatures", "scratch", "scores")),
-        ("scores_stride", _INT),
+        *((name, _PTR) for name in ("noise", "inverse_temperatures", "scratch")),
         *((name, _PTR) for name in ("places", "drafted", "margins")),
     )
 
@@ -102,7 +101,6 @@ class ChainKernel:
         self._function, self._weights, self._rope = function, weights, rope
         self._cos = self._sin = torch.empty(0, weights.head_dim)
         self._scratch = weights.embedding.new_empty(0)
-        self._scores = torch.empty(0)
 
     def run(
         self,
@@ -114,7 +112,7 @@ class ChainKernel:
         """Compute the pairs' keys and values, then draft."""
         w, requests, pairs = self._weights, len(asked.lasts), asked.pairs.shape[1]
         threads = torch.get_num_threads()
-        self._make_room(asked, keys.shape[1], threads)
+        self._make_room(asked)
         layer = self._layer(threads)
         tokens = torch.empty(requests, asked.depth, dtype=torch.int64)
         margins = torch.empty(requests, asked.depth)
@@ -127,8 +125,7 @@ class ChainKernel:
             kv_stride=keys.stride(0),
             noise=None if asked.noise is None else asked.noise.data_ptr(),
             inverse_temperatures=asked.inverse_temperatures.data_ptr(),
-            scratch=self._scratch.data_ptr(), scores=self._scores.data_ptr(),
-            scores_stride=4 * keys.shape[1], places=places.data_ptr(), drafted=tokens.data_ptr(),
+            scratch=self._scratch.data_ptr(), places=places.data_ptr(), drafted=tokens.data_ptr(),
             margins=margins.data_ptr(),
         )  # fmt: skip
         assert w.embedding.dtype == features.dtype == keys.dtype, "one dtype for all"
@@ -152,7 +149,7 @@ class ChainKernel:
             sin=at(self._sin), draft_ids=at(w.draft_ids),
         )  # fmt: skip
 
-    def _make_room(self, asked: ChainRound, slots: int, threads: int) -> None:
+    def _make_room(self, asked: ChainRound) -> None:
         """Have angles for the furthest position, and space to work in."""
         w = self._weights
         furthest = int(asked.pairs[3].max()) + asked.depth + 1
@@ -168,5 +165,3 @@ class ChainKernel:
         needed = most * (a_pair + a_request) + 64
         if self._scratch.numel() < needed:
             self._scratch = w.embedding.new_empty(2 * needed)
-        if self._scores.numel() < threads * 4 * slots:
-            self._scores = torch.empty(threads * 4 * slots)

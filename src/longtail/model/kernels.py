@@ -216,7 +216,6 @@ class NativeKernels(Kernels):
         self._add_norm, self._rotate = functions["add_norm"], functions["rotate"]
         self._swiglu = functions["swiglu"]
         self._store_kv, self._attend = functions["store_kv"], functions["attend_rows"]
-        self._scores = torch.empty(0)
 
     def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Always float32: the kernels compute in it."""
@@ -304,9 +303,6 @@ class NativeKernels(Kernels):
     ) -> Float[Tensor, "tokens heads head_dim"]:
         """All tokens in one call, each over its own length."""
         tokens, heads, dim = queries.shape
-        threads, stride = torch.get_num_threads(), 4 * key_rows.shape[1]
-        if self._scores.numel() < threads * stride:
-            self._scores = torch.empty(threads * stride)
         out = queries.new_empty(tokens, heads, dim)
         self._attend(
             queries.data_ptr(),
@@ -324,9 +320,7 @@ class NativeKernels(Kernels):
             key_rows.shape[2],
             dim,
             window,
-            self._scores.data_ptr(),
-            stride,
-            threads,
+            torch.get_num_threads(),
         )
         return out
 

@@ -22,7 +22,8 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-_SOURCES = {name: Path(__file__).with_name(f"{name}.c") for name in ("kernels", "product", "draft")}
+_NAMES = ("kernels", "attention", "product", "draft")  # kernels.c includes attention.c
+_SOURCES = {name: Path(__file__).with_name(f"{name}.c") for name in _NAMES}
 _FLAGS = (
     "-O2",
     "-ftree-vectorize",
@@ -31,32 +32,31 @@ _FLAGS = (
     "-ffast-math",
     "-fno-finite-math-only",
     "-fopenmp",  # the runtime is the libgomp that PyTorch has loaded
+    "-fPIC",
 )
+_LINK_FLAGS = ("-shared", "-fopenmp", "-lm")
+"""Without -ffast-math: linked with it, a library sets its loader's thread to flush subnormals."""
 _FLOAT32 = """
 #define T float
 #define NAME(f) f##_f32
 #define LOAD(v) (v)
 #define STORE(v) (v)
-#define LOAD_VEC(p) lt_load_f32(p)
 #include "{source}"
 #undef T
 #undef NAME
 #undef LOAD
 #undef STORE
-#undef LOAD_VEC
 """
 _BFLOAT16 = """
 #define T uint16_t
 #define NAME(f) f##_bf16
 #define LOAD(v) lt_from_bf16(v)
 #define STORE(v) lt_to_bf16(v)
-#define LOAD_VEC(p) lt_load_bf16(p)
 #include "{source}"
 #undef T
 #undef NAME
 #undef LOAD
 #undef STORE
-#undef LOAD_VEC
 """
 _UNIT = (
     (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["kernels"])
@@ -76,10 +76,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "add_norm_backward": [_PTR] * 6 + [_INT] * 2 + [_FLOAT],
     "rotate_backward": [_PTR, _INT] + [_PTR] * 6 + [_INT] * 3 + [_FLOAT],
     "swiglu_backward": [_PTR] * 3 + [_INT] * 2,
-    "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT]
-    + [_PTR] * 5
-    + [_INT] * 5
-    + [_PTR, _INT, _THREADS],
+    "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT] + [_PTR] * 5 + [_INT] * 5 + [_THREADS],
 }
 
 
@@ -165,17 +162,18 @@ def _build() -> Path | None:
     cpuinfo = Path("/proc/cpuinfo")
     flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
     sources = "".join(path.read_text() for path in _SOURCES.values())
-    parts = (sources, _FLOAT32, _BFLOAT16, " ".join(_FLAGS), version.stdout, flags)
+    parts = (sources, _FLOAT32, _BFLOAT16, " ".join((*_FLAGS, *_LINK_FLAGS)), version.stdout, flags)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     target = cache_dir() / "kernels" / f"{digest}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        unit, built = Path(scratch, "unit.c"), Path(scratch, "kernels.so")
+        unit, thing, built = (Path(scratch, f"kernels.{end}") for end in ("c", "o", "so"))
         unit.write_text(_UNIT)
-        command = [compiler, *_FLAGS, "-shared", "-fPIC", str(unit), "-o", str(built), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = _compile(compiler, *_FLAGS, "-c", str(unit), "-o", str(thing))
+        if not done.returncode:
+            done = _compile(compiler, str(thing), "-o", str(built), *_LINK_FLAGS)
         if done.returncode:
             _log.warning(
                 "%s refused the native kernels, so PyTorch's operations run, more slowly: %s",
@@ -185,3 +183,7 @@ def _build() -> Path | None:
             return None
         built.replace(target)
     return target
+
+
+def _compile(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)

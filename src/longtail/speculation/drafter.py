@@ -9,8 +9,9 @@
 Order: `observe` for the tokens of a step comes before the next `propose`, and every token of a
 request but its last (the root) has been observed when a draft is asked, in order, unless its KV
 came from a sibling or the drafter was handed in later. A request that is computed anew (after
-preemption) is observed anew from position 0. A drafter may be handed in, changed or taken away
-between any two steps: nothing it says or fails to say changes a token.
+preemption) is observed anew from position 0. A drafter may be handed in, changed or set aside
+between any two steps: nothing it says or fails to say changes a token. One that is set aside is
+told to forget all requests, one that is handed in to refresh.
 """
 
 import abc

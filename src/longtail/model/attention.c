@@ -1,0 +1,387 @@
+/* Attention of tokens over rows of a cache, many or few at once with the same bits.
+ *
+ * Included by kernels.c, once per element type. The tokens of a draft see nearly the same keys:
+ * these are read once for as many query heads as there are registers.
+ */
+#ifndef LT_ATTENTION
+#define LT_ATTENTION
+/* a b + c, rounded once. Left to the compiler, two loops over the same sum might round apart. */
+LT_INLINE lt_vec lt_fma(lt_vec a, lt_vec b, lt_vec c) {
+#if defined(__AVX512F__)
+  return (lt_vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  union { lt_vec whole; __m256 half[2]; } x = {a}, y = {b}, z = {c};
+  for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+  return z.whole;
+#else
+  return a * b + c;
+#endif
+}
+
+LT_INLINE lt_vec lt_select(lt_index mask, lt_vec yes, lt_vec no) {
+  return (lt_vec)((mask & (lt_index)yes) | (~mask & (lt_index)no));
+}
+
+/* The greater lanes; b's where one is NaN. */
+LT_INLINE lt_vec lt_max(lt_vec a, lt_vec b) {
+#ifdef __AVX512F__
+  return (lt_vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return lt_select((lt_index)(a > b), a, b);
+#endif
+}
+
+/* One of the two halves into which step 0, 1, 2 or 3 mixes a and b. Adding the halves of pairs,
+ * step after step, makes of 16 vectors one: the sum of each one's lanes, in the same order. */
+LT_INLINE lt_vec lt_half(lt_vec a, lt_vec b, int step, int second) {
+#define LT_MIX(...) return __builtin_shuffle(a, b, (lt_index){__VA_ARGS__})
+  switch (2 * step + second) {
+    case 0: LT_MIX(0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    case 1: LT_MIX(2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    case 2: LT_MIX(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    case 3: LT_MIX(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    case 4: LT_MIX(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    case 5: LT_MIX(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    case 6: LT_MIX(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    default: LT_MIX(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  }
+#undef LT_MIX
+}
+
+LT_INLINE lt_vec lt_fold(lt_vec a, lt_vec b, int step) {
+  return lt_half(a, b, step, 0) + lt_half(a, b, step, 1);
+}
+
+/* Vectors of a row: lt_part for products with another, by lt_dot; lt_spread for sums, which
+ * lt_gather puts into a row's order. bfloat16 is multiplied in pairs where the processor can, and
+ * comes apart with the least work into the first and the second halves of pairs. */
+#define lt_parts_f32(dim) ((dim) / LT_LANES)
+LT_INLINE lt_vec lt_part_f32(const float *row, int64_t j, int64_t dim) {
+  return (void)dim, *(const lt_vec *)(row + j * LT_LANES);
+}
+LT_INLINE lt_vec lt_dot_f32(lt_vec x, lt_vec y, lt_vec sum) { return lt_fma(x, y, sum); }
+LT_INLINE void lt_spread_f32(const float *row, int64_t parts, lt_vec *value) {
+#pragma GCC unroll 8
+  for (int64_t j = 0; j < parts; j++) value[j] = *(const lt_vec *)(row + j * LT_LANES);
+}
+LT_INLINE void lt_gather_f32(const lt_vec *sums, int64_t parts, float scale, float *row) {
+  for (int64_t j = 0; j < parts; j++) *(lt_vec *)(row + j * LT_LANES) = sums[j] * scale;
+}
+
+LT_INLINE lt_vec lt_load_bf16(const uint16_t *p) {
+  return (lt_vec)(__builtin_convertvector(*(const lt_u16 *)p, lt_u32) << 16);
+}
+LT_INLINE lt_u32 lt_rounded(lt_vec v) { /* lt_to_bf16 of every lane */
+  const lt_u32 bits = (lt_u32)v, nan = (lt_u32)((bits & 0x7fffffffu) > 0x7f800000u);
+  return (nan & 0x7fc0u) | (~nan & ((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16));
+}
+#ifdef __AVX512BF16__
+#define lt_parts_bf16(dim) (((dim) / 2 + LT_LANES - 1) / LT_LANES)
+LT_INLINE lt_vec lt_part_bf16(const uint16_t *row, int64_t j, int64_t dim) {
+  row += 2 * LT_LANES * j;
+  if (2 * LT_LANES * (j + 1) <= dim) return *(const lt_vec *)row;
+  return (lt_vec)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)row));
+}
+LT_INLINE lt_vec lt_dot_bf16(lt_vec x, lt_vec y, lt_vec sum) {
+  return (lt_vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+}
+#else
+#define lt_parts_bf16(dim) ((dim) / LT_LANES)
+LT_INLINE lt_vec lt_part_bf16(const uint16_t *row, int64_t j, int64_t dim) {
+  return (void)dim, lt_load_bf16(row + j * LT_LANES);
+}
+LT_INLINE lt_vec lt_dot_bf16(lt_vec x, lt_vec y, lt_vec sum) { return lt_fma(x, y, sum); }
+#endif
+LT_INLINE void lt_spread_bf16(const uint16_t *row, int64_t parts, lt_vec *value) {
+#pragma GCC unroll 8
+  for (int64_t j = 0; j + 1 < parts; j += 2) {
+    const lt_u32 pairs = *(const lt_u32 *)(row + j * LT_LANES);
+    value[j] = (lt_vec)(pairs << 16), value[j + 1] = (lt_vec)(pairs & 0xffff0000u);
+  }
+  if (parts % 2) value[parts - 1] = lt_load_bf16(row + (parts - 1) * LT_LANES);
+}
+LT_INLINE void lt_gather_bf16(const lt_vec *sums, int64_t parts, float scale, uint16_t *row) {
+  for (int64_t j = 0; j + 1 < parts; j += 2)
+    *(lt_u32 *)(row + j * LT_LANES) =
+        lt_rounded(sums[j] * scale) | lt_rounded(sums[j + 1] * scale) << 16;
+  if (parts % 2)
+    *(lt_u16 *)(row + (parts - 1) * LT_LANES) =
+        __builtin_convertvector(lt_rounded(sums[parts - 1] * scale), lt_u16);
+}
+
+/* Ask for `count` elements, which the rows of other heads keep the hardware from foreseeing. */
+#define LT_AHEAD 16
+#define LT_FETCH(p, count) \
+  for (size_t b = 0; b < (size_t)(count) * sizeof(*(p)); b += 64) \
+  __builtin_prefetch((const char *)(p) + b)
+
+/* What a token sees: the first `context` keys, then some of those behind, picked one by one (its
+ * ancestors in a draft). Every sum goes by the order of what the token sees, not by where that lies
+ * or who else looks on: drafted or decoded plainly, in a run or alone, it gets the same bits. */
+typedef struct {
+  int64_t context, count, picked[64];
+} lt_seen;
+
+LT_INLINE int64_t lt_place(const lt_seen *seen, int64_t number) {
+  return number < seen->context ? number : seen->picked[number - seen->context];
+}
+
+/* Make weights of `count` more scores, in place: 2^(score - highest so far), 0 up to the next 16.
+ * Returns what the earlier weights shrink by. Base 2: scores carry log2(e). */
+static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, float *highest,
+                                                lt_vec *total) {
+  const lt_index lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int64_t last = (count - 1) / LT_LANES;
+  lt_vec *at = (lt_vec *)scores, top = (lt_vec){0} + *highest;
+  at[last] = lt_select(lane < (int32_t)(count - last * LT_LANES), at[last], (lt_vec){0} - INFINITY);
+  for (int64_t k = 0; k <= last; k++) top = lt_max(at[k], top);
+#pragma GCC unroll 4
+  for (int step = 0; step < 4; step++)
+    top = lt_max(lt_half(top, top, step, 0), lt_half(top, top, step, 1));
+  const float now = top[0], shrink = lt_exp2(*highest - now);
+  lt_vec sum = *total * shrink;
+  for (int64_t k = 0; k <= last; k++) { /* lt_exp2 of x <= 0: at -127, the power's bits are 0 */
+    const lt_vec x = lt_max((lt_vec){0} - 127.0f, at[k] - now);
+    const lt_index n = __builtin_convertvector(x - 0.5f, lt_index);
+    const lt_vec f = x - __builtin_convertvector(n, lt_vec);
+    at[k] = (lt_vec)((n + 127) << 23) * LT_EXP2(f);
+    sum += at[k];
+  }
+  *highest = now, *total = sum;
+  return shrink;
+}
+
+/* CALL(heads, dim), both literals, for `count` heads x, x + 1, ...: as many at a time as leave what
+ * is under way in registers. */
+#define LT_BY_HEADS(dim, most)                                                            \
+  for (int64_t x = 0, left; (left = count - x) > 0;)                                      \
+    if ((most) >= 8 && left >= 8) { CALL(8, dim); x += 8; }                               \
+    else if ((most) >= 6 && left >= 6) { CALL(6, dim); x += 6; }                          \
+    else if ((most) >= 4 && left >= 4) { CALL(4, dim); x += 4; }                          \
+    else if (left >= 3) { CALL(3, dim); x += 3; }                                         \
+    else if (left >= 2) { CALL(2, dim); x += 2; }                                         \
+    else { CALL(1, dim); x += 1; }
+#define LT_BY_DIM(most)                               \
+  switch (dim) {                                      \
+    case 16: LT_BY_HEADS(16, most(16)) break;         \
+    case 32: LT_BY_HEADS(32, most(32)) break;         \
+    case 64: LT_BY_HEADS(64, most(64)) break;         \
+    case 80: LT_BY_HEADS(80, most(80)) break;         \
+    case 96: LT_BY_HEADS(96, most(96)) break;         \
+    default: LT_BY_HEADS(128, most(128))              \
+  }
+#define LT_SCORED(dim) (NAME(lt_parts)(dim) <= 2 ? 4 : 3)
+#define LT_SUMMED(dim) (24 * LT_LANES / (dim))
+#define LT_BLOCK 256 /* keys, scored before their values are added */
+#define LT_RUN_HEADS 32
+#define LT_RUN_TOKENS 16
+typedef float lt_block[LT_BLOCK];
+#endif
+
+/* Scores of keys number `begin` to `end`, to the next 16, for heads that see them. */
+LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, int64_t stride,
+                                 const lt_seen *seen, int64_t begin, int64_t end, float scale,
+                                 lt_block *restrict scores, const int64_t heads,
+                                 const int64_t dim) {
+  const int64_t parts = NAME(lt_parts)(dim);
+  T gathered[LT_LANES * 128];
+  lt_vec q[4][8], pair[4][2], four[4][4]; /* literal sizes: what is used stays in registers */
+#pragma GCC unroll 4
+  for (int64_t g = 0; g < heads; g++)
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < parts; j++) q[g][j] = NAME(lt_part)(query[g], j, dim);
+  for (int64_t k = begin; k < end; k += LT_LANES) {
+    const T *at = keys + k * stride;
+    int64_t step = stride;
+    if (k + LT_LANES > seen->context) { /* bring them together; the last one fills up */
+      for (int64_t i = 0; i < LT_LANES; i++)
+        memcpy(gathered + i * dim, keys + lt_place(seen, k + i < end ? k + i : end - 1) * stride,
+               (size_t)dim * sizeof(T));
+      at = gathered, step = dim;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LT_LANES; i += 2) {
+      lt_vec dots[4][2];
+#pragma GCC unroll 2
+      for (int side = 0; side < 2; side++) {
+        lt_vec key[8];
+        LT_FETCH(at + LT_AHEAD * step, dim);
+#pragma GCC unroll 8
+        for (int64_t j = 0; j < parts; j++) key[j] = NAME(lt_part)(at, j, dim);
+        at += step;
+#pragma GCC unroll 4
+        for (int64_t g = 0; g < heads; g++) {
+          dots[g][side] = (lt_vec){0};
+#pragma GCC unroll 8
+          for (int64_t j = 0; j < parts; j++)
+            dots[g][side] = NAME(lt_dot)(q[g][j], key[j], dots[g][side]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int64_t g = 0; g < heads; g++) {
+        pair[g][i / 2 % 2] = lt_fold(dots[g][0], dots[g][1], 0);
+        if (i % 4) four[g][i / 4] = lt_fold(pair[g][0], pair[g][1], 1);
+      }
+    }
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < heads; g++) {
+      const lt_vec low = lt_fold(four[g][0], four[g][1], 2);
+      const lt_vec high = lt_fold(four[g][2], four[g][3], 2);
+      *(lt_vec *)(scores[g] + k - begin) = lt_fold(low, high, 3) * scale;
+    }
+  }
+}
+
+static __attribute__((noinline)) void NAME(score)(const T *const *query, const T *keys,
+                                                  int64_t stride, const lt_seen *seen,
+                                                  int64_t begin, int64_t end, float scale,
+                                                  float *scores, int64_t count, int64_t dim) {
+#define CALL(heads, size)                                                  \
+  NAME(score_heads)(query + x, keys, stride, seen, begin, end, scale,      \
+                    (lt_block *)scores + x, heads, size)
+  LT_BY_DIM(LT_SCORED)
+#undef CALL
+}
+
+/* sums = sums * shrink + values of keys number `begin` to `end`, weighted, in their order. */
+LT_INLINE void NAME(add_heads)(const lt_block *restrict weights, const T *restrict values,
+                               int64_t stride, const lt_seen *seen, int64_t begin, int64_t end,
+                               const float *shrink, lt_vec (*restrict sums)[8],
+                               const int64_t heads, const int64_t dim) {
+  const int64_t parts = dim / LT_LANES;
+  lt_vec sum[8][8], value[8];
+#pragma GCC unroll 8
+  for (int64_t g = 0; g < heads; g++)
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < parts; j++) sum[g][j] = sums[g][j] * shrink[g];
+  for (int64_t k = begin; k < end; k++) {
+    const T *at = values + lt_place(seen, k) * stride;
+    LT_FETCH(at + LT_AHEAD * stride, dim);
+    NAME(lt_spread)(at, parts, value);
+#pragma GCC unroll 8
+    for (int64_t g = 0; g < heads; g++)
+#pragma GCC unroll 8
+      for (int64_t j = 0; j < parts; j++)
+        sum[g][j] = lt_fma((lt_vec){0} + weights[g][k - begin], value[j], sum[g][j]);
+  }
+#pragma GCC unroll 8
+  for (int64_t g = 0; g < heads; g++)
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < parts; j++) sums[g][j] = sum[g][j];
+}
+
+static __attribute__((noinline)) void NAME(add)(const float *weights, const T *values,
+                                                int64_t stride, const lt_seen *seen,
+                                                int64_t begin, int64_t end, const float *shrink,
+                                                lt_vec (*sums)[8], int64_t count, int64_t dim) {
+#define CALL(heads, size)                                                              \
+  NAME(add_heads)((const lt_block *)weights + x, values, stride, seen, begin, end,     \
+                  shrink + x, sums + x, heads, size)
+  LT_BY_DIM(LT_SUMMED)
+#undef CALL
+}
+
+/* `group` query heads of each token of a run: tokens that follow one another and see the same row
+ * from the same slot on. What all see is read for several heads at once; the rest, token by token.
+ * Sums are rescaled block by block, so scores need no more room than a block. */
+static void NAME(attend_run)(const T *queries, int64_t token_stride, const T *keys,
+                             const T *values, int64_t stride, T *out, int64_t out_stride,
+                             const lt_seen *seen, int64_t tokens, int64_t group, int64_t dim) {
+  const float scale = LT_LOG2E / sqrtf((float)dim);
+  const int64_t heads = tokens * group, parts = dim / LT_LANES;
+  lt_block scores[LT_RUN_HEADS];
+  float highest[LT_RUN_HEADS], shrink[LT_RUN_HEADS];
+  lt_vec sums[LT_RUN_HEADS][8], totals[LT_RUN_HEADS];
+  const T *query[LT_RUN_HEADS];
+  int64_t shared = tokens > 1 ? seen->context : 0, longest = 0;
+  for (int64_t t = 0; t < tokens; t++) {
+    shared = seen[t].context < shared ? seen[t].context : shared;
+    longest = seen[t].count > longest ? seen[t].count : longest;
+  }
+  shared -= shared % LT_LANES;
+  for (int64_t x = 0; x < heads; x++) {
+    query[x] = queries + x / group * token_stride + x % group * dim;
+    highest[x] = -INFINITY, totals[x] = (lt_vec){0};
+    memset(sums[x], 0, sizeof(sums[x]));
+  }
+  for (int64_t first = 0; first < longest; first += LT_BLOCK) {
+    const int64_t block_end = first + LT_BLOCK;
+    const int64_t split = shared < first ? first : shared < block_end ? shared : block_end;
+    NAME(score)(query, keys, stride, seen, first, split, scale, scores[0], heads, dim);
+    for (int64_t t = 0, x = 0; t < tokens; t++, x += group) {
+      const int64_t end = seen[t].count < block_end ? seen[t].count : block_end;
+      float *own = scores[x] + split - first;
+      NAME(score)(query + x, keys, stride, seen + t, split, end, scale, own, group, dim);
+      for (int64_t g = x; g < x + group && first < end; g++)
+        shrink[g] = lt_weigh(scores[g], end - first, highest + g, totals + g);
+    }
+    if (first < split) {
+      NAME(add)(scores[0], values, stride, seen, first, split, shrink, sums, heads, dim);
+      for (int64_t x = 0; x < heads; x++) shrink[x] = 1.0f;
+    }
+    for (int64_t t = 0, x = 0; t < tokens; t++, x += group) {
+      const int64_t end = seen[t].count < block_end ? seen[t].count : block_end;
+      const float *own = scores[x] + split - first;
+      if (split < end)
+        NAME(add)(own, values, stride, seen + t, split, end, shrink + x, sums + x, group, dim);
+    }
+  }
+  for (int64_t x = 0; x < heads; x++) {
+    float total = 0.0f;
+    for (int i = 0; i < LT_LANES; i++) total += totals[x][i];
+    NAME(lt_gather)(sums[x], parts, 1.0f / total, out + x / group * out_stride + x % group * dim);
+  }
+}
+
+/* The first slot that token t sees: with a window, it sees the last `window` places. */
+LT_INLINE int64_t NAME(first_seen)(const int64_t *contexts, const int64_t *depths, int64_t t,
+                                   int64_t window) {
+  const int64_t first = contexts[t] + depths[t] - window;
+  return window <= 0 || first < 0 ? 0 : first < contexts[t] ? first : contexts[t];
+}
+
+/* Each of `tokens` queries sees the first contexts[t] slots of its row (with a window, those of the
+ * last `window` places), then the slots behind them that have their bit in visible[t]. depths[t] is
+ * how many places it is behind its context. */
+void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
+                       const T *restrict key_cache, const T *restrict value_cache,
+                       int64_t row_stride, const int64_t *restrict rows,
+                       const int64_t *restrict contexts, const int64_t *restrict depths,
+                       const int64_t *restrict visible, T *restrict out, int64_t tokens,
+                       int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
+                       int threads) {
+  const int64_t group = heads / kv_heads, stride = kv_heads * dim;
+  int64_t most = LT_RUN_HEADS / group, share = tokens * kv_heads / (threads > 1 ? threads : 1);
+  most = most < LT_RUN_TOKENS ? most : LT_RUN_TOKENS;
+  most = most < share ? most : share; /* no run so long that a thread has nothing to do */
+  most = most > 1 ? most : 1;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t task = 0; task < tokens * kv_heads; task++) {
+    const int64_t t = task / kv_heads, h = task % kv_heads;
+    const int64_t first = NAME(first_seen)(contexts, depths, t, window);
+#define LT_ALIKE(i) \
+  (rows[i] == rows[t] && NAME(first_seen)(contexts, depths, i, window) == first)
+    int64_t before = 0, run = 1;
+    while (t > before && LT_ALIKE(t - before - 1)) before++;
+    if (before % most) continue; /* of a run that is another task */
+    lt_seen seen[LT_RUN_TOKENS];
+    while (run < most && t + run < tokens && LT_ALIKE(t + run)) run++;
+#undef LT_ALIKE
+    for (int64_t i = 0; i < run; i++) {
+      uint64_t mask = (uint64_t)visible[t + i];
+      int64_t context = contexts[t + i] - first;
+      for (; mask & 1; mask >>= 1) context++; /* what follows on is context, too */
+      seen[i].context = seen[i].count = context;
+      for (int64_t at = context + 1; mask >>= 1; at++)
+        if (mask & 1) seen[i].picked[seen[i].count++ - context] = at;
+    }
+    const int64_t start = rows[t] * row_stride + first * stride + h * dim;
+    for (int64_t g = 0, taken; g < group; g += taken) {
+      taken = group - g < LT_RUN_HEADS ? group - g : LT_RUN_HEADS;
+      const int64_t head = h * group + g;
+      NAME(attend_run)(queries + t * token_stride + head * dim, token_stride, key_cache + start,
+                       value_cache + start, stride, out + (t * heads + head) * dim, heads * dim,
+                       seen, run, taken, dim);
+    }
+  }
+}
