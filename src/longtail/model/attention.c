@@ -175,13 +175,13 @@ static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, fl
 #define LT_BLOCK 256 /* keys, scored before their values are added */
 #define LT_RUN_HEADS 32
 #define LT_RUN_TOKENS 16
-typedef float lt_block[LT_BLOCK];
+typedef float lt_scores[LT_BLOCK];
 #endif
 
 /* Scores of keys number `begin` to `end`, to the next 16, for heads that see them. */
 LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, int64_t stride,
                                  const lt_seen *seen, int64_t begin, int64_t end, float scale,
-                                 lt_block *restrict scores, const int64_t heads,
+                                 lt_scores *restrict scores, const int64_t heads,
                                  const int64_t dim) {
   const int64_t parts = NAME(lt_parts)(dim);
   T gathered[LT_LANES * 128];
@@ -238,13 +238,13 @@ static __attribute__((noinline)) void NAME(score)(const T *const *query, const T
                                                   float *scores, int64_t count, int64_t dim) {
 #define CALL(heads, size)                                                  \
   NAME(score_heads)(query + x, keys, stride, seen, begin, end, scale,      \
-                    (lt_block *)scores + x, heads, size)
+                    (lt_scores *)scores + x, heads, size)
   LT_BY_DIM(LT_SCORED)
 #undef CALL
 }
 
 /* sums = sums * shrink + values of keys number `begin` to `end`, weighted, in their order. */
-LT_INLINE void NAME(add_heads)(const lt_block *restrict weights, const T *restrict values,
+LT_INLINE void NAME(add_heads)(const lt_scores *restrict weights, const T *restrict values,
                                int64_t stride, const lt_seen *seen, int64_t begin, int64_t end,
                                const float *shrink, lt_vec (*restrict sums)[8],
                                const int64_t heads, const int64_t dim) {
@@ -275,7 +275,7 @@ static __attribute__((noinline)) void NAME(add)(const float *weights, const T *v
                                                 int64_t begin, int64_t end, const float *shrink,
                                                 lt_vec (*sums)[8], int64_t count, int64_t dim) {
 #define CALL(heads, size)                                                              \
-  NAME(add_heads)((const lt_block *)weights + x, values, stride, seen, begin, end,     \
+  NAME(add_heads)((const lt_scores *)weights + x, values, stride, seen, begin, end,    \
                   shrink + x, sums + x, heads, size)
   LT_BY_DIM(LT_SUMMED)
 #undef CALL
@@ -289,7 +289,7 @@ static void NAME(attend_run)(const T *queries, int64_t token_stride, const T *ke
                              const lt_seen *seen, int64_t tokens, int64_t group, int64_t dim) {
   const float scale = LT_LOG2E / sqrtf((float)dim);
   const int64_t heads = tokens * group, parts = dim / LT_LANES;
-  lt_block scores[LT_RUN_HEADS];
+  lt_scores scores[LT_RUN_HEADS];
   float highest[LT_RUN_HEADS], shrink[LT_RUN_HEADS];
   lt_vec sums[LT_RUN_HEADS][8], totals[LT_RUN_HEADS];
   const T *query[LT_RUN_HEADS];
