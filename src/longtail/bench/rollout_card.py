@@ -35,7 +35,7 @@ def title(setting: Setting, cpus: Sequence[int]) -> str:
 def rows(cell: CellResult) -> list[list[str]]:
     """Render one cell: plain decoding, then every drafter's best strategy, coupled and not."""
     off = cell.off_tokens_per_s
-    lines = [["off", f"{off.median:,.0f}", "1", "1", f"{cell.off_overhead_share:.1%}", ""]]
+    lines = [["off", f"{off.median:,.0f}", "1", "1", "", ""]]
     for contest in cell.contests:
         lines.append(
             [

@@ -49,7 +49,9 @@ class Turn:
     num_drafted: float
     """Nodes a draft."""
     overhead_share: float
-    """Of the time: outside the forward passes, target's and drafter's, and outside the sampler."""
+    """Of the time: drafting, tree building, verification, outside the drafter's forward passes."""
+    bookkeeping_share: float
+    """Of the time: all outside forward passes and sampler; also what plain decoding has."""
     draft_forward_share: float
     sampler_share: float
     calibration_error: float
@@ -68,6 +70,7 @@ class Contest:
     accept_length: float
     uncoupled_accept_length: float
     overhead_share: float
+    bookkeeping_share: float
     draft_forward_share: float
     sampler_share: float
     calibration_error: float
@@ -83,7 +86,7 @@ class CellResult:
     model: str
     running: int
     off_tokens_per_s: Spread
-    off_overhead_share: float
+    off_bookkeeping_share: float
     contests: tuple[Contest, ...]
 
 
@@ -151,7 +154,7 @@ class Cell:
             model=self._subject.name,
             running=self._running,
             off_tokens_per_s=Spread.of([turn.tokens_per_s for turn in off]),
-            off_overhead_share=off[0].overhead_share,
+            off_bookkeeping_share=off[0].bookkeeping_share,
             contests=tuple(
                 _contest(name, scans[name], off, turns[name], turns[f"{name} uncoupled"])
                 for name in drafters
@@ -179,7 +182,8 @@ def _turn(
         tokens_per_s=report.tokens_per_s,
         accept_length=verified.mean,
         num_drafted=acceptance.num_drafted / max(verified.num_verified, 1),
-        overhead_share=report.bookkeeping_share,
+        overhead_share=report.draft_overhead_share,
+        bookkeeping_share=report.bookkeeping_share,
         draft_forward_share=report.draft_forward_s / report.seconds,
         sampler_share=report.sample_s / report.seconds,
         calibration_error=0.0 if speculation is None else speculation.drafter.calibration_error,
@@ -210,6 +214,7 @@ def _contest(
         accept_length=last.accept_length,
         uncoupled_accept_length=uncoupled[-1].accept_length,
         overhead_share=last.overhead_share,
+        bookkeeping_share=last.bookkeeping_share,
         draft_forward_share=last.draft_forward_share,
         sampler_share=last.sampler_share,
         calibration_error=last.calibration_error,

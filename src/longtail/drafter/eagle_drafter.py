@@ -194,6 +194,7 @@ class EagleDrafter(Drafter):
         asked = ChainRound(
             pairs=pending.pairs,
             lasts=pending.lasts,
+            furthest=pending.furthest,
             depth=depth,
             noise=heard,
             inverse_temperatures=torch.tensor([1.0 / t if t else 0.0 for t in temperatures]),

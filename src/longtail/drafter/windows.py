@@ -52,6 +52,8 @@ class Pending:
     pairs: Int[Tensor, "4 pairs"]
     """Their rows, their slots, their tokens (that after the feature's) and positions."""
     lasts: Int[Tensor, "requests"]
+    furthest: int
+    """Greatest position."""
 
 
 @final
@@ -146,7 +148,11 @@ class Windows:
             lasts.append(len(rows) - 1)
             window.done = window.end
         pairs = torch.tensor([rows, slots, tokens, positions], device=self._device)
-        return Pending(pairs=pairs, lasts=torch.tensor(lasts, device=self._device))
+        return Pending(
+            pairs=pairs,
+            lasts=torch.tensor(lasts, device=self._device),
+            furthest=max(len(request.tokens) for request in requests) - 2,
+        )
 
     def _place(self, seen: Seen) -> Window:
         """Return the request's window, ready for `seen.start`."""

@@ -196,14 +196,17 @@ class RolloutEngine:
         scheduled = sorted(self._scheduler.schedule(), key=lambda each: each.num_tokens)
         assert scheduled, "step() needs an unfinished request"
         drafts = DraftClock(self._speculation)
+        noise_s = -self._runner.noise.seconds
         with drafts:
             scheduled = self._with_drafts(scheduled)
+        noise_s += self._runner.noise.seconds
         batch = flatten(scheduled, self._model.device)
         drawing = [each for each in scheduled if each.draws]
         taps = NO_TAPS if self._speculator is None else self._speculator.taps
         out = self._runner.run(batch, drawing, taps)
-        accepted, logprobs = accept_drafts(drawing, out.tokens, out.logprobs)
-        self._keep(scheduled, accepted)
+        with drafts:
+            accepted, logprobs = accept_drafts(drawing, out.tokens, out.logprobs)
+            self._keep(scheduled, accepted)
         emitted, finished = self._append(drawing, accepted, logprobs)
         verified: tuple[Verified, ...] = ()
         with drafts:
@@ -216,8 +219,8 @@ class RolloutEngine:
             num_running=len(scheduled),
             step_s=time.perf_counter() - started,
             forward_s=out.forward_s,
-            sample_s=out.sample_s,
-            draft_s=drafts.seconds,
+            sample_s=out.sample_s + noise_s,
+            draft_s=drafts.seconds - noise_s,
             draft_forward_s=drafts.forward_s(),
             emitted=emitted,
             finished=finished,

@@ -5,6 +5,7 @@ many small ones. Values are those of `sampling.gumbel_noise`, whatever the group
 and drafting read the same table.
 """
 
+import time
 from collections.abc import Sequence
 from typing import final
 
@@ -28,6 +29,8 @@ class NoiseAhead:
         self._starts: dict[ActiveRequest, int] = {}
         self._rows: dict[ActiveRequest, int] = {}
         self._table = torch.empty(0, 0, vocab_size, device=device)
+        self.seconds = 0.0
+        """Spent making noise."""
 
     def rows(
         self, requests: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
@@ -73,6 +76,7 @@ class NoiseAhead:
 
     def _refill(self, requests: Sequence[ActiveRequest], least: int) -> None:
         """Start every request's window at its next place."""
+        started = time.perf_counter()
         count = len(requests)
         depth = max(least, min(32, self._max_entries // (count * self._vocab_size)))
         keys = torch.tensor([active.request.noise_key for active in requests], device=self._device)
@@ -84,6 +88,7 @@ class NoiseAhead:
         self._table = noise.view(count, depth, self._vocab_size)
         self._rows = {active: row for row, active in enumerate(requests)}
         self._starts = dict(zip(requests, starts, strict=True))
+        self.seconds += time.perf_counter() - started
 
 
 @final

@@ -46,10 +46,12 @@ class StepReport:
     forward_s: float
     """Decoder and LM head."""
     sample_s: float
+    """Noise, for drafts too, and draws."""
     emitted: tuple[Emitted, ...]
     finished: tuple[Completion, ...]
     draft_s: float = 0.0
-    """Asking for drafts and telling the drafter how they fared, its forward passes included."""
+    """Asking for drafts, the drafter's forward passes included, following and keeping them, telling
+    the drafter how they fared."""
     draft_forward_s: float = 0.0
     """The drafter's forward passes alone."""
     verified: tuple[Verified, ...] = ()
@@ -90,6 +92,11 @@ class RolloutReport:
         """Tokens emitted a verify step, the bonus token included; 0 without any verify step."""
         verified = self.num_verified
         return (self.num_accepted + verified) / verified if verified else 0.0
+
+    @property
+    def draft_overhead_share(self) -> float:
+        """Share of the time that drafting and verification took beside all forward passes."""
+        return (self.draft_s - self.draft_forward_s) / self.seconds if self.seconds else 0.0
 
     @property
     def bookkeeping_share(self) -> float:

@@ -184,7 +184,8 @@ class DraftClock:
         self._entered = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._entered
+        if self._drafter is not None:
+            self.seconds += time.perf_counter() - self._entered
 
     def forward_s(self) -> float:
         """Seconds of forward passes since the clock was made."""

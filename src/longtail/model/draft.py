@@ -77,6 +77,8 @@ class ChainRound:
     """Their rows, slots, tokens and positions."""
     lasts: Int[Tensor, "requests"]
     """Which pair is each request's root."""
+    furthest: int
+    """Greatest position among the pairs."""
     depth: int
     noise: Float[Tensor, "requests depth head_size"] | None
     inverse_temperatures: Float[Tensor, "requests"]
@@ -101,6 +103,7 @@ class ChainKernel:
         self._function, self._weights, self._rope = function, weights, rope
         self._cos = self._sin = torch.empty(0, weights.head_dim)
         self._scratch = weights.embedding.new_empty(0)
+        self._layer = self._point()
 
     def run(
         self,
@@ -111,13 +114,14 @@ class ChainKernel:
     ) -> Chains:
         """Compute the pairs' keys and values, then draft."""
         w, requests, pairs = self._weights, len(asked.lasts), asked.pairs.shape[1]
-        threads = torch.get_num_threads()
         self._make_room(asked)
-        layer = self._layer(threads)
+        self._layer.threads = torch.get_num_threads()
         tokens = torch.empty(requests, asked.depth, dtype=torch.int64)
         margins = torch.empty(requests, asked.depth)
         places = torch.empty(5 * requests, dtype=torch.int64)
-        rows, slots, text, positions = (each.data_ptr() for each in asked.pairs)
+        assert asked.pairs.is_contiguous(), "draft.c reads dense rows"
+        first = asked.pairs.data_ptr()
+        rows, slots, text, positions = (first + row * pairs * 8 for row in range(4))
         call = _Round(
             requests=requests, pairs=pairs, depth=asked.depth, rows=rows, slots=slots, tokens=text,
             positions=positions, lasts=asked.lasts.data_ptr(), features=features.data_ptr(),
@@ -129,10 +133,10 @@ class ChainKernel:
             margins=margins.data_ptr(),
         )  # fmt: skip
         assert w.embedding.dtype == features.dtype == keys.dtype, "one dtype for all"
-        self._function(ctypes.byref(layer), ctypes.byref(call))
+        self._function(ctypes.byref(self._layer), ctypes.byref(call))
         return Chains(tokens=tokens, margins=margins)
 
-    def _layer(self, threads: int) -> _Layer:
+    def _point(self) -> _Layer:
         w = self._weights
 
         def at(tensor: Tensor | None) -> int | None:
@@ -141,7 +145,7 @@ class ChainKernel:
         return _Layer(
             eagle3=w.eagle3, hidden=w.embedding.shape[1], inner=w.inner_size, heads=w.heads,
             kv_heads=w.kv_heads, dim=w.head_dim, features=w.feature_size, vocab=w.head_size,
-            window=w.window, eps=w.eps, threads=threads, embedding=at(w.embedding),
+            window=w.window, eps=w.eps, threads=1, embedding=at(w.embedding),
             fc=at(w.fc.packed), qkv=at(w.qkv.packed), output=at(w.output.packed),
             gate_up=at(w.gate_up.packed), down=at(w.down.packed), head=at(w.head.packed),
             embedding_norm=at(w.embedding_norm), feature_norm=at(w.feature_norm),
@@ -152,11 +156,12 @@ class ChainKernel:
     def _make_room(self, asked: ChainRound) -> None:
         """Have angles for the furthest position, and space to work in."""
         w = self._weights
-        furthest = int(asked.pairs[3].max()) + asked.depth + 1
+        furthest = asked.furthest + asked.depth + 1
         if furthest > len(self._cos):
             positions = torch.arange(max(furthest, 3 * len(self._cos) // 2, 1024))
             rotation = self._rope.rotation(positions, torch.float32)
             self._cos, self._sin = rotation.cos[:, 0], rotation.sin[:, 0]
+            self._layer = self._point()
         hidden, most = w.embedding.shape[1], max(asked.pairs.shape[1], len(asked.lasts))
         projected = (w.heads + 2 * w.kv_heads) * w.head_dim
         # 2 float32 a dimension of cos and sin are 4 of a 2-byte type
