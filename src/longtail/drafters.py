@@ -93,7 +93,8 @@ def taught(target: Target, recipe: str, say: Callable[[str], None]) -> Path:
     if target.name != TINY_REASONER:
         raise ConfigError(
             f"speculation.drafter = {TINY_REASONER!r} drafts for model.path = {TINY_REASONER!r} "
-            f"only, not for {target.name!r}: train one with `longtail drafter train`"
+            f"only, not for {target.name!r}: set it to {HISTORY} or none, or train one with "
+            "`longtail drafter train`"
         )
     if recipe not in ("eagle1", "eagle3"):
         raise ConfigError(

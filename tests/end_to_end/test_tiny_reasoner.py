@@ -32,6 +32,7 @@ def test_the_tiny_reasoner_is_trained_on_its_own_task_with_its_own_reward(
         "--rollout.prompts_per_step=2",
         "--rollout.group_size=2",
         "--rollout.max_tokens=24",
+        "--speculation.drafter=history",  # the recipe's own drafts for the whole reasoner only
     )
     assert said.code == 0, said.err
     rows = run.metrics("run")
