@@ -35,6 +35,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "math": (("math_verify",), "reward.name = math_verify"),
     "tensorboard": (("tensorboard",), "run.writers = tensorboard"),
     "wandb": (("wandb",), "run.writers = wandb"),
+    "plots": (("matplotlib",), "drafter eval --plot"),
 }
 
 
