@@ -7,10 +7,14 @@ import socket
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"})
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# No test depends on a clock: these machines stall.
+hypothesis.settings.register_profile("longtail", deadline=None)
+hypothesis.settings.load_profile("longtail")
 # A job that a shell starts in the background ignores SIGINT, and so would the tests of Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
