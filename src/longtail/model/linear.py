@@ -3,7 +3,7 @@
 The packed copy lives beside the parameter and is made anew by `pack`; training never packs. Which
 product is used depends on what the machine has:
 
-    float32, a C compiler                   product.c: a row's bits do not depend on its batch
+    float32, AVX-512 and a C compiler       product.c: a row's bits do not depend on its batch
     bfloat16, AMX or AVX512-BF16, compiler  product.c, the same
     bfloat16, oneDNN with bfloat16          oneDNN, weight in its blocked layout
     anything else                           F.linear

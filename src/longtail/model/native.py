@@ -113,7 +113,7 @@ def layout(dtype: torch.dtype) -> Layout | None:
     if loaded is None or dtype not in _SUFFIXES:
         return None
     if dtype == torch.float32:
-        return "inputs"
+        return "inputs" if loaded["product_f32_ready"]() else None
     found: tuple[Layout | None, ...] = (None, "pairs", "tiles")
     return found[loaded["product_bf16_layout"]()]
 

@@ -86,6 +86,16 @@ LT_DEFINE_PRODUCT(lt_product_f32)
 #undef T_DOT
 #undef T_STORE
 
+/* 1 where the processor has as many wide registers as a tile has sums; elsewhere a library's product
+ * is faster. */
+int product_f32_ready(void) {
+#ifdef __AVX512F__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
 void product_f32(const float *x, const float *packed, const float *bias, float *out, int64_t rows,
                  int64_t inputs, int64_t outputs, int threads) {
   lt_product_f32(x, packed, bias, out, rows, inputs, outputs, threads);
