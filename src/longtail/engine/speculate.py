@@ -42,7 +42,7 @@ class Speculation:
 
 @final
 class Speculator:
-    """Speculation at work; `drafted` and `verified` of one step come in turn."""
+    """Speculation at work; `draft` and `review` of one step come in turn."""
 
     def __init__(self, speculation: Speculation, config: ModelConfig) -> None:
         self._own = speculation
@@ -82,6 +82,9 @@ class Speculator:
         ahead = noise.ahead([each.active for each in asking], strategy.depth)
         trees = own.drafter.propose(
             [self._draftable(each) for each in asking], strategy, ahead if own.coupled else None
+        )
+        assert all(tree.size <= nodes for tree in trees), (
+            f"a draft of over {nodes} nodes has no room"
         )
         drafts = {
             each.active.request_id: cut_depth(tree, self._max_depth(each))
