@@ -14,7 +14,7 @@ help:
 	@echo "make install      environment in $(VENV), package and development tools"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff's formatter, in place"
-	@echo "make bench        engine and learner benchmarks"
+	@echo "make bench        every benchmark"
 	@echo "make docs         write docs/cli.md anew from the command line's own help"
 	@echo "make clean        remove the environment and caches; runs/ stays"
 
@@ -45,7 +45,9 @@ format: install
 
 bench: install
 	$(BIN)/longtail bench engine
+	$(BIN)/longtail bench rollout
 	$(BIN)/longtail bench learner
+	$(BIN)/longtail bench drafter
 
 docs: install
 	$(BIN)/python -m longtail.cli_docs docs/cli.md

@@ -45,7 +45,8 @@ class Setting:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("--models", metavar="A,B", help=f"of {', '.join(MODEL_NAMES)} (default: all of them)")
+    what = "default: all of them; text is trained here once, some 12 minutes"
+    add("--models", metavar="A,B", help=f"of {', '.join(MODEL_NAMES)} ({what})")
     add("--drafters", metavar="A,B", help=f"of {', '.join(DRAFTER_NAMES)} (default: all of them)")
     add("--running", metavar="N,N", help="requests that run at a time (default 1,4,8,16,32)")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32, 100m bfloat16)")
