@@ -26,8 +26,9 @@ from torch import Tensor
 from longtail.speculation.drafter import Draftable, Seen
 from longtail.speculation.tree import MAX_NODES
 
-_PROMPTS_KEPT = 256
-"""Prompts whose last features are kept for siblings that start with shared KV."""
+_PROMPT_BYTES = 64 * 2**20
+"""For the last features of prompts, kept for siblings that start with shared KV."""
+_FEWEST_PROMPTS = 16
 
 
 @dataclass(slots=True)
@@ -78,6 +79,8 @@ class Windows:
         self._of: dict[str, Window] = {}
         self._free: list[int] = []
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        a_prompt = (window or max_len) * feature_size * dtype.itemsize
+        self._prompts_kept = max(_FEWEST_PROMPTS, _PROMPT_BYTES // a_prompt)
         self.features = torch.empty(0, self._room, feature_size, dtype=dtype, device=device)
         self.keys = self.values = torch.empty(0, dtype=dtype, device=device)
         self._grow_rows(8)
@@ -184,7 +187,7 @@ class Windows:
         start = max(0, upto - self._window) if self._window else 0
         self._prompts[prompt] = self.features[window.row, start:upto].clone()
         self._prompts.move_to_end(prompt)
-        if len(self._prompts) > _PROMPTS_KEPT:
+        if len(self._prompts) > self._prompts_kept:
             self._prompts.popitem(last=False)
 
     def _slide(self, window: Window) -> None:
