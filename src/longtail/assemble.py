@@ -149,9 +149,10 @@ def _speculation(
 ) -> Speculation | None:
     if own.drafter == "none":
         return None
+    strategy = Strategy(depth=own.depth, width=own.width, size=own.size)
     return Speculation(
         drafter=open_drafter(own.drafter, target, say),
-        strategy=Strategy(depth=own.depth, width=own.width, size=own.size),
+        strategy=strategy,
         coupled=own.coupled,
         max_running=own.max_running,
     )

@@ -84,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
     for option, value in (("--n", args.n), ("--max-tokens", args.max_tokens)):
         if value < 1:
             raise ConfigError(f"{option} = {value}: it must be at least 1")
-    target, prompts = _target(args)
     strategies = (
         Strategy(depth=args.depth, size=args.depth),
         Strategy(depth=args.depth, width=args.width, size=args.size),
     )
+    target, prompts = _target(args)
     found: list[Measured] = []
     for temperature in temperatures:
         sampling = SamplingParams(

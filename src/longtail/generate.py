@@ -25,7 +25,6 @@ from longtail.errors import ConfigError
 from longtail.model import hf
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Strategy
-from longtail.speculation.tree import MAX_NODES
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 64
@@ -124,11 +123,10 @@ def _speculate(
     args: argparse.Namespace, engine: RolloutEngine, path: Path, tokenizer: hf.Tokenizer
 ) -> None:
     """Let the engine draft ahead."""
-    if not 1 <= args.draft_depth <= MAX_NODES:
-        raise ConfigError(f"--draft-depth = {args.draft_depth}: it must be from 1 to {MAX_NODES}")
+    strategy = Strategy(depth=args.draft_depth)
     target = Target(model=engine.model, tokenizer=tokenizer, directory=path, name=args.model)
     drafter = open_drafter(args.drafter, target, lambda text: print(text, file=sys.stderr))
-    engine.speculate(Speculation(drafter=drafter, strategy=Strategy(depth=args.draft_depth)))
+    engine.speculate(Speculation(drafter=drafter, strategy=strategy))
 
 
 def _stream(engine: RolloutEngine, request: Request, acceptance: Acceptance) -> Completion:

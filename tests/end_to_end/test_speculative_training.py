@@ -94,6 +94,20 @@ def test_a_drafter_that_cannot_be_is_named_with_what_can(workshop, name, expecte
     assert expected in said.err
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--speculation.width=8", "--speculation.depth=9"), "at most 62; lower one of them"),
+        (("--speculation.depth=33",), "speculation.depth"),
+    ],
+)
+def test_a_draft_without_room_is_refused_before_any_work(workshop, words, expected):
+    said = workshop.train("refused", "--speculation.drafter=history", *words)
+    assert said.code == 2
+    assert expected in said.err
+    assert not (workshop.path / "refused" / "metrics.jsonl").exists()
+
+
 def test_evaluating_a_drafter_shows_tables_a_picture_and_one_line_of_json(workshop):
     picture = workshop.path / "acceptance.png"
     said = say(

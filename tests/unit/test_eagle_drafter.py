@@ -212,6 +212,18 @@ def test_a_sibling_that_shares_the_prompts_keys_shares_its_features():
     assert ask(drafter, tokens, Strategy(depth=3), name="b") == expected
 
 
+def test_a_request_first_seen_in_mid_text_does_not_begin_with_its_prompt():
+    """A drafter handed in late once put a sibling's prompt in front of the middle of a text."""
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
+    tokens = text(40)
+    features = features_of(model, drafter, tokens)
+    show(drafter, "a", tokens, features, 0, PROMPT_LEN)
+    show(drafter, "b", tokens, features, 30, 32)
+    window = drafter.windows.of("b")
+    assert (window.base, window.end) == (30, 2)
+
+
 def test_a_forgotten_request_leaves_its_row_to_another():
     model = tiny_model(dtype=torch.float64)
     drafter = EagleDrafter(make_layer(model, "eagle1"), model)

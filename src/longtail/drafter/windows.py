@@ -172,11 +172,13 @@ class Windows:
 
     def _begin_like_sibling(self, window: Window, seen: Seen) -> None:
         """Where KV of the prompt came from a sibling, so do its features."""
-        kept = self._prompts.get(tuple(seen.tokens[: seen.prompt_len])) if seen.start else None
+        if not 0 < seen.start <= seen.prompt_len:  # its own beginning, or first seen in mid-text
+            return
+        kept = self._prompts.get(tuple(seen.tokens[: seen.prompt_len]))
         if kept is None:
             return
         # The sibling computed the whole prompt; this request computes it again from `start`.
-        count = len(kept) - (seen.prompt_len - min(seen.start, seen.prompt_len))
+        count = len(kept) - (seen.prompt_len - seen.start)
         if count > 0:
             self.features[window.row, :count] = kept[:count]
             window.base, window.end = seen.start - count, count

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from longtail.errors import ConfigError
 from longtail.model.transformer import Taps
 from longtail.speculation.tree import MAX_NODES, DraftTree
 from longtail.speculation.verify import Accepted
@@ -42,10 +43,21 @@ class Strategy:
     """Nodes sent to verification, the likeliest to be reached; 0 is `depth`."""
 
     def __post_init__(self) -> None:
-        """Refuse shapes that do not exist."""
-        assert 1 <= self.depth <= MAX_NODES, f"depth {self.depth}"
-        assert 1 <= self.width <= MAX_NODES, f"width {self.width}"
-        assert 0 <= self.size <= MAX_NODES, f"size {self.size}"
+        """Refuse shapes that have no room: a draft's nodes are bits of one mask, and slots."""
+        for name, value, least in (
+            ("depth", self.depth, 1),
+            ("width", self.width, 1),
+            ("size", self.size, 0),
+        ):
+            if not least <= value <= MAX_NODES:
+                raise ConfigError(
+                    f"speculation.{name} = {value}: it must be from {least} to {MAX_NODES}"
+                )
+        if self.width * (self.depth - 1) > MAX_NODES:
+            raise ConfigError(
+                f"speculation.width = {self.width} with depth = {self.depth}: width x (depth - 1) "
+                f"nodes are drafted on, at most {MAX_NODES}; lower one of them"
+            )
 
     @property
     def num_nodes(self) -> int:
