@@ -79,7 +79,7 @@ def compute_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _rollout_threads(shape: ModelConfig) -> int:
+def rollout_threads(shape: ModelConfig) -> int:
     """Decode a small model on one thread: its products are too short to share.
 
     Two threads that wait for each other some thousand times a second gain nothing on a quiet
@@ -114,7 +114,7 @@ def assemble(config: RunConfig, directory: Path, say: Callable[[str], None] = _t
 
     Raises ConfigError for whatever the configuration, the model and the data say against it.
     """
-    device = _device(config.run.device)
+    device = choose_device(config.run.device)
     shape = hf.load_config(directory)
     tokenizer = hf.load_tokenizer(directory)
     hf.check_vocabulary(tokenizer, shape)
@@ -139,7 +139,7 @@ def assemble(config: RunConfig, directory: Path, say: Callable[[str], None] = _t
         tokenizer=tokenizer,
         sampling=_sampling(config, tokenizer),
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
-        rollout_threads=_rollout_threads(shape),
+        rollout_threads=rollout_threads(shape),
         drafter_s=drafter_s,
     )
 
@@ -192,7 +192,8 @@ def _sampling(config: RunConfig, tokenizer: hf.Tokenizer) -> SamplingParams:
     )
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """Return the device that `run.device` names; raises ConfigError where there is none such."""
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
     if chosen.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"run.device = {name!r}: PyTorch sees no GPU here; use auto or cpu")

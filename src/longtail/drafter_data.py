@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtail.assemble import TINY_REASONER, compute_threads
+from longtail.assemble import TINY_REASONER, compute_threads, rollout_threads
 from longtail.drafter.texts import read_texts, save_texts, write_texts
 from longtail.drafter_config import DrafterTrainConfig
 from longtail.engine.engine import EngineLimits, RolloutEngine
@@ -24,8 +24,6 @@ from longtail.rl.examples import Example, example_of, make_examples
 from longtail.rl.sources import Row, load_rows
 from longtail.types import SamplingParams
 
-_WORTH_SHARING = 512
-"""Hidden size from which several threads decode faster than one."""
 _STEP_TOKENS = 512
 
 
@@ -209,8 +207,7 @@ def _write(
         max_tokens=data.max_tokens,
         stop_token_ids=tokenizer.eos_ids,
     )
-    shared = shape.hidden_size >= _WORTH_SHARING
-    with compute_threads(config.run.threads if shared and config.run.threads else 1):
+    with compute_threads(rollout_threads(shape)):
         return write_texts(
             lambda requests: engine.generate(requests, on_step),
             prompts,

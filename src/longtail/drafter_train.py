@@ -17,7 +17,13 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from longtail import configfile
-from longtail.assemble import DTYPES, TINY_REASONER, model_directory, set_threads
+from longtail.assemble import (
+    DTYPES,
+    TINY_REASONER,
+    choose_device,
+    model_directory,
+    set_threads,
+)
 from longtail.checkpoint import Checkpoint, RunDirectory, policy_directory
 from longtail.console import Console
 from longtail.drafter.checkpoint import (
@@ -117,7 +123,7 @@ def assemble(
     drafter = _drafter(config, shape)
 
     def load_target() -> Transformer:
-        return hf.load_model(path, DTYPES[config.target.dtype], _device(config.run.device))
+        return hf.load_model(path, DTYPES[config.target.dtype], choose_device(config.run.device))
 
     def on_step(report: StepReport) -> None:
         console.rollout_step(report)
@@ -234,14 +240,6 @@ def _layer(
     generator = torch.Generator().manual_seed(config.run.seed)
     layer = fresh_drafter(drafter, target, sample, generator)
     return layer.double() if target.dtype == torch.float64 else layer, ids
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"run.device = {name!r}: PyTorch sees no GPU here; use auto or cpu")
-    return name
 
 
 def _settings(config: DrafterTrainConfig) -> TrainerSettings:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from longtail.assemble import TINY_REASONER, set_threads
+from longtail.assemble import TINY_REASONER, choose_device, set_threads
 from longtail.checkpoint import Checkpoint, RunDirectory
 from longtail.config import SftConfig, dump
 from longtail.console import Console
@@ -130,11 +130,7 @@ def assemble(config: SftConfig) -> Classroom:
 
 def _model(config: SftConfig) -> tuple[Transformer, hf.Tokenizer]:
     """Return the model to teach; `tiny-reasoner` is a fresh one."""
-    name, device = config.run.device, config.run.device
-    if name == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"run.device = {name!r}: PyTorch sees no GPU here; use auto or cpu")
+    device = choose_device(config.run.device)
     if config.model.path == TINY_REASONER:
         return warmstart.fresh(config.run.seed).to(device), warmstart.load_tokenizer()
     path = config.model.path

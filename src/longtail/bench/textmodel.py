@@ -15,9 +15,7 @@ directories; each is written beside its place and renamed, so one that exists is
 import hashlib
 import json
 import os
-import shutil
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -38,7 +36,7 @@ from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.examples import Example
 from longtail.rl.imitation import ImitationSettings, Imitator
 from longtail.rl.optim import OptimizerSettings
-from longtail.tiny.warmstart import cache_directory
+from longtail.tiny.warmstart import build_once, cache_directory
 from longtail.types import SamplingParams
 
 NAME = "text-model"
@@ -263,14 +261,17 @@ def ensure(
     base = (Path(cache_dir) if cache_dir is not None else cache_directory()) / NAME
     sources = read_sources(lesson.megabytes, root)
     target_place = base / f"target-{_digest(lesson, sources.digest())}"
-    if not (target_place / "config.json").is_file():
-        _build(target_place, lambda place: teach_target(lesson, sources, place, say))
+    build_once(
+        target_place,
+        is_whole=lambda path: (path / "config.json").is_file(),
+        build=lambda path: teach_target(lesson, sources, path, say),
+    )
     drafter_place = base / f"drafter-{_digest(drafting, target_place.name)}"
-    if not is_drafter(drafter_place):
-        _build(
-            drafter_place,
-            lambda place: teach_drafter(drafting, sources, target_place, place, say),
-        )
+    build_once(
+        drafter_place,
+        is_whole=is_drafter,
+        build=lambda path: teach_drafter(drafting, sources, target_place, path, say),
+    )
     return TextModel(target=target_place, drafter=drafter_place)
 
 
@@ -334,21 +335,6 @@ def _schedule(recipe: TargetRecipe | DrafterRecipe) -> OptimizerSettings:
         warmup_steps=recipe.warmup_steps,
         total_steps=recipe.steps,
     )
-
-
-def _build(final: Path, build: Callable[[Path], None]) -> None:
-    """Let `build` fill a directory beside `final`, then rename it."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
-    try:
-        build(temporary / "whole")
-        try:
-            (temporary / "whole").rename(final)
-        except OSError:
-            if not final.is_dir():  # else another process was faster
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _digest(recipe: TargetRecipe | DrafterRecipe, origin: str) -> str:

@@ -10,7 +10,7 @@ the drafter is kept, is the caller's business.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -34,6 +34,7 @@ from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
 from longtail.rl.muon import MuonOptimizer
 from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.packing import moved
 from longtail.types import PackedSequences
 
 _LAYER, _OPTIMIZER = "layer/", "optimizer/"
@@ -236,7 +237,7 @@ class DrafterTrainer:
 
     def _forward(self, packed: PackedSequences, counts: Sequence[int]) -> _Sums | None:
         """Unroll over a micro-batch; the loss is its part of the batch's. None: nothing learned."""
-        here = _moved(packed, self._target.device)
+        here = moved(packed, self._target.device)
         pairs = Pairs.of(here)
         chosen = pairs.learned.nonzero()[:, 0]
         if not len(chosen):
@@ -301,14 +302,4 @@ def _report(scores: Float[Tensor, "3 depths"], counts: Sequence[int]) -> DepthRe
     agreement, overlap, cross_entropy = (scores / torch.tensor(counts)).tolist()
     return DepthReport(
         agreement=tuple(agreement), overlap=tuple(overlap), cross_entropy=tuple(cross_entropy)
-    )
-
-
-def _moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
-    return replace(
-        packed,
-        tokens=packed.tokens.to(device),
-        positions=packed.positions.to(device),
-        sequence=packed.sequence.to(device),
-        loss_mask=packed.loss_mask.to(device),
     )

@@ -6,7 +6,7 @@ change the gradient. Where examples come from is `rl.examples`'s business, files
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -19,7 +19,7 @@ from longtail.rl.examples import Example
 from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.muon import MuonOptimizer
 from longtail.rl.optim import Optimizer, OptimizerSettings
-from longtail.rl.packing import pack
+from longtail.rl.packing import moved, pack
 from longtail.types import PackedSequences, SamplingParams
 
 
@@ -145,13 +145,7 @@ class Imitator:
 
     def _score(self, packed: PackedSequences) -> TokenScores:
         device = self._model.device
-        here = replace(
-            packed,
-            tokens=packed.tokens.to(device),
-            positions=packed.positions.to(device),
-            sequence=packed.sequence.to(device),
-            loss_mask=packed.loss_mask.to(device),
-        )
+        here = moved(packed, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self._settings.autocast):
             return score(self._model, here, SamplingParams(), recompute=self._settings.recompute)
 

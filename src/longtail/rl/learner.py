@@ -23,6 +23,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
 from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.packing import moved
 from longtail.rl.tally import LearnerReport, Tally
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
 
@@ -182,13 +183,7 @@ class Learner:
         """Score on the model's device, under autocast if that is set."""
         model = self._model if model is None else model
         device = model.device
-        here = PackedSequences(
-            tokens=packed.tokens.to(device),
-            positions=packed.positions.to(device),
-            sequence=packed.sequence.to(device),
-            cu_seqlens=packed.cu_seqlens,
-            loss_mask=packed.loss_mask.to(device),
-        )
+        here = moved(packed, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self._settings.autocast):
             return score(
                 model,

@@ -6,7 +6,7 @@ is `model.attention.PackedAttention`'s business, what a token is worth is `rl.ad
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -69,6 +69,17 @@ def lay_out(sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> P
         sequence=sequence,
         cu_seqlens=tuple(starts.tolist()),
         loss_mask=(positions >= prompts).to(torch.float32),
+    )
+
+
+def moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
+    """Return the same sequences on a device."""
+    return replace(
+        packed,
+        tokens=packed.tokens.to(device),
+        positions=packed.positions.to(device),
+        sequence=packed.sequence.to(device),
+        loss_mask=packed.loss_mask.to(device),
     )
 
 

@@ -6,8 +6,6 @@ which is written beside its place and renamed.
 """
 
 import hashlib
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +23,7 @@ from longtail.model import hf
 from longtail.rl.examples import Example
 from longtail.rl.optim import OptimizerSettings
 from longtail.tiny import task
-from longtail.tiny.warmstart import SOURCE, cache_directory
+from longtail.tiny.warmstart import SOURCE, build_once, cache_directory
 from longtail.types import SamplingParams
 
 _NAME = "tiny-drafter"
@@ -89,7 +87,7 @@ def train(
     target_directory: Path,
     place: Path,
     on_progress: Callable[[Lesson], None] | None = None,
-) -> TrainingRecord:
+) -> None:
     """Train a drafter of the model in `target_directory` and write it to `place`."""
     began = time.perf_counter()
     tokenizer = hf.load_tokenizer(target_directory)
@@ -125,7 +123,6 @@ def train(
         accept_len=depths.accept_len,
     )
     save_drafter(place, layer, None, identity(SOURCE, target, tokenizer), record)
-    return record
 
 
 def ensure(
@@ -141,20 +138,11 @@ def ensure(
     lessons = LESSONS[recipe]
     place = Path(cache_dir) if cache_dir is not None else cache_directory()
     final = place / _NAME / f"{recipe}-{_digest(lessons, target_directory)}"
-    if is_drafter(final):
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
-    try:
-        train(lessons, target_directory, temporary / "drafter", on_progress)
-        try:
-            (temporary / "drafter").rename(final)
-        except OSError:
-            if not is_drafter(final):  # else another process was faster
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return final
+    return build_once(
+        final,
+        is_whole=is_drafter,
+        build=lambda path: train(lessons, target_directory, path, on_progress),
+    )
 
 
 def _write(lessons: Lessons, directory: Path, tokenizer: hf.Tokenizer) -> list[Example]:

@@ -124,16 +124,30 @@ def ensure(
     recipe = recipe or Recipe()
     place = Path(cache_dir) if cache_dir is not None else cache_directory()
     final = place / SOURCE / _digest(recipe)
-    if (final / "config.json").is_file():
+    return build_once(
+        final,
+        is_whole=lambda path: (path / "config.json").is_file(),
+        build=lambda path: teach(recipe, path, on_progress),
+    )
+
+
+def build_once(
+    final: Path, *, is_whole: Callable[[Path], bool], build: Callable[[Path], None]
+) -> Path:
+    """Return `final`, letting `build` make it first, beside its place, if it is not there whole.
+
+    Of two processes that build at once, one result stays.
+    """
+    if is_whole(final):
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
     try:
-        teach(recipe, temporary, on_progress)
+        build(temporary / "whole")
         try:
-            temporary.rename(final)
+            (temporary / "whole").rename(final)
         except OSError:
-            if not (final / "config.json").is_file():  # else another process was faster
+            if not is_whole(final):  # else another process was faster
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
