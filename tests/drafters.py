@@ -19,7 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longtail.model.transformer import NO_TAPS, Taps
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen, Strategy
+from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree, cut_depth, depths
 from longtail.speculation.verify import Accepted, accept
 

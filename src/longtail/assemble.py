@@ -27,7 +27,7 @@ from longtail.rl.grading import check_columns
 from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.sources import load_rows
-from longtail.speculation.drafter import Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.tiny import warmstart
 from longtail.types import Prompt, SamplingParams
 

@@ -29,7 +29,7 @@ from longtail.model import hf
 from longtail.rl.data import Encoder, make_prompts
 from longtail.rl.sources import load_rows
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 16

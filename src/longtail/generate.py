@@ -24,7 +24,7 @@ from longtail.engine.text import find_stop
 from longtail.errors import ConfigError
 from longtail.model import hf
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 64

@@ -27,7 +27,7 @@ from longtail.engine.speculate import Speculation
 from longtail.model.linear import Linear
 from longtail.model.transformer import Family
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from tiny_models import tiny_model
 

@@ -17,7 +17,7 @@ from fakes import markov_model, unchecked_shapes
 from longtail.engine.engine import EngineLimits, RolloutEngine
 from longtail.engine.speculate import Speculation
 from longtail.sampling import draw, draw_rows, gumbel_noise, noise_key
-from longtail.speculation.drafter import Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
 
 FALSE_ALARM = 1e-9

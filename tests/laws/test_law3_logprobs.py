@@ -15,7 +15,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import score
 from longtail.rl.packing import lay_out
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 from tiny_models import tiny_model
 

@@ -20,7 +20,8 @@ from longtail.engine.request import ActiveRequest
 from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculate import Speculation
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Draftable, Strategy
+from longtail.speculation.drafter import Draftable
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, DraftTree, depths
 from longtail.types import Completion, Request, SamplingParams
 from tiny_models import tiny_config, tiny_model

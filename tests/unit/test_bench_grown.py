@@ -11,7 +11,8 @@ from longtail.drafter.eagle import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.eagle_drafter import EagleDrafter
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import ModelConfig, Taps, Transformer
-from longtail.speculation.drafter import Draftable, Seen, Strategy
+from longtail.speculation.drafter import Draftable, Seen
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree
 from longtail.types import SamplingParams
 from tiny_models import tiny_model

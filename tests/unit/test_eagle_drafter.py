@@ -17,7 +17,8 @@ from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import lay_out
 from longtail.sampling import gumbel_noise
-from longtail.speculation.drafter import Draftable, Noise, Seen, Strategy
+from longtail.speculation.drafter import Draftable, Noise, Seen
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import MAX_NODES, DraftTree
 from longtail.types import SamplingParams
 from tiny_models import tiny_model

@@ -15,7 +15,8 @@ from torch import Tensor
 from longtail.drafter.history import HistoryDrafter, _Root, _text
 from longtail.model.transformer import NO_TAPS
 from longtail.speculation.confidence import ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Noise, Seen, Strategy
+from longtail.speculation.drafter import Draftable, Noise, Seen
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, DraftTree, depths, reach_probabilities
 from longtail.speculation.verify import Accepted
 from longtail.types import SamplingParams

@@ -24,7 +24,8 @@ from longtail.engine.speculate import Speculation
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Family, Taps
 from longtail.sampling import gumbel_noise, noise_key
-from longtail.speculation.drafter import Draftable, Noise, Strategy
+from longtail.speculation.drafter import Draftable, Noise
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, DraftTree
 from longtail.types import PolicyWeights, Request, SamplingParams
 from tiny_models import tiny_model

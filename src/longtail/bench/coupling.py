@@ -12,7 +12,7 @@ from longtail.engine.acceptance import Acceptance
 from longtail.engine.engine import EngineLimits, RolloutEngine
 from longtail.engine.speculate import Speculation
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 
 _RUNNING = 16

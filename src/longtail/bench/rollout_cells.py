@@ -18,7 +18,8 @@ from longtail.engine.speculate import Speculation
 from longtail.engine.text import Decode
 from longtail.model.transformer import Transformer
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Drafter, Strategy
+from longtail.speculation.drafter import Drafter
+from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
 
 CHAINS = tuple(Strategy(depth=depth, size=depth) for depth in (1, 2, 3, 4, 6, 8, 11))

@@ -19,7 +19,8 @@ from longtail.engine.acceptance import POSITIONS
 from longtail.engine.speculate import Speculation
 from longtail.model import hf
 from longtail.model.transformer import Transformer
-from longtail.speculation.drafter import Drafter, Strategy
+from longtail.speculation.drafter import Drafter
+from longtail.speculation.strategy import Strategy
 from longtail.tiny import task
 from longtail.types import SamplingParams
 

@@ -21,8 +21,9 @@ from longtail.model.attention import Attention
 from longtail.model.kernels import Kernels, Places, select_kernels, text_places
 from longtail.model.transformer import NO_TAPS, ModelConfig, Taps, Transformer
 from longtail.speculation.confidence import ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen, Strategy
+from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
 from longtail.speculation.grow import Frontier, Scoring, Walker, deepest, grow
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree
 from longtail.speculation.verify import Accepted
 

@@ -25,8 +25,9 @@ from longtail.model.kernels import NATIVE_HEAD_DIMS
 from longtail.model.linear import Linear
 from longtail.model.transformer import Taps, Transformer
 from longtail.speculation.confidence import ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen, Strategy
+from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
 from longtail.speculation.grow import Scoring, chain_trees, deepest, grow
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, DraftTree
 from longtail.speculation.verify import Accepted
 

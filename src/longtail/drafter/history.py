@@ -30,7 +30,8 @@ from torch import Tensor
 
 from longtail.model.transformer import NO_TAPS, Taps
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen, Strategy
+from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree
 from longtail.speculation.verify import Accepted
 

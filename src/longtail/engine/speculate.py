@@ -20,7 +20,8 @@ from longtail.engine.batch import Scheduled
 from longtail.engine.noise import NoiseAhead
 from longtail.engine.report import Verified
 from longtail.model.transformer import ModelConfig, Taps
-from longtail.speculation.drafter import Draftable, Drafter, Seen, Strategy
+from longtail.speculation.drafter import Draftable, Drafter, Seen
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, MAX_NODES, cut_depth, depths
 from longtail.speculation.verify import Accepted, accept
 

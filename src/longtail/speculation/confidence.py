@@ -54,11 +54,14 @@ class ConfidenceCurve:
         return [table[bisect_right(EDGES, margin)] for margin in margins]
 
     def learn(self, tree: DraftTree, accepted: Accepted) -> None:
-        """Count every node whose parent was reached."""
-        reached = {0, *accepted.path}
+        """Count every node of which is known whether it is right: its parent is, and so is said
+        what came after (`verify.follow` says so of nodes that were not verified, too).
+        """
+        right = set(accepted.path)
+        parents = {0, *accepted.path[: len(accepted.tokens) - 1]}
         for node, parent in enumerate(tree.parents, start=1):
-            if parent in reached:
-                self._count(tree.margins[node - 1], hit=node in reached)
+            if parent in parents:
+                self._count(tree.margins[node - 1], hit=node in right)
 
     def _count(self, margin: float, *, hit: bool) -> None:
         index = bisect_right(EDGES, margin)

@@ -21,48 +21,11 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.errors import ConfigError
 from longtail.model.transformer import Taps
-from longtail.speculation.tree import MAX_NODES, DraftTree
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import DraftTree
 from longtail.speculation.verify import Accepted
 from longtail.types import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
-    """The shape of a draft, the same for every request.
-
-    Example: Strategy(depth=6, width=1, size=6) is a chain of six
-    """
-
-    depth: int
-    """Longest path; one drafter pass a level."""
-    width: int = 1
-    """Children of a node, and nodes of a level that are drafted on; 1 is a chain."""
-    size: int = 0
-    """Nodes sent to verification, the likeliest to be reached; 0 is `depth`."""
-
-    def __post_init__(self) -> None:
-        """Refuse shapes that have no room: a draft's nodes are bits of one mask, and slots."""
-        for name, value, least in (
-            ("depth", self.depth, 1),
-            ("width", self.width, 1),
-            ("size", self.size, 0),
-        ):
-            if not least <= value <= MAX_NODES:
-                raise ConfigError(
-                    f"speculation.{name} = {value}: it must be from {least} to {MAX_NODES}"
-                )
-        if self.width * (self.depth - 1) > MAX_NODES:
-            raise ConfigError(
-                f"speculation.width = {self.width} with depth = {self.depth}: width x (depth - 1) "
-                f"nodes are drafted on, at most {MAX_NODES}; lower one of them"
-            )
-
-    @property
-    def num_nodes(self) -> int:
-        """Most nodes of a draft."""
-        return self.size or self.depth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Noise, Strategy
+from longtail.speculation.drafter import Draftable, Noise
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree, cut_depth, prune, reach_probabilities
 
 

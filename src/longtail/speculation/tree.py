@@ -35,6 +35,9 @@ class DraftTree:
     margins: tuple[float, ...]
     """Score of the node less that of its best rival for the same place, nats; what its confidence
     is a function of (`speculation.confidence`)."""
+    reach: tuple[float, ...] = ()
+    """Probability, when it was drafted, that verification reaches the node and finds it right; never
+    more than its parent's. Empty: the drafter does not say."""
 
     @property
     def size(self) -> int:
@@ -94,6 +97,16 @@ def prune(tree: DraftTree, reach: Sequence[float], size: int) -> DraftTree:
     return _select(tree, sorted(ranked[:size]))
 
 
+def keep_reached(tree: DraftTree, floor: float) -> DraftTree:
+    """Keep the nodes that are reached with probability `floor` or more; all, where none is given.
+
+    Example: the running example with reach (0.9, 0.1, 0.8, 0.7) and floor 0.5 loses node 2.
+    """
+    if not tree.reach or min(tree.reach) >= floor:
+        return tree
+    return _select(tree, [i for i, reach in enumerate(tree.reach) if reach >= floor])
+
+
 def cut_depth(tree: DraftTree, depth: int) -> DraftTree:
     """Keep the nodes down to `depth`."""
     if tree.size <= depth:  # no deeper than it has nodes
@@ -111,4 +124,5 @@ def _select(tree: DraftTree, kept: Sequence[int]) -> DraftTree:
         tokens=tuple(tree.tokens[i] for i in kept),
         parents=tuple(number[tree.parents[i]] for i in kept),
         margins=tuple(tree.margins[i] for i in kept),
+        reach=tuple(tree.reach[i] for i in kept) if tree.reach else (),
     )

@@ -45,3 +45,19 @@ def accept(tree: DraftTree, drawn: Sequence[int]) -> Accepted:
         path.append(node)
         tokens.append(drawn[node])
     return Accepted(path=tuple(path), tokens=tuple(tokens))
+
+
+def follow(tree: DraftTree, tokens: Sequence[int]) -> Accepted:
+    """Say how far `tree` foresaw what was written: `tokens`, from the root's successor on.
+
+    It need not be the tree that was verified, so what any draft would have yielded is known.
+
+    Example: follow(DraftTree(tokens=(5, 6, 7), parents=(0, 0, 1), ...), [5, 7]) has path (1, 3)
+    """
+    path: list[int] = []
+    at = 0
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
+        if parent == at and len(path) < len(tokens) and token == tokens[len(path)]:
+            path.append(node)
+            at = node
+    return Accepted(path=tuple(path), tokens=tuple(tokens))
