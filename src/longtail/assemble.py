@@ -17,7 +17,8 @@ from longtail import machine
 from longtail.checkpoint import Checkpoint
 from longtail.config import RunConfig, SpeculationSection
 from longtail.drafters import Target, open_drafter
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.speculate import Speculation
 from longtail.errors import ConfigError, NonFiniteError
 from longtail.model import hf
@@ -150,9 +151,9 @@ def _speculation(
     if own.drafter == "none":
         return None
     strategy = Strategy(depth=own.depth, width=own.width, size=own.size)
-    return Speculation(
-        drafter=open_drafter(own.drafter, target, say),
-        strategy=strategy,
+    return Speculation.fixed(
+        open_drafter(own.drafter, target, say),
+        strategy,
         coupled=own.coupled,
         max_running=own.max_running,
     )

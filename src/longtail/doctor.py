@@ -193,7 +193,8 @@ def _generation() -> str:
     """Let a random tiny model write a few tokens, twice the same."""
     import torch
 
-    from longtail.engine.engine import EngineLimits, RolloutEngine
+    from longtail.engine.engine import RolloutEngine
+    from longtail.engine.limits import EngineLimits
     from longtail.model.transformer import ModelConfig, Transformer
     from longtail.types import Request, SamplingParams
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from longtail.assemble import TINY_REASONER, compute_threads, rollout_threads
 from longtail.drafter.texts import read_texts, save_texts, write_texts
 from longtail.drafter_config import DrafterTrainConfig
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.errors import ConfigError, DataError
 from longtail.model import hf

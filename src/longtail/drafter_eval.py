@@ -21,7 +21,8 @@ from longtail.assemble import DTYPES, TINY_REASONER, model_directory, set_thread
 from longtail.checkpoint import policy_directory
 from longtail.drafters import Target, open_drafter
 from longtail.engine.acceptance import POSITIONS, Acceptance
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.speculate import Speculation
 from longtail.errors import ConfigError
 from longtail.machine import pip_install
@@ -154,9 +155,8 @@ def _measure(
     plain: Sequence[Completion],
 ) -> Measured:
     """Answer with a new drafter and compare with what plain decoding wrote."""
-    speculation = Speculation(
-        drafter=open_drafter(drafter, target, _say), strategy=strategy, coupled=coupled
-    )
+    own = open_drafter(drafter, target, _say)
+    speculation = Speculation.fixed(own, strategy, coupled=coupled)
     written, acceptance = _answer(target, prompts, sampling, speculation)
     different = sum(a.tokens != b.tokens for a, b in zip(plain, written, strict=True))
     return Measured(
@@ -165,7 +165,7 @@ def _measure(
         strategy=strategy,
         acceptance=acceptance,
         differing_share=different / len(plain),
-        calibration_error=speculation.drafter.calibration_error,
+        calibration_error=own.calibration_error,
     )
 
 

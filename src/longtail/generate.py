@@ -18,7 +18,8 @@ from longtail.assemble import DTYPES, TINY_REASONER, model_directory, set_thread
 from longtail.checkpoint import policy_directory
 from longtail.drafters import Target, open_drafter
 from longtail.engine.acceptance import Acceptance, AcceptLength
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.speculate import Speculation
 from longtail.engine.text import find_stop
 from longtail.errors import ConfigError
@@ -126,7 +127,7 @@ def _speculate(
     strategy = Strategy(depth=args.draft_depth)
     target = Target(model=engine.model, tokenizer=tokenizer, directory=path, name=args.model)
     drafter = open_drafter(args.drafter, target, lambda text: print(text, file=sys.stderr))
-    engine.speculate(Speculation(drafter=drafter, strategy=strategy))
+    engine.speculate(Speculation.fixed(drafter, strategy))
 
 
 def _stream(engine: RolloutEngine, request: Request, acceptance: Acceptance) -> Completion:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fakes import unchecked_shapes, write_plainly
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.sampling import noise_key
 from longtail.types import Request, SamplingParams
 from tiny_models import tiny_model

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from drafters import RIGHT, WRONG, Script, ScriptedDrafter, Sketch, chain, listed, ragged, silent
 from fakes import decode_pieces, scripted_model, unchecked_shapes
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.speculate import Speculation
 from longtail.model.linear import Linear
@@ -168,7 +169,7 @@ def test_no_drafter_changes_a_text(family, name, heedless):
     given, engine = task(family), make_engine(family)
     drafter = ScriptedDrafter(given.texts, DRAFTERS[name], heedless=heedless)
     shape = Strategy(depth=12, size=12) if heedless else TREE
-    engine.speculate(Speculation(drafter=drafter, strategy=shape))
+    engine.speculate(Speculation.fixed(drafter, shape))
     written, steps = write(engine, given.requests)
     assert_same_texts(written, given.plain)
     assert not drafter.memories, "told of every end"
@@ -198,7 +199,7 @@ def test_tight_limits_change_no_text(family, limits, name):
     """Prompts in chunks, preemption, prompts shared by a group, drafts in what is left over."""
     given, engine = task(family), make_engine(family, LIMITS[limits])
     drafter = ScriptedDrafter(given.texts, DRAFTERS[name])
-    engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+    engine.speculate(Speculation.fixed(drafter, TREE))
     written, steps = write(engine, given.requests)
     assert_same_texts(written, given.plain)
     assert drafter.num_accepted > 0
@@ -221,7 +222,7 @@ def test_what_lies_behind_the_end_of_a_text_is_not_written():
     ):
         engine = RolloutEngine(scripted_model(20), decode_pieces(pieces), ROOMY)
         drafter = ScriptedDrafter({"a": range(20)}, RIGHT, vocab_size=20)
-        engine.speculate(Speculation(drafter=drafter, strategy=Strategy(depth=6)))
+        engine.speculate(Speculation.fixed(drafter, Strategy(depth=6)))
         sampling = SamplingParams(**{"max_tokens": 15, **end})
         request = Request(request_id="a", prompt_tokens=(0,), noise_key=3, sampling=sampling)
         (done,), (step,) = write(engine, [request])
@@ -292,9 +293,9 @@ def test_nothing_that_happens_between_steps_changes_a_text(family, sketches, tur
         if (turn := turns.get(clock)) is not None:
             speculation = None
             if turn.drafter is not None:
-                speculation = Speculation(
-                    drafter=drafters[turn.drafter],
-                    strategy=turn.shape,
+                speculation = Speculation.fixed(
+                    drafters[turn.drafter],
+                    turn.shape,
                     coupled=turn.coupled,
                     max_running=turn.max_running,
                 )
@@ -321,7 +322,7 @@ def test_a_name_that_returns_with_another_text_gets_its_own():
     """The drafter still takes it for the old one; the noise and the KV are the new one's."""
     given, engine = task("qwen3"), make_engine("qwen3")
     drafter = ScriptedDrafter(given.texts, RIGHT)
-    engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+    engine.speculate(Speculation.fixed(drafter, TREE))
     names = [each.request_id for each in given.requests]
     for request in given.requests:
         engine.submit(request)
@@ -361,7 +362,7 @@ def test_texts_are_the_same_to_the_last_bit_of_their_logprobs(family, max_runnin
     for script in (RIGHT, WRONG, ragged(0)):
         engine = make_engine(family, limits, dtype)
         drafter = ScriptedDrafter(given.texts, script)
-        engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+        engine.speculate(Speculation.fixed(drafter, TREE))
         written, _ = write(engine, given.requests)
         assert drafter.num_nodes > 0
         assert_same_texts(written, given.plain, tolerance=0.0)
@@ -378,7 +379,7 @@ def test_few_bfloat16_texts_differ():
         given = task(family, torch.bfloat16)
         engine = make_engine(family, dtype=torch.bfloat16)
         drafter = ScriptedDrafter(given.texts, ragged(0))
-        engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+        engine.speculate(Speculation.fixed(drafter, TREE))
         for one, other in zip(write(engine, given.requests)[0], given.plain, strict=True):
             pairs = list(zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False))
             same = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(pairs))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from drafters import CoupledMarkovDrafter
 from fakes import markov_model, unchecked_shapes
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.speculate import Speculation
 from longtail.sampling import draw, draw_rows, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy
@@ -136,7 +137,7 @@ def test_the_whole_engine_samples_a_known_markov_chain(belief):
     scores, drafter = BELIEFS[belief], None
     if scores is not None:
         drafter = CoupledMarkovDrafter(scores)
-        engine.speculate(Speculation(drafter=drafter, strategy=Strategy(depth=3)))
+        engine.speculate(Speculation.fixed(drafter, Strategy(depth=3)))
     requests = [
         Request(
             request_id=str(i),

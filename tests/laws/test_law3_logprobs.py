@@ -9,7 +9,8 @@ import torch
 
 from drafters import ScriptedDrafter, ragged
 from fakes import unchecked_shapes
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.speculate import Speculation
 from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import score
@@ -55,7 +56,7 @@ def write(
             for request, done in write(model, sampling)
         }
         drafter = ScriptedDrafter(texts, ragged(5))
-        engine.speculate(Speculation(drafter=drafter, strategy=Strategy(depth=4, size=6)))
+        engine.speculate(Speculation.fixed(drafter, Strategy(depth=4, size=6)))
     requests = [
         Request(
             request_id=f"{group}#{sample}",

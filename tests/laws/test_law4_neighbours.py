@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from drafters import ScriptedDrafter, ragged
 from fakes import unchecked_shapes, write_plainly
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.report import Verified
 from longtail.engine.speculate import Speculation
 from longtail.model import native
@@ -71,7 +72,7 @@ def speculation(seed: int) -> Speculation:
         for number, request in enumerate(REQUESTS)
     }
     strategy = Strategy(depth=5, width=3, size=8)
-    return Speculation(drafter=ScriptedDrafter(texts, ragged(seed)), strategy=strategy)
+    return Speculation.fixed(ScriptedDrafter(texts, ragged(seed)), strategy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

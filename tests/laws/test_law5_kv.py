@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from drafters import Script, ScriptedDrafter, Sketch, ragged
 from fakes import LedgerKV, unchecked_shapes
 from longtail.engine.batch import FlatBatch, Scheduled, Segment
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv_cache import ContiguousKVCache, KeptPath
+from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.request import ActiveRequest
 from longtail.engine.scheduler import Scheduler
@@ -383,7 +384,7 @@ def write_under(script: Script | None) -> tuple[RolloutEngine, list[Completion],
         }
         drafter = ScriptedDrafter(texts, script)
         strategy = Strategy(depth=4, width=2, size=7)
-        engine.speculate(Speculation(drafter=drafter, strategy=strategy))
+        engine.speculate(Speculation.fixed(drafter, strategy))
     steps: list[StepReport] = []
     with unchecked_shapes():
         completions = engine.generate(requests, steps.append)

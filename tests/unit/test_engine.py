@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fakes import decode_pieces, markov_model, scripted_model
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.report import RolloutMeter, StepReport
 from longtail.errors import NonFiniteError, RequestError
 from longtail.types import Completion, FinishReason, PolicyWeights, Request, SamplingParams

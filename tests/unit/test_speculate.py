@@ -18,7 +18,8 @@ from drafters import (
     silent,
 )
 from fakes import scripted_model, unchecked_shapes
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.report import Verified
 from longtail.engine.speculate import Speculation
 from longtail.model.attention import PackedAttention
@@ -34,6 +35,8 @@ FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 ROOMY = EngineLimits(max_running=8, max_step_tokens=200, max_len=64)
 CROWDED = EngineLimits(max_running=5, max_step_tokens=40, max_len=64, kv_tokens=96)
 TREE = Strategy(depth=5, width=3, size=8)
+_LAST = TREE.depth + 3
+"""Tokens of the last steps: a drafter is told when it is next asked, and then nobody is."""
 FEATURES = (Taps(final=True), Taps(layers=(0, 1)), Taps(layers=(1,), final=True))
 
 
@@ -101,14 +104,14 @@ def test_a_drafter_is_told_each_computed_token_once_with_its_own_features(family
     for script in (RIGHT, ragged(3)):
         engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, ROOMY)
         drafter = ScriptedDrafter(texts, script, taps=taps)
-        engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+        engine.speculate(Speculation.fixed(drafter, TREE))
         engine.generate(requests)
         assert drafter.num_accepted > 0
         assert drafter.num_restarts == 0
         assert sorted(name for name, _ in drafter.gone) == sorted(texts)
         for name, memory in drafter.gone:
             assert memory.start == 0
-            assert memory.end >= len(texts[name]) - 1, "all but perhaps the last"
+            assert memory.end >= len(texts[name]) - _LAST, "all but the last steps'"
             assert_true_to_the_text(memory, family, texts[name], taps)
 
 
@@ -119,7 +122,7 @@ def test_what_is_computed_anew_is_told_anew(grouped):
     texts = write_plainly("qwen3", requests)
     engine = RolloutEngine(tiny_model("qwen3", dtype=torch.float64), nothing, CROWDED)
     drafter = ScriptedDrafter(texts, ragged(4), taps=taps)
-    engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+    engine.speculate(Speculation.fixed(drafter, TREE))
     engine.generate(requests)
     counts = engine.scheduler_counts()
     assert 0 < drafter.num_restarts <= counts.num_preemptions
@@ -128,7 +131,7 @@ def test_what_is_computed_anew_is_told_anew(grouped):
     for name, memory in drafter.gone:
         shared = len(next(r for r in requests if r.request_id == name).prompt_tokens)
         assert memory.start in ((0, shared - 1, shared) if grouped else (0,))
-        assert memory.end >= len(texts[name]) - 1
+        assert memory.end >= len(texts[name]) - _LAST
         assert_true_to_the_text(memory, "qwen3", texts[name], taps)
 
 
@@ -141,15 +144,15 @@ def test_a_drafter_handed_in_later_is_told_all_from_then_on():
         engine.submit(request)
     for step in range(40):
         if step == 3:
-            engine.speculate(Speculation(drafter=drafters[0], strategy=TREE))
+            engine.speculate(Speculation.fixed(drafters[0], TREE))
             assert engine.speculation is not None
         if step == 6:
-            engine.speculate(Speculation(drafter=drafters[1], strategy=TREE))
+            engine.speculate(Speculation.fixed(drafters[1], TREE))
         if step == 7:
             engine.speculate(None)
             assert engine.speculation is None
         if step == 8:
-            engine.speculate(Speculation(drafter=drafters[1], strategy=TREE))
+            engine.speculate(Speculation.fixed(drafters[1], TREE))
         if engine.num_unfinished:
             engine.step()
     for drafter in drafters:
@@ -183,7 +186,7 @@ def asking(
 
     drafter = ScriptedDrafter({f"r{i}": () for i in range(9)}, sketch)
     engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, limits)
-    engine.speculate(Speculation(drafter=drafter, strategy=TREE, **speculation))
+    engine.speculate(Speculation.fixed(drafter, TREE, **speculation))
     return engine, questions
 
 
@@ -262,7 +265,7 @@ def test_coupled_drafts_see_the_noise_of_their_places_and_others_none(coupled):
 
     keys = {each.request_id: each.noise_key for each in requests}
     engine = RolloutEngine(tiny_model("llama", dtype=torch.float64), nothing, ROOMY)
-    engine.speculate(Speculation(drafter=Listening(), strategy=TREE, coupled=coupled))
+    engine.speculate(Speculation.fixed(Listening(), TREE, coupled=coupled))
     engine.generate(requests)
     assert bool(seen) == coupled
     for places, rows in seen:
@@ -276,7 +279,7 @@ def test_a_step_reports_how_each_draft_fared():
     sketch = Sketch((0, 0, 1, 3), (0, 1, 0, 2))
     engine = RolloutEngine(scripted_model(40), nothing, ROOMY)
     drafter = ScriptedDrafter({"a": range(40)}, listed([sketch]), vocab_size=40)
-    engine.speculate(Speculation(drafter=drafter, strategy=TREE))
+    engine.speculate(Speculation.fixed(drafter, TREE))
     sampling = SamplingParams(max_tokens=8)
     engine.submit(Request(request_id="a", prompt_tokens=(0, 1), noise_key=0, sampling=sampling))
     assert engine.step().verified == ()
@@ -294,13 +297,15 @@ def test_a_step_reports_how_each_draft_fared():
 def test_whoever_leaves_is_forgotten_and_new_weights_are_followed():
     engine, _ = asking()
     assert engine.speculation is not None
-    drafter = engine.speculation.drafter
+    drafter = engine.speculation.drafters[0]
     assert isinstance(drafter, ScriptedDrafter)
     for request in make_requests()[:3]:
         engine.submit(request)
     engine.step()
+    engine.step()
     assert drafter.memories.keys() == {"r0", "r1", "r2"}
     engine.abort("r1")
+    engine.step()
     assert drafter.memories.keys() == {"r0", "r2"}
     while engine.num_unfinished:
         engine.step()
@@ -320,25 +325,25 @@ def test_a_drafter_that_is_set_aside_keeps_nothing_of_those_who_leave_meanwhile(
     engine, _ = asking()
     speculation = engine.speculation
     assert speculation is not None
-    assert isinstance(speculation.drafter, ScriptedDrafter)
+    assert isinstance(speculation.drafters[0], ScriptedDrafter)
     for request in make_requests()[:3]:
         engine.submit(request)
     engine.step()
     engine.speculate(None)
     while engine.num_unfinished:
         engine.step()
-    assert not speculation.drafter.memories
+    assert not speculation.drafters[0].memories
 
 
 def test_a_drafter_that_was_set_aside_follows_weights_that_came_meanwhile():
     engine, _ = asking()
     speculation = engine.speculation
     assert speculation is not None
-    assert isinstance(speculation.drafter, ScriptedDrafter)
+    assert isinstance(speculation.drafters[0], ScriptedDrafter)
     engine.speculate(None)
     engine.pull(weights_of("llama"))
     engine.speculate(speculation)
-    assert speculation.drafter.num_refreshes >= 1
+    assert speculation.drafters[0].num_refreshes >= 1
 
 
 def test_room_that_was_taken_for_a_draft_is_free_again_after_the_step():
@@ -348,7 +353,7 @@ def test_room_that_was_taken_for_a_draft_is_free_again_after_the_step():
         engine = RolloutEngine(scripted_model(40), nothing, ROOMY)
         if script is not None:
             drafter = ScriptedDrafter({"a": range(60)}, script, vocab_size=40)
-            engine.speculate(Speculation(drafter=drafter, strategy=Strategy(depth=6)))
+            engine.speculate(Speculation.fixed(drafter, Strategy(depth=6)))
         sampling = SamplingParams(max_tokens=30)
         prompt = tuple(range(25))
         engine.submit(Request(request_id="a", prompt_tokens=prompt, noise_key=0, sampling=sampling))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from longtail.bench.rollout_cells import Subject, differing_share
 from longtail.engine.acceptance import Acceptance
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.speculate import Speculation
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
@@ -55,7 +56,7 @@ def coupling(
             texts: dict[bool, list[Completion]] = {}
             lengths: dict[bool, float] = {}
             for coupled in (True, False):
-                own = Speculation(drafter=make(), strategy=strategy, coupled=coupled)
+                own = Speculation.fixed(make(), strategy, coupled=coupled)
                 texts[coupled], acceptance = answer(subject, prompts, sampling, own)
                 lengths[coupled] = acceptance.overall.mean
             found.append(

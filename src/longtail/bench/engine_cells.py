@@ -21,7 +21,8 @@ from longtail.bench.engine_setting import MAX_NEW_TOKENS, Setting
 from longtail.bench.floor import Floor, FloorTime
 from longtail.bench.peers import Peer, PeerKind, PeerSetting, Turn
 from longtail.bench.report import Spread, paired, ratios
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.report import RolloutMeter, StepReport
 from longtail.model.hf import save_model
 from longtail.model.transformer import ModelConfig, Transformer

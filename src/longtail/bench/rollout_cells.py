@@ -12,7 +12,8 @@ from typing import final
 
 from longtail.bench.report import Spread, ratios
 from longtail.engine.acceptance import Acceptance
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.engine.report import RolloutMeter
 from longtail.engine.speculate import Speculation
 from longtail.engine.text import Decode
@@ -147,7 +148,7 @@ class Cell:
             for name, make in drafters.items():
                 strategy = _best(scans[name])
                 for key, coupled in ((name, True), (f"{name} uncoupled", False)):
-                    own = Speculation(drafter=make(), strategy=strategy, coupled=coupled)
+                    own = Speculation.fixed(make(), strategy, coupled=coupled)
                     turns.setdefault(key, []).append(self.turn(own, tokens))
             say(f"{self._subject.name}: {self._running} running, turn {len(turns['off'])}")
         off = turns["off"]
@@ -166,7 +167,7 @@ class Cell:
         """Try every fixed strategy once; trees where few run, since many fill a step as it is."""
         trees = TREES if self._running <= 4 else ()
         return {
-            strategy: self.turn(Speculation(drafter=make(), strategy=strategy), tokens).tokens_per_s
+            strategy: self.turn(Speculation.fixed(make(), strategy), tokens).tokens_per_s
             for strategy in (*CHAINS, *trees)
         }
 
@@ -187,7 +188,7 @@ def _turn(
         bookkeeping_share=report.bookkeeping_share,
         draft_forward_share=report.draft_forward_s / report.seconds,
         sampler_share=report.sample_s / report.seconds,
-        calibration_error=0.0 if speculation is None else speculation.drafter.calibration_error,
+        calibration_error=0.0 if speculation is None else speculation.drafters[0].calibration_error,
         texts={name: tuple(tokens) for name, tokens in texts.items()},
     )
 

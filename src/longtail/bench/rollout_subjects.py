@@ -127,7 +127,7 @@ def length_decay(setting: Setting, say: Say) -> dict[str, Any]:
     for name, layer in layers.items():
         for window, label in ((None, "bounded"), (0, "full")):
             drafter = _eagle(layer, target.model, window)()
-            speculation = Speculation(drafter=drafter, strategy=Strategy(depth=6, size=6))
+            speculation = Speculation.fixed(drafter, Strategy(depth=6, size=6))
             _, acceptance = answer(subject, prompts, subject.sampling, speculation)
             spots = dict(zip(POSITIONS, acceptance.by_position(), strict=True))
             early, late = spots[50], spots[1000]

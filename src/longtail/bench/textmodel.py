@@ -30,7 +30,8 @@ from longtail.drafter.eagle import EagleConfig
 from longtail.drafter.fresh import fresh_drafter
 from longtail.drafter.texts import TextBatches, pack_texts, write_texts
 from longtail.drafter.trainer import DrafterTrainer, TrainerSettings
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.model import hf
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.examples import Example

@@ -186,6 +186,8 @@ class Windows:
     def _keep_prompt(self, window: Window, seen: Seen) -> None:
         prompt = tuple(seen.tokens[: seen.prompt_len])
         upto = seen.prompt_len - window.base
+        if upto <= 0:  # so much came after the prompt that nothing of it is in sight
+            return
         start = max(0, upto - self._window) if self._window else 0
         self._prompts[prompt] = self.features[window.row, start:upto].clone()
         self._prompts.move_to_end(prompt)

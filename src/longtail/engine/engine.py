@@ -11,59 +11,26 @@ rewards, learning or files; it is told how to decode, and pulls published weight
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from longtail.engine.batch import Scheduled, flatten
+from longtail.engine.drafts import DraftClock, accept_drafts
 from longtail.engine.kv_cache import ContiguousKVCache, KeptPath, KVCache, KVUsage
-from longtail.engine.report import Emitted, StepReport, Verified
+from longtail.engine.limits import EngineLimits
+from longtail.engine.profile import measure_costs
+from longtail.engine.report import Emitted, StepReport
 from longtail.engine.request import ActiveRequest
 from longtail.engine.runner import ModelRunner
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
-from longtail.engine.speculate import DraftClock, Speculation, Speculator, accept_drafts
+from longtail.engine.speculate import NOTHING_SAID, Speculation, Speculator
 from longtail.engine.text import Decode, Detokenizer, ends_in_stop, final_text
 from longtail.errors import NonFiniteError, RequestError
 from longtail.model.transformer import NO_TAPS, Transformer
 from longtail.speculation.tree import MAX_NODES
 from longtail.speculation.verify import Accepted
+from longtail.tuner.cost import CostModel
 from longtail.types import Completion, FinishReason, PolicyWeights, Request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """What one engine may hold.
-
-    Example: EngineLimits(max_running=64, max_step_tokens=512, kv_tokens=0, max_len=2560)
-    """
-
-    max_running: int
-    max_step_tokens: int
-    """Flat tokens of one step; at least `max_running`."""
-    max_len: int
-    """Longest prompt plus completion, tokens."""
-    kv_tokens: int = 0
-    """Tokens of KV memory; 0 is enough for `max_running` requests of `max_len`."""
-
-    def __post_init__(self) -> None:
-        """Refuse limits under which the engine could stall."""
-        for name, value, least in (
-            ("max_running", self.max_running, 1),
-            ("max_len", self.max_len, 1),
-            ("kv_tokens", self.kv_tokens, 0),
-        ):
-            if value < least:
-                raise RequestError(f"rollout.{name} = {value}: it must be at least {least}")
-        if self.max_step_tokens < self.max_running:
-            raise RequestError(
-                f"rollout.max_step_tokens = {self.max_step_tokens} is below rollout.max_running = "
-                f"{self.max_running}: every running request needs a token a step; raise it"
-            )
-        if 0 < self.kv_tokens < self.max_len:
-            raise RequestError(
-                f"rollout.kv_tokens = {self.kv_tokens} cannot hold one request of {self.max_len} "
-                "tokens (prompt and completion); raise it, or set 0 to size it by max_running"
-            )
 
 
 class RolloutEngine:
@@ -93,26 +60,28 @@ class RolloutEngine:
         )
         self._runner = ModelRunner(model, self._kv)
         self._active: dict[str, ActiveRequest] = {}
-        self._speculation: Speculation | None = None
+        self._costs: CostModel | None = None
         self._speculator: Speculator | None = None
         self.speculate(speculation)
 
     def speculate(self, speculation: Speculation | None) -> None:
         """Speculate so from the next step on, None: not at all; no token depends on it.
 
-        A drafter that is set aside forgets the requests in progress; one that is handed in follows
-        the present weights. To pause one that shall keep up, lower its `max_running` instead.
+        Drafters that are set aside forget the requests in progress; those that are handed in follow
+        the present weights. What steps cost is measured when it is first needed, in about a second.
         """
-        before = None if self._speculation is None else self._speculation.drafter
-        after = None if speculation is None else speculation.drafter
-        if before is not None and before is not after:
-            for request_id in self._active:
-                before.forget(request_id)
-        if after is not None and after is not before:
-            after.refresh()
-        self._speculation = speculation
-        config = self._model.config
-        self._speculator = None if speculation is None else Speculator(speculation, config)
+        before, after = self._speculator, () if speculation is None else speculation.drafters
+        if before is not None:
+            before.leave(after, self._active)
+        known = () if before is None else before.speculation.drafters
+        for drafter in after:
+            if not any(drafter is each for each in known):
+                drafter.refresh()
+        self._speculator = None
+        if speculation is not None:
+            if speculation.needs_costs:
+                self._costs = measure_costs(self._model, self._limits, after, self._costs)
+            self._speculator = Speculator(speculation, self._model, self._costs, before)
 
     @property
     def model(self) -> Transformer:
@@ -122,7 +91,12 @@ class RolloutEngine:
     @property
     def speculation(self) -> Speculation | None:
         """How the engine speculates now."""
-        return self._speculation
+        return None if self._speculator is None else self._speculator.speculation
+
+    @property
+    def costs(self) -> CostModel | None:
+        """What steps and drafts cost, as known by now; None if nobody asked."""
+        return self._costs
 
     @property
     def policy_version(self) -> int:
@@ -166,8 +140,8 @@ class RolloutEngine:
             for name, parameter in parameters.items():
                 parameter.copy_(weights.tensors[name])
         self._model.pack()
-        if self._speculation is not None:
-            self._speculation.drafter.refresh()
+        if self._speculator is not None:
+            self._speculator.refresh()
         self._policy_version = weights.version
 
     def submit(self, request: Request) -> None:
@@ -187,7 +161,8 @@ class RolloutEngine:
             raise RequestError(f"request {request_id!r} is not in progress")
         active = self._active.pop(request_id)
         self._scheduler.withdraw(active)
-        self._forget(request_id)
+        self._forget(active)
+        self._rest_if_idle()
         return active.complete(FinishReason.ABORT, self._text(active))
 
     def step(self) -> StepReport:
@@ -195,44 +170,43 @@ class RolloutEngine:
         started = time.perf_counter()
         scheduled = sorted(self._scheduler.schedule(), key=lambda each: each.num_tokens)
         assert scheduled, "step() needs an unfinished request"
-        drafts = DraftClock(self._speculation)
+        speculator = self._speculator
+        drafts = DraftClock(() if speculator is None else speculator.speculation.drafters)
         noise_s = -self._runner.noise.seconds
-        with drafts:
-            scheduled = self._with_drafts(scheduled)
+        if speculator is not None:
+            with drafts:
+                spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
+                scheduled = speculator.draft(
+                    scheduled, self._runner.noise, spare, self._kv.try_grow
+                )
         noise_s += self._runner.noise.seconds
         batch = flatten(scheduled, self._model.device)
         drawing = [each for each in scheduled if each.draws]
-        taps = NO_TAPS if self._speculator is None else self._speculator.taps
-        out = self._runner.run(batch, drawing, taps)
+        out = self._runner.run(batch, drawing, NO_TAPS if speculator is None else speculator.taps)
         with drafts:
             accepted, logprobs = accept_drafts(drawing, out.tokens, out.logprobs)
             self._keep(scheduled, accepted)
         emitted, finished = self._append(drawing, accepted, logprobs)
-        verified: tuple[Verified, ...] = ()
-        with drafts:
-            if self._speculator is not None:
-                verified = self._speculator.review(scheduled, accepted, out.features)
-            for completion in finished:
-                self._forget(completion.request_id)
+        spoken = NOTHING_SAID
+        if speculator is not None:
+            with drafts:
+                spoken = speculator.review(scheduled, accepted, out.features)
+                self._rest_if_idle()
         return StepReport(
             num_tokens=len(batch.tokens),
             num_running=len(scheduled),
             step_s=time.perf_counter() - started,
             forward_s=out.forward_s,
             sample_s=out.sample_s + noise_s,
-            draft_s=drafts.seconds - noise_s,
+            draft_s=drafts.seconds - noise_s - spoken.tuner_s,
             draft_forward_s=drafts.forward_s(),
             emitted=emitted,
             finished=finished,
-            verified=verified,
+            verified=spoken.verified,
+            tuner_s=spoken.tuner_s,
+            readings=spoken.readings,
+            switch=spoken.switch,
         )
-
-    def _with_drafts(self, scheduled: list[Scheduled]) -> list[Scheduled]:
-        if self._speculator is None:
-            return scheduled
-        spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
-        noise = self._runner.noise
-        return self._speculator.draft(scheduled, noise, spare, self._kv.try_grow)
 
     def _keep(self, scheduled: Sequence[Scheduled], accepted: Mapping[str, Accepted]) -> None:
         """Count what is computed for good, and put accepted nodes in their places.
@@ -253,9 +227,14 @@ class RolloutEngine:
                 active.num_computed += len(path)
         self._kv.keep(paths)
 
-    def _forget(self, request_id: str) -> None:
-        if self._speculation is not None:
-            self._speculation.drafter.forget(request_id)
+    def _forget(self, active: ActiveRequest) -> None:
+        active.is_done = True
+        if self._speculator is not None:
+            self._speculator.forget(active)
+
+    def _rest_if_idle(self) -> None:
+        if self._speculator is not None and not self._active:
+            self._speculator.rest()
 
     def generate(
         self,
@@ -360,6 +339,7 @@ class RolloutEngine:
                 if reason is not None:
                     del self._active[name]
                     self._scheduler.finish(active)
+                    self._forget(active)
                     finished.append(active.complete(reason, self._text(active)))
                     break
         return tuple(emitted), tuple(finished)

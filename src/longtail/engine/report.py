@@ -32,6 +32,17 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """From this step on the engine drafts, or decodes plainly.
+
+    Example: Switch(drafts=False, reason="predicted 0.93x of plain decoding at 64 running")
+    """
+
+    drafts: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One engine step.
 
@@ -56,6 +67,11 @@ class StepReport:
     """The drafter's forward passes alone."""
     verified: tuple[Verified, ...] = ()
     """Requests that had a draft."""
+    tuner_s: float = 0.0
+    """Deciding how much to draft."""
+    readings: tuple[float, ...] = ()
+    """Of the clock that the tuner goes by: after each proposal, and at the end of the step."""
+    switch: Switch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +93,8 @@ class RolloutReport:
     draft_s: float
     """Drafting, the drafter's forward passes included."""
     draft_forward_s: float
+    tuner_s: float
+    """Deciding how much to draft."""
     max_running: int
     """Most requests that ran at one time."""
     running_s: float
@@ -97,6 +115,11 @@ class RolloutReport:
     def draft_overhead_share(self) -> float:
         """Share of the time that drafting and verification took beside all forward passes."""
         return (self.draft_s - self.draft_forward_s) / self.seconds if self.seconds else 0.0
+
+    @property
+    def tuner_share(self) -> float:
+        """Share of the time that deciding took."""
+        return self.tuner_s / self.seconds if self.seconds else 0.0
 
     @property
     def bookkeeping_share(self) -> float:
@@ -126,6 +149,7 @@ class RolloutMeter:
             "sample_s": step.sample_s,
             "draft_s": step.draft_s,
             "draft_forward_s": step.draft_forward_s,
+            "tuner_s": step.tuner_s,
             "running_s": step.step_s * step.num_running,
             "num_steps": 1,
             "num_generated": len(step.emitted),
@@ -153,6 +177,7 @@ class RolloutMeter:
             sample_s=seconds("sample_s"),
             draft_s=seconds("draft_s"),
             draft_forward_s=seconds("draft_forward_s"),
+            tuner_s=seconds("tuner_s"),
             running_s=seconds("running_s"),
             num_steps=count("num_steps"),
             num_generated=count("num_generated"),

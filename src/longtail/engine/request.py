@@ -22,6 +22,8 @@ class ActiveRequest:
     policy_version: int
     logprobs: list[float] = field(default_factory=list)
     num_computed: int = 0
+    is_done: bool = False
+    """It has left the engine, whoever still refers to it."""
 
     @property
     def request_id(self) -> str:

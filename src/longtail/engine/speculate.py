@@ -1,60 +1,158 @@
-"""The engine's side of speculation: whom to draft for, and what a drafter is told afterwards.
+"""The engine's side of speculation: what a step would be, whom to draft for, and who is told.
 
-    scheduled --> eligible? room? --> drafter.propose --> scheduled, with drafts
-                                                              |  (one target pass, `accept`)
-    drafter.learn, observe, forget <------- Verified <--------+
+    scheduled --Batch--> guard, tuner.plan --Plan--> drafters propose --> tuner.spend
+        --> scheduled, with drafts  --(one target pass, `accept`)-->  Verified
+        --> drafters learn now, and observe before they are next asked; Outcome --> tuner, guard
 
 A draft takes only what is left over: flat tokens of the step, KV that nobody owns. It preempts
-nobody. It owns the drafter and counts nothing that decides a token.
+nobody. Switching between drafting and decoding plainly touches no KV and computes nothing again.
+It owns the drafters' news and the clock, and counts nothing that decides a token.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 from jaxtyping import Float
 from torch import Tensor
 
+from longtail.engine.backlog import Backlog, Stretch
 from longtail.engine.batch import Scheduled
+from longtail.engine.clock import StepClock, WallClock
 from longtail.engine.noise import NoiseAhead
-from longtail.engine.report import Verified
-from longtail.model.transformer import ModelConfig, Taps
-from longtail.speculation.drafter import Draftable, Drafter, Seen
+from longtail.engine.report import Switch, Verified
+from longtail.engine.request import ActiveRequest
+from longtail.model.transformer import NO_TAPS, Transformer
+from longtail.speculation.drafter import Draftable, Drafter
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import EMPTY, MAX_NODES, cut_depth, depths
-from longtail.speculation.verify import Accepted, accept
+from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree, cut_depth, depths
+from longtail.speculation.verify import Accepted, follow
+from longtail.tuner.cost import CostModel
+from longtail.tuner.guard import Guard
+from longtail.tuner.records import Asked, Batch, Outcome, Plan
+from longtail.tuner.tuner import PLAIN, FixedTuner, Tuner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """How an engine speculates.
 
-    Example: Speculation(drafter=HistoryDrafter(), strategy=Strategy(depth=6), max_running=32)
+    Example: Speculation(drafters=(HistoryDrafter(),), tuner=BudgetTuner())
     """
 
-    drafter: Drafter
-    strategy: Strategy
+    drafters: tuple[Drafter, ...]
+    tuner: Tuner
     coupled: bool = True
     """Draft with the noise that the target will draw with; off only to compare."""
-    max_running: int = 0
-    """Draft only in steps with at most so many requests; 0 is always."""
+    guarded: bool = True
+    """Pause drafting that loses against plain decoding; off only to compare."""
+    clock: StepClock = field(default_factory=WallClock)
+
+    @staticmethod
+    def fixed(
+        drafter: Drafter, strategy: Strategy, *, coupled: bool = True, max_running: int = 0
+    ) -> "Speculation":
+        """Draft by one strategy whatever it costs, in steps with at most `max_running` requests."""
+        tuner = FixedTuner(strategy, max_running=max_running)
+        return Speculation(drafters=(drafter,), tuner=tuner, coupled=coupled, guarded=False)
+
+    @property
+    def needs_costs(self) -> bool:
+        """Tell whether somebody asks what steps cost."""
+        return self.guarded or self.tuner.needs_costs
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is known of the step in progress."""
+
+    batch: Batch
+    plan: Plan
+    asked: list[Asked] = field(default_factory=list)
+    proposals: list[list[DraftTree]] = field(default_factory=list)
+    """Of each drafter that was asked, of each request that it was asked for."""
+    requests: list[ActiveRequest] = field(default_factory=list)
+    readings: list[float] = field(default_factory=list)
+    tuner_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reviewed:
+    """What speculation says of a step that is over."""
+
+    verified: tuple[Verified, ...] = ()
+    readings: tuple[float, ...] = ()
+    """Of the clock: after each proposal, and at the end."""
+    switch: Switch | None = None
+    tuner_s: float = 0.0
+
+
+NOTHING_SAID = Reviewed()
 
 
 @final
 class Speculator:
-    """Speculation at work; `draft` and `review` of one step come in turn."""
+    """Speculation at work; `draft`, `review` and `finish` of one step come in turn."""
 
-    def __init__(self, speculation: Speculation, config: ModelConfig) -> None:
-        self._own = speculation
-        windows = [window for window in config.windows if window]
+    def __init__(
+        self,
+        speculation: Speculation,
+        model: Transformer,
+        costs: CostModel | None,
+        before: "Speculator | None" = None,
+    ) -> None:
+        self.speculation = speculation
+        self.costs = costs if speculation.needs_costs else None
+        self._guard = None
+        if speculation.guarded:
+            assert costs is not None, "the guard judges by what was measured"
+            self._guard = Guard(costs)
+        speculation.tuner.begin(costs, len(speculation.drafters))
+        self._leaving: list[str] = []
+        self._step: _Step | None = None
+        self._drafts = True
+        self.taps = NO_TAPS
+        for drafter in speculation.drafters:
+            self.taps = self.taps.union(drafter.taps)
+        same = before is not None and before.taps == self.taps
+        self._backlog = before.backlog if before is not None and same else Backlog()
+        windows = [window for window in model.config.windows if window]
         # A window counts places, and a place inside a draft has several slots.
         self._deepest = min(windows) - 1 if windows else MAX_NODES
 
     @property
-    def taps(self) -> Taps:
-        """Features that the drafter reads."""
-        return self._own.drafter.taps
+    def backlog(self) -> Backlog:
+        """What drafters were not told yet, for a successor with the same taps."""
+        return self._backlog
+
+    def forget(self, active: ActiveRequest) -> None:
+        """Tell that a request is done; those who read texts are told the end of this one first."""
+        for drafter in self.speculation.drafters:
+            if drafter.taps.any:
+                drafter.forget(active.request_id)
+            else:
+                self._leaving.append(active.request_id)
+
+    def refresh(self) -> None:
+        """Tell that the target's weights have changed; no request is in progress."""
+        for drafter in self.speculation.drafters:
+            drafter.refresh()
+
+    def rest(self) -> None:
+        """Note that nothing is in progress."""
+        if self._drafts:
+            self._tell()
+        self._backlog.clear()
+        self._dismiss()
+
+    def leave(self, successors: Sequence[Drafter], unfinished: Iterable[str]) -> None:
+        """Have drafters that are set aside forget all requests."""
+        self._dismiss()
+        for drafter in self.speculation.drafters:
+            if not any(drafter is each for each in successors):
+                for request_id in unfinished:
+                    drafter.forget(request_id)
 
     def draft(
         self,
@@ -64,38 +162,33 @@ class Speculator:
         try_grow: Callable[[str, int], bool],
     ) -> list[Scheduled]:
         """Return what was scheduled, with drafts of `spare_tokens` nodes in all at most."""
-        own = self._own
-        if own.max_running and len(scheduled) > own.max_running:
-            return list(scheduled)
+        self.speculation.clock.begin()
         asking = [each for each in scheduled if each.draws and self._max_depth(each) > 0]
-        nodes = min(own.strategy.num_nodes, spare_tokens // max(len(asking), 1))
-        if not nodes:
+        step = self._step = self._planned(scheduled, len(asking), spare_tokens)
+        plan = step.plan
+        if plan.strategy is None:
             return list(scheduled)
-        asking = [
-            each
-            for each in asking
-            if try_grow(each.active.request_id, len(each.active.tokens) + nodes)
-        ]
-        if not asking:
-            return list(scheduled)
-        strategy = replace(own.strategy, depth=min(own.strategy.depth, nodes), size=nodes)
-        noise.reach([each.active for each in scheduled if each.draws], strategy.depth)
-        ahead = noise.ahead([each.active for each in asking], strategy.depth)
-        trees = own.drafter.propose(
-            [self._draftable(each) for each in asking], strategy, ahead if own.coupled else None
-        )
-        assert all(tree.size <= nodes for tree in trees), (
-            f"a draft of over {nodes} nodes has no room"
-        )
-        drafts = {
-            each.active.request_id: cut_depth(tree, self._max_depth(each))
-            for each, tree in zip(asking, trees, strict=True)
-        }
+        asking = asking[: plan.num_requests or len(asking)]
+        self._tell()
+        step.requests = [each.active for each in asking]
+        noise.reach([each.active for each in scheduled if each.draws], plan.strategy.depth)
+        ahead = noise.ahead(step.requests, plan.strategy.depth)
+        wanted = [self._draftable(each) for each in asking]
+        for place in plan.drafters:
+            drafter = self.speculation.drafters[place]
+            heard = ahead if self.speculation.coupled else None
+            trees = drafter.propose(wanted, plan.strategy, heard)
+            trees = [
+                cut_depth(tree, each.max_depth) for tree, each in zip(trees, wanted, strict=True)
+            ]
+            step.proposals.append(trees)
+            step.asked.append(self._asked(place, trees))
+        drafts = self._spent(step, try_grow)
         return [
             Scheduled(
                 active=each.active,
                 num_tokens=each.num_tokens,
-                draft=drafts.get(each.active.request_id, EMPTY),
+                draft=drafts.get(each.active, EMPTY),
             )
             for each in scheduled
         ]
@@ -105,46 +198,139 @@ class Speculator:
         scheduled: Sequence[Scheduled],
         accepted: dict[str, Accepted],
         features: Float[Tensor, "tokens features"] | None,
-    ) -> tuple[Verified, ...]:
-        """Tell the drafter what was computed and how its drafts fared.
+    ) -> Reviewed:
+        """Note what was computed; tell drafters how their proposals fared, tuners what they cost.
 
         `features` are of all flat tokens of the step; the requests' texts hold the new tokens.
         """
-        seen: list[Seen] = []
-        rows: list[int] = []
+        stretches: list[Stretch] = []
         verified: list[Verified] = []
         first = 0
         for each in scheduled:
             active = each.active
+            rows: Sequence[int] = range(first, first + each.num_tokens)
             path: tuple[int, ...] = ()
             if each.draft.size:
                 path = accepted[active.request_id].path
                 verified.append(_verified(each, path))
-            start = active.num_computed - each.num_tokens - len(path)
-            count = min(each.num_tokens + len(path), len(active.tokens) - start)
-            flat = [*range(first, first + each.num_tokens)]
-            flat += [first + each.num_tokens - 1 + node for node in path]
-            rows += flat[:count]
+                rows = [*rows, *(first + each.num_tokens - 1 + node for node in path)]
+            start = active.num_computed - len(rows)
+            stretches.append(Stretch(active, start, rows[: len(active.tokens) - start]))
             first += each.num_tokens + each.draft.size
-            seen.append(
-                Seen(
-                    request_id=active.request_id,
-                    tokens=active.tokens,
-                    start=start,
-                    num_tokens=count,
-                    prompt_len=active.prompt_len,
-                )
+        self._backlog.add(stretches, features)
+        step = self._step
+        assert step is not None, "a step is drafted before it is reviewed"
+        for asked, trees in zip(step.asked, step.proposals, strict=True):
+            kept = [
+                (tree, active)
+                for tree, active in zip(trees, step.requests, strict=True)
+                if tree.size
+            ]
+            self.speculation.drafters[asked.drafter].learn(
+                [tree for tree, _ in kept],
+                [follow(tree, accepted[active.request_id].tokens) for tree, active in kept],
             )
-        drafter = self._own.drafter
-        drafted = [each for each in scheduled if each.draft.size]
-        drafter.learn(
-            [each.draft for each in drafted],
-            [accepted[each.active.request_id] for each in drafted],
+        return self._finished(step, tuple(verified))
+
+    def _finished(self, step: _Step, verified: tuple[Verified, ...]) -> Reviewed:
+        """Read the clock, and tell tuner and guard how the step went."""
+        drafted_s = step.readings[-1] if step.readings else 0.0
+        took = self.speculation.clock.read()
+        began = time.perf_counter()
+        outcome = Outcome(
+            batch=step.batch,
+            plan=step.plan,
+            asked=tuple(step.asked),
+            num_drafts=len(verified),
+            num_nodes=sum(each.num_drafted for each in verified),
+            num_accepted=sum(each.num_accepted for each in verified),
+            verify_s=took - drafted_s,
         )
-        if features is not None and len(rows) < first:
-            features = features[rows]
-        drafter.observe(seen, features)
-        return tuple(verified)
+        if self.costs is not None:
+            self.costs.learn(outcome)
+        self.speculation.tuner.learn(outcome)
+        stopped = "" if self._guard is None else self._guard.learn(outcome)
+        switch = self._switch(step.plan, stopped)
+        step.tuner_s += time.perf_counter() - began
+        return Reviewed(
+            verified=verified,
+            readings=(*step.readings, took),
+            switch=switch,
+            tuner_s=step.tuner_s,
+        )
+
+    def _planned(self, scheduled: Sequence[Scheduled], num_asking: int, spare: int) -> _Step:
+        """Ask guard and tuner what to do."""
+        began = time.perf_counter()
+        batch = Batch(
+            num_asking=num_asking,
+            num_drawing=sum(each.draws for each in scheduled),
+            num_tokens=sum(each.num_tokens for each in scheduled),
+            num_pairs=sum(
+                each.num_tokens * (each.active.num_computed + each.num_tokens) for each in scheduled
+            ),
+            room=spare,
+        )
+        allowed = self._guard is None or self._guard.allows
+        plan = self.speculation.tuner.plan(batch) if allowed and num_asking and spare > 0 else PLAIN
+        return _Step(batch=batch, plan=plan, tuner_s=time.perf_counter() - began)
+
+    def _spent(
+        self, step: _Step, try_grow: Callable[[str, int], bool]
+    ) -> dict[ActiveRequest, DraftTree]:
+        """Have the tuner choose what is verified, as far as there is room in the KV."""
+        began = time.perf_counter()
+        trees = self.speculation.tuner.spend(step.batch, step.plan, step.proposals)
+        step.tuner_s += time.perf_counter() - began
+        assert sum(tree.size for tree in trees) <= step.batch.room, "drafts beyond the step's room"
+        return {
+            active: tree
+            for active, tree in zip(step.requests, trees, strict=True)
+            if tree.size and try_grow(active.request_id, len(active.tokens) + tree.size)
+        }
+
+    def _asked(self, place: int, trees: Sequence[DraftTree]) -> Asked:
+        step = self._step
+        assert step is not None, "asked inside a step"
+        before = step.readings[-1] if step.readings else 0.0
+        step.readings.append(self.speculation.clock.read())
+        deep = [_depth(tree) for tree in trees]
+        return Asked(
+            drafter=place,
+            num_requests=len(trees),
+            levels=max(deep),
+            rows=sum(deep),
+            seconds=step.readings[-1] - before,
+        )
+
+    def _tell(self) -> None:
+        """Have drafters observe all that they were not told."""
+        text_only = not all(drafter.taps.any for drafter in self.speculation.drafters)
+        for news in self._backlog.take(with_done=text_only):
+            for drafter in self.speculation.drafters if news.seen else ():
+                drafter.observe(news.seen, self.taps.pick(drafter.taps, news.features))
+                for request_id in news.done:
+                    drafter.forget(request_id)
+
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        for drafter in self.speculation.drafters:
+            if not drafter.taps.any:
+                for request_id in self._leaving:
+                    drafter.forget(request_id)
+        self._leaving.clear()
+
+    def _switch(self, plan: Plan, stopped: str) -> Switch | None:
+        """Notice a change between drafting and decoding plainly."""
+        if stopped:
+            self._drafts = False
+            return Switch(drafts=False, reason=stopped)
+        drafts = plan.strategy is not None
+        if plan.is_probe or plan is PLAIN or drafts == self._drafts:
+            return None
+        self._drafts = drafts
+        return Switch(drafts=drafts, reason=plan.reason)
 
     def _max_depth(self, each: Scheduled) -> int:
         """Deepest node of use: the root yields a token, too."""
@@ -170,43 +356,10 @@ def _verified(each: Scheduled, path: tuple[int, ...]) -> Verified:
         request_id=each.active.request_id,
         position=each.active.num_computed - len(path) - each.active.prompt_len,
         num_drafted=draft.size,
-        depth=max(depths(draft.parents)),
+        depth=_depth(draft),
         num_accepted=len(path),
     )
 
 
-@final
-class DraftClock:
-    """Seconds of one step that drafting took, and what of them were the drafter's own passes."""
-
-    def __init__(self, speculation: Speculation | None) -> None:
-        self._drafter = None if speculation is None else speculation.drafter
-        self._before = 0.0 if self._drafter is None else self._drafter.forward_s
-        self._entered = self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._entered = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        if self._drafter is not None:
-            self.seconds += time.perf_counter() - self._entered
-
-    def forward_s(self) -> float:
-        """Seconds of forward passes since the clock was made."""
-        return 0.0 if self._drafter is None else self._drafter.forward_s - self._before
-
-
-def accept_drafts(
-    drawing: Sequence[Scheduled], tokens: Sequence[int], logprobs: Sequence[float]
-) -> tuple[dict[str, Accepted], dict[str, list[float]]]:
-    """Follow the draws of each request through its draft; logprobs are those of what it reads."""
-    accepted: dict[str, Accepted] = {}
-    read: dict[str, list[float]] = {}
-    first = 0
-    for each in drawing:
-        end = first + 1 + each.draft.size
-        found = accept(each.draft, tokens[first:end])
-        accepted[each.active.request_id] = found
-        read[each.active.request_id] = [logprobs[first + node] for node in (0, *found.path)]
-        first = end
-    return accepted, read
+def _depth(tree: DraftTree) -> int:
+    return max(depths(tree.parents), default=0)

@@ -124,6 +124,21 @@ class Taps:
         """Tell whether anything is wanted."""
         return self.final or bool(self.layers)
 
+    def union(self, other: "Taps") -> "Taps":
+        """Want what either wants."""
+        layers = tuple(sorted({*self.layers, *other.layers}))
+        return Taps(layers=layers, final=self.final or other.final)
+
+    def pick(
+        self, wanted: "Taps", features: Float[Tensor, "tokens features"] | None
+    ) -> Float[Tensor, "tokens some"] | None:
+        """Take out of features of these taps those of `wanted`, which are among them."""
+        if wanted == self or features is None or not wanted.any:
+            return features if wanted.any else None
+        parts = features.chunk(len(self.layers) + self.final, dim=1)
+        picked = [parts[self.layers.index(layer)] for layer in wanted.layers]
+        return torch.cat([*picked, *parts[-1:]] if wanted.final else picked, dim=1)
+
 
 NO_TAPS = Taps()
 

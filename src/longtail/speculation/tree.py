@@ -36,8 +36,8 @@ class DraftTree:
     """Score of the node less that of its best rival for the same place, nats; what its confidence
     is a function of (`speculation.confidence`)."""
     reach: tuple[float, ...] = ()
-    """Probability, when it was drafted, that verification reaches the node and finds it right; never
-    more than its parent's. Empty: the drafter does not say."""
+    """Probability, when it was drafted, that verification reaches the node and finds it right;
+    never more than its parent's. Empty: the drafter does not say."""
 
     @property
     def size(self) -> int:

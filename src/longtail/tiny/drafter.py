@@ -18,7 +18,8 @@ from longtail.drafter.eagle import EagleConfig, Recipe
 from longtail.drafter.fresh import fresh_drafter
 from longtail.drafter.texts import TextBatches, pack_texts, write_texts
 from longtail.drafter.trainer import DrafterTrainer, TrainerReport, TrainerSettings
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
 from longtail.model import hf
 from longtail.rl.examples import Example
 from longtail.rl.optim import OptimizerSettings

@@ -1,0 +1,164 @@
+"""Measures what engine steps and drafts cost on this machine, before the first request.
+
+It runs the very step that the engine runs, on made-up requests with a KV cache of their own, so
+nothing of the engine's is touched. A second is enough: what it gets wrong is corrected by the first
+steps, and what it could not measure in time lies between what it could.
+"""
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import final
+
+import torch
+
+from longtail.engine.batch import Scheduled, flatten
+from longtail.engine.kv_cache import ContiguousKVCache
+from longtail.engine.limits import EngineLimits
+from longtail.engine.noise import NoiseAhead
+from longtail.engine.request import ActiveRequest
+from longtail.engine.runner import ModelRunner
+from longtail.model.transformer import NO_TAPS, Transformer
+from longtail.speculation.drafter import Draftable, Drafter, Seen
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import MAX_NODES, DraftTree, depths
+from longtail.tuner.cost import CostModel, DraftCost, TimeCurve, fit_draft_cost
+from longtail.types import Request, SamplingParams
+
+_SECONDS = 1.0
+_DRAFT_SECONDS = 0.3
+_COUNTS = (1, 512, 8, 64, 2, 32, 4, 128, 16, 256, 48, 96, 24, 192, 12, 384)
+"""Flat tokens, the most telling first."""
+_REPEATS = 3
+_SHORT, _LONG = 32, 512
+"""Tokens of context."""
+_SHAPES = (Strategy(depth=1), Strategy(depth=6, width=2, size=12, beam=1))
+
+
+def measure_costs(
+    model: Transformer,
+    limits: EngineLimits,
+    drafters: Sequence[Drafter],
+    known: CostModel | None,
+) -> CostModel:
+    """Measure what is not known: steps at first, drafts of every set of drafters."""
+    costs = _measure_steps(model, limits) if known is None else known
+    costs.drafts = [_measure_drafts(drafter, model, limits) for drafter in drafters]
+    return costs
+
+
+@torch.inference_mode()
+def _measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
+    """Time steps of several sizes with short contexts, then one size with long ones."""
+    bench = _Bench(model, limits)
+    deadline = time.perf_counter() + _SECONDS
+    most = min(limits.max_step_tokens, limits.max_running * (1 + MAX_NODES))
+    counts = [min(count, most) for count in _COUNTS]
+    bench.step(1, bench.short)  # whatever happens on a first call
+    seconds: dict[int, float] = {}
+    for count in dict.fromkeys(counts):
+        if len(seconds) < 2 or time.perf_counter() < deadline:
+            seconds[count] = median(bench.step(count, bench.short) for _ in range(_REPEATS))
+    curve = TimeCurve(sorted(seconds), [seconds[count] for count in sorted(seconds)])
+    count = min(8, most)
+    far = median(bench.step(count, bench.long) for _ in range(_REPEATS))
+    near = median(bench.step(count, bench.short) for _ in range(_REPEATS))
+    pairs = count * max(bench.long - bench.short, 1)
+    return CostModel(curve, context_s=max(far - near, 0.0) / pairs)
+
+
+@torch.inference_mode()
+def _measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) -> DraftCost:
+    """Time proposals for few and many requests, shallow and deep."""
+    deadline = time.perf_counter() + _DRAFT_SECONDS
+    noise = NoiseAhead(model.config.vocab_size, model.device)
+    rounds: list[tuple[int, int, int, float]] = []
+    for num in dict.fromkeys((1, min(8, limits.max_running), min(32, limits.max_running))):
+        actives = [_made_up(f"profile-{i}", _SHORT) for i in range(num)]
+        _introduce(drafter, model, actives)
+        asked = [_draftable(active) for active in actives]
+        for turn in range(1 + _REPEATS):
+            for shape in _SHAPES:
+                started = time.perf_counter()
+                trees = drafter.propose(asked, shape, noise.ahead(actives, shape.depth))
+                took = time.perf_counter() - started
+                deep = [max(depths(tree.parents), default=0) for tree in trees]
+                if (turn and time.perf_counter() < deadline) or len(rounds) < len(_SHAPES):
+                    rounds.append((num, max(deep), sum(deep), took))
+        for active in actives:
+            drafter.forget(active.request_id)
+    return fit_draft_cost(rounds)
+
+
+@final
+class _Bench:
+    """Steps of made-up requests."""
+
+    def __init__(self, model: Transformer, limits: EngineLimits) -> None:
+        positions = model.config.max_positions - MAX_NODES - 1
+        self.short, self.long = min(_SHORT, positions), min(_LONG, positions)
+        self._num = min(limits.max_running, 64)
+        self._kv = ContiguousKVCache(
+            model.config,
+            num_tokens=self._num * 32 * -(-(self.long + MAX_NODES + 32) // 32),
+            max_rows=self._num,
+            max_len=32 * -(-(self.long + MAX_NODES + 32) // 32),
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._model, self._runner = model, ModelRunner(model, self._kv)
+
+    def step(self, num_tokens: int, context: int) -> float:
+        """Return the seconds of a step of so many tokens, with drafts where requests are few."""
+        num = min(num_tokens, self._num)
+        sizes = [num_tokens // num - 1 + (i < num_tokens % num) for i in range(num)]
+        scheduled = []
+        for i, size in enumerate(sizes):
+            active = _made_up(f"{i}", context)
+            assert self._kv.try_grow(active.request_id, context + 1 + size), "sized for this"
+            scheduled.append(Scheduled(active=active, num_tokens=1, draft=_chain(size)))
+        started = time.perf_counter()
+        batch = flatten(scheduled, self._model.device)
+        self._runner.run(batch, scheduled, NO_TAPS)
+        return time.perf_counter() - started
+
+
+def _chain(size: int) -> DraftTree:
+    return DraftTree(tokens=(0,) * size, parents=tuple(range(size)), margins=(0.0,) * size)
+
+
+def _made_up(name: str, context: int) -> ActiveRequest:
+    """A request whose last token is to be computed behind `context` others."""
+    sampling = SamplingParams(max_tokens=MAX_NODES + 1)
+    tokens = [0] * (context + 1)
+    request = Request(request_id=name, prompt_tokens=(0,), noise_key=len(name), sampling=sampling)
+    return ActiveRequest(request=request, tokens=tokens, policy_version=0, num_computed=context)
+
+
+def _draftable(active: ActiveRequest) -> Draftable:
+    return Draftable(
+        request_id=active.request_id,
+        tokens=active.tokens,
+        prompt_len=active.prompt_len,
+        sampling=active.request.sampling,
+        max_depth=MAX_NODES,
+    )
+
+
+def _introduce(drafter: Drafter, model: Transformer, actives: Sequence[ActiveRequest]) -> None:
+    """Have the drafter know all but the last token of each."""
+    count = actives[0].num_computed
+    taps = drafter.taps
+    size = (len(taps.layers) + taps.final) * model.config.hidden_size
+    features = torch.zeros(len(actives) * count, size, dtype=model.dtype, device=model.device)
+    seen = [
+        Seen(
+            request_id=active.request_id,
+            tokens=active.tokens,
+            start=0,
+            num_tokens=count,
+            prompt_len=active.prompt_len,
+        )
+        for active in actives
+    ]
+    drafter.observe(seen, features if taps.any else None)

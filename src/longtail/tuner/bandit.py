@@ -1,0 +1,118 @@
+"""BEG-MAB, the bucketed epsilon-greedy bandit of TLT (arXiv 2511.16665, section 4.3).
+
+Strategies are grouped by what they send to verification; the more requests run, the smaller the
+group's drafts. Within a group the reward of an arm is the median over a sliding window of
+
+    accept length x requests / seconds
+
+and an arm that was never tried counts as infinitely good. It needs no confidences and no cost
+model, so it serves drafters and engines that give none. Unlike the paper's, every group has several
+arms, and decoding plainly is always among them.
+"""
+
+import random
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from longtail.speculation.strategy import Strategy
+from longtail.tuner.cost import CostModel
+from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.tuner import PLAIN, Tuner, fitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Strategies for steps with at most `max_requests` requests; decoding plainly joins them.
+
+    Example: Bucket(max_requests=4, strategies=(Strategy(depth=8), Strategy(depth=4)))
+    """
+
+    max_requests: int
+    strategies: tuple[Strategy, ...]
+
+
+def _chains(max_requests: int, *depths: int) -> Bucket:
+    strategies = tuple(Strategy(depth=depth, size=depth) for depth in depths)
+    return Bucket(max_requests=max_requests, strategies=strategies)
+
+
+BUCKETS = (_chains(1, 12, 8, 6, 4), _chains(4, 8, 6, 4, 3), _chains(20, 6, 4, 3, 2),
+           _chains(1 << 30, 4, 3, 2, 1))  # fmt: skip
+"""The paper's thresholds; chains, which are what pays on a CPU."""
+
+
+@final
+class _Window:
+    """The last rewards of one arm, with their median."""
+
+    def __init__(self, size: int) -> None:
+        self._recent: deque[float] = deque(maxlen=size)
+        self._sorted: list[float] = []
+
+    def add(self, reward: float) -> None:
+        if len(self._recent) == self._recent.maxlen:
+            del self._sorted[bisect_left(self._sorted, self._recent[0])]
+        self._recent.append(reward)
+        insort(self._sorted, reward)
+
+    def median(self) -> float:
+        if not self._sorted:
+            return float("inf")
+        return self._sorted[len(self._sorted) // 2]
+
+
+@final
+class BanditTuner(Tuner):
+    """Plays arms; choices follow from the seed and the outcomes it was told."""
+
+    def __init__(
+        self,
+        *,
+        buckets: Sequence[Bucket] = BUCKETS,
+        epsilon: float = 0.1,
+        window: int = 300,
+        seed: int = 0,
+    ) -> None:
+        assert 0 <= epsilon <= 1, f"epsilon {epsilon}"
+        self._buckets, self._epsilon, self._size, self._seed = buckets, epsilon, window, seed
+        self.begin(None, 1)
+
+    def begin(self, costs: CostModel | None, num_drafters: int) -> None:
+        """Forget all rewards."""
+        self._num_drafters = num_drafters
+        self._random = random.Random(self._seed)
+        self._windows = [
+            [_Window(self._size) for _ in (None, *bucket.strategies)] for bucket in self._buckets
+        ]
+        self._playing = (0, 0)
+
+    def plan(self, batch: Batch) -> Plan:
+        """Play a random arm with probability epsilon, else the best one."""
+        place = next(
+            (
+                i
+                for i, bucket in enumerate(self._buckets)
+                if batch.num_drawing <= bucket.max_requests
+            ),
+            len(self._buckets) - 1,
+        )
+        windows = self._windows[place]
+        if self._random.random() < self._epsilon:
+            arm = self._random.randrange(len(windows))
+        else:
+            arm = max(range(len(windows)), key=lambda i: windows[i].median())
+        self._playing = (place, arm)
+        if arm == 0:
+            return PLAIN
+        return fitted(self._buckets[place].strategies[arm - 1], batch, self._num_drafters)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Count the reward of the arm that was played; steps that read prompts say little."""
+        if outcome.batch.num_tokens > outcome.batch.num_drawing:
+            return
+        place, arm = self._playing
+        if bool(arm) == (outcome.plan.strategy is not None):  # else somebody overruled it
+            self._windows[place][arm].add(outcome.num_emitted / outcome.seconds)

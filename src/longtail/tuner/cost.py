@@ -1,0 +1,217 @@
+"""What engine steps and drafts cost on this machine: measured at the start, corrected since.
+
+    seconds of a step = curve(flat tokens) + context_s x (token, attended token) pairs
+    seconds of a draft = start + requests x request_s + passes x level_s + rows x row_s
+
+There are two curves, one for plain steps and one for steps that verify drafts (the drafter is told
+how they fared; requests are fewer than tokens). Both begin as the same measurement.
+
+These machines stall, so a correction follows the logarithm of observed / predicted, clipped: a step
+that took a hundred times too long moves a prediction as far as one that took a third too long.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, final
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from longtail.tuner.records import Batch, Outcome
+
+_RATE = 0.06
+"""Share of a clipped error by which one observation moves a prediction at its own place."""
+_CLIP = 0.3
+"""Greatest error, as a logarithm, that one observation is believed."""
+_ELSEWHERE = 0.3
+"""Share of a correction that all other places get: most errors are the whole machine's."""
+
+
+@final
+class TimeCurve:
+    """Seconds by a count, linear between knots; more never takes less time."""
+
+    def __init__(self, counts: Sequence[int], seconds: Sequence[float]) -> None:
+        assert len(counts) == len(seconds) >= 1, "a curve needs a measurement"
+        assert all(a < b for a, b in pairwise(counts)), "rising counts"
+        assert all(second > 0 for second in seconds), "time passes"
+        if len(counts) == 1:  # the least that can be said: half of it is there without any token
+            counts, seconds = (0, *counts), (seconds[0] / 2, *seconds)
+        self._counts, self._raw = list(counts), list(seconds)
+        places = [math.log2(count + 1) for count in counts]
+        self._weights = [
+            [_ELSEWHERE + (1 - _ELSEWHERE) * math.exp(-abs(a - b)) for b in places] for a in places
+        ]
+        self._refresh()
+
+    def at(self, count: int) -> float:
+        """Predict the seconds of so many."""
+        right = min(max(bisect_right(self._counts, count), 1), len(self._counts) - 1)
+        left = right - 1
+        share = (count - self._counts[left]) / (self._counts[right] - self._counts[left])
+        return self._known[left] + share * (self._known[right] - self._known[left])
+
+    def at_each(self, counts: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+        """Predict the seconds of each count."""
+        known = np.interp(counts, self._counts, self._known)
+        beyond = counts - self._counts[-1]
+        return known + np.maximum(beyond, 0) * self._last_slope()
+
+    def slope(self, count: int) -> float:
+        """Seconds that one more takes, from `count` to an eighth more."""
+        more = max(1, count // 8)
+        return (self.at(count + more) - self.at(count)) / more
+
+    def correct(self, count: int, error: float) -> None:
+        """Move by an error, log(observed / predicted), clipped already: most near `count`."""
+        counts = self._counts
+        right = min(bisect_right(counts, count), len(counts) - 1)
+        near = right if counts[right] - count < count - counts[max(right - 1, 0)] else right - 1
+        for place, weight in enumerate(self._weights[max(near, 0)]):
+            self._raw[place] *= 1 + _RATE * error * weight
+        self._refresh()
+
+    def scale(self, error: float) -> None:
+        """Move everywhere by what another curve learned."""
+        factor = 1 + _RATE * error * _ELSEWHERE
+        self._raw = [factor * second for second in self._raw]
+        self._refresh()
+
+    def numbers(self) -> dict[str, list[float]]:
+        """Return knots and seconds."""
+        return {"counts": [float(count) for count in self._counts], "seconds": list(self._raw)}
+
+    def _refresh(self) -> None:
+        self._known = list(accumulate(self._raw, max))
+
+    def _last_slope(self) -> float:
+        more = self._counts[-1] - self._counts[-2]
+        return (self._known[-1] - self._known[-2]) / more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCost:
+    """Seconds of one drafter's proposals.
+
+    Example: DraftCost(start_s=1e-4, request_s=8e-6, level_s=5e-5, row_s=6e-6)
+    """
+
+    start_s: float
+    request_s: float
+    level_s: float
+    """A pass, however many rows."""
+    row_s: float
+    """A row of a pass."""
+
+    def seconds(self, num_requests: float, levels: float, rows: float) -> float:
+        """Predict a proposal for so many requests, with so many passes over so many rows in all."""
+        return (
+            self.start_s + num_requests * self.request_s + levels * self.level_s + rows * self.row_s
+        )
+
+    def scaled(self, factor: float) -> "DraftCost":
+        """Multiply everything."""
+        return DraftCost(**{name: factor * value for name, value in asdict(self).items()})
+
+
+@final
+class CostModel:
+    """Predicts steps and drafts, and is told what they took.
+
+    Example: CostModel(TimeCurve((1, 64), (1e-3, 6e-3)), context_s=1e-9)
+    """
+
+    def __init__(self, measured: TimeCurve, context_s: float) -> None:
+        numbers = measured.numbers()
+        counts = [int(count) for count in numbers["counts"]]
+        self.plain = TimeCurve(counts, numbers["seconds"])
+        self.verify = TimeCurve(counts, numbers["seconds"])
+        self.context_s = context_s
+        self.drafts: list[DraftCost] = []
+        """Of each drafter, in their order."""
+
+    def plain_s(self, batch: Batch) -> float:
+        """Predict the step without drafts."""
+        return self.plain.at(batch.num_tokens) + self.context_s * batch.num_pairs
+
+    def verify_s(self, batch: Batch, num_nodes: int) -> float:
+        """Predict the step with drafts of so many nodes in all, the drafting excluded."""
+        pairs = batch.num_pairs + num_nodes * batch.mean_context
+        return self.verify.at(batch.num_tokens + num_nodes) + self.context_s * pairs
+
+    def verify_each(self, batch: Batch, num_nodes: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+        """`verify_s` of each number of nodes."""
+        pairs = batch.num_pairs + num_nodes * batch.mean_context
+        return self.verify.at_each(batch.num_tokens + num_nodes) + self.context_s * pairs
+
+    def node_s(self, batch: Batch, num_nodes: int) -> float:
+        """Seconds that one more node takes behind so many."""
+        slope = self.verify.slope(batch.num_tokens + num_nodes)
+        return slope + self.context_s * batch.mean_context
+
+    def learn(self, outcome: Outcome) -> None:
+        """Correct the predictions by what one step took."""
+        batch, nodes = outcome.batch, outcome.num_nodes
+        for asked in outcome.asked:
+            cost = self.drafts[asked.drafter]
+            predicted = cost.seconds(asked.num_requests, asked.levels, asked.rows)
+            error = _clipped(asked.seconds, predicted)
+            self.drafts[asked.drafter] = cost.scaled(1 + _RATE * error)
+        predicted = self.verify_s(batch, nodes) if nodes else self.plain_s(batch)
+        error = _clipped(outcome.verify_s, predicted)
+        mine, other = (self.verify, self.plain) if nodes else (self.plain, self.verify)
+        mine.correct(batch.num_tokens + nodes, error)
+        other.scale(error)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return everything as JSON holds it."""
+        return {
+            "plain": self.plain.numbers(),
+            "verify": self.verify.numbers(),
+            "context_s": self.context_s,
+            "drafts": [asdict(draft) for draft in self.drafts],
+        }
+
+    @staticmethod
+    def of(numbers: Mapping[str, Any]) -> "CostModel":
+        """Make the model that `numbers` describes; KeyError or TypeError if they describe none."""
+
+        def curve(name: str) -> TimeCurve:
+            known = numbers[name]
+            return TimeCurve([int(count) for count in known["counts"]], known["seconds"])
+
+        model = CostModel(curve("plain"), float(numbers["context_s"]))
+        model.verify = curve("verify")
+        model.drafts = [DraftCost(**draft) for draft in numbers["drafts"]]
+        return model
+
+
+def fit_draft_cost(rounds: Sequence[tuple[int, int, int, float]]) -> DraftCost:
+    """Fit (requests, passes, rows, seconds) of some proposals, no part below zero.
+
+    Least squares of relative errors, so that short proposals count as much as long ones; a part
+    that comes out negative is left out and the rest fitted again.
+    """
+    table = np.array(rounds, dtype=np.float64)
+    seconds = table[:, 3]
+    columns = np.column_stack([np.ones(len(table)), table[:, 0], table[:, 1], table[:, 2]])
+    weighted = columns / seconds[:, None]
+    kept = list(range(4))
+    found = np.zeros(4)
+    while kept:
+        solution = np.linalg.lstsq(weighted[:, kept], np.ones(len(table)), rcond=None)[0]
+        if (solution >= 0).all():
+            found[kept] = solution
+            break
+        kept.pop(int(solution.argmin()))
+    start_s, request_s, level_s, row_s = (float(value) for value in found)
+    cost = DraftCost(start_s=start_s, request_s=request_s, level_s=level_s, row_s=row_s)
+    return replace(cost, start_s=max(start_s, 1e-7))  # a proposal is never free
+
+
+def _clipped(observed: float, predicted: float) -> float:
+    error = math.log(max(observed, 1e-9) / predicted)
+    return min(max(error, -_CLIP), _CLIP)

@@ -1,0 +1,99 @@
+"""What passes between the engine and a tuner.
+
+engine   --Batch-->    tuner.plan    --Plan-->     drafters propose
+         --drafts-->   tuner.spend   --drafts-->   one target pass
+         --Outcome-->  tuner.learn
+"""
+
+from dataclasses import dataclass
+
+from longtail.speculation.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A step as it would be without drafts.
+
+    Example: Batch(num_asking=8, num_drawing=8, num_tokens=8, num_pairs=2400, room=500)
+    """
+
+    num_asking: int
+    """Requests that could use a draft."""
+    num_drawing: int
+    """Requests that get a token; what a plain step yields."""
+    num_tokens: int
+    """Flat tokens, those of prompts included."""
+    num_pairs: int
+    """Pairs of a flat token and a token of its context."""
+    room: int
+    """Most draft nodes of the step."""
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens that a flat token attends to."""
+        return self.num_pairs / self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Whom to ask for drafts, and of what shape.
+
+    Example: Plan(strategy=None, reason="drafting at 64 running is predicted to give 0.95x")
+    """
+
+    strategy: Strategy | None
+    """None: decode plainly."""
+    drafters: tuple[int, ...] = (0,)
+    """Who proposes, by place; their drafts become one tree."""
+    num_requests: int = 0
+    """Draft for the first so many that could use one; 0 is all."""
+    is_probe: bool = False
+    """To learn something; says nothing of what is thought best."""
+    reason: str = ""
+    """Why, where the plan changes between drafting and not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One drafter's proposals of a step.
+
+    Example: Asked(drafter=0, num_requests=8, levels=4, rows=27, seconds=0.0004)
+    """
+
+    drafter: int
+    num_requests: int
+    levels: int
+    """Depth of the deepest draft: passes, for a drafter that has any."""
+    rows: int
+    """Depths of all drafts summed: rows of those passes."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a step took and gave.
+
+    Example: Outcome(batch=batch, plan=plan, asked=(), num_drafts=0, num_nodes=0, num_accepted=0,
+                     verify_s=0.004)
+    """
+
+    batch: Batch
+    plan: Plan
+    asked: tuple[Asked, ...]
+    num_drafts: int
+    """Requests whose draft was verified."""
+    num_nodes: int
+    """Nodes verified."""
+    num_accepted: int
+    verify_s: float
+    """Seconds of the step less those of `asked`."""
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens of the step."""
+        return self.batch.num_drawing + self.num_accepted
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self.verify_s + sum(asked.seconds for asked in self.asked)
