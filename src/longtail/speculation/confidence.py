@@ -5,6 +5,10 @@ known, so what matters is by how much the child's perturbed score leads the othe
 function differs between drafters and drifts with the policy, so it is kept as a table of margins,
 counted online: whenever verification reaches a node's parent, it reveals whether the node is right.
 
+The prior of every bin is hierarchical: sigmoid(margin), times the trust that the drafter has earned
+over all bins. So a drafter that is sure and wrong is found out after some ten outcomes in all, and
+a bin that was never met is believed no more than its drafter.
+
 It owns counts. Whether the margin was taken with or without noise is the drafter's business.
 """
 
@@ -20,67 +24,111 @@ from longtail.speculation.verify import Accepted
 EDGES = (-8.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 """Bounds of the bins of margins, nats."""
 _CENTERS = (-10.0, *((a + b) / 2 for a, b in pairwise(EDGES)), 14.0)
+_HIGHEST = 0.999
+"""Nothing is surer than this: a draft is as deep as its confidences allow."""
+_SIGMOID = tuple(min(1.0 / (1.0 + math.exp(-center)), _HIGHEST) for center in _CENTERS)
+_BINS = range(len(_CENTERS))
 _PRIOR_WEIGHT = 8.0
-"""Observations that the prior, sigmoid(margin), counts as."""
-_MEMORY = 4000.0
-"""Observations after which a bin forgets as fast as it learns."""
+"""Observations that a bin's prior counts as."""
+_TRUST_WEIGHT = 2.0
+"""Right nodes, as many as predicted, that trust begins with."""
+_MEMORY = 1000.0
+"""Observations that a bin, and trust, remember: with each one more, all older fade a little."""
 
 
 @final
 class ConfidenceCurve:
     """Probability that a node is right given that its parent is, by bin of margin.
 
-    `calibration_error` is taken before each outcome is learned, so it is honest: the mean of
+        confidence = (hits + w * sigmoid * trust) / (trials + w)                       of the bin
+        trust      = (hits + 2) / (sum of sigmoid over trials + 2)                 over all bins
+
+    Learning only counts; the table is computed when it is next asked for. `calibration_error` is
+    taken of the table before each outcome is learned, so it is honest: the mean of
     |predicted - observed| over the bins of what was predicted, weighted by their counts (expected
     calibration error, Naeini et al. 2015), with ten bins.
     """
 
     def __init__(self) -> None:
-        prior = [1.0 / (1.0 + math.exp(-center)) for center in _CENTERS]
-        self._hits = [_PRIOR_WEIGHT * p for p in prior]
-        self._trials = [_PRIOR_WEIGHT] * len(prior)
-        self._table = list(prior)
+        self._table = list(_SIGMOID)
+        self._hits, self._trials = [0.0] * len(_BINS), [0.0] * len(_BINS)
+        self._all_hits = self._all_trials = self._all_foreseen = 0.0
+        # What came in since the table was computed.
+        self._new_hits, self._new_trials = [0] * len(_BINS), [0] * len(_BINS)
+        self._is_stale = False
         self._predicted = [0.0] * 10
         self._observed = [0] * 10
         self._counts = [0] * 10
 
     def table(self) -> list[float]:
         """Confidence of each bin; bin i holds margins from EDGES[i - 1] up to EDGES[i]."""
+        if self._is_stale:
+            self._update()
         return self._table
 
     def confidences(self, margins: Sequence[float]) -> list[float]:
         """Confidence of each node given that its parent is right."""
-        table = self._table
+        table = self.table()
         return [table[bisect_right(EDGES, margin)] for margin in margins]
 
     def learn(self, tree: DraftTree, accepted: Accepted) -> None:
         """Count every node of which is known whether it is right: its parent is, and so is said
         what came after (`verify.follow` says so of nodes that were not verified, too).
         """
-        right = set(accepted.path)
-        parents = {0, *accepted.path[: len(accepted.tokens) - 1]}
-        for node, parent in enumerate(tree.parents, start=1):
+        if not tree.margins or not accepted.tokens:
+            return
+        path, margins, place = accepted.path, tree.margins, bisect_right
+        hits, trials = self._new_hits, self._new_trials
+        self._is_stale = True
+        parents = {0, *path[: len(accepted.tokens) - 1]}
+        for node, parent in enumerate(tree.parents):
             if parent in parents:
-                self._count(tree.margins[node - 1], hit=node in right)
-
-    def _count(self, margin: float, *, hit: bool) -> None:
-        index = bisect_right(EDGES, margin)
-        predicted = self._table[index]
-        place = min(int(predicted * 10), 9)
-        self._predicted[place] += predicted
-        self._observed[place] += hit
-        self._counts[place] += 1
-        if self._trials[index] >= _MEMORY:
-            self._hits[index] *= 1 - 1 / _MEMORY
-            self._trials[index] *= 1 - 1 / _MEMORY
-        self._hits[index] += hit
-        self._trials[index] += 1
-        self._table[index] = self._hits[index] / self._trials[index]
+                trials[place(EDGES, margins[node])] += 1
+        for node in path:
+            hits[place(EDGES, margins[node - 1])] += 1
 
     def calibration_error(self) -> float:
         """Expected calibration error of what was predicted so far; 0 before anything was."""
+        if self._is_stale:
+            self._update()
         total = sum(self._counts)
         if not total:
             return 0.0
         gaps = (abs(p - o) for p, o in zip(self._predicted, self._observed, strict=True))
         return math.fsum(gaps) / total
+
+    def _update(self) -> None:
+        """Set what came in against what was predicted of it, then learn from it."""
+        for index in _BINS:
+            trials, hits = self._new_trials[index], self._new_hits[index]
+            if not trials:
+                continue
+            self._new_trials[index] = self._new_hits[index] = 0
+            predicted = self._table[index]
+            place = min(int(predicted * 10), 9)
+            self._predicted[place] += predicted * trials
+            self._observed[place] += hits
+            self._counts[place] += trials
+            fade = _fade(self._trials[index] + trials)
+            self._hits[index] = (self._hits[index] + hits) * fade
+            self._trials[index] = (self._trials[index] + trials) * fade
+            self._all_hits += hits
+            self._all_trials += trials
+            self._all_foreseen += _SIGMOID[index] * trials
+        fade = _fade(self._all_trials)
+        self._all_hits, self._all_trials = self._all_hits * fade, self._all_trials * fade
+        self._all_foreseen *= fade
+        trust = (self._all_hits + _TRUST_WEIGHT) / (self._all_foreseen + _TRUST_WEIGHT)
+        self._table = [
+            min(
+                (hits + _PRIOR_WEIGHT * min(prior * trust, _HIGHEST)) / (trials + _PRIOR_WEIGHT),
+                _HIGHEST,
+            )
+            for prior, hits, trials in zip(_SIGMOID, self._hits, self._trials, strict=True)
+        ]
+        self._is_stale = False
+
+
+def _fade(trials: float) -> float:
+    """Factor that brings `trials` back to what is remembered."""
+    return min(1.0, _MEMORY / trials) if trials else 1.0
