@@ -1,81 +1,22 @@
 """The EAGLE drafter at work drafts what its training forward defines, however features came in."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import final
 
 import pytest
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from longtail.drafter.eagle import EagleConfig, EagleLayer, Recipe
+from eagle_requests import PROMPT_LEN, WINDOW, KeyedNoise, features_of, make_layer, show, text
+from longtail.drafter.eagle import EagleLayer
 from longtail.drafter.eagle_drafter import EagleDrafter
 from longtail.drafter.unroll import Pairs, unroll
-from longtail.model import native
-from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import lay_out
-from longtail.sampling import gumbel_noise
-from longtail.speculation.drafter import Draftable, Noise, Seen
+from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import MAX_NODES, DraftTree
 from longtail.types import SamplingParams
 from tiny_models import tiny_model
-
-KEY, WINDOW = 12345, 5
-PROMPT_LEN = 3
-
-
-@final
-class KeyedNoise(Noise):
-    """Noise of requests whose texts have these lengths, all with one key."""
-
-    def __init__(self, lengths: Sequence[int], vocab_size: int) -> None:
-        self._lengths, self._vocab_size = torch.tensor(lengths), vocab_size
-
-    def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
-        keys = torch.full_like(self._lengths, KEY)
-        return gumbel_noise(keys, self._lengths + depth - 1, self._vocab_size)
-
-    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        return torch.stack([self.at_depth(d) for d in range(1, depth + 1)], 1)
-
-
-def make_layer(model: Transformer, recipe: Recipe, window: int = WINDOW) -> EagleLayer:
-    layers = (0, 1) if recipe == "eagle3" else ()
-    layer = EagleLayer(
-        EagleConfig(recipe=recipe, target=model.config, layers=layers, window=window)
-    )
-    layer.initialize(torch.Generator().manual_seed(3))
-    return layer.to(model.dtype)
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(128, (length,), generator=generator).tolist()
-
-
-@torch.no_grad()
-def features_of(model: Transformer, drafter: EagleDrafter, tokens: Sequence[int]) -> Tensor:
-    tapped = model.tapped(
-        torch.tensor(tokens),
-        torch.arange(len(tokens)),
-        PackedAttention((0, len(tokens))),
-        drafter.taps,
-    )
-    assert tapped.features is not None
-    return tapped.features
-
-
-def show(
-    drafter: EagleDrafter, name: str, tokens: Sequence[int], features: Tensor, start: int, end: int
-) -> None:
-    """Let the drafter see the tokens [start, end) of a text."""
-    seen = Seen(
-        request_id=name, tokens=tokens, start=start, num_tokens=end - start, prompt_len=PROMPT_LEN
-    )
-    drafter.observe([seen], features[start:end])
 
 
 def ask(
@@ -256,44 +197,6 @@ def test_embedding_and_head_are_the_targets_own_and_nobodys_parameters():
     assert not [name for name, _ in layer.named_parameters() if "head" in name]
     sizes = {tuple(p.shape) for p in layer.parameters()}
     assert tuple(model.embedding.weight.shape) not in sizes
-
-
-@pytest.mark.skipif(native.chains(torch.float32) is None, reason="no native round here")
-@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("coupled", [False, True])
-def test_the_native_round_drafts_what_growing_level_by_level_drafts(recipe, reduced, coupled):
-    if reduced and recipe == "eagle1":
-        pytest.skip("a reduced vocabulary is EAGLE-3's")
-    model = tiny_model()
-    model.pack()
-    ids = torch.arange(0, 128, 2) if reduced else None
-    fast, slow = (EagleDrafter(make_layer(model, recipe), model, draft_ids=ids) for _ in range(2))
-    lengths, temperatures = (9, 30, 61), (1.0, 0.0, 0.7)
-    requests = []
-    for length, temperature in zip(lengths, temperatures, strict=True):
-        tokens = text(length, seed=length)
-        features = features_of(model, fast, tokens)
-        for drafter in (fast, slow):
-            show(drafter, str(length), tokens, features, 0, length - 1)
-        requests.append(
-            Draftable(
-                request_id=str(length),
-                tokens=tokens,
-                prompt_len=PROMPT_LEN,
-                sampling=SamplingParams(temperature=temperature),
-                max_depth=length // 8,
-            )
-        )
-    noise = KeyedNoise(lengths, 128) if coupled else None
-    drafted = fast.propose(requests, Strategy(depth=5), noise)
-    # Growing a tree of width 1 is growing a chain.
-    grown = slow.grow(requests, Strategy(depth=5), noise)
-    assert [tree.size for tree in drafted] == [1, 3, 5]
-    for one, other in zip(drafted, grown, strict=True):
-        assert replace(one, margins=()) == replace(other, margins=())
-        # float32, sums of 64 to 256 terms near 1 in another order
-        assert one.margins == pytest.approx(other.margins, abs=1e-4)
 
 
 def test_a_tree_holds_the_chain_of_the_best_and_rivals_with_negative_margins():

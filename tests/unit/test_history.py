@@ -16,7 +16,7 @@ from longtail.drafter.history import HistoryDrafter, _Root, _text
 from longtail.model.transformer import NO_TAPS
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Noise, Seen
-from longtail.speculation.strategy import Strategy
+from longtail.speculation.strategy import Strategy, Worth
 from longtail.speculation.tree import EMPTY, DraftTree, depths, reach_probabilities
 from longtail.speculation.verify import Accepted
 from longtail.types import SamplingParams
@@ -278,7 +278,7 @@ def test_a_path_that_hardly_ever_arrives_is_not_drafted(figure):
     tree = draft(figure, ask((Y, A, B, C)))
     for _ in range(500):
         figure.learn([tree], [Accepted(path=(), tokens=(X,))])
-    # The prior weighs 8 observations: 8 / 508 < 0.02.
+    # Trust is 2 / 500 and the prior weighs 8 observations: far less than 0.02.
     assert draft(figure, ask((Y, A, B, C))) == EMPTY
     assert draft(figure, ask((Y, A, B, C)), strategy=TREE) == EMPTY
     assert figure.calibration_error > 0.0
@@ -312,6 +312,7 @@ def test_drafts_have_the_shape_that_was_asked_for(texts, shape, coupled):
     tree = draft(drafter, ask(texts[0][:3], max_depth=max_depth), strategy=strategy, noise=noise)
     deep = depths(tree.parents)
     assert tree.size == len(tree.parents) == len(tree.margins) <= strategy.num_nodes
+    assert tree.size == len(tree.reach)
     assert all(parent <= node for node, parent in enumerate(tree.parents))
     assert max(deep, default=0) <= min(depth, max_depth)
     places = Counter(zip(tree.parents, tree.tokens, strict=True))
@@ -321,35 +322,71 @@ def test_drafts_have_the_shape_that_was_asked_for(texts, shape, coupled):
     assert max(Counter(deep[node - 1] for node in followed).values(), default=0) <= width
 
 
-@given(TEXTS, st.integers(1, 6), st.booleans())
-def test_a_chain_is_a_tree_of_width_one(texts, depth, coupled):
+WORTHS = st.builds(
+    lambda verify, extend: Worth(verify=verify, extend=extend),
+    st.sampled_from((0.0, 0.1, 0.5)),
+    st.sampled_from((0.0, 0.3, 0.6, 0.9)),
+)
+
+
+@given(TEXTS, st.integers(1, 6), WORTHS, st.booleans())
+def test_a_chain_is_a_tree_of_width_one(texts, depth, worth, coupled):
     noise = TableNoise(*[[{10: 1.0, 12: 0.3 * level}] for level in range(6)])
     read = (lambda depth: noise.at_depth(depth).numpy().data) if coupled else None
     drafter = drafter_that_saw(*texts)
     text = _text((*PROMPT, *texts[-1][:4])[-8:])
     root = _Root(text, drafter._pools[PROMPT].after, drafter._lengths, read, 0)
-    assert drafter._chain(root, depth) == drafter._tree(root, depth, 1, depth)
+    strategy = Strategy(depth=depth, worth=worth)
+    assert drafter._chain(root, depth, worth) == drafter._tree(root, depth, strategy)
 
 
-@given(TEXTS, SHAPES)
-def test_a_tree_is_what_growing_level_by_level_and_pruning_would_leave(texts, shape):
+@given(TEXTS, SHAPES, st.integers(0, 3), WORTHS)
+def test_a_tree_is_what_growing_level_by_level_and_pruning_would_leave(texts, shape, beam, worth):
     depth, width, size, _ = shape
-    drafter, size = drafter_that_saw(*texts), size or depth
+    strategy = Strategy(depth=depth, width=width, size=size, beam=beam, worth=worth)
+    drafter = drafter_that_saw(*texts)
     sure = ConfidenceCurve().confidences
     root = _Root(_text(texts[0][:2]), drafter._pools[PROMPT].after, drafter._lengths, None, 0)
-    tree = drafter._tree(root, depth, width, size)
+    tree = drafter._tree(root, depth, strategy)
     reaches: list[float] = []
     level = [(-1.0, 0.0, 0, root.text)]  # reach and margin, both negative; token
     for _ in range(depth):
         grown = [
             (reach * sure([margin])[0], -margin, token, text + chr(token))
-            for reach, _, _, text in sorted(level)[:width]
+            for reach, _, _, text in sorted(level)[: beam or width]
+            if -reach >= worth.extend
             for margin, token in root.children(text, len(drafter._lengths), 1)[1][:width]
         ]
-        level = [each for each in grown if each[0] <= -0.02]
+        level = [each for each in grown if -each[0] >= max(worth.verify, 0.02)]
         reaches += [-reach for reach, *_ in level]
+    expected = sorted(reaches, reverse=True)[: strategy.num_nodes]
+    assert list(tree.reach) == pytest.approx(expected)
     found = reach_probabilities(tree.parents, sure(tree.margins))
-    assert sorted(found, reverse=True) == pytest.approx(sorted(reaches, reverse=True)[:size])
+    assert list(tree.reach) == pytest.approx(found)
+
+
+def test_a_beam_of_one_drafts_on_the_likelier_sibling_only():
+    drafter = drafter_that_saw((A, B, C), (A, B, C), (A, X, D))
+    for beam, tokens in ((2, {B, X, C, D}), (1, {B, X, C})):
+        strategy = Strategy(depth=2, width=2, beam=beam, size=8)
+        assert set(draft(drafter, ask((Y, A)), strategy=strategy).tokens) == tokens
+
+
+def test_what_is_known_better_is_drafted_deeper():
+    """One text seen once: a margin of 0 after one token of context, of log 4 after two."""
+    drafter, sure = drafter_that_saw((A, B, C, D)), ConfidenceCurve().confidences
+    first, second = sure([0.0, math.log(4)])
+    asked = ask((Y, A))
+    for worth, tokens in (
+        (Worth(), (B, C, D)),
+        (Worth(extend=first * 0.99), (B, C)),  # c is reached less often than b
+        (Worth(extend=first * 1.01), (B,)),
+        (Worth(verify=first * second * 1.01), (B,)),
+        (Worth(verify=first * 1.01), ()),
+    ):
+        for width in (1, 2):
+            strategy = Strategy(depth=3, width=width, worth=worth)
+            assert draft(drafter, asked, strategy=strategy).tokens == tokens
 
 
 @given(TEXTS, st.integers(1, 6))

@@ -20,13 +20,13 @@ from longtail.drafter.eagle import EagleLayer
 from longtail.drafter.eagle_walker import EagleParts, EagleWalker
 from longtail.drafter.windows import Windows
 from longtail.model import native
-from longtail.model.draft import ChainKernel, ChainRound, ChainWeights
+from longtail.model.draft import ChainKernel, ChainRound, Chains, ChainWeights
 from longtail.model.kernels import NATIVE_HEAD_DIMS
 from longtail.model.linear import Linear
 from longtail.model.transformer import Taps, Transformer
-from longtail.speculation.confidence import ConfidenceCurve
+from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
-from longtail.speculation.grow import Scoring, chain_trees, deepest, grow
+from longtail.speculation.grow import Scoring, deepest, grow
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, DraftTree
 from longtail.speculation.verify import Accepted
@@ -114,6 +114,7 @@ class EagleDrafter(Drafter):
                 norm=own.norm.weight.detach() if eagle3 else None, draft_ids=self._draft_ids,
             ),
             own.rope,
+            EDGES,
         )  # fmt: skip
 
     @property
@@ -159,7 +160,8 @@ class EagleDrafter(Drafter):
         if self._has_kernel is None:
             self._kernel = self._chain_kernel()
             self._has_kernel = self._kernel is not None
-        draft = self._chains if self._has_kernel and strategy.width == 1 else self.grow
+        is_chain = strategy.num_followed == 1 and strategy.width <= 2
+        draft = self._chains if self._has_kernel and is_chain else self.grow
         for i, tree in zip(ready, draft(asking, strategy, noise), strict=True):
             trees[i] = tree
         return trees
@@ -184,7 +186,7 @@ class EagleDrafter(Drafter):
     def _chains(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft chains in one call: what `grow` drafts, sooner."""
+        """Draft in one call, one node of a level drafted on: what `grow` drafts, sooner."""
         assert self._kernel is not None, "chains need the native round"
         windows, depth = self.windows, deepest(requests, strategy)
         heard = None if noise is None else noise.up_to(depth)
@@ -197,17 +199,38 @@ class EagleDrafter(Drafter):
             lasts=pending.lasts,
             furthest=pending.furthest,
             depth=depth,
+            depths=[each.max_depth for each in requests],
+            strategy=strategy,
+            confidences=self._curve.table(),
             noise=heard,
             inverse_temperatures=torch.tensor([1.0 / t if t else 0.0 for t in temperatures]),
         )
         started = time.perf_counter()
         chains = self._kernel.run(asked, windows.features, windows.keys, windows.values)
         self._forward_s += time.perf_counter() - started
-        return chain_trees(chains.tokens.tolist(), chains.margins.tolist(), requests, strategy)
+        return _trees(chains)
 
     def _is_ready(self, request: Draftable) -> bool:
         window = self.windows.get(request.request_id)
         return window is not None and window.next_token == len(request.tokens) - 1
+
+
+def _trees(chains: Chains) -> list[DraftTree]:
+    """Cut the nodes of all requests into their drafts."""
+    tokens, parents, margins, reach = chains.tokens, chains.parents, chains.margins, chains.reach
+    trees, start = [], 0
+    for count in chains.counts:
+        end = start + count
+        trees.append(
+            DraftTree(
+                tokens=tokens[start:end],
+                parents=parents[start:end],
+                margins=margins[start:end],
+                reach=reach[start:end],
+            )
+        )
+        start = end
+    return trees
 
 
 @final

@@ -31,7 +31,7 @@ from torch import Tensor
 from longtail.model.transformer import NO_TAPS, Taps
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
-from longtail.speculation.strategy import Strategy
+from longtail.speculation.strategy import Strategy, Worth
 from longtail.speculation.tree import DraftTree
 from longtail.speculation.verify import Accepted
 
@@ -168,59 +168,71 @@ class HistoryDrafter(Drafter):
         levels = None
         if noise is not None:  # a depth is read when somebody first has a choice there
             levels = cache(lambda depth: noise.at_depth(depth).cpu().numpy().data)
-        reach = self._lengths[-1]
+        farthest = self._lengths[-1]
         trees = []
         for row, request in enumerate(requests):
             pool = self._pool(request.request_id, request.tokens, request.prompt_len)
             own = levels if request.sampling.temperature > 0.0 else None
-            root = _Root(_text(request.tokens[-reach:]), pool.after, self._lengths, own, row)
+            root = _Root(_text(request.tokens[-farthest:]), pool.after, self._lengths, own, row)
             depth = min(strategy.depth, strategy.num_nodes, request.max_depth)
             if strategy.width == 1:
-                trees.append(self._chain(root, depth))
+                trees.append(self._chain(root, depth, strategy.worth))
             else:
-                trees.append(self._tree(root, depth, strategy.width, strategy.num_nodes))
+                trees.append(self._tree(root, depth, strategy))
         return trees
 
-    def _chain(self, root: _Root, depth: int) -> DraftTree:
+    def _chain(self, root: _Root, depth: int, worth: Worth) -> DraftTree:
         """Follow the best child: `_tree` of width 1, in fewer steps."""
         table, reach, text, longest = self._curve.table(), 1.0, root.text, len(self._lengths)
+        floor, extend = max(worth.verify, _UNLIKELY), worth.extend
         tokens: list[int] = []
         margins: list[float] = []
+        likely: list[float] = []
         for level in range(1, depth + 1):
             longest, ranked = root.children(text, longest, level)
             if not ranked:
                 break
             margin, token = ranked[0]
             reach *= table[bisect_right(EDGES, margin)]
-            if reach < _UNLIKELY:
+            if reach < floor:
                 break
             tokens.append(token)
             margins.append(margin)
+            likely.append(reach)
+            if reach < extend:
+                break
             text += chr(token)
-        parents = tuple(range(len(tokens)))
-        return DraftTree(tokens=tuple(tokens), parents=parents, margins=tuple(margins))
+        return DraftTree(
+            tokens=tuple(tokens),
+            parents=tuple(range(len(tokens))),
+            margins=tuple(margins),
+            reach=tuple(likely),
+        )
 
-    def _tree(self, root: _Root, depth: int, width: int, size: int) -> DraftTree:
-        """Take the likeliest node first; draft on the first `width` taken of a level.
+    def _tree(self, root: _Root, depth: int, strategy: Strategy) -> DraftTree:
+        """Take the likeliest node first; draft on the first ones taken of a level, the beam.
 
         A node is never likelier than its parent: this is growing level by level, then pruning.
         """
-        table = self._curve.table()
+        table, width, size = self._curve.table(), strategy.width, strategy.num_nodes
+        beam, extend = strategy.num_followed, strategy.worth.extend
+        floor = max(strategy.worth.verify, _UNLIKELY)
         tokens: list[int] = []
         parents: list[int] = []
         margins: list[float] = []
+        likely: list[float] = []
         # Best first: reach and margin, both negative, and what the node would be made of.
         waiting: list[tuple[float, float, int, int, str, int, int]] = []
         followed = [0] * depth
         reach, text, longest, level = -1.0, root.text, len(self._lengths), 0
         while True:
-            if level < depth and followed[level] < width:
+            if level < depth and followed[level] < beam and -reach >= extend:
                 followed[level] += 1
                 level += 1
                 longest, ranked = root.children(text, longest, level)
                 for margin, token in ranked[:width]:
                     child = reach * table[bisect_right(EDGES, margin)]
-                    if child <= -_UNLIKELY:
+                    if -child >= floor:
                         node = (child, -margin, token, len(tokens), text, longest, level)
                         heappush(waiting, node)
             if not waiting or len(tokens) == size:
@@ -230,7 +242,13 @@ class HistoryDrafter(Drafter):
             tokens.append(token)
             parents.append(parent)
             margins.append(-margin)
-        return DraftTree(tokens=tuple(tokens), parents=tuple(parents), margins=tuple(margins))
+            likely.append(-reach)
+        return DraftTree(
+            tokens=tuple(tokens),
+            parents=tuple(parents),
+            margins=tuple(margins),
+            reach=tuple(likely),
+        )
 
     def observe(
         self, seen: Sequence[Seen], features: Float[Tensor, "tokens features"] | None

@@ -1,6 +1,12 @@
-/* A whole round of EAGLE drafting in one call: catch up, then chains of `depth` tokens.
+/* A whole round of EAGLE drafting in one call: catch up, then chains, with siblings at width 2.
  *
- * The same arithmetic as drafter/eagle.py and speculation/grow.py on a chain, which define it
+ *     root - 1 - 2 - 4 - 5        of each request one node a level is drafted on
+ *             \
+ *              3                  after a level, requests without one that is likely enough leave
+ *                                 the batch: the rows of the next pass are fewer, and no row's
+ *                                 arithmetic depends on the others
+ *
+ * The same arithmetic as drafter/eagle.py and speculation/grow.py, which define it
  * (tests/parity/test_draft.py). A drafter's layer has some twenty small operations a level, and on a
  * small model calling them costs more than computing them: this is what makes a draft cheap.
  */
@@ -16,19 +22,32 @@ typedef struct {
 } NAME(lt_eagle);
 
 typedef struct {
-  int64_t requests, pairs, depth;
+  int64_t requests, pairs, depth, width; /* width: 1 or 2 */
+  int64_t size; /* most nodes of a request, the likeliest */
+  int64_t bins; /* of margins, below and between `edges` */
+  double verify, extend, level; /* speculation/strategy.py, Worth */
   const int64_t *rows, *slots, *tokens, *positions; /* of the pairs that lack keys and values */
   const int64_t *lasts; /* of each request: which pair is its root's */
+  const int64_t *depths; /* of each request: its deepest node */
   const T *features; /* rows of windows, as the keys */
   T *keys, *values;
   int64_t feature_stride, kv_stride; /* from a row to the next */
   const float *noise; /* [requests][depth][vocab], null: none */
   const float *inverse_temperatures; /* of each request; 0: greedy, hears no noise */
+  const double *edges, *confidences; /* confidences[i] of margins from edges[i - 1] up to edges[i] */
   T *scratch;
-  int64_t *places; /* 5 times requests, to work in */
-  int64_t *drafted; /* [requests][depth] */
-  float *margins; /* [requests][depth]: lead over the second best */
+  int64_t *places; /* 7 times requests + depth * width + 1, to work in */
+  int64_t *counts; /* of each request's nodes; those of all requests follow one another: */
+  int64_t *drafted, *parents; /* room for [requests][depth * width] while they grow */
+  double *margins, *reach;
 } NAME(lt_round);
+
+/* The requests still drafted for, row by row. */
+typedef struct {
+  int64_t *rows, *contexts, *none, *tokens, *positions;
+  int64_t *owners; /* which request it is */
+  int64_t *nodes; /* of its nodes, which one is drafted on; 0: the root */
+} NAME(lt_live);
 
 /* Join features with embeddings and project: the layer's stream, and its heads, rotated. */
 static void NAME(eagle_enter)(const NAME(lt_eagle) *e, const T *features, const int64_t *tokens,
@@ -63,36 +82,148 @@ static void NAME(eagle_enter)(const NAME(lt_eagle) *e, const T *features, const 
   NAME(rotate)(qkv, 0, 0, cos, sin, rows, e->heads, e->kv_heads, e->dim, e->eps);
 }
 
-/* Best entry of one request's scores and its lead over the second best. */
-static void NAME(eagle_choose)(const T *logits, const float *noise, float inverse, int64_t vocab,
-                               int64_t *best, float *margin) {
-  float first = -INFINITY, second = -INFINITY;
-  const float scale = inverse > 0.0f ? inverse : 1.0f, heard = inverse > 0.0f ? 1.0f : 0.0f;
-  int64_t at = 0;
-  for (int64_t v = 0; v < vocab; v++) {
-    const float score = LOAD(logits[v]) * scale + (noise ? heard * noise[v] : 0.0f);
-    if (score > first) second = first, first = score, at = v;
-    else if (score > second) second = score;
+/* Finish the layer behind its attention, and score: `stream` becomes the features. */
+static void NAME(eagle_leave)(const NAME(lt_eagle) *e, const T *attended, int64_t n, T *stream,
+                              T *normed, T *projected, T *wide, T *inner, T *logits) {
+  const int64_t hidden = e->hidden;
+  NAME(product)(attended, e->output, 0, projected, n, e->heads * e->dim, hidden, e->threads);
+  NAME(add_norm)(stream, projected, e->feed_forward_norm, normed, n, hidden, e->eps);
+  NAME(product)(normed, e->gate_up, 0, wide, n, hidden, 2 * e->inner, e->threads);
+  NAME(swiglu)(wide, inner, n, e->inner);
+  NAME(product)(inner, e->down, 0, projected, n, e->inner, hidden, e->threads);
+  const T *scored = stream;
+  if (e->eagle3) {
+    NAME(add_norm)(stream, projected, e->norm, normed, n, hidden, e->eps);
+    scored = normed;
+  } else {
+    for (int64_t i = 0; i < n * hidden; i++)
+      stream[i] = STORE(LOAD(stream[i]) + LOAD(projected[i]));
   }
-  *best = at;
-  *margin = first - second;
+  NAME(product)(scored, e->head, 0, logits, n, hidden, e->vocab, e->threads);
+}
+
+/* Best two entries of one request's scores; returns the lead of the first over the second. */
+static float NAME(eagle_choose)(const T *logits, const float *noise, float inverse, int64_t vocab,
+                                int64_t *best) {
+  float first = -INFINITY, second = -INFINITY, scores[64];
+  const float scale = inverse > 0.0f ? inverse : 1.0f;
+  best[0] = best[1] = 0;
+  for (int64_t start = 0; start < vocab; start += 64) { /* few blocks hold anything new */
+    const int64_t some = vocab - start < 64 ? vocab - start : 64;
+    float most = -INFINITY;
+    for (int64_t v = 0; v < some; v++) scores[v] = LOAD(logits[start + v]) * scale;
+    if (noise && inverse > 0.0f)
+      for (int64_t v = 0; v < some; v++) scores[v] += noise[start + v];
+    for (int64_t v = 0; v < some; v++) most = scores[v] > most ? scores[v] : most;
+    if (!(most > second)) continue;
+    for (int64_t v = 0; v < some; v++) {
+      if (scores[v] > first) {
+        second = first, best[1] = best[0];
+        first = scores[v], best[0] = start + v;
+      } else if (scores[v] > second) {
+        second = scores[v], best[1] = start + v;
+      }
+    }
+  }
+  return first - second;
+}
+
+/* Put the children of one row's node into its request's draft.
+ *
+ * Returns the number of the child to draft on, the likeliest; 0: none.
+ */
+static int64_t NAME(eagle_propose)(const NAME(lt_eagle) *e, const NAME(lt_round) *round,
+                                   int64_t request, int64_t above, const int64_t *best,
+                                   float lead) {
+  const int64_t begin = request * round->depth * round->width;
+  const double reached = above ? round->reach[begin + above - 1] : 1.0;
+  double likeliest = -1.0;
+  int64_t found = 0;
+  for (int64_t child = 0; child < round->width; child++) {
+    const double margin = child ? -lead : lead;
+    int64_t bin = 0;
+    while (bin < round->bins - 1 && round->edges[bin] <= margin) bin++;
+    const double reach = reached * round->confidences[bin];
+    if (reach < round->verify) continue;
+    const int64_t at = begin + round->counts[request]++;
+    round->drafted[at] = e->draft_ids ? e->draft_ids[best[child]] : best[child];
+    round->parents[at] = above, round->margins[at] = margin, round->reach[at] = reach;
+    if (reach > likeliest) likeliest = reach, found = at - begin + 1;
+  }
+  return likeliest >= round->extend ? found : 0;
+}
+
+/* Propose a level of nodes; the rows to be drafted on move together. Returns how many they are. */
+static int64_t NAME(eagle_level)(const NAME(lt_eagle) *e, const NAME(lt_round) *round,
+                                 int64_t depth, int64_t n, const T *logits, const T *stream,
+                                 T *feature, NAME(lt_live) *live) {
+  int64_t kept = 0, best[2];
+  double promised = 0.0;
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t request = live->owners[i], place = request * round->depth + depth;
+    const float lead = NAME(eagle_choose)(
+        logits + i * e->vocab, round->noise ? round->noise + place * e->vocab : 0,
+        round->inverse_temperatures[request], e->vocab, best);
+    const int64_t node = NAME(eagle_propose)(e, round, request, live->nodes[i], best, lead);
+    if (!node || depth + 1 >= round->depths[request]) continue;
+    const int64_t at = request * round->depth * round->width + node - 1;
+    promised += round->reach[at] - round->extend;
+    live->rows[kept] = live->rows[i], live->contexts[kept] = live->contexts[i];
+    live->tokens[kept] = round->drafted[at], live->positions[kept] = live->positions[i] + 1;
+    live->owners[kept] = request, live->nodes[kept] = node;
+    memcpy(feature + kept * e->hidden, stream + i * e->hidden, e->hidden * sizeof(T));
+    kept++;
+  }
+  return promised < round->level ? 0 : kept;
+}
+
+/* Keep each request's `size` likeliest nodes, of equals the earlier, and close the gaps.
+ *
+ * A node is never likelier than its parent and comes after it, so what is kept is a tree.
+ */
+static void NAME(eagle_gather)(const NAME(lt_round) *round, int64_t *numbers) {
+  int64_t end = 0;
+  for (int64_t request = 0; request < round->requests; request++) {
+    const int64_t begin = request * round->depth * round->width, many = round->counts[request];
+    const double *reach = round->reach + begin;
+    int64_t kept = 0;
+    numbers[0] = 0;
+    for (int64_t i = 0; i < many; i++) {
+      int64_t ahead = 0;
+      if (many > round->size)
+        for (int64_t j = 0; j < many; j++)
+          ahead += reach[j] > reach[i] || (reach[j] == reach[i] && j < i);
+      numbers[i + 1] = ahead < round->size ? ++kept : -1;
+    }
+    for (int64_t i = 0; i < many; i++) {
+      if (numbers[i + 1] < 0) continue;
+      round->drafted[end] = round->drafted[begin + i];
+      round->parents[end] = numbers[round->parents[begin + i]];
+      round->margins[end] = round->margins[begin + i];
+      round->reach[end++] = round->reach[begin + i];
+    }
+    round->counts[request] = kept;
+  }
 }
 
 void NAME(eagle_chains)(const NAME(lt_eagle) *e, const NAME(lt_round) *round) {
-  const int64_t n = round->requests, pairs = round->pairs, hidden = e->hidden;
+  int64_t n = round->requests;
+  const int64_t pairs = round->pairs, hidden = e->hidden, attended_width = e->heads * e->dim;
   const int64_t width = (e->heads + 2 * e->kv_heads) * e->dim, kv = e->kv_heads * e->dim;
-  const int64_t most = pairs > n ? pairs : n, attended_width = e->heads * e->dim;
+  const int64_t most = pairs > n ? pairs : n;
   T *gathered = round->scratch, *stream = gathered + most * e->features;
   T *qkv = stream + most * hidden, *attended = qkv + most * width;
   T *normed = attended + n * attended_width, *projected = normed + n * hidden;
   T *wide = projected + n * hidden, *inner = wide + n * 2 * e->inner;
   T *logits = inner + n * e->inner, *feature = logits + n * e->vocab, *work = feature + most * hidden;
-  int64_t *rows = round->places, *contexts = rows + n, *none = contexts + n;
-  int64_t *tokens = none + n, *positions = tokens + n;
+  int64_t *p = round->places;
+  NAME(lt_live) live = {p, p + n, p + 2 * n, p + 3 * n, p + 4 * n, p + 5 * n, p + 6 * n};
+  int64_t *numbers = p + 7 * n;
 
-  for (int64_t p = 0; p < pairs; p++)
-    memcpy(gathered + p * e->features,
-           round->features + round->rows[p] * round->feature_stride + round->slots[p] * e->features,
+  for (int64_t pair = 0; pair < pairs; pair++)
+    memcpy(gathered + pair * e->features,
+           round->features + round->rows[pair] * round->feature_stride +
+               round->slots[pair] * e->features,
            e->features * sizeof(T));
   const T *entering = gathered;
   if (e->eagle3) {
@@ -106,41 +237,22 @@ void NAME(eagle_chains)(const NAME(lt_eagle) *e, const NAME(lt_round) *round) {
     const int64_t last = round->lasts[i];
     memmove(stream + i * hidden, stream + last * hidden, hidden * sizeof(T));
     memmove(qkv + i * width, qkv + last * width, width * sizeof(T));
-    rows[i] = round->rows[last], contexts[i] = round->slots[last] + 1, none[i] = 0;
-    positions[i] = round->positions[last];
+    live.rows[i] = round->rows[last], live.contexts[i] = round->slots[last] + 1;
+    live.positions[i] = round->positions[last];
+    live.owners[i] = i, live.none[i] = live.nodes[i] = round->counts[i] = 0;
   }
-  for (int64_t depth = 0; depth < round->depth; depth++) {
+  for (int64_t depth = 0; n > 0 && depth < round->depth; depth++) {
     if (depth) {
-      NAME(eagle_enter)(e, feature, tokens, positions, n, stream, qkv, work);
+      NAME(eagle_enter)(e, feature, live.tokens, live.positions, n, stream, qkv, work);
       NAME(store_kv)(qkv + attended_width, qkv + attended_width + kv, width, round->keys,
-                     round->values, round->kv_stride, rows, contexts, n, kv);
-      for (int64_t i = 0; i < n; i++) contexts[i]++;
+                     round->values, round->kv_stride, live.rows, live.contexts, n, kv);
+      for (int64_t i = 0; i < n; i++) live.contexts[i]++;
     }
-    NAME(attend_rows)(qkv, width, round->keys, round->values, round->kv_stride, rows, contexts,
-                      none, none, attended, n, e->heads, e->kv_heads, e->dim, e->window,
-                      e->threads);
-    NAME(product)(attended, e->output, 0, projected, n, attended_width, hidden, e->threads);
-    NAME(add_norm)(stream, projected, e->feed_forward_norm, normed, n, hidden, e->eps);
-    NAME(product)(normed, e->gate_up, 0, wide, n, hidden, 2 * e->inner, e->threads);
-    NAME(swiglu)(wide, inner, n, e->inner);
-    NAME(product)(inner, e->down, 0, projected, n, e->inner, hidden, e->threads);
-    const T *scored = stream;
-    if (e->eagle3) {
-      NAME(add_norm)(stream, projected, e->norm, normed, n, hidden, e->eps);
-      scored = normed;
-    } else {
-      for (int64_t i = 0; i < n * hidden; i++)
-        stream[i] = STORE(LOAD(stream[i]) + LOAD(projected[i]));
-    }
-    memcpy(feature, stream, n * hidden * sizeof(T));
-    NAME(product)(scored, e->head, 0, logits, n, hidden, e->vocab, e->threads);
-    for (int64_t i = 0; i < n; i++) {
-      const int64_t at = i * round->depth + depth;
-      int64_t best;
-      NAME(eagle_choose)(logits + i * e->vocab, round->noise ? round->noise + at * e->vocab : 0,
-                         round->inverse_temperatures[i], e->vocab, &best, round->margins + at);
-      tokens[i] = round->drafted[at] = e->draft_ids ? e->draft_ids[best] : best;
-      positions[i]++;
-    }
+    NAME(attend_rows)(qkv, width, round->keys, round->values, round->kv_stride, live.rows,
+                      live.contexts, live.none, live.none, attended, n, e->heads, e->kv_heads,
+                      e->dim, e->window, e->threads);
+    NAME(eagle_leave)(e, attended, n, stream, normed, projected, wide, inner, logits);
+    n = NAME(eagle_level)(e, round, depth, n, logits, stream, feature, &live);
   }
+  NAME(eagle_gather)(round, numbers);
 }

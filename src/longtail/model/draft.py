@@ -1,10 +1,11 @@
-"""Calls draft.c: a round of EAGLE drafting, catch-up and chains for all requests, in one call.
+"""Calls draft.c: a round of EAGLE drafting, catch-up and drafts of all requests, in one call.
 
 What it computes is defined by `drafter.eagle` and `speculation.grow`; here are only pointers, their
 order, and the tensors that keep them alive.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from longtail.model import native
 from longtail.model.linear import NativeProduct
 from longtail.model.rope import Rope
+from longtail.speculation.strategy import Strategy
 
-_PTR, _INT = ctypes.c_void_p, ctypes.c_int64
+_PTR, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class _Layer(ctypes.Structure):
@@ -33,12 +35,14 @@ class _Layer(ctypes.Structure):
 
 class _Round(ctypes.Structure):
     _fields_ = (
-        *((name, _INT) for name in ("requests", "pairs", "depth")),
-        *((name, _PTR) for name in ("rows", "slots", "tokens", "positions", "lasts")),
+        *((name, _INT) for name in ("requests", "pairs", "depth", "width", "size", "bins")),
+        *((name, _DOUBLE) for name in ("verify", "extend", "level")),
+        *((name, _PTR) for name in ("rows", "slots", "tokens", "positions", "lasts", "depths")),
         *((name, _PTR) for name in ("features", "keys", "values")),
         *((name, _INT) for name in ("feature_stride", "kv_stride")),
-        *((name, _PTR) for name in ("noise", "inverse_temperatures", "scratch")),
-        *((name, _PTR) for name in ("places", "drafted", "margins")),
+        *((name, _PTR) for name in ("noise", "inverse_temperatures", "edges", "confidences")),
+        *((name, _PTR) for name in ("scratch", "places", "counts", "drafted", "parents")),
+        *((name, _PTR) for name in ("margins", "reach")),
     )
 
 
@@ -80,6 +84,13 @@ class ChainRound:
     furthest: int
     """Greatest position among the pairs."""
     depth: int
+    """The deepest node of any request."""
+    depths: Sequence[int]
+    """The deepest node of each."""
+    strategy: Strategy
+    """Its depth is not read; one node of a level is drafted on, of one or two children."""
+    confidences: Sequence[float]
+    """Of margins from edge i - 1 up to edge i, one more than there are edges."""
     noise: Float[Tensor, "requests depth head_size"] | None
     inverse_temperatures: Float[Tensor, "requests"]
     """0 where a request is greedy."""
@@ -87,20 +98,30 @@ class ChainRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """A chain for each request."""
+    """The nodes of all requests' drafts, one request's after the other's.
 
-    tokens: Int[Tensor, "requests depth"]
-    margins: Float[Tensor, "requests depth"]
+    Example: two requests, a chain of one node, then one of two with the second's sibling:
+    counts (1, 3), tokens (5, 6, 7, 8), parents (0, 0, 1, 1)
+    """
+
+    counts: Sequence[int]
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    """Node numbers of the same draft, 0 the root."""
+    margins: tuple[float, ...]
+    reach: tuple[float, ...]
 
 
 @final
 class ChainKernel:
     """draft.c for one set of weights."""
 
-    def __init__(self, weights: ChainWeights, rope: Rope) -> None:
+    def __init__(self, weights: ChainWeights, rope: Rope, edges: Sequence[float]) -> None:
+        """`edges` are those between the bins of margins, rising."""
         function = native.chains(weights.embedding.dtype)
         assert function is not None, "ask `native.chains` first"
         self._function, self._weights, self._rope = function, weights, rope
+        self._edges = (_DOUBLE * len(edges))(*edges)
         self._cos = self._sin = torch.empty(0, weights.head_dim)
         self._scratch = weights.embedding.new_empty(0)
         self._layer = self._point()
@@ -114,27 +135,42 @@ class ChainKernel:
     ) -> Chains:
         """Compute the pairs' keys and values, then draft."""
         w, requests, pairs = self._weights, len(asked.lasts), asked.pairs.shape[1]
+        strategy, worth = asked.strategy, asked.strategy.worth
+        room = requests * asked.depth * strategy.width
+        assert strategy.num_followed == 1, "draft.c drafts on one node of a level"
+        assert strategy.width <= 2, "and that has one sibling"
+        assert len(asked.confidences) == len(self._edges) + 1, "edges lie between bins"
+        assert len(asked.depths) == requests, "each has its own deepest node"
+        assert asked.pairs.is_contiguous(), "draft.c reads dense rows"
+        assert w.embedding.dtype == features.dtype == keys.dtype, "one dtype for all"
         self._make_room(asked)
         self._layer.threads = torch.get_num_threads()
-        tokens = torch.empty(requests, asked.depth, dtype=torch.int64)
-        margins = torch.empty(requests, asked.depth)
-        places = torch.empty(5 * requests, dtype=torch.int64)
-        assert asked.pairs.is_contiguous(), "draft.c reads dense rows"
-        first = asked.pairs.data_ptr()
+        places = (_INT * (7 * requests + asked.depth * strategy.width + 1))()
+        counts, depths = (_INT * requests)(), (_INT * requests)(*asked.depths)
+        drafted, parents = (_INT * room)(), (_INT * room)()
+        margins, reach = (_DOUBLE * room)(), (_DOUBLE * room)()
+        confidences = (_DOUBLE * len(asked.confidences))(*asked.confidences)
+        first, at = asked.pairs.data_ptr(), ctypes.addressof
         rows, slots, text, positions = (first + row * pairs * 8 for row in range(4))
         call = _Round(
-            requests=requests, pairs=pairs, depth=asked.depth, rows=rows, slots=slots, tokens=text,
-            positions=positions, lasts=asked.lasts.data_ptr(), features=features.data_ptr(),
-            keys=keys.data_ptr(), values=values.data_ptr(), feature_stride=features.stride(0),
-            kv_stride=keys.stride(0),
+            requests=requests, pairs=pairs, depth=asked.depth, width=strategy.width,
+            size=strategy.num_nodes, bins=len(confidences), verify=worth.verify,
+            extend=worth.extend, level=worth.level, rows=rows, slots=slots, tokens=text,
+            positions=positions, lasts=asked.lasts.data_ptr(), depths=at(depths),
+            features=features.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(),
+            feature_stride=features.stride(0), kv_stride=keys.stride(0),
             noise=None if asked.noise is None else asked.noise.data_ptr(),
-            inverse_temperatures=asked.inverse_temperatures.data_ptr(),
-            scratch=self._scratch.data_ptr(), places=places.data_ptr(), drafted=tokens.data_ptr(),
-            margins=margins.data_ptr(),
+            inverse_temperatures=asked.inverse_temperatures.data_ptr(), edges=at(self._edges),
+            confidences=at(confidences), scratch=self._scratch.data_ptr(), places=at(places),
+            counts=at(counts), drafted=at(drafted), parents=at(parents), margins=at(margins),
+            reach=at(reach),
         )  # fmt: skip
-        assert w.embedding.dtype == features.dtype == keys.dtype, "one dtype for all"
         self._function(ctypes.byref(self._layer), ctypes.byref(call))
-        return Chains(tokens=tokens, margins=margins)
+        end = sum(counts)
+        return Chains(
+            counts=counts[:], tokens=tuple(drafted[:end]), parents=tuple(parents[:end]),
+            margins=tuple(margins[:end]), reach=tuple(reach[:end]),
+        )  # fmt: skip
 
     def _point(self) -> _Layer:
         w = self._weights

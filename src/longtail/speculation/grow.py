@@ -5,22 +5,27 @@ children are the tokens that a target which agreed with the drafter would draw t
 
     children = top-W_v ( log q(v) + g[r, t, v] )        greedy, or not coupled: top-W_v log q(v)
 
-log q need not be normalised: neither the order nor a margin depends on it. Each level, the `width`
-nodes likeliest to be reached are drafted on; all nodes seen compete for the draft's size.
+log q need not be normalised: neither the order nor a margin depends on it. Each level, the nodes
+likeliest to be reached are drafted on (`Strategy.beam`), those that promise enough (`Worth`); all
+nodes seen compete for the draft's size.
 """
 
 import abc
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Noise
-from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import DraftTree, cut_depth, prune, reach_probabilities
+from longtail.speculation.strategy import Strategy, Worth
+from longtail.speculation.tree import DraftTree, keep_reached, prune
+
+_THERE = sys.float_info.min
+"""Reach 0 marks a place in a tensor where no node is; nodes have more, for confidences do."""
 
 
 class Walker(abc.ABC):
@@ -57,6 +62,30 @@ class _Level:
     margins: Float[Tensor, "requests candidates"]
     parents: Int[Tensor, "requests candidates"]
     """Candidates of all levels above, counted from 1 in order; 0 is the root."""
+    reach: Float[Tensor, "requests candidates"]
+    """Probability of being reached and right; 0 below a node that is not drafted on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sureness:
+    """A confidence curve in tensors, as it is when drafting begins."""
+
+    table: Float[Tensor, "bins"]
+    edges: Float[Tensor, "edges"]
+
+    @staticmethod
+    def of(curve: ConfidenceCurve, device: torch.device) -> "_Sureness":
+        """Take the table; in float64, so that a product is the same wherever it is taken."""
+        table, edges = (
+            torch.tensor(of, dtype=torch.float64, device=device) for of in (curve.table(), EDGES)
+        )
+        return _Sureness(table=table, edges=edges)
+
+    def confidences(
+        self, margins: Float[Tensor, "requests candidates"]
+    ) -> Float[Tensor, "requests candidates"]:
+        """Look margins up."""
+        return self.table[torch.bucketize(margins.double(), self.edges, right=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,102 +128,91 @@ def deepest(requests: Sequence[Draftable], strategy: Strategy) -> int:
     return min(strategy.depth, strategy.num_nodes, max(each.max_depth for each in requests))
 
 
-def chain_trees(
-    tokens: Sequence[Sequence[int]],
-    margins: Sequence[Sequence[float]],
-    requests: Sequence[Draftable],
-    strategy: Strategy,
-) -> list[DraftTree]:
-    """Make each request's chain a tree, as long as it can use."""
-    trees = []
-    for request, some, by in zip(requests, tokens, margins, strict=True):
-        size = min(len(some), request.max_depth, strategy.num_nodes)
-        trees.append(
-            DraftTree(
-                tokens=tuple(some[:size]), parents=tuple(range(size)), margins=tuple(by[:size])
-            )
-        )
-    return trees
-
-
 def grow(
     walker: Walker, scoring: Scoring, strategy: Strategy, curve: ConfidenceCurve
 ) -> list[DraftTree]:
-    """Draft for every request; one pass of the walker a level."""
-    num, width = len(scoring.requests), strategy.width
+    """Draft for every request; one pass of the walker a level.
+
+    Requests that stop early stay in the passes, but nothing more is proposed for them.
+    """
+    requests, worth = scoring.requests, strategy.worth
+    last = deepest(requests, strategy)
+    logits = walker.root()
+    sure = _Sureness.of(curve, logits.device)
+    limits = torch.tensor([[each.max_depth] for each in requests], device=logits.device)
+    numbers = torch.zeros_like(limits)
+    reach = torch.ones(limits.shape, dtype=torch.float64, device=logits.device)
     levels: list[_Level] = []
-    last = deepest(scoring.requests, strategy)
-    logits, per_request = walker.root(), 1
-    numbers = torch.zeros(num, 1, dtype=torch.int64, device=logits.device)
-    reach = torch.ones(num, 1, device=logits.device)
-    table = torch.tensor(curve.table(), device=logits.device) if width > 1 else None
-    edges = torch.tensor(EDGES, device=logits.device) if width > 1 else None
     total = 0
     for depth in range(1, last + 1):
-        level = _children(scoring, logits, depth, numbers, width)
+        level = _children(scoring, logits, depth, (numbers, reach), strategy.width, sure)
         levels.append(level)
         if depth == last:
             break
-        tokens, parents = level.tokens, torch.zeros_like(level.tokens)
-        numbers = total + 1 + torch.arange(tokens.shape[1], device=logits.device).expand_as(tokens)
-        if table is not None and edges is not None:
-            sure = table[torch.bucketize(level.margins, edges, right=True)]
-            reach = reach.repeat_interleave(width, 1) * sure
-            reach, best = reach.topk(min(width, reach.shape[1]), dim=1)
-            tokens, numbers, parents = (
-                tokens.gather(1, best),
-                numbers.gather(1, best),
-                best // width,
-            )
+        reach, best = level.reach.sort(dim=1, descending=True, stable=True)
+        reach, best = reach[:, : strategy.num_followed], best[:, : strategy.num_followed]
+        follows = (reach >= max(worth.extend, worth.verify, _THERE)) & (limits > depth)
+        if (worth.level or worth.extend) and not _is_worth_a_level(reach, follows, worth):
+            break
+        reach = reach * follows
+        numbers = total + 1 + best
         total += level.tokens.shape[1]
-        per_request = tokens.shape[1]
         logits = walker.descend(
             Frontier(
                 depth=depth,
-                per_request=per_request,
-                tokens=tokens.reshape(-1),
-                parents=parents.reshape(-1),
+                per_request=best.shape[1],
+                tokens=level.tokens.gather(1, best).reshape(-1),
+                parents=(best // strategy.width).reshape(-1),
             )
         )
-    return _trees(levels, scoring.requests, strategy, curve)
+    return _trees(levels, strategy)
+
+
+def _is_worth_a_level(
+    reach: Float[Tensor, "requests followed"],
+    follows: Bool[Tensor, "requests followed"],
+    worth: Worth,
+) -> bool:
+    """Tell whether the nodes to be drafted on promise enough, together, for a pass."""
+    promised = float(((reach - worth.extend) * follows).sum())
+    return bool(follows.any()) and promised >= worth.level
 
 
 def _children(
     scoring: Scoring,
     logits: Float[Tensor, "nodes vocab"],
     depth: int,
-    numbers: Int[Tensor, "requests per_request"],
+    above: tuple[Int[Tensor, "requests per_request"], Float[Tensor, "requests per_request"]],
     width: int,
+    sure: _Sureness,
 ) -> _Level:
     """Take the best `width` children of every node, and by how much each leads its best rival."""
+    numbers, reach = above
     num, per_request = numbers.shape
     scores = scoring.scores(logits, depth, per_request)
     values, chosen = scores.topk(min(width + 1, scores.shape[1]), dim=1)
     rivals = values[:, :1].expand(-1, width).clone()
     rivals[:, 0] = values[:, 1] if values.shape[1] > 1 else values[:, 0]
+    margins = (values[:, :width] - rivals).reshape(num, -1)
     return _Level(
         tokens=scoring.tokens(chosen[:, :width]).reshape(num, -1),
-        margins=(values[:, :width] - rivals).reshape(num, -1),
+        margins=margins,
         parents=numbers.repeat_interleave(width, 1),
+        reach=reach.repeat_interleave(width, 1) * sure.confidences(margins),
     )
 
 
-def _trees(
-    levels: Sequence[_Level],
-    requests: Sequence[Draftable],
-    strategy: Strategy,
-    curve: ConfidenceCurve,
-) -> list[DraftTree]:
+def _trees(levels: Sequence[_Level], strategy: Strategy) -> list[DraftTree]:
     """Cut each request's candidates to its draft."""
     tokens = torch.cat([level.tokens for level in levels], 1).tolist()
     margins = torch.cat([level.margins for level in levels], 1).tolist()
     parents = torch.cat([level.parents for level in levels], 1).tolist()
+    reach = torch.cat([level.reach for level in levels], 1).tolist()
     trees = []
-    for request, some, by, above in zip(requests, tokens, margins, parents, strict=True):
-        tree = DraftTree(tokens=tuple(some), parents=tuple(above), margins=tuple(by))
-        tree = cut_depth(tree, request.max_depth)
-        if tree.size > strategy.num_nodes:
-            sure = curve.confidences(tree.margins)
-            tree = prune(tree, reach_probabilities(tree.parents, sure), strategy.num_nodes)
-        trees.append(tree)
+    for some, by, above, likely in zip(tokens, margins, parents, reach, strict=True):
+        tree = DraftTree(
+            tokens=tuple(some), parents=tuple(above), margins=tuple(by), reach=tuple(likely)
+        )
+        tree = keep_reached(tree, max(strategy.worth.verify, _THERE))
+        trees.append(prune(tree, tree.reach, strategy.num_nodes))
     return trees

@@ -1,0 +1,162 @@
+"""draft.c, a round of drafting in one call, drafts what growing level by level drafts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, show, text
+from longtail.drafter.eagle import Recipe
+from longtail.drafter.eagle_drafter import EagleDrafter
+from longtail.model import native
+from longtail.speculation.confidence import ConfidenceCurve
+from longtail.speculation.drafter import Draftable
+from longtail.speculation.strategy import Strategy, Worth
+from longtail.speculation.tree import DraftTree, depths, reach_probabilities
+from longtail.speculation.verify import Accepted
+from longtail.types import SamplingParams
+from tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(native.chains(torch.float32) is None, reason="no native round here")
+
+LENGTHS, TEMPERATURES = (9, 30, 61, 44, 52), (1.0, 0.0, 0.7, 1.0, 0.9)
+CHAIN = Strategy(depth=5)
+SIBLINGS = Strategy(depth=5, width=2, beam=1, size=10)
+WORTHS = (
+    Worth(),
+    Worth(verify=0.3),
+    Worth(extend=0.3),
+    Worth(verify=0.4, extend=0.2),
+    Worth(level=2.0),
+    Worth(verify=0.1, extend=0.2, level=0.7),
+)
+
+
+def drafter_of(recipe: Recipe, dtype: torch.dtype = torch.float32, *, reduced: bool = False):
+    """A drafter that has seen texts of LENGTHS up to their roots."""
+    model = tiny_model(dtype=dtype)
+    model.pack()
+    ids = torch.arange(0, 128, 2) if reduced else None
+    drafter = EagleDrafter(make_layer(model, recipe), model, draft_ids=ids)
+    for number, length in enumerate(LENGTHS):
+        tokens, cut = text(length, seed=length), length - 2 - number  # windows fill unequally
+        features = features_of(model, drafter, tokens)
+        show(drafter, str(length), tokens, features, 0, cut)
+        show(drafter, str(length), tokens, features, cut, length - 1)
+    return drafter
+
+
+def asked(max_depths: Sequence[int] = (1, 3, 9, 9, 9)) -> list[Draftable]:
+    return [
+        Draftable(
+            request_id=str(length),
+            tokens=text(length, seed=length),
+            prompt_len=PROMPT_LEN,
+            sampling=SamplingParams(temperature=temperature),
+            max_depth=max_depth,
+        )
+        for length, temperature, max_depth in zip(LENGTHS, TEMPERATURES, max_depths, strict=True)
+    ]
+
+
+def assert_same_drafts(drafted: Sequence[DraftTree], grown: Sequence[DraftTree]) -> None:
+    for one, other in zip(drafted, grown, strict=True):
+        assert (one.tokens, one.parents) == (other.tokens, other.parents)
+        # float32, sums of 64 to 256 terms near 1 in another order
+        assert one.margins == pytest.approx(other.margins, abs=1e-4)
+        # Both are products of the same float64 numbers, as long as margins share their bins.
+        assert one.reach == pytest.approx(other.reach, rel=1e-12)
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_the_native_round_drafts_what_growing_level_by_level_drafts(recipe, reduced, coupled):
+    if reduced and recipe == "eagle1":
+        pytest.skip("a reduced vocabulary is EAGLE-3's")
+    fast, slow = (drafter_of(recipe, reduced=reduced) for _ in range(2))
+    noise = KeyedNoise(LENGTHS, 128) if coupled else None
+    for shape in (CHAIN, SIBLINGS):
+        drafted = fast.propose(asked(), shape, noise)
+        assert_same_drafts(drafted, slow.grow(asked(), shape, noise))
+        assert [tree.size for tree in drafted] == [shape.width * n for n in (1, 3, 5, 5, 5)]
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("shape", [CHAIN, SIBLINGS, replace(SIBLINGS, size=4)])
+@pytest.mark.parametrize("worth", WORTHS)
+def test_both_leave_out_what_is_not_worth_it(recipe, shape, worth):
+    fast, slow = (drafter_of(recipe) for _ in range(2))
+    noise, strategy = KeyedNoise(LENGTHS, 128), replace(shape, worth=worth)
+    drafted = fast.propose(asked(), strategy, noise)
+    assert_same_drafts(drafted, slow.grow(asked(), strategy, noise))
+    everything = fast.propose(asked(), replace(shape, size=10), noise)
+    bites = worth != Worth() or shape.size == 4
+    assert (sum(t.size for t in drafted) < sum(t.size for t in everything)) == bites
+    sure = ConfidenceCurve()
+    for tree in drafted:
+        assert tree.size <= strategy.num_nodes
+        assert tree.reach == pytest.approx(
+            reach_probabilities(tree.parents, sure.confidences(tree.margins)), rel=1e-12
+        )
+        assert all(reach >= worth.verify for reach in tree.reach)
+        assert all(tree.reach[parent - 1] >= worth.extend for parent in tree.parents if parent)
+
+
+def test_both_follow_the_likelier_sibling_where_the_leader_is_known_to_be_wrong():
+    """A learned curve need not rise with the margin: here what leads is always wrong."""
+    fast, slow = (drafter_of("eagle1") for _ in range(2))
+    noise = KeyedNoise(LENGTHS, 128)
+    for drafter in (fast, slow):
+        for _ in range(20):
+            trees = drafter.propose(asked(), SIBLINGS, noise)
+            second = [Accepted(path=(2,), tokens=(tree.tokens[1],)) for tree in trees]
+            drafter.learn(trees, second)
+    drafted = fast.propose(asked(), SIBLINGS, noise)
+    assert_same_drafts(drafted, slow.grow(asked(), SIBLINGS, noise))
+    assert any(parent == 2 for tree in drafted for parent in tree.parents)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("shape", [CHAIN, SIBLINGS])
+def test_a_draft_is_the_same_alone_and_among_others_that_stop_early(dtype, recipe, shape):
+    if native.chains(dtype) is None:
+        pytest.skip(f"no native round in {dtype}")
+    strategy, drafter = replace(shape, worth=Worth(extend=0.3)), drafter_of(recipe, dtype)
+    together = drafter.propose(asked(), strategy, KeyedNoise(LENGTHS, 128))
+    alone = [
+        drafter.propose([each], strategy, KeyedNoise([len(each.tokens)], 128))[0]
+        for each in asked()
+    ]
+    assert together == alone  # to the last bit of every margin
+    assert len({max(depths(tree.parents)) for tree in together}) >= 3
+
+
+@pytest.mark.parametrize("shape", [CHAIN, SIBLINGS])
+def test_a_request_that_has_stopped_is_computed_no_further(shape):
+    """Of every node that is drafted on, and of no other, there are keys behind the window."""
+    drafter, untouched = drafter_of("eagle1"), 777.0
+    windows = drafter.windows
+    drafter.propose(asked(), Strategy(depth=1), None)
+    windows.keys.fill_(untouched)
+    strategy = replace(shape, worth=Worth(extend=0.3))
+    trees = drafter.propose(asked(), strategy, KeyedNoise(LENGTHS, 128))
+    passes = []
+    for request, tree in zip(asked(), trees, strict=True):
+        window = windows.of(request.request_id)
+        behind = windows.keys[window.row, window.end :]
+        passes.append(int((behind != untouched).flatten(1).any(1).sum()))
+        assert passes[-1] == len(set(tree.parents) - {0})
+    assert len(set(passes)) >= 3
+
+
+def test_a_level_that_none_is_worth_alone_is_drafted_if_they_are_together():
+    drafter = drafter_of("eagle1")
+    promises = [tree.reach[0] for tree in drafter.propose(asked([9] * 5), CHAIN, None)]
+    needed = (max(promises) + sum(promises)) / 2
+    strategy = replace(CHAIN, worth=Worth(level=needed))
+    assert all(tree.size > 1 for tree in drafter.propose(asked([9] * 5), strategy, None))
+    for each in asked([9] * 5):
+        assert drafter.propose([each], strategy, None)[0].size == 1
