@@ -16,7 +16,7 @@ import torch
 from longtail import machine
 from longtail.checkpoint import Checkpoint
 from longtail.config import RunConfig, SpeculationSection
-from longtail.drafters import Target, open_drafter
+from longtail.drafters import Target, open_drafters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculate import Speculation
@@ -30,6 +30,9 @@ from longtail.rl.optim import OptimizerSettings
 from longtail.rl.sources import load_rows
 from longtail.speculation.strategy import Strategy
 from longtail.tiny import warmstart
+from longtail.tuner.bandit import BanditTuner
+from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.types import Prompt, SamplingParams
 
 TINY_REASONER = "tiny-reasoner"
@@ -129,7 +132,7 @@ def assemble(config: RunConfig, directory: Path, say: Callable[[str], None] = _t
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
     )
     began = time.perf_counter()
-    speculation = _speculation(config.speculation, target, say)
+    speculation = _speculation(config.speculation, config.run.seed, target, say)
     drafter_s = time.perf_counter() - began
     return Parts(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
@@ -146,17 +149,19 @@ def assemble(config: RunConfig, directory: Path, say: Callable[[str], None] = _t
 
 
 def _speculation(
-    own: SpeculationSection, target: Target, say: Callable[[str], None]
+    own: SpeculationSection, seed: int, target: Target, say: Callable[[str], None]
 ) -> Speculation | None:
-    if own.drafter == "none":
+    drafters = open_drafters(own.drafter, target, say)
+    if not drafters:
         return None
-    strategy = Strategy(depth=own.depth, width=own.width, size=own.size)
-    return Speculation.fixed(
-        open_drafter(own.drafter, target, say),
-        strategy,
-        coupled=own.coupled,
-        max_running=own.max_running,
-    )
+    fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
+    tuners: dict[str, Callable[[], Tuner]] = {
+        "budget": BudgetTuner,
+        "beg-mab": lambda: BanditTuner(seed=seed),
+        "fixed": lambda: FixedTuner(fixed, max_running=own.max_running),
+        "off": OffTuner,
+    }
+    return Speculation(drafters=drafters, tuner=tuners[own.tuner](), coupled=own.coupled)
 
 
 def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:

@@ -44,8 +44,8 @@ _MAY_DIFFER = frozenset(
         "run.dir", "run.steps", "run.threads", "run.checkpoint_every", "run.keep_checkpoints",
         "run.resume", "run.save_rollouts", "run.writers", "run.log_every", "train.steps",
         "eval.samples", "eval.every", "reward.workers", "reward.timeout_s",
-        "speculation.drafter", "speculation.depth", "speculation.width", "speculation.size",
-        "speculation.max_running", "speculation.coupled",
+        "speculation.drafter", "speculation.tuner", "speculation.depth", "speculation.width",
+        "speculation.size", "speculation.max_running", "speculation.coupled",
     }
 )  # fmt: skip
 """What a resumed run may change: nothing here reaches a weight, unless a schedule reads it."""

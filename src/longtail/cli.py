@@ -340,8 +340,7 @@ def _generate_parser() -> argparse.ArgumentParser:
     form.add_argument(
         "--raw", action="store_true", help="no chat template (default: where there is one)"
     )
-    add("--drafter", metavar="NAME", help="draft ahead: as speculation.drafter of train names it")
-    add("--draft-depth", metavar="N", type=int, default=6, help="tokens ahead (default 6)")
+    add("--drafter", metavar="NAME", default="auto", help="as speculation.drafter (default auto)")
     add("--json", action="store_true", help="one JSON object a completion")
     return parser
 

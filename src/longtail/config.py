@@ -19,6 +19,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Schedule = Literal["constant", "linear", "cosine"]
 WriterName = Literal["tensorboard", "wandb"]
+TunerName = Literal["budget", "beg-mab", "fixed", "off"]
 LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"]
 _GROUP_LOSSES: tuple[LossName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 
@@ -107,18 +108,22 @@ class RolloutSection(Section):
 class SpeculationSection(Section):
     """Drafting ahead of the policy while it writes: the clock changes, no token does."""
 
-    drafter: Name = "none"
+    drafter: Name = "auto"
     """`none`, `history` (suffixes of what was written), `tiny-reasoner` (the embedded model's own,
     taught here once), or a directory: of a drafter from `longtail drafter train`, or of a small
-    model with the same tokenizer."""
+    model with the same tokenizer. Several are joined: `DIR+history`. `auto` is the embedded model's
+    own for that model, `history` for any other."""
+    tuner: TunerName = "budget"
+    """Who decides how much to draft, and when not to: `budget` (by measured cost and calibrated
+    chances), `beg-mab` (TLT's bandit), `fixed` (as the next four say), `off`."""
     depth: Annotated[int, Field(ge=1, le=32)] = 4
-    """Tokens drafted ahead; one pass of the drafter each."""
+    """Fixed: tokens drafted ahead; one pass of the drafter each."""
     width: Annotated[int, Field(ge=1, le=8)] = 1
-    """Alternatives a token; 1 drafts a chain."""
+    """Fixed: alternatives a token; 1 drafts a chain."""
     size: Annotated[int, Field(ge=0, le=60)] = 0
-    """Drafted tokens of a request that are verified, the likeliest; 0 is `depth`."""
+    """Fixed: drafted tokens of a request that are verified, the likeliest; 0 is `depth`."""
     max_running: Annotated[int, Field(ge=0)] = 32
-    """Draft only while at most so many requests run; 0 is always."""
+    """Fixed: draft only while at most so many requests run; 0 is always."""
     coupled: bool = True
     """Draft with the very noise that the policy draws with; off only to compare."""
 

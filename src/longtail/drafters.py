@@ -1,5 +1,6 @@
 """From the name of a drafter to a drafter at work; what a name may be is said in `config`.
 
+auto               the embedded model's own where it is the target, else history
 history            suffixes of what was written, no weights
 tiny-reasoner      the embedded model's own, taught here once (recipe eagle1; tiny-reasoner:eagle3)
 a directory        a drafter that `longtail drafter train` made, or its run directory; or a
@@ -24,6 +25,7 @@ from longtail.tiny import drafter as tiny_drafter
 _LESSONS_A_LINE = 50
 
 HISTORY, TINY_REASONER = "history", "tiny-reasoner"
+NONE, AUTO = "none", "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,18 @@ def open_drafter(
         path, target.model, target.tokenizer, strict_weights=False, dtype=target.model.dtype
     )
     return EagleDrafter(loaded.layer, target.model, draft_ids=loaded.draft_ids, window=window)
+
+
+def open_drafters(names: str, target: Target, say: Callable[[str], None]) -> tuple[Drafter, ...]:
+    """Make the drafters that `names` means: one, several joined by +, `auto`, or `none`.
+
+    Raises ConfigError as `open_drafter` does.
+    """
+    if names == NONE:
+        return ()
+    if names == AUTO:
+        names = TINY_REASONER if target.name == TINY_REASONER else HISTORY
+    return tuple(open_drafter(name, target, say) for name in names.split("+"))
 
 
 def drafter_directory(path: Path) -> Path:

@@ -16,7 +16,7 @@ import torch
 
 from longtail.assemble import DTYPES, TINY_REASONER, model_directory, set_threads
 from longtail.checkpoint import policy_directory
-from longtail.drafters import Target, open_drafter
+from longtail.drafters import Target, open_drafters
 from longtail.engine.acceptance import Acceptance, AcceptLength
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
@@ -25,7 +25,7 @@ from longtail.engine.text import find_stop
 from longtail.errors import ConfigError
 from longtail.model import hf
 from longtail.sampling import noise_key
-from longtail.speculation.strategy import Strategy
+from longtail.tuner.budget import BudgetTuner
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 64
@@ -50,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
         stop_token_ids=tokenizer.eos_ids,
     )
     engine = _engine(args, path, tokenizer, len(tokens))
-    if args.drafter is not None:
-        _speculate(args, engine, path, tokenizer)
+    _speculate(args, engine, path, tokenizer)
     acceptance = Acceptance()
     requests = [
         Request(
@@ -123,11 +122,11 @@ def _engine(
 def _speculate(
     args: argparse.Namespace, engine: RolloutEngine, path: Path, tokenizer: hf.Tokenizer
 ) -> None:
-    """Let the engine draft ahead."""
-    strategy = Strategy(depth=args.draft_depth)
+    """Let the engine draft ahead, as far as it pays."""
     target = Target(model=engine.model, tokenizer=tokenizer, directory=path, name=args.model)
-    drafter = open_drafter(args.drafter, target, lambda text: print(text, file=sys.stderr))
-    engine.speculate(Speculation.fixed(drafter, strategy))
+    drafters = open_drafters(args.drafter, target, lambda text: print(text, file=sys.stderr))
+    if drafters:
+        engine.speculate(Speculation(drafters=drafters, tuner=BudgetTuner()))
 
 
 def _stream(engine: RolloutEngine, request: Request, acceptance: Acceptance) -> Completion:
