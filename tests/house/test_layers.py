@@ -14,7 +14,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "maths",
         (
             *("sampling", "rl", "rl.advantage", "rl.loss", "rl.packing", "engine", "model"),
-            *("speculation", "speculation.*", "drafter", "drafter.loss"),
+            *("speculation", "speculation.*", "drafter", "drafter.loss", "tuner", "tuner.*"),
         ),
     ),
     ("model", ("model.*",)),

@@ -14,7 +14,14 @@ from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.grow import Frontier, Scoring, Walker, grow
 from longtail.speculation.strategy import Strategy, Worth
-from longtail.speculation.tree import MAX_NODES, DraftTree, prune, reach_probabilities
+from longtail.speculation.tree import (
+    MAX_NODES,
+    DraftTree,
+    depths,
+    prune,
+    ranked,
+    reach_probabilities,
+)
 from longtail.speculation.verify import Accepted
 from longtail.types import SamplingParams
 
@@ -120,7 +127,7 @@ class Growing:
     def tree(self) -> DraftTree:
         tokens, parents, margins, reach = zip(*self.nodes, strict=True) if self.nodes else [()] * 4
         tree = DraftTree(tokens=tokens, parents=parents, margins=margins, reach=reach)
-        return prune(tree, reach, self._strategy.num_nodes)
+        return prune(ranked(tree), self._strategy.num_nodes)
 
 
 def defined(
@@ -186,9 +193,15 @@ def test_a_beam_of_one_is_a_chain_with_siblings():
     strategy = Strategy(depth=3, width=2, beam=1, size=6)
     (tree,), passes = grown([9], strategy, ConfidenceCurve())
     (chain,), _ = grown([9], Strategy(depth=3), ConfidenceCurve())
-    assert tree.parents == (0, 0, 1, 1, 3, 3)
-    assert tree.tokens[::2] == chain.tokens
-    assert tree.margins[1::2] == tuple(-margin for margin in tree.margins[::2])
+    spine = [node for node in range(1, 7) if tree.margins[node - 1] > 0]
+    assert tuple(tree.tokens[node - 1] for node in spine) == chain.tokens
+    assert [tree.parents[node - 1] for node in spine] == [0, *spine[:-1]]
+    leaves = {
+        depth: margin
+        for depth, margin in zip(depths(tree.parents), tree.margins, strict=True)
+        if margin < 0
+    }
+    assert leaves == {depth: -margin for depth, margin in enumerate(chain.margins, start=1)}
     assert passes == [1, 1]  # and the root's
 
 

@@ -1,5 +1,7 @@
 """Draft trees: the running example, and what holds for every tree."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,9 @@ from longtail.speculation.tree import (
     DraftTree,
     cut_depth,
     depths,
+    keep_reached,
     prune,
+    ranked,
     reach_probabilities,
     visible_nodes,
 )
@@ -56,14 +60,28 @@ def test_reach_is_the_product_along_the_path():
 
 
 def test_pruning_the_worked_tree_keeps_its_three_likeliest_nodes():
-    assert prune(TREE, TREE_REACH, 3) == TREE_OF_THREE
-    assert prune(TREE, TREE_REACH, 4) is TREE
-    assert prune(TREE, TREE_REACH, 0) == EMPTY
+    likely = ranked(replace(TREE, reach=TREE_REACH))
+    assert likely.tokens == (5, 7, 8, 6)
+    assert likely.reach == (0.9, 0.8, 0.7, 0.1)
+    assert replace(prune(likely, 3), reach=()) == TREE_OF_THREE
+    assert prune(likely, 4) is likely
+    assert prune(likely, 0) == EMPTY
+
+
+def test_a_floor_keeps_what_reaches_it_and_all_that_says_nothing():
+    likely = ranked(replace(TREE, reach=TREE_REACH))
+    assert keep_reached(likely, 0.7) == prune(likely, 3)
+    assert keep_reached(likely, 0.71) == prune(likely, 2)
+    assert keep_reached(likely, 0.95) == EMPTY
+    assert keep_reached(TREE, 0.95) is TREE
 
 
 def test_of_equals_the_earlier_nodes_stay():
-    tree = DraftTree(tokens=(1, 2, 3), parents=(0, 1, 0), margins=(0.0, 0.0, 0.0))
-    assert prune(tree, (0.5, 0.5, 0.5), 2).tokens == (1, 2)
+    tree = DraftTree(
+        tokens=(1, 2, 3, 4), parents=(0, 1, 0, 3), margins=(0.0,) * 4, reach=(0.5, 0.5, 0.7, 0.5)
+    )
+    assert ranked(tree).tokens == (3, 1, 2, 4)
+    assert prune(ranked(tree), 3).tokens == (3, 1, 2)
 
 
 @pytest.mark.parametrize(("depth", "tokens"), [(1, (5, 6)), (2, (5, 6, 7)), (3, TREE.tokens)])
@@ -95,7 +113,8 @@ def test_a_node_is_never_likelier_than_its_parent(parents, data):
 def test_what_pruning_keeps_is_a_tree_of_the_likeliest_nodes(parents, size, data):
     confidences = [data.draw(st.sampled_from((0.5, 1.0))) for _ in parents]  # many ties
     reach = reach_probabilities(parents, confidences)
-    kept = prune(tree_of(parents), reach, size)
+    kept = prune(ranked(replace(tree_of(parents), reach=tuple(reach))), size)
+    assert kept.reach == tuple(sorted(reach, reverse=True)[:size])
     assert kept.size == min(size, len(parents))
     chosen = {token - 101 for token in kept.tokens}
     left = set(range(len(parents))) - chosen

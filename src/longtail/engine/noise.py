@@ -75,18 +75,35 @@ class NoiseAhead:
         return -1 if start is None else len(active.tokens) - start
 
     def _refill(self, requests: Sequence[ActiveRequest], least: int) -> None:
-        """Start every request's window at its next place."""
+        """Start every request's window at its next place; what was made already is moved."""
         started = time.perf_counter()
-        count = len(requests)
+        count, old = len(requests), self._table
         depth = max(least, min(32, self._max_entries // (count * self._vocab_size)))
-        keys = torch.tensor([active.request.noise_key for active in requests], device=self._device)
+        firsts = [self._offset(active) for active in requests]
+        kept = [max(old.shape[1] - first, 0) if first >= 0 else 0 for first in firsts]
         starts = [len(active.tokens) for active in requests]
-        positions = torch.tensor(starts, device=self._device)[:, None] + torch.arange(
-            depth, device=self._device
+        columns = torch.arange(depth, device=self._device)
+        numbers = torch.tensor(
+            [
+                [active.request.noise_key for active in requests],
+                starts,
+                kept,
+                firsts,
+                [self._rows.get(active, 0) for active in requests],
+            ],
+            device=self._device,
         )
-        noise = gumbel_noise(keys.repeat_interleave(depth), positions.flatten(), self._vocab_size)
-        self._table = noise.view(count, depth, self._vocab_size)
-        self._rows = {active: row for row, active in enumerate(requests)}
+        keys, begin, have, first, row = numbers[:, :, None]
+        missing = columns >= have
+        table = torch.empty(count, depth, self._vocab_size, device=self._device)
+        table[missing] = gumbel_noise(
+            keys.expand_as(missing)[missing], (begin + columns)[missing], self._vocab_size
+        )
+        if any(kept):
+            there = ~missing
+            table[there] = old[row.expand_as(there)[there], (first + columns)[there]]
+        self._table = table
+        self._rows = {active: place for place, active in enumerate(requests)}
         self._starts = dict(zip(requests, starts, strict=True))
         self.seconds += time.perf_counter() - started
 

@@ -1,5 +1,6 @@
 """Measures what engine steps and drafts cost on this machine, before the first request.
 
+Of repeated measurements the quickest counts: whatever else the machine did only made it slower.
 It runs the very step that the engine runs, on made-up requests with a KV cache of their own, so
 nothing of the engine's is touched. A second is enough: what it gets wrong is corrected by the first
 steps, and what it could not measure in time lies between what it could.
@@ -7,7 +8,6 @@ steps, and what it could not measure in time lies between what it could.
 
 import time
 from collections.abc import Sequence
-from statistics import median
 from typing import final
 
 import torch
@@ -30,8 +30,8 @@ _DRAFT_SECONDS = 0.3
 _COUNTS = (1, 512, 8, 64, 2, 32, 4, 128, 16, 256, 48, 96, 24, 192, 12, 384)
 """Flat tokens, the most telling first."""
 _REPEATS = 3
-_SHORT, _LONG = 32, 512
-"""Tokens of context."""
+_SHORT, _LONG, _A_STEP = 32, 512, 4
+"""Tokens of context, and of a step that verified a draft."""
 _SHAPES = (Strategy(depth=1), Strategy(depth=6, width=2, size=12, beam=1))
 
 
@@ -49,22 +49,42 @@ def measure_costs(
 
 @torch.inference_mode()
 def _measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
-    """Time steps of several sizes with short contexts, then one size with long ones."""
+    """Time steps of several sizes with short contexts, then some with long ones."""
     bench = _Bench(model, limits)
     deadline = time.perf_counter() + _SECONDS
     most = min(limits.max_step_tokens, limits.max_running * (1 + MAX_NODES))
     counts = [min(count, most) for count in _COUNTS]
     bench.step(1, bench.short)  # whatever happens on a first call
     seconds: dict[int, float] = {}
-    for count in dict.fromkeys(counts):
-        if len(seconds) < 2 or time.perf_counter() < deadline:
-            seconds[count] = median(bench.step(count, bench.short) for _ in range(_REPEATS))
-    curve = TimeCurve(sorted(seconds), [seconds[count] for count in sorted(seconds)])
-    count = min(8, most)
-    far = median(bench.step(count, bench.long) for _ in range(_REPEATS))
-    near = median(bench.step(count, bench.short) for _ in range(_REPEATS))
-    pairs = count * max(bench.long - bench.short, 1)
-    return CostModel(curve, context_s=max(far - near, 0.0) / pairs)
+    for _ in range(_REPEATS):  # apart in time, so that a stall does not spoil all of one size
+        for count in dict.fromkeys(counts):
+            if len(seconds) < 2 or time.perf_counter() < deadline:
+                took = bench.step(count, bench.short)
+                seconds[count] = min(took, seconds.get(count, took))
+    knots = sorted(seconds)
+    curve = TimeCurve(knots, without_stalls(knots, [seconds[count] for count in knots]))
+    num = min(bench.num_requests, most // 4)
+    requests_s, drafts_s = bench.longer(num), bench.longer(4 * num)
+    pairs = num * max(bench.long - bench.short, 1)
+    return CostModel(
+        curve,
+        pair_s=max(requests_s, 0.0) / pairs,
+        node_pair_s=max(drafts_s - requests_s, 0.0) / (3 * pairs),
+    )
+
+
+def without_stalls(counts: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """Lower what stands out above both neighbours: the machine was busy with something else.
+
+    Example: counts (1, 2, 3), seconds (1.0, 9.0, 2.0): the second is at most a tenth over 1.5
+    """
+    kept = list(seconds)
+    for _ in range(2):
+        for i in range(1, len(kept) - 1):
+            share = (counts[i] - counts[i - 1]) / (counts[i + 1] - counts[i - 1])
+            between = kept[i - 1] + share * (kept[i + 1] - kept[i - 1])
+            kept[i] = min(kept[i], 1.1 * max(between, kept[i - 1]))
+    return kept
 
 
 @torch.inference_mode()
@@ -74,11 +94,12 @@ def _measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) 
     noise = NoiseAhead(model.config.vocab_size, model.device)
     rounds: list[tuple[int, int, int, float]] = []
     for num in dict.fromkeys((1, min(8, limits.max_running), min(32, limits.max_running))):
-        actives = [_made_up(f"profile-{i}", _SHORT) for i in range(num)]
-        _introduce(drafter, model, actives)
-        asked = [_draftable(active) for active in actives]
+        actives = [_made_up(f"profile-{i}", 0) for i in range(num)]
+        _introduce(drafter, model, actives, _SHORT)
+        asked = [_draftable(active) for active in actives]  # their texts grow
         for turn in range(1 + _REPEATS):
             for shape in _SHAPES:
+                _introduce(drafter, model, actives, _A_STEP)
                 started = time.perf_counter()
                 trees = drafter.propose(asked, shape, noise.ahead(actives, shape.depth))
                 took = time.perf_counter() - started
@@ -97,7 +118,7 @@ class _Bench:
     def __init__(self, model: Transformer, limits: EngineLimits) -> None:
         positions = model.config.max_positions - MAX_NODES - 1
         self.short, self.long = min(_SHORT, positions), min(_LONG, positions)
-        self._num = min(limits.max_running, 64)
+        self.num_requests = self._num = min(limits.max_running, 32)
         self._kv = ContiguousKVCache(
             model.config,
             num_tokens=self._num * 32 * -(-(self.long + MAX_NODES + 32) // 32),
@@ -107,6 +128,14 @@ class _Bench:
             device=model.device,
         )
         self._model, self._runner = model, ModelRunner(model, self._kv)
+
+    def longer(self, num_tokens: int) -> float:
+        """Return the seconds that a step of so many tokens takes more with long contexts."""
+        far, near = (
+            min(self.step(num_tokens, context) for _ in range(1 + _REPEATS))
+            for context in (self.long, self.short)
+        )
+        return far - near
 
     def step(self, num_tokens: int, context: int) -> float:
         """Return the seconds of a step of so many tokens, with drafts where requests are few."""
@@ -145,9 +174,10 @@ def _draftable(active: ActiveRequest) -> Draftable:
     )
 
 
-def _introduce(drafter: Drafter, model: Transformer, actives: Sequence[ActiveRequest]) -> None:
-    """Have the drafter know all but the last token of each."""
-    count = actives[0].num_computed
+def _introduce(
+    drafter: Drafter, model: Transformer, actives: Sequence[ActiveRequest], count: int
+) -> None:
+    """Let each request grow by so many tokens, and the drafter know all but the last one."""
     taps = drafter.taps
     size = (len(taps.layers) + taps.final) * model.config.hidden_size
     features = torch.zeros(len(actives) * count, size, dtype=model.dtype, device=model.device)
@@ -155,10 +185,14 @@ def _introduce(drafter: Drafter, model: Transformer, actives: Sequence[ActiveReq
         Seen(
             request_id=active.request_id,
             tokens=active.tokens,
-            start=0,
+            start=active.num_computed,
             num_tokens=count,
             prompt_len=active.prompt_len,
         )
         for active in actives
     ]
+    for active in actives:
+        active.tokens += [0] * count
     drafter.observe(seen, features if taps.any else None)
+    for active in actives:
+        active.num_computed += count

@@ -70,7 +70,7 @@ class StepReport:
     tuner_s: float = 0.0
     """Deciding how much to draft."""
     readings: tuple[float, ...] = ()
-    """Of the clock that the tuner goes by: after each proposal, and at the end of the step."""
+    """Of the clock that the tuner goes by: before the proposals, after each, and at the end."""
     switch: Switch | None = None
 
 

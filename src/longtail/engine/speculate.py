@@ -83,7 +83,7 @@ class Reviewed:
 
     verified: tuple[Verified, ...] = ()
     readings: tuple[float, ...] = ()
-    """Of the clock: after each proposal, and at the end."""
+    """Of the clock: before the proposals, after each, and at the end."""
     switch: Switch | None = None
     tuner_s: float = 0.0
 
@@ -174,6 +174,7 @@ class Speculator:
         noise.reach([each.active for each in scheduled if each.draws], plan.strategy.depth)
         ahead = noise.ahead(step.requests, plan.strategy.depth)
         wanted = [self._draftable(each) for each in asking]
+        step.readings.append(self.speculation.clock.read())
         for place in plan.drafters:
             drafter = self.speculation.drafters[place]
             heard = ahead if self.speculation.coupled else None
@@ -234,7 +235,7 @@ class Speculator:
 
     def _finished(self, step: _Step, verified: tuple[Verified, ...]) -> Reviewed:
         """Read the clock, and tell tuner and guard how the step went."""
-        drafted_s = step.readings[-1] if step.readings else 0.0
+        drafts_s = step.readings[-1] - step.readings[0] if step.readings else 0.0
         took = self.speculation.clock.read()
         began = time.perf_counter()
         outcome = Outcome(
@@ -244,7 +245,7 @@ class Speculator:
             num_drafts=len(verified),
             num_nodes=sum(each.num_drafted for each in verified),
             num_accepted=sum(each.num_accepted for each in verified),
-            verify_s=took - drafted_s,
+            verify_s=took - drafts_s,
         )
         if self.costs is not None:
             self.costs.learn(outcome)
@@ -292,7 +293,7 @@ class Speculator:
     def _asked(self, place: int, trees: Sequence[DraftTree]) -> Asked:
         step = self._step
         assert step is not None, "asked inside a step"
-        before = step.readings[-1] if step.readings else 0.0
+        before = step.readings[-1]
         step.readings.append(self.speculation.clock.read())
         deep = [_depth(tree) for tree in trees]
         return Asked(

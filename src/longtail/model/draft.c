@@ -10,6 +10,10 @@
  * (tests/parity/test_draft.py). A drafter's layer has some twenty small operations a level, and on a
  * small model calling them costs more than computing them: this is what makes a draft cheap.
  */
+#ifndef LT_MOST_NODES
+#define LT_MOST_NODES 128 /* of a draft while it grows: two a level, and a level for each bit of a mask */
+#endif
+
 typedef struct {
   int64_t eagle3, hidden, inner, heads, kv_heads, dim, features, vocab, window;
   float eps;
@@ -36,7 +40,7 @@ typedef struct {
   const float *inverse_temperatures; /* of each request; 0: greedy, hears no noise */
   const double *edges, *confidences; /* confidences[i] of margins from edges[i - 1] up to edges[i] */
   T *scratch;
-  int64_t *places; /* 7 times requests + depth * width + 1, to work in */
+  int64_t *places; /* 7 times requests, to work in */
   int64_t *counts; /* of each request's nodes; those of all requests follow one another: */
   int64_t *drafted, *parents; /* room for [requests][depth * width] while they grow */
   double *margins, *reach;
@@ -177,32 +181,34 @@ static int64_t NAME(eagle_level)(const NAME(lt_eagle) *e, const NAME(lt_round) *
   return promised < round->level ? 0 : kept;
 }
 
-/* Keep each request's `size` likeliest nodes, of equals the earlier, and close the gaps.
+/* Put each request's `size` likeliest nodes in falling order, of equals the earlier first.
  *
  * A node is never likelier than its parent and comes after it, so what is kept is a tree.
  */
-static void NAME(eagle_gather)(const NAME(lt_round) *round, int64_t *numbers) {
+static void NAME(eagle_gather)(const NAME(lt_round) *round) {
   int64_t end = 0;
   for (int64_t request = 0; request < round->requests; request++) {
     const int64_t begin = request * round->depth * round->width, many = round->counts[request];
-    const double *reach = round->reach + begin;
-    int64_t kept = 0;
+    int64_t tokens[LT_MOST_NODES], parents[LT_MOST_NODES], numbers[LT_MOST_NODES + 1];
+    double margins[LT_MOST_NODES], reach[LT_MOST_NODES];
+    memcpy(tokens, round->drafted + begin, many * sizeof *tokens);
+    memcpy(parents, round->parents + begin, many * sizeof *parents);
+    memcpy(margins, round->margins + begin, many * sizeof *margins);
+    memcpy(reach, round->reach + begin, many * sizeof *reach);
     numbers[0] = 0;
     for (int64_t i = 0; i < many; i++) {
-      int64_t ahead = 0;
-      if (many > round->size)
-        for (int64_t j = 0; j < many; j++)
-          ahead += reach[j] > reach[i] || (reach[j] == reach[i] && j < i);
-      numbers[i + 1] = ahead < round->size ? ++kept : -1;
+      numbers[i + 1] = 1;
+      for (int64_t j = 0; j < many; j++)
+        numbers[i + 1] += reach[j] > reach[i] || (reach[j] == reach[i] && j < i);
     }
     for (int64_t i = 0; i < many; i++) {
-      if (numbers[i + 1] < 0) continue;
-      round->drafted[end] = round->drafted[begin + i];
-      round->parents[end] = numbers[round->parents[begin + i]];
-      round->margins[end] = round->margins[begin + i];
-      round->reach[end++] = round->reach[begin + i];
+      if (numbers[i + 1] > round->size) continue;
+      const int64_t at = end + numbers[i + 1] - 1;
+      round->drafted[at] = tokens[i], round->parents[at] = numbers[parents[i]];
+      round->margins[at] = margins[i], round->reach[at] = reach[i];
     }
-    round->counts[request] = kept;
+    round->counts[request] = many < round->size ? many : round->size;
+    end += round->counts[request];
   }
 }
 
@@ -218,7 +224,6 @@ void NAME(eagle_chains)(const NAME(lt_eagle) *e, const NAME(lt_round) *round) {
   T *logits = inner + n * e->inner, *feature = logits + n * e->vocab, *work = feature + most * hidden;
   int64_t *p = round->places;
   NAME(lt_live) live = {p, p + n, p + 2 * n, p + 3 * n, p + 4 * n, p + 5 * n, p + 6 * n};
-  int64_t *numbers = p + 7 * n;
 
   for (int64_t pair = 0; pair < pairs; pair++)
     memcpy(gathered + pair * e->features,
@@ -254,5 +259,5 @@ void NAME(eagle_chains)(const NAME(lt_eagle) *e, const NAME(lt_round) *round) {
     NAME(eagle_leave)(e, attended, n, stream, normed, projected, wide, inner, logits);
     n = NAME(eagle_level)(e, round, depth, n, logits, stream, feature, &live);
   }
-  NAME(eagle_gather)(round, numbers);
+  NAME(eagle_gather)(round);
 }

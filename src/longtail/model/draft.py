@@ -145,7 +145,7 @@ class ChainKernel:
         assert w.embedding.dtype == features.dtype == keys.dtype, "one dtype for all"
         self._make_room(asked)
         self._layer.threads = torch.get_num_threads()
-        places = (_INT * (7 * requests + asked.depth * strategy.width + 1))()
+        places = (_INT * (7 * requests))()
         counts, depths = (_INT * requests)(), (_INT * requests)(*asked.depths)
         drafted, parents = (_INT * room)(), (_INT * room)()
         margins, reach = (_DOUBLE * room)(), (_DOUBLE * room)()

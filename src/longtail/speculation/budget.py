@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree, keep_reached, prune
+from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree, keep_reached, prune, ranked
 
 Seconds = Callable[[Int[np.ndarray, "n"]], Float[np.ndarray, "n"]]
 """Of the whole step, by the number of nodes verified."""
@@ -115,4 +115,4 @@ def merge(trees: Sequence[DraftTree]) -> DraftTree:
     joined = DraftTree(
         tokens=tuple(tokens), parents=tuple(parents), margins=tuple(margins), reach=tuple(reach)
     )
-    return prune(joined, reach, MAX_NODES)
+    return prune(ranked(joined), MAX_NODES)

@@ -22,7 +22,7 @@ from torch import Tensor
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Noise
 from longtail.speculation.strategy import Strategy, Worth
-from longtail.speculation.tree import DraftTree, keep_reached, prune
+from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked
 
 _THERE = sys.float_info.min
 """Reach 0 marks a place in a tensor where no node is; nodes have more, for confidences do."""
@@ -213,6 +213,6 @@ def _trees(levels: Sequence[_Level], strategy: Strategy) -> list[DraftTree]:
         tree = DraftTree(
             tokens=tuple(some), parents=tuple(above), margins=tuple(by), reach=tuple(likely)
         )
-        tree = keep_reached(tree, max(strategy.worth.verify, _THERE))
-        trees.append(prune(tree, tree.reach, strategy.num_nodes))
+        tree = keep_reached(ranked(tree), max(strategy.worth.verify, _THERE))
+        trees.append(prune(tree, strategy.num_nodes))
     return trees

@@ -17,6 +17,7 @@ A chain is the tree whose every node is the parent of the next; nothing treats i
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 MAX_NODES = 62
 """Visibility is a signed 64-bit mask."""
@@ -36,8 +37,8 @@ class DraftTree:
     """Score of the node less that of its best rival for the same place, nats; what its confidence
     is a function of (`speculation.confidence`)."""
     reach: tuple[float, ...] = ()
-    """Probability, when it was drafted, that verification reaches the node and finds it right;
-    never more than its parent's. Empty: the drafter does not say."""
+    """Probability, when it was drafted, that verification reaches the node and finds it right, in
+    falling order (`ranked`). Empty: the drafter does not say."""
 
     @property
     def size(self) -> int:
@@ -83,28 +84,41 @@ def reach_probabilities(parents: Sequence[int], confidences: Sequence[float]) ->
     return found[1:]
 
 
-def prune(tree: DraftTree, reach: Sequence[float], size: int) -> DraftTree:
-    """Keep the `size` nodes likeliest to be reached, in their order.
+def ranked(tree: DraftTree) -> DraftTree:
+    """Put nodes in falling order of probability, of equals the earlier first.
 
-    A node is never likelier than its parent; of equals the earlier stays, and a parent is earlier.
-    So what is kept is a tree.
+    A node is never likelier than its parent and comes after it, so this is a tree, and so is every
+    beginning of it: whatever is to be left out for being unlikely is at the end.
 
-    Example: the running example with reach (0.9, 0.1, 0.8, 0.7) and size 3 keeps nodes 1, 3, 4.
+    Example: the running example with reach (0.9, 0.1, 0.8, 0.7) is nodes 1, 3, 4, 2.
     """
+    reach = tree.reach
+    if all(a >= b for a, b in pairwise(reach)):
+        return tree
+    return _select(tree, sorted(range(tree.size), key=lambda i: -reach[i]))
+
+
+def prune(tree: DraftTree, size: int) -> DraftTree:
+    """Keep the first `size` nodes: of a ranked tree, those likeliest to be reached."""
     if tree.size <= size:
         return tree
-    ranked = sorted(range(tree.size), key=lambda i: (-reach[i], i))
-    return _select(tree, sorted(ranked[:size]))
+    return DraftTree(
+        tokens=tree.tokens[:size],
+        parents=tree.parents[:size],
+        margins=tree.margins[:size],
+        reach=tree.reach[:size],
+    )
 
 
 def keep_reached(tree: DraftTree, floor: float) -> DraftTree:
-    """Keep the nodes that are reached with probability `floor` or more; all, where none is given.
+    """Keep nodes of a ranked tree that are reached with probability `floor` or more.
 
-    Example: the running example with reach (0.9, 0.1, 0.8, 0.7) and floor 0.5 loses node 2.
+    A tree that does not say stays whole.
     """
-    if not tree.reach or min(tree.reach) >= floor:
-        return tree
-    return _select(tree, [i for i, reach in enumerate(tree.reach) if reach >= floor])
+    size = len(tree.reach)
+    while size and tree.reach[size - 1] < floor:
+        size -= 1
+    return prune(tree, size) if tree.reach else tree
 
 
 def cut_depth(tree: DraftTree, depth: int) -> DraftTree:
@@ -118,7 +132,7 @@ def cut_depth(tree: DraftTree, depth: int) -> DraftTree:
 
 
 def _select(tree: DraftTree, kept: Sequence[int]) -> DraftTree:
-    """Take the nodes at `kept` (indices, rising), every one with its parent, and renumber them."""
+    """Take the nodes at `kept` (indices), every one behind its parent, and renumber them."""
     number = {0: 0} | {old + 1: new + 1 for new, old in enumerate(kept)}
     return DraftTree(
         tokens=tuple(tree.tokens[i] for i in kept),

@@ -1,7 +1,10 @@
 """What engine steps and drafts cost on this machine: measured at the start, corrected since.
 
-    seconds of a step = curve(flat tokens) + context_s x (token, attended token) pairs
+    seconds of a step = curve(flat tokens) + pair_s x (token, token of its context) pairs
+                        + node_pair_s x (draft node, token of its context) pairs
     seconds of a draft = start + requests x request_s + passes x level_s + rows x row_s
+
+A request's draft reads the context that its token reads anyway, so its pairs are cheaper.
 
 There are two curves, one for plain steps and one for steps that verify drafts (the drafter is told
 how they fared; requests are fewer than tokens). Both begin as the same measurement.
@@ -22,10 +25,11 @@ from jaxtyping import Float, Int
 
 from longtail.tuner.records import Batch, Outcome
 
-_RATE = 0.06
-"""Share of a clipped error by which one observation moves a prediction at its own place."""
-_CLIP = 0.3
-"""Greatest error, as a logarithm, that one observation is believed."""
+_RATE, _CLIP = 0.06, 0.3
+"""Share of an error by which one observation moves a prediction at its own place, and the greatest
+error, as a logarithm, that one observation is believed."""
+_EARLY = 16
+"""Observations that count more, the first ones most."""
 _ELSEWHERE = 0.3
 """Share of a correction that all other places get: most errors are the whole machine's."""
 
@@ -45,6 +49,7 @@ class TimeCurve:
         self._weights = [
             [_ELSEWHERE + (1 - _ELSEWHERE) * math.exp(-abs(a - b)) for b in places] for a in places
         ]
+        self._num_seen = 0
         self._refresh()
 
     def at(self, count: int) -> float:
@@ -65,18 +70,21 @@ class TimeCurve:
         more = max(1, count // 8)
         return (self.at(count + more) - self.at(count)) / more
 
-    def correct(self, count: int, error: float) -> None:
-        """Move by an error, log(observed / predicted), clipped already: most near `count`."""
+    def correct(self, count: int, error: float) -> float:
+        """Move by an error, log(observed / predicted), most near `count`; return by how much."""
         counts = self._counts
+        moved = _moved(error, self._num_seen)
+        self._num_seen += 1
         right = min(bisect_right(counts, count), len(counts) - 1)
         near = right if counts[right] - count < count - counts[max(right - 1, 0)] else right - 1
         for place, weight in enumerate(self._weights[max(near, 0)]):
-            self._raw[place] *= 1 + _RATE * error * weight
+            self._raw[place] *= 1 + moved * weight
         self._refresh()
+        return moved
 
-    def scale(self, error: float) -> None:
-        """Move everywhere by what another curve learned."""
-        factor = 1 + _RATE * error * _ELSEWHERE
+    def scale(self, moved: float) -> None:
+        """Move everywhere by what another curve learned at its place."""
+        factor = 1 + moved * _ELSEWHERE
         self._raw = [factor * second for second in self._raw]
         self._refresh()
 
@@ -121,36 +129,37 @@ class DraftCost:
 class CostModel:
     """Predicts steps and drafts, and is told what they took.
 
-    Example: CostModel(TimeCurve((1, 64), (1e-3, 6e-3)), context_s=1e-9)
+    Example: CostModel(TimeCurve((1, 64), (1e-3, 6e-3)), pair_s=1e-7, node_pair_s=2e-8)
     """
 
-    def __init__(self, measured: TimeCurve, context_s: float) -> None:
+    def __init__(self, measured: TimeCurve, *, pair_s: float, node_pair_s: float) -> None:
         numbers = measured.numbers()
         counts = [int(count) for count in numbers["counts"]]
         self.plain = TimeCurve(counts, numbers["seconds"])
         self.verify = TimeCurve(counts, numbers["seconds"])
-        self.context_s = context_s
+        self.pair_s, self.node_pair_s = pair_s, node_pair_s
         self.drafts: list[DraftCost] = []
         """Of each drafter, in their order."""
+        self._num_drafts = 0
 
     def plain_s(self, batch: Batch) -> float:
         """Predict the step without drafts."""
-        return self.plain.at(batch.num_tokens) + self.context_s * batch.num_pairs
+        return self.plain.at(batch.num_tokens) + self.pair_s * batch.num_pairs
 
     def verify_s(self, batch: Batch, num_nodes: int) -> float:
         """Predict the step with drafts of so many nodes in all, the drafting excluded."""
-        pairs = batch.num_pairs + num_nodes * batch.mean_context
-        return self.verify.at(batch.num_tokens + num_nodes) + self.context_s * pairs
+        read = self.pair_s * batch.num_pairs + self.node_pair_s * num_nodes * batch.mean_context
+        return self.verify.at(batch.num_tokens + num_nodes) + read
 
     def verify_each(self, batch: Batch, num_nodes: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
         """`verify_s` of each number of nodes."""
-        pairs = batch.num_pairs + num_nodes * batch.mean_context
-        return self.verify.at_each(batch.num_tokens + num_nodes) + self.context_s * pairs
+        read = self.pair_s * batch.num_pairs + self.node_pair_s * num_nodes * batch.mean_context
+        return self.verify.at_each(batch.num_tokens + num_nodes) + read
 
     def node_s(self, batch: Batch, num_nodes: int) -> float:
         """Seconds that one more node takes behind so many."""
         slope = self.verify.slope(batch.num_tokens + num_nodes)
-        return slope + self.context_s * batch.mean_context
+        return slope + self.node_pair_s * batch.mean_context
 
     def learn(self, outcome: Outcome) -> None:
         """Correct the predictions by what one step took."""
@@ -158,20 +167,22 @@ class CostModel:
         for asked in outcome.asked:
             cost = self.drafts[asked.drafter]
             predicted = cost.seconds(asked.num_requests, asked.levels, asked.rows)
-            error = _clipped(asked.seconds, predicted)
-            self.drafts[asked.drafter] = cost.scaled(1 + _RATE * error)
-        predicted = self.verify_s(batch, nodes) if nodes else self.plain_s(batch)
-        error = _clipped(outcome.verify_s, predicted)
-        mine, other = (self.verify, self.plain) if nodes else (self.plain, self.verify)
-        mine.correct(batch.num_tokens + nodes, error)
-        other.scale(error)
+            moved = _moved(_error(asked.seconds, predicted), self._num_drafts)
+            self.drafts[asked.drafter] = cost.scaled(1 + moved)
+            self._num_drafts += 1
+        drafted = bool(outcome.asked)
+        predicted = self.verify_s(batch, nodes) if drafted else self.plain_s(batch)
+        error = _error(outcome.verify_s, predicted)
+        mine, other = (self.verify, self.plain) if drafted else (self.plain, self.verify)
+        other.scale(mine.correct(batch.num_tokens + nodes, error))
 
     def numbers(self) -> dict[str, Any]:
         """Return everything as JSON holds it."""
         return {
             "plain": self.plain.numbers(),
             "verify": self.verify.numbers(),
-            "context_s": self.context_s,
+            "pair_s": self.pair_s,
+            "node_pair_s": self.node_pair_s,
             "drafts": [asdict(draft) for draft in self.drafts],
         }
 
@@ -183,7 +194,11 @@ class CostModel:
             known = numbers[name]
             return TimeCurve([int(count) for count in known["counts"]], known["seconds"])
 
-        model = CostModel(curve("plain"), float(numbers["context_s"]))
+        model = CostModel(
+            curve("plain"),
+            pair_s=float(numbers["pair_s"]),
+            node_pair_s=float(numbers["node_pair_s"]),
+        )
         model.verify = curve("verify")
         model.drafts = [DraftCost(**draft) for draft in numbers["drafts"]]
         return model
@@ -212,6 +227,12 @@ def fit_draft_cost(rounds: Sequence[tuple[int, int, int, float]]) -> DraftCost:
     return replace(cost, start_s=max(start_s, 1e-7))  # a proposal is never free
 
 
-def _clipped(observed: float, predicted: float) -> float:
-    error = math.log(max(observed, 1e-9) / predicted)
-    return min(max(error, -_CLIP), _CLIP)
+def _error(observed: float, predicted: float) -> float:
+    return math.log(max(observed, 1e-9) / predicted)
+
+
+def _moved(error: float, num_seen: int) -> float:
+    """Return by how much to move a prediction, given an error behind so many observations."""
+    early = num_seen < _EARLY
+    clip, rate = (1.0, max(1 / (num_seen + 2), _RATE)) if early else (_CLIP, _RATE)
+    return rate * min(max(error, -clip), clip)

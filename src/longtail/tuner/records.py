@@ -86,7 +86,7 @@ class Outcome:
     """Nodes verified."""
     num_accepted: int
     verify_s: float
-    """Seconds of the step less those of `asked`."""
+    """Seconds of the step less those of `asked`: all but the proposals."""
 
     @property
     def num_emitted(self) -> int:
