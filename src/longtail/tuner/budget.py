@@ -2,8 +2,9 @@
 
     before drafting   do drafts pay at all, whose, from what probability on is a node worth it
     after drafting    `speculation.budget`: which nodes are verified
-    after the step    the cost model and the drafters' confidences have learned; nothing is kept
-                      here but the likelihoods of the latest drafts, a sample of what to expect
+    after the step    the cost model and the drafters' confidences have learned; what is kept here
+                      is a sample of the latest drafts, and how much of what was expected came:
+                      a drafter that goes bad is noticed sooner so than node by node
 
 Time is priced at the rate that is reached anyway: with `rate` tokens a second, s seconds are worth
 rate x s tokens. So a node is worth verifying if it is reached with a probability over rate x (its
@@ -24,7 +25,7 @@ from typing import final
 import numpy as np
 from jaxtyping import Float
 
-from longtail.speculation.budget import best_spending, spend
+from longtail.speculation.budget import Seconds, best_spending, spend
 from longtail.speculation.strategy import Strategy, Worth
 from longtail.speculation.tree import DraftTree, depths
 from longtail.tuner.cost import CostModel
@@ -51,6 +52,12 @@ _CLEAR = 2.0
 
 ASIDE = Plan(strategy=None, is_probe=True)
 """A plain step that is no change of mind."""
+
+_PRIOR = 4.0
+_FADES = 0.97
+"""Share of the weight that what came and what was expected keep from draft to draft."""
+_SURPRISE = 1.5
+"""A look at drafting that gave so many times what was expected is followed by another at once."""
 
 Team = tuple[int, ...]
 
@@ -116,6 +123,13 @@ class BudgetTuner(Tuner):
         self._decided_for, self._age = 0, _LIFE
         self._steps, self._since_plain = 0, 0
         self._waited, self._wait = 0, _WAIT
+        self._expected = self._came = 0.0
+        self._expecting = 0.0
+
+    @property
+    def _luck(self) -> float:
+        """What came of drafts lately, by what was expected."""
+        return (self._came + _PRIOR) / (self._expected + _PRIOR)
 
     def plan(self, batch: Batch) -> Plan:
         """Decide, or go by a decision that still holds; now and then, look elsewhere."""
@@ -152,24 +166,25 @@ class BudgetTuner(Tuner):
         trees = joined(proposals)
         if len(proposals) > 1:
             self._samples[plan.drafters].add(trees, afresh=plan.is_probe)
-        if plan.is_probe:
-            return trees
-        sunk = self._draft_s(plan.drafters, batch)
-        costs = self._costs
-        return spend(
-            trees,
-            batch.room,
-            batch.num_drawing,
-            lambda nodes: sunk + costs.verify_each(batch, nodes),
-        )
+        if not plan.is_probe:
+            seconds = self._seconds(plan.drafters, batch)
+            trees = spend(trees, batch.room, batch.num_drawing, seconds)
+        self._expecting = sum(sum(tree.reach) for tree in trees)
+        return trees
 
     def learn(self, outcome: Outcome) -> None:
         """Go by a look at drafting that did well; look less often after one that did not."""
-        plan = outcome.plan
-        if not (plan.is_probe and outcome.asked):
+        if not outcome.asked:
+            return
+        came, expected = outcome.num_accepted, self._expecting
+        again = came > max(1.0, _SURPRISE * self._luck * expected)
+        self._came = _FADES * self._came + came
+        self._expected = _FADES * self._expected + expected
+        if not outcome.plan.is_probe:
             return
         self._decide(outcome.batch)
-        self._wait = _WAIT if self._drafting else min(2 * self._wait, _LONGEST_WAIT)
+        if not self._drafting:
+            self._wait = 1 if again else min(max(2 * self._wait, _WAIT), _LONGEST_WAIT)
 
     def _decide(self, batch: Batch) -> None:
         """Compare all teams with plain decoding."""
@@ -190,27 +205,23 @@ class BudgetTuner(Tuner):
 
     def _forecast(self, team: Team, batch: Batch) -> _Forecast:
         """Spend the budget on a sample of drafts, as if it were the whole batch's."""
-        sample, costs = self._samples[team], self._costs
-        sunk = self._draft_s(team, batch)
+        sample = self._samples[team]
         scale = batch.num_asking / max(len(sample.reach), 1)
         falling = sample.falling()[: max(int(batch.room / scale), 1)]
-        found = best_spending(
-            falling,
-            scale,
-            batch.num_drawing,
-            lambda nodes: sunk + costs.verify_each(batch, nodes),
-        )
+        falling = falling * min(self._luck, 1.0)
+        found = best_spending(falling, scale, batch.num_drawing, self._seconds(team, batch))
         return _Forecast(
             team=team,
             tokens_per_s=found.tokens_per_s,
             num_nodes=int(found.num_nodes * scale),
         )
 
-    def _draft_s(self, team: Team, batch: Batch) -> float:
-        """Predict a round of drafting."""
-        sample, num = self._samples[team], batch.num_asking
+    def _seconds(self, team: Team, batch: Batch) -> Seconds:
+        """Predict a step with drafts of the team, by the number of nodes that are verified."""
+        sample, costs, num = self._samples[team], self._costs, batch.num_asking
         rows = num * sum(sample.rows) / max(len(sample.rows), 1)
-        return sum(self._costs.drafts[each].seconds(num, sample.levels, rows) for each in team)
+        sunk = sum(costs.drafts[each].seconds(num, sample.levels, rows) for each in team)
+        return lambda nodes: sunk + costs.verify_each(batch, nodes)
 
     def _worth(self, best: _Forecast, batch: Batch) -> Worth:
         """Price nodes, rows and passes at the rate that is expected."""

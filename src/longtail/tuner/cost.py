@@ -30,8 +30,11 @@ _RATE, _CLIP = 0.06, 0.3
 error, as a logarithm, that one observation is believed."""
 _EARLY = 16
 """Observations that count more, the first ones most."""
-_ELSEWHERE = 0.3
-"""Share of a correction that all other places get: most errors are the whole machine's."""
+_ELSEWHERE = 0.8
+"""Share of a correction that all other places get: most errors are the whole machine's, and a
+correction of one place bends the curve there, which is what marginal costs are read from."""
+_OTHER = 0.3
+"""Share of it that the other kind of step gets: the two differ by what only one of them does."""
 
 
 @final
@@ -83,8 +86,11 @@ class TimeCurve:
         return moved
 
     def scale(self, moved: float) -> None:
-        """Move everywhere by what another curve learned at its place."""
-        factor = 1 + moved * _ELSEWHERE
+        """Move everywhere by what another curve learned at its place.
+
+        A curve that has seen little itself is taken to be as wrong as the other one.
+        """
+        factor = 1 + moved * (_OTHER if self._num_seen >= _EARLY else 1.0)
         self._raw = [factor * second for second in self._raw]
         self._refresh()
 
@@ -114,8 +120,8 @@ class DraftCost:
     row_s: float
     """A row of a pass."""
 
-    def seconds(self, num_requests: float, levels: float, rows: float) -> float:
-        """Predict a proposal for so many requests, with so many passes over so many rows in all."""
+    def seconds(self, num_requests: int, levels: float, rows: float) -> float:
+        """Predict a proposal for so many requests, with so many passes over so many rows."""
         return (
             self.start_s + num_requests * self.request_s + levels * self.level_s + rows * self.row_s
         )
@@ -166,7 +172,7 @@ class CostModel:
         batch, nodes = outcome.batch, outcome.num_nodes
         for asked in outcome.asked:
             cost = self.drafts[asked.drafter]
-            predicted = cost.seconds(asked.num_requests, asked.levels, asked.rows)
+            predicted = cost.seconds(asked.num_requests, float(asked.levels), float(asked.rows))
             moved = _moved(_error(asked.seconds, predicted), self._num_drafts)
             self.drafts[asked.drafter] = cost.scaled(1 + moved)
             self._num_drafts += 1

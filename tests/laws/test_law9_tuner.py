@@ -1,0 +1,160 @@
+"""Law 9: the tuner's regret shrinks; it recovers after a shift; plain decoding is never left out.
+
+On a simulated engine (tests/simulated.py), where the truth is known: regret is what is lost against
+an oracle that plays the best fixed chain, or none, for every number of running requests.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from fakes import unchecked_shapes
+from longtail.speculation.strategy import Strategy
+from longtail.tuner.bandit import BUCKETS, BanditTuner
+from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
+from simulated import BAD, GOOD, Machine, Truth, oracle_rate, simulate
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_steps() -> Iterator[None]:
+    with unchecked_shapes():
+        yield
+
+
+TUNERS = {"budget": BudgetTuner, "beg-mab": lambda: BanditTuner(epsilon=0.1)}
+QUICK, SLOW = Machine(), Machine(token_s=4e-4)
+"""SLOW: verification is dear, and drafting pays for few requests only."""
+
+
+def regret(tuner: Tuner, truth: Truth, num: int, machine: Machine = QUICK) -> list[float]:
+    """Of each quarter of a run."""
+    steps = 2400
+    run = simulate(
+        tuner, steps=steps, truth=lambda _: truth, running=lambda _: num, machine=machine
+    )
+    best, quarter = oracle_rate(truth, num, machine), steps // 4
+    return [1 - run.rate(begin, begin + quarter) / best for begin in range(0, steps, quarter)]
+
+
+@pytest.mark.parametrize("machine", [QUICK, SLOW], ids=["quick", "slow"])
+@pytest.mark.parametrize("num", [1, 4, 16, 64])
+@pytest.mark.parametrize("truth", [GOOD, Truth(0.7, 0.3), BAD], ids=["good", "mediocre", "bad"])
+def test_the_budget_is_as_good_as_the_oracle_within_three_percent(truth, num, machine):
+    """Better, where it may draft for each request as far as that one is worth it."""
+    assert regret(BudgetTuner(), truth, num, machine)[-1] < 0.03
+
+
+@pytest.mark.parametrize("num", [1, 4, 16, 40])
+def test_the_regret_of_the_bandit_shrinks_to_what_it_explores(num):
+    """With no exploring it plays its bucket's best arm; a tenth at random loses at most a tenth."""
+    bucket = next(bucket for bucket in BUCKETS if num <= bucket.max_requests)
+    arms = [OffTuner(), *(FixedTuner(chain) for chain in bucket.strategies)]
+    rates = [
+        simulate(arm, steps=500, truth=lambda _: GOOD, running=lambda _: num).rate() for arm in arms
+    ]
+    run = simulate(BanditTuner(epsilon=0.0), steps=900, truth=lambda _: GOOD, running=lambda _: num)
+    assert run.rate(300) > 0.95 * max(rates)
+    exploring = simulate(
+        BanditTuner(epsilon=0.1), steps=900, truth=lambda _: GOOD, running=lambda _: num
+    )
+    assert exploring.rate(300) > 0.85 * max(rates)
+
+
+@pytest.mark.parametrize("name", TUNERS)
+@pytest.mark.parametrize("num", [1, 16])
+def test_a_shift_of_the_drafter_is_followed_both_ways(name, num):
+    """Good, useless, good again: some time after each shift the best of the time is played."""
+    steps, phase = 6000, 2000
+
+    def truth(step: int) -> Truth:
+        return BAD if phase <= step < 2 * phase else GOOD
+
+    tuner = BudgetTuner() if name == "budget" else BanditTuner(window=30)  # 300: ten times as long
+    run = simulate(tuner, steps=steps, truth=truth, running=lambda _: num)
+    allowed = 0.03 if name == "budget" else 0.25
+    for begin, best in ((0, GOOD), (phase, BAD), (2 * phase, GOOD)):
+        late = run.rate(begin + 2 * phase // 3, begin + phase)
+        assert late > (1 - allowed) * oracle_rate(best, num), f"after the shift at {begin}"
+
+
+def test_a_batch_that_shrinks_is_followed_at_once():
+    """64 running, where drafting loses on this machine, down to 1, where it wins."""
+
+    def running(step: int) -> int:
+        return max(1, 64 - step // 30)
+
+    run = simulate(BudgetTuner(), steps=2400, truth=lambda _: GOOD, running=running, machine=SLOW)
+    best = sum(run.tokens[step] / oracle_rate(GOOD, running(step), SLOW) for step in range(2400))
+    assert sum(run.seconds) < 1.03 * best
+    drafted = [plan.strategy is not None and not plan.is_probe for plan in run.plans]
+    assert sum(drafted[:300]) < 60
+    assert sum(drafted[-100:]) >= 98
+
+
+@pytest.mark.parametrize("num", [1, 8, 64])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_useless_drafter_costs_next_to_nothing(num, guarded):
+    run = simulate(
+        BudgetTuner(), steps=4000, truth=lambda _: BAD, running=lambda _: num, guarded=guarded
+    )
+    plain = simulate(OffTuner(), steps=10, truth=lambda _: BAD, running=lambda _: num).rate()
+    assert run.rate() > 0.98 * plain
+    looks = [step for step, plan in enumerate(run.plans) if plan.is_probe and plan.strategy]
+    assert looks, "it goes on looking"
+    assert len(looks) < 40
+
+
+def test_plain_decoding_is_among_the_arms_of_every_bucket():
+    """Where every chain loses, the bandit decodes plainly but for what it explores."""
+    for num in (1, 3, 10, 40):
+        run = simulate(
+            BanditTuner(epsilon=0.1), steps=1500, truth=lambda _: BAD, running=lambda _, n=num: n
+        )
+        plain = [plan.strategy is None for plan in run.plans[500:]]
+        assert sum(plain) > 0.85 * len(plain)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_profile_that_was_wrong_is_corrected(factor):
+    """The whole machine was slower, or quicker, while it was measured."""
+    run = simulate(
+        BudgetTuner(),
+        steps=1200,
+        truth=lambda _: GOOD,
+        running=lambda _: 16,
+        profile_error=factor,
+    )
+    assert run.rate(600) > 0.98 * oracle_rate(GOOD, 16)
+
+
+@pytest.mark.parametrize("name", TUNERS)
+def test_the_same_outcomes_give_the_same_decisions(name):
+    def again(seed: int) -> list[object]:
+        run = simulate(
+            TUNERS[name](), steps=600, truth=lambda _: GOOD, running=lambda _: 8, seed=seed
+        )
+        return [run.plans, run.nodes]
+
+    assert again(1) == again(1)
+    assert again(1) != again(2)
+
+
+def test_the_guard_stops_who_loses_and_lets_them_try_again():
+    """A fixed strategy with a useless drafter; longer pauses each time."""
+    chain = FixedTuner(Strategy(depth=8))
+    run = simulate(chain, steps=6000, truth=lambda _: BAD, running=lambda _: 8, guarded=True)
+    drafted = [step for step, plan in enumerate(run.plans) if plan.strategy is not None]
+    assert 3 <= len(run.reasons) <= 8
+    assert len(drafted) == 32 * len(run.reasons) or len(drafted) < 32 * (len(run.reasons) + 1)
+    pauses = [b - a for a, b in pairwise(drafted) if b - a > 1]
+    assert pauses[1] > 1.9 * pauses[0]
+    assert "paused" in run.reasons[0]
+
+
+def test_the_guard_leaves_those_alone_who_win():
+    chain = FixedTuner(Strategy(depth=4))
+    run = simulate(chain, steps=3000, truth=lambda _: GOOD, running=lambda _: 4, guarded=True)
+    assert not run.reasons
+    assert all(plan.strategy is not None for plan in run.plans)
