@@ -2,13 +2,16 @@
 
 import json
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from longtail.checkpoint import Checkpoint
 from longtail.errors import CheckpointError
+from longtail.machine import pip_install
 from longtail.metrics import Number
 
 SECTIONS = ("rollout", "reward", "logprob", "update")
@@ -48,6 +51,10 @@ class Card:
     """Median over steps of tokens emitted a verify step; None where nothing was drafted."""
     emitted_share: float | None = None
     """Median over steps of the share of tokens that came of verify steps."""
+    num_switches: int | None = None
+    """Changes between drafting and plain decoding, of all steps; None without speculation."""
+    tuner_share: float | None = None
+    """Share of the rollouts' time that deciding took."""
 
     def write(self, path: Path) -> None:
         """Write as JSON. Raises CheckpointError when the disk refuses."""
@@ -92,18 +99,22 @@ class Card:
             ("metrics", str(run_dir / "metrics.jsonl")),
             ("rollouts", str(run_dir / "rollouts.jsonl")),
             ("card", str(run_dir / "card.json")),
+            *_report_lines(run_dir),
         ]
 
     def _speculation_lines(self) -> list[tuple[str, str]]:
-        if self.accept_length is None or self.emitted_share is None:
-            return []
-        return [
-            (
-                "speculation",
+        said = []
+        if self.accept_length is not None and self.emitted_share is not None:
+            said.append(
                 f"{self.accept_length:.2f} tokens a verify step, which wrote "
-                f"{self.emitted_share:.0%} of all tokens",
+                f"{self.emitted_share:.0%} of all tokens"
             )
-        ]
+        if self.num_switches is not None and self.tuner_share is not None:
+            plural = "" if self.num_switches == 1 else "es"
+            said.append(
+                f"{self.num_switches} switch{plural}, tuner {self.tuner_share:.1%} of the time"
+            )
+        return [("speculation", "; ".join(said))] if said else []
 
 
 def finished_card(run_dir: Path, checkpoint: Checkpoint | None, steps: int) -> Card | None:
@@ -141,13 +152,22 @@ def make_card(
     def median(name: str) -> float:
         return statistics.median(values(name) or [0.0])
 
+    def values_where(name: str) -> list[float]:
+        return [value for row in rows if (value := row.get(name)) is not None]
+
     def median_where(name: str) -> float | None:
-        found = [value for row in rows if (value := row.get(name)) is not None]
+        found = values_where(name)
         return statistics.median(found) if found else None
 
     whole, rollout = total("timing_s/step"), total("timing_s/rollout")
     shares = {name: total(f"timing_s/{name}") / whole if whole else 0.0 for name in SECTIONS}
-    idle = zip(values("rollout/tail_idle_share"), values("timing_s/rollout"), strict=True)
+    seconds_each = values("timing_s/rollout")
+
+    def of_rollouts(name: str) -> float:
+        parts = zip(values(name), seconds_each, strict=True)
+        return sum(share * s for share, s in parts) / rollout if rollout else 0.0
+
+    switches = values_where("speculation/switches")
     return Card(
         reward_before=rows[0].get("eval/reward_mean") if rows else None,
         reward_after=reward_after,
@@ -160,13 +180,27 @@ def make_card(
         logprob_share=shares["logprob"],
         update_share=shares["update"],
         other_share=1.0 - sum(shares.values()) if whole else 0.0,
-        tail_idle_share=sum(share * s for share, s in idle) / rollout if rollout else 0.0,
+        tail_idle_share=of_rollouts("rollout/tail_idle_share"),
         length_p50=median("response_length/p50"),
         length_max=max(values("response_length/max"), default=0.0),
         max_over_median=median("response_length/max_over_median"),
         accept_length=median_where("speculation/accept_length"),
         emitted_share=median_where("speculation/emitted_share"),
+        num_switches=int(sum(switches)) if switches else None,
+        tuner_share=of_rollouts("speculation/tuner_share") if switches else None,
     )
+
+
+def _report_lines(run_dir: Path) -> list[tuple[str, str]]:
+    """Say where the report is, or how to get one of a run that speculated."""
+    if (run_dir / "report.html").exists():
+        return [("report", str(run_dir / "report.html"))]
+    if not (run_dir / "speculation.jsonl").exists():
+        return []
+    command = shlex.join(["longtail", "report", str(run_dir)])
+    if find_spec("matplotlib") is None:
+        command = f"{pip_install('plots')} && {command}"
+    return [("report", f"to get one: {command}")]
 
 
 def _number(value: float | None) -> str:

@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
+from functools import partial
+from importlib import import_module, metadata
 from types import MappingProxyType
 
 from longtail.errors import ConfigError, LongtailError
@@ -27,11 +28,21 @@ verbs:
   sft        fine-tune a model on prompts with completions
   drafter    train a drafter that lets a model's rollouts speculate, or evaluate one
   generate   write completions with a model or a run's newest checkpoint
-  bench      measure engine, speculation, learner or drafter training, paired in one run
+  bench      measure engine, speculation, tuner, learner or drafter training, paired in one run
+  report     show a run on one page: its card, its rollouts, and why it drafted when it did
   doctor     say what this machine offers, what is missing and how to get it
 
 `longtail VERB --help` tells more; `longtail --version` the version.
 Start with `longtail train quickstart`."""
+
+_BENCHES = {
+    "engine": "Measure the rollout engine against its rivals.",
+    "rollout": "Measure what speculation is worth, by fixed strategy.",
+    "tuner": "Measure what deciding how much to draft is worth.",
+    "learner": "Measure packed against padded batches.",
+    "drafter": "Measure drafter training, packed against padded.",
+}
+"""What each module of `bench` that is a program does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,10 +75,8 @@ def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
         "drafter train": _drafter_train_parser,
         "drafter eval": _drafter_eval_parser,
         "generate": _generate_parser,
-        "bench engine": lambda: _bench_parser("engine"),
-        "bench rollout": lambda: _bench_parser("rollout"),
-        "bench learner": lambda: _bench_parser("learner"),
-        "bench drafter": lambda: _bench_parser("drafter"),
+        **{f"bench {name}": partial(_bench_parser, name) for name in _BENCHES},
+        "report": _report_parser,
         "doctor": _doctor_parser,
     }
 
@@ -85,6 +94,7 @@ def _dispatch(words: list[str]) -> int:
             "drafter": _drafter,
             "generate": _generate,
             "bench": _bench,
+            "report": _report,
             "doctor": _doctor,
         }
     )
@@ -178,35 +188,25 @@ def _generate(words: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
-    names = ("engine", "rollout", "learner", "drafter")
-    if not words or words[0] not in names:
-        each = ",".join(names)
+    if not words or words[0] not in _BENCHES:
+        each = ",".join(_BENCHES)
         return _usage(words, f"usage: longtail bench {{{each}}} [options]; each has its own --help")
     args = _bench_parser(words[0]).parse_args(words[1:])
-    if words[0] == "engine":
-        from longtail.bench import engine
+    return import_module(f"longtail.bench.{words[0]}").run(args) or 0
 
-        return engine.run(args)
-    if words[0] == "rollout":
-        from longtail.bench import rollout
 
-        return rollout.run(args)
-    if words[0] == "drafter":
-        from longtail.bench import drafter
+def _report(words: list[str]) -> int:
+    args = _report_parser().parse_args(words)
+    from longtail import run_report
 
-        drafter.run(args)
-        return 0
-    from longtail.bench import learner
-
-    learner.run(args)
-    return 0
+    return run_report.run(args)
 
 
 def _doctor(words: list[str]) -> int:
     args = _doctor_parser().parse_args(words)
     from longtail import doctor
 
-    return doctor.run(as_json=args.json)
+    return doctor.run(as_json=args.json, run_dir=args.run)
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -346,34 +346,29 @@ def _generate_parser() -> argparse.ArgumentParser:
 
 
 def _bench_parser(name: str) -> argparse.ArgumentParser:
-    if name == "engine":
-        from longtail.bench import engine
+    parser = _parser(f"bench {name}", _BENCHES[name])
+    import_module(f"longtail.bench.{name}").add_arguments(parser)
+    return parser
 
-        parser = _parser("bench engine", "Measure the rollout engine against its rivals.")
-        engine.add_arguments(parser)
-        return parser
-    if name == "rollout":
-        from longtail.bench import rollout
 
-        parser = _parser("bench rollout", "Measure what speculation is worth, by fixed strategy.")
-        rollout.add_arguments(parser)
-        return parser
-    if name == "drafter":
-        from longtail.bench import drafter
-
-        parser = _parser("bench drafter", "Measure drafter training, packed against padded.")
-        drafter.add_arguments(parser)
-        return parser
-    from longtail.bench import learner
-
-    parser = _parser("bench learner", "Measure packed against padded batches.")
-    learner.add_arguments(parser)
+def _report_parser() -> argparse.ArgumentParser:
+    parser = _parser(
+        "report",
+        "Write rollout.png and report.html into a run's directory: card, rollout, switches, costs.",
+    )
+    parser.add_argument("run", metavar="RUN_DIR", help="directory of a run that speculated")
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="training step whose rollout is shown (default: last)"
+    )
     return parser
 
 
 def _doctor_parser() -> argparse.ArgumentParser:
     parser = _parser(
         "doctor", "Say what this machine offers, what is missing and the command to get it."
+    )
+    parser.add_argument(
+        "--run", metavar="DIR", help="run whose cost model is shown (default: newest under runs/)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return parser

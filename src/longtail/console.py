@@ -14,6 +14,7 @@ from rich.text import Text
 
 from longtail.card import Card
 from longtail.engine.report import StepReport
+from longtail.rollout_log import RolloutSeries
 
 _REFRESH_S = 0.2
 _WIDE = 200
@@ -48,14 +49,21 @@ class Console:
         if self._live and now - self._drawn > _REFRESH_S:
             self._drawn = now
             speed = self._tokens / max(now - self._began, 1e-9)
+            drafts = "drafting, " if report.verified else "plain, "
             line = (
                 f"{self._label}: {self._done}/{self._total} done, {report.num_running} running, "
-                f"{speed:,.0f} tokens/s"
+                f"{drafts if report.readings else ''}{speed:,.0f} tokens/s"
             )
             print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
 
-    def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-        """Print one step's line."""
+    def step(
+        self,
+        step: int,
+        steps: int,
+        metrics: Mapping[str, float],
+        series: RolloutSeries | None = None,
+    ) -> None:
+        """Print one step's line; `series` is of an engine that speculates."""
 
         def value(name: str) -> float:
             return metrics.get(name, float("nan"))
@@ -71,6 +79,7 @@ class Console:
             f"rollout {value('timing_s/rollout'):.1f} s of {value('timing_s/step'):.1f} s"
             + (f"  accept {accepted:.2f}" if accepted else "")
             + (f"  {failures} ungraded" if failures else "")
+            + ("" if series is None else _switches(series))
         )
 
     def card(self, card: Card, run_dir: Path) -> None:
@@ -86,3 +95,13 @@ class Console:
     def _clear(self) -> None:
         if self._live:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
+def _switches(series: RolloutSeries) -> str:
+    """Say how a rollout ended up drafting or not: the last change of mind, and how many."""
+    last = series.last_switch
+    if last is None:
+        return ""
+    count = f" ({len(series.switches)} switches)" if len(series.switches) > 1 else ""
+    why = f": {last.reason}" if last.reason else ""
+    return f"  {'drafting' if last.drafts else 'plain'} at the end{count}{why}"

@@ -35,7 +35,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "math": (("math_verify",), "reward.name = math_verify"),
     "tensorboard": (("tensorboard",), "run.writers = tensorboard"),
     "wandb": (("wandb",), "run.writers = wandb"),
-    "plots": (("matplotlib",), "drafter eval --plot"),
+    "plots": (("matplotlib",), "longtail report, drafter eval --plot"),
 }
 
 
@@ -54,9 +54,9 @@ class Finding:
     remedy: str = ""
 
 
-def run(*, as_json: bool) -> int:
+def run(*, as_json: bool, run_dir: str | None = None) -> int:
     """Print the findings; return 1 if something that longtail needs is missing."""
-    findings = examine()
+    findings = examine(run_dir)
     healthy = all(finding.level != "missing" for finding in findings)
     if as_json:
         print(json.dumps({"ok": healthy, "findings": [asdict(f) for f in findings]}))
@@ -65,11 +65,12 @@ def run(*, as_json: bool) -> int:
     return 0 if healthy else 1
 
 
-def examine() -> list[Finding]:
-    """Look at everything, in the order in which it is printed."""
+def examine(run_dir: str | None = None) -> list[Finding]:
+    """Look at everything, in the order in which it is printed; at a run's cost model, too."""
     findings = [*_software(), *_hardware(), *_extras()]
     if all(finding.level != "missing" for finding in findings):
         findings += [attempt("matrix product", _matrix_product), attempt("generation", _generation)]
+        findings += cost_model(newest_run() if run_dir is None else Path(run_dir))
     return findings
 
 
@@ -218,6 +219,41 @@ def _generation() -> str:
     first, second = engine.generate(requests)
     assert first.tokens == second.tokens, "the same request was answered in two ways"
     return f"{len(first.tokens)} tokens, twice the same"
+
+
+def newest_run(under: Path = Path("runs")) -> Path | None:
+    """Return the directory of the run that wrote its cost model last."""
+    found = [(path.stat().st_mtime, path.parent) for path in under.glob("*/cost.json")]
+    return max(found)[1] if found else None
+
+
+def cost_model(run_dir: Path | None) -> Iterator[Finding]:
+    """Tell what steps and drafts cost in a run; what cannot be read is a finding."""
+    if run_dir is None:
+        return
+
+    from longtail import cost_file
+    from longtail.errors import ConfigError
+
+    def fact(name: str, value: str, remedy: str = "") -> Finding:
+        level: Level = "optional" if remedy else "ok"
+        return Finding(part="cost model", name=name, level=level, value=value, remedy=remedy)
+
+    try:
+        costs = cost_file.load_costs(run_dir / cost_file.FILE)
+    except ConfigError as error:
+        what, _, remedy = str(error).partition("; ")
+        yield fact("run", what, remedy)
+        return
+    times = cost_file.step_times(costs, (1, 8, 32, 64))
+    yield fact("run", str(run_dir))
+    plain = ", ".join(f"{each.tokens}: {each.plain_ms:.2f} ms" for each in times)
+    verify = ", ".join(f"{each.tokens}: {each.verify_ms:.2f} ms" for each in times)
+    yield fact("plain step, by tokens", plain)
+    yield fact("verify step, by tokens", verify)
+    yield fact("context", cost_file.context_time(costs))
+    for place, draft in enumerate(costs.drafts, 1):
+        yield fact(f"drafter {place}", cost_file.draft_times(draft))
 
 
 def _print(findings: Sequence[Finding], healthy: bool) -> None:

@@ -1,5 +1,7 @@
 """What a run writes down after every step: metrics.jsonl, its further writers, rollouts.jsonl.
 
+A run that speculates adds speculation.jsonl (`rollout_log`), and cost.json (`cost_file`): that one
+is small and says what is known now, so it is written anew after each step; no run reads it.
 Lines of a step are written once, whole, in rising order; a resumed run cuts back to its checkpoint
 first. What the numbers mean is `step_metrics`' business.
 """
@@ -7,9 +9,12 @@ first. What the numbers mean is `step_metrics`' business.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from longtail import cost_file, rollout_log
 from longtail.config import RunConfig
 from longtail.metrics import JsonLines, open_writers
+from longtail.rollout_log import RolloutSeries
 from longtail.step_metrics import rollout_row
+from longtail.tuner.cost import CostModel
 from longtail.types import Rollout
 
 
@@ -22,14 +27,33 @@ class Journal:
             config.run.writers, directory, last_step=last_step, config=config.model_dump()
         )
         self._rollouts = JsonLines(directory / "rollouts.jsonl", last_step=last_step)
+        self._directory = directory
+        self._series: JsonLines | None = None
+        if (directory / rollout_log.FILE).exists():  # cut back even if nobody speculates any more
+            self._series = JsonLines(directory / rollout_log.FILE, last_step=last_step)
 
-    def write(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        rollouts: Sequence[Rollout],
+        series: RolloutSeries | None = None,
+        costs: CostModel | None = None,
+    ) -> None:
         """Keep one step. Raises CheckpointError when the disk refuses."""
         for rollout in rollouts if self._keeps_rollouts else ():
             self._rollouts.append(step, rollout_row(rollout))
+        if series is not None:
+            if self._series is None:
+                self._series = JsonLines(self._directory / rollout_log.FILE, last_step=step)
+            self._series.append(step, series.as_json())
+        if costs is not None:
+            cost_file.save_costs(self._directory / cost_file.FILE, costs)
         self._metrics.write(step, metrics)
 
     def close(self) -> None:
         """Write out what is pending."""
         self._metrics.close()
         self._rollouts.close()
+        if self._series is not None:
+            self._series.close()

@@ -8,7 +8,7 @@ step only, and a resumed run is the run that was not interrupted.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -37,6 +37,8 @@ from longtail.rl.advantage import keep_informative, shaped_rewards
 from longtail.rl.grading import Graded, GraderPool
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_mini_batches
+from longtail.rollout_log import RolloutLog
+from longtail.run_report import report_if_possible
 from longtail.step_metrics import step_metrics
 from longtail.types import Completion, Group, TrainBatch
 
@@ -136,7 +138,7 @@ class Trainer:
         """One step: write, grade, learn, publish."""
         config, parts, step = self._config, self._parts, before.step + 1
         evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
-        watch, meter = Stopwatch(), RolloutMeter()
+        watch, meter, log = Stopwatch(), RolloutMeter(), RolloutLog()
         asked = ask_groups(
             parts.source.take(config.rollout.prompts_per_step),
             samples=config.rollout.group_size,
@@ -144,31 +146,37 @@ class Trainer:
             sampling=parts.sampling,
         )
         with watch.section("rollout"):
-            completions = self._generate(f"step {step}", asked, meter)
+            completions = self._generate(f"step {step}", asked, meter.add, log.add)
         with watch.section("reward"):
             graded = self._grade(asked, completions)
         groups = regroup(graded.rollouts)
         learned = parts.learner.step(self._batches(groups))
         with watch.section("publish"):
             publish(parts)
+        series = log.series()
         metrics = step_metrics(
             rollout=meter.report(),
+            series=series,
             completions=completions,
             graded=graded,
             groups=groups,
             learned=learned,
             seconds=watch.lap(),
         )
-        self._journal.write(step, evaluated | metrics, graded.rollouts)
-        self._console.step(step, config.run.steps, metrics)
+        costs = parts.engine.costs
+        self._journal.write(step, evaluated | metrics, graded.rollouts, series, costs)
+        self._console.step(step, config.run.steps, metrics, series)
         return replace(before, step=step, cursor=parts.source.state())
 
-    def _generate(self, label: str, asked: Asked, meter: RolloutMeter) -> list[Completion]:
+    def _generate(
+        self, label: str, asked: Asked, *listeners: Callable[[StepReport], None]
+    ) -> list[Completion]:
         """Write the completions; between two tokens is where a run may stop."""
         self._console.begin_rollout(label, len(asked.requests))
 
         def on_step(report: StepReport) -> None:
-            meter.add(report)
+            for listen in listeners:
+                listen(report)
             self._console.rollout_step(report)
             self._interruption.check()
 
@@ -216,7 +224,7 @@ class Trainer:
             seed=self._config.run.seed,
             sampling=self._parts.sampling,
         )
-        completions = self._generate("held-out evaluation", asked, RolloutMeter())
+        completions = self._generate("held-out evaluation", asked)
         graded = self._grade(asked, completions)
         mean = fmean(rollout.reward for rollout in graded.rollouts)
         self._console.say(
@@ -262,6 +270,7 @@ class Trainer:
             warm_start_s=self._progress.warm_start_s,
         )
         card.write(self._run.path / "card.json")
+        report_if_possible(self._run.path, self._console.say)
         self._console.card(card, self._run.path)
 
     def _post_mortem(self, error: NonFiniteError) -> str:

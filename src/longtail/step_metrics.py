@@ -7,11 +7,14 @@ from longtail.engine.report import RolloutReport
 from longtail.metrics import summarize, summarize_lengths, timing
 from longtail.rl.grading import Graded
 from longtail.rl.tally import LearnerReport
+from longtail.rollout_log import RolloutSeries
 from longtail.types import Completion, FinishReason, Group, Rollout
 
 
-def rollout_metrics(report: RolloutReport, completions: Sequence[Completion]) -> dict[str, float]:
-    """Sum up the rollout phase."""
+def rollout_metrics(
+    report: RolloutReport, completions: Sequence[Completion], series: RolloutSeries | None = None
+) -> dict[str, float]:
+    """Sum up the rollout phase; `series` is of an engine that speculates."""
     cut = sum(each.finish_reason is FinishReason.LENGTH for each in completions)
     lengths = summarize_lengths([len(each.tokens) for each in completions])
     return {
@@ -23,11 +26,12 @@ def rollout_metrics(report: RolloutReport, completions: Sequence[Completion]) ->
         "rollout/tokens_per_s": report.tokens_per_s,
         "rollout/tail_idle_share": report.tail_idle_share,
         "rollout/bookkeeping_share": report.bookkeeping_share,
-        **(_speculation_metrics(report) if report.num_verified else {}),
+        **(_draft_metrics(report) if report.num_verified else {}),
+        **({} if series is None else _tuner_metrics(report, series)),
     }
 
 
-def _speculation_metrics(report: RolloutReport) -> dict[str, float]:
+def _draft_metrics(report: RolloutReport) -> dict[str, float]:
     """Sum up drafting; absent from a step in which nothing was drafted."""
     return {
         "speculation/accept_length": report.accept_length,
@@ -35,6 +39,15 @@ def _speculation_metrics(report: RolloutReport) -> dict[str, float]:
         "speculation/emitted_share": (report.num_accepted + report.num_verified)
         / max(report.num_generated, 1),
         "speculation/draft_share": report.draft_s / report.seconds if report.seconds else 0.0,
+    }
+
+
+def _tuner_metrics(report: RolloutReport, series: RolloutSeries) -> dict[str, float]:
+    """Sum up what was decided, also where that was to draft nothing."""
+    return {
+        "speculation/tuner_share": report.tuner_share,
+        "speculation/switches": float(len(series.switches)),
+        "speculation/nodes_per_step": series.mean_nodes,
     }
 
 
@@ -61,12 +74,13 @@ def step_metrics(
     groups: Sequence[Group],
     learned: LearnerReport,
     seconds: Mapping[str, float],
+    series: RolloutSeries | None = None,
 ) -> dict[str, float]:
     """Return every number of one step; `seconds` by section, the learner's own join them."""
     learning = {"logprob": learned.logprob_seconds, "update": learned.update_seconds}
     return {
         **group_metrics(graded, groups),
-        **rollout_metrics(rollout, completions),
+        **rollout_metrics(rollout, completions, series),
         **learned.metrics,
         "training/policy_version": float(learned.version),
         **timing({**seconds, **learning}),

@@ -1,9 +1,10 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from longtail import card as card_module
 from longtail.card import Card, finished_card, make_card, read_metrics
 from longtail.checkpoint import Checkpoint
 from longtail.errors import CheckpointError
@@ -120,3 +121,48 @@ def test_the_lines_say_what_was_reached_what_it_cost_and_where_it_is(tmp_path: P
     unknown = dict(replace(_card(), reward_before=None, warm_start_s=0.0).lines(tmp_path))
     assert unknown["held-out reward"] == "not measured before, 0.500 after 2 steps"
     assert unknown["time"] == "30 s"
+
+
+def test_speculation_is_one_line_of_the_card(tmp_path: Path) -> None:
+    assert "speculation" not in dict(_card().lines(tmp_path))
+    plain = {"speculation/switches": 1.0, "speculation/tuner_share": 0.002}
+    drafted = {
+        "speculation/switches": 3.0,
+        "speculation/tuner_share": 0.01,
+        "speculation/accept_length": 2.5,
+        "speculation/emitted_share": 0.75,
+    }
+    rows = [_row(**plain), _row(**drafted, **{"timing_s/rollout": 2.0})]
+    card = _card(rows)
+    assert card.num_switches == 4
+    assert card.tuner_share == pytest.approx((0.002 * 6 + 0.01 * 2) / 8)  # by time
+    assert dict(card.lines(tmp_path))["speculation"] == (
+        "2.50 tokens a verify step, which wrote 75% of all tokens; 4 switches, tuner 0.4% of the "
+        "time"
+    )
+    only = dict(_card(rows[:1]).lines(tmp_path))
+    assert only["speculation"] == "1 switch, tuner 0.2% of the time"
+
+
+def test_the_card_names_the_report_or_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "a run"
+    run.mkdir()
+    assert "report" not in dict(_card().lines(run))  # it did not speculate
+    (run / "speculation.jsonl").touch()
+    command = f"longtail report '{run}'"
+    monkeypatch.setattr(card_module, "find_spec", lambda _: "there")
+    assert dict(_card().lines(run))["report"] == f"to get one: {command}"
+    monkeypatch.setattr(card_module, "find_spec", lambda _: None)
+    assert dict(_card().lines(run))["report"].endswith(f"[plots]' && {command}")
+    (run / "report.html").touch()
+    assert dict(_card().lines(run))["report"] == str(run / "report.html")
+
+
+def test_a_card_of_an_earlier_version_is_still_read(tmp_path: Path) -> None:
+    document = json.loads(json.dumps(asdict(_card())))
+    for name in ("num_switches", "tuner_share"):
+        del document[name]
+    (tmp_path / "card.json").write_text(json.dumps(document))
+    assert finished_card(tmp_path, Checkpoint(step=2, path=tmp_path, state={}), 2) == _card()

@@ -67,7 +67,10 @@ def test_no_words_show_the_summary_and_fail(capsys: pytest.CaptureFixture[str]) 
     ("words", "message"),
     [
         (["trian"], "trian: no such verb; did you mean train?"),
-        (["qqq"], "qqq: no such verb; the verbs are train, sft, drafter, generate, bench, doctor"),
+        (
+            ["qqq"],
+            "qqq: no such verb; the verbs are train, sft, drafter, generate, bench, report, ",
+        ),
         (["train", "no.toml"], "no.toml: no such file"),
         (["train", "--learner.los", "dapo"], "--learner.los: unknown key; the nearest known one"),
         (["train", "--learner.loss", "ppo", "quickstart"], "--learner.loss ppo: it must be 'grpo'"),

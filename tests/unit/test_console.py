@@ -1,12 +1,14 @@
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from longtail.card import make_card
 from longtail.console import Console
-from longtail.engine.report import StepReport
+from longtail.engine.report import StepReport, Switch, Verified
+from longtail.rollout_log import RolloutLog
 
 METRICS = {
     "reward/mean": 0.4137,
@@ -87,3 +89,40 @@ def test_the_card_keeps_paths_whole_in_a_file(capsys: pytest.CaptureFixture[str]
     assert err == ""
     assert f" {run / 'metrics.jsonl'} " in out
     assert "held-out reward" in out
+
+
+@pytest.mark.parametrize(
+    ("switches", "said"),
+    [
+        ((), ""),
+        ((Switch(drafts=True, reason=""),), "  drafting at the end"),
+        (
+            (
+                Switch(drafts=True, reason="it pays"),
+                Switch(drafts=False, reason="predicted 0.93x of plain decoding at 64 running"),
+            ),
+            "  plain at the end (2 switches): predicted 0.93x of plain decoding at 64 running",
+        ),
+    ],
+)
+def test_the_last_switch_of_a_step_is_in_its_line(
+    capsys: pytest.CaptureFixture[str], switches: tuple[Switch, ...], said: str
+) -> None:
+    log = RolloutLog()
+    for switch in (*switches, None):
+        log.add(replace(_report(4), readings=(0.1,), switch=switch))
+    Console().step(1, 1, METRICS, log.series())
+    assert capsys.readouterr().err.endswith(f"8.0 s{said}\n")
+
+
+@pytest.mark.parametrize(("num_drafts", "word"), [(0, "plain"), (1, "drafting")])
+def test_the_live_line_tells_whether_it_drafts(
+    monkeypatch: pytest.MonkeyPatch, num_drafts: int, word: str
+) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console = Console()
+    console.begin_rollout("step 1", 4)
+    verified = Verified(request_id="a", position=0, num_drafted=3, depth=3, num_accepted=1)
+    console.rollout_step(replace(_report(3), readings=(0.1,), verified=(verified,) * num_drafts))
+    assert terminal.getvalue().endswith(f"3 running, {word}, 0 tokens/s")

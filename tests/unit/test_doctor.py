@@ -1,10 +1,14 @@
 import json
+import os
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
-from longtail import doctor, machine
+from longtail import cli, doctor, machine
+from longtail.cost_file import save_costs
+from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 
 
 def test_a_healthy_machine_gets_a_table_and_exit_code_0(
@@ -71,3 +75,48 @@ def test_the_machine_has_memory_cores_and_a_name() -> None:
     assert memory.total is not None
     assert memory.total > 2**28
     assert memory.available is None or 0 < memory.available <= memory.total
+
+
+def _save_costs(run: Path) -> Path:
+    run.mkdir(parents=True)
+    costs = CostModel(TimeCurve((1, 64), (0.001, 0.01)), pair_s=1e-6, node_pair_s=1e-7)
+    costs.drafts = [DraftCost(start_s=1e-3, request_s=0.0, level_s=1e-3, row_s=1e-4)] * 2
+    save_costs(run / "cost.json", costs)
+    return run
+
+
+def test_the_cost_model_of_a_run_is_told_step_by_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _save_costs(tmp_path / "run")
+    assert cli.main(["doctor", "--json", "--run", str(run)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = {f["name"]: f for f in report["findings"] if f["part"] == "cost model"}
+    assert found["run"]["value"] == str(run)
+    assert found["plain step, by tokens"]["value"].startswith("1: 1.00 ms, 8: ")
+    assert found["verify step, by tokens"]["value"].endswith("64: 10.00 ms")
+    assert found["drafter 2"]["value"].startswith("a pass 1.000 ms")
+    assert all(each["level"] == "ok" for each in found.values())
+
+
+def test_the_run_that_measured_last_is_shown_unless_another_is_named(tmp_path: Path) -> None:
+    assert doctor.newest_run(tmp_path / "runs") is None
+    assert list(doctor.cost_model(None)) == []
+    for age, name in enumerate(("new", "old", "older")):
+        run = _save_costs(tmp_path / "runs" / name)
+        os.utime(run / "cost.json", (1e9 - age, 1e9 - age))
+    assert doctor.newest_run(tmp_path / "runs") == tmp_path / "runs" / "new"
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{}", b"\x00\xff" * 99, b"[" * 99_999, b'{"plain": {"counts": [1]}}']
+)
+def test_a_damaged_cost_model_is_a_finding_with_a_remedy(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / "cost.json").write_bytes(content)
+    (found,) = doctor.cost_model(tmp_path)
+    assert (found.part, found.level) == ("cost model", "optional")
+    assert str(tmp_path / "cost.json") in found.value
+    assert found.remedy

@@ -4,7 +4,11 @@ from pathlib import Path
 import pytest
 
 from longtail.config import RunConfig, RunSection
+from longtail.cost_file import load_costs
+from longtail.engine.report import Switch
 from longtail.journal import Journal
+from longtail.rollout_log import RolloutSeries, read_rollout
+from longtail.tuner.cost import CostModel, TimeCurve
 from longtail.types import Completion, FinishReason, Prompt, Rollout
 
 COMPLETION = Completion(
@@ -17,6 +21,16 @@ COMPLETION = Completion(
 )
 ROLLOUT = Rollout(
     prompt=Prompt(prompt_id="p", tokens=(1,), text="?"), completion=COMPLETION, reward=1.0
+)
+
+SERIES = RolloutSeries(
+    seconds=(0.004, 0.007),
+    running=(8, 8),
+    drafts=(0, 8),
+    nodes=(0, 19),
+    accepted=(0, 11),
+    readings=((1 / 3,), (0.1, 0.1 + 0.2)),
+    switches=((1, Switch(drafts=True, reason="it pays")),),
 )
 
 
@@ -66,3 +80,51 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(
     resumed.close()
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert [line["step"] for line in _lines(tmp_path / name)] == kept
+
+
+def test_a_run_without_speculation_has_none_of_its_files(tmp_path: Path) -> None:
+    journal = Journal(RunConfig(), tmp_path, last_step=None)
+    journal.write(1, {}, [ROLLOUT])
+    journal.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "rollouts.jsonl"}
+
+
+def test_what_speculation_did_is_a_line_a_step_and_what_it_costs_is_the_newest(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(RunConfig(), tmp_path, last_step=None)
+    for step in (1, 2):
+        costs = CostModel(TimeCurve((1, 8), (0.001, 0.002)), pair_s=0.5 * step, node_pair_s=0.0)
+        journal.write(step, {}, [ROLLOUT], SERIES, costs)
+    journal.close()
+    path = tmp_path / "speculation.jsonl"
+    assert [line["step"] for line in _lines(path)] == [1, 2]
+    assert [read_rollout(path, step).series for step in (1, 2)] == [SERIES, SERIES]
+    assert load_costs(tmp_path / "cost.json").pair_s == 1.0
+
+
+@pytest.mark.parametrize(("last_step", "kept"), [(None, [4]), (1, [1, 4]), (9, [1, 2, 3, 4])])
+def test_a_resumed_run_has_what_speculation_did_once_a_step(
+    tmp_path: Path, last_step: int | None, kept: list[int]
+) -> None:
+    journal = Journal(RunConfig(), tmp_path, last_step=None)
+    for step in (1, 2, 3):
+        journal.write(step, {}, [], SERIES)
+    journal.close()
+    with (tmp_path / "speculation.jsonl").open("a") as file:
+        file.write('{"step": 4, "seconds": [0.0')  # killed while it wrote
+    resumed = Journal(RunConfig(), tmp_path, last_step=last_step)
+    resumed.write(4, {}, [], SERIES)
+    resumed.close()
+    assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == kept
+
+
+def test_steps_that_are_done_again_without_speculation_leave_no_old_lines(tmp_path: Path) -> None:
+    journal = Journal(RunConfig(), tmp_path, last_step=None)
+    for step in (1, 2, 3):
+        journal.write(step, {}, [], SERIES)
+    journal.close()
+    resumed = Journal(RunConfig(), tmp_path, last_step=1)
+    resumed.write(2, {}, [])
+    resumed.close()
+    assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [1]

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from longtail.engine.report import RolloutReport
+from longtail.engine.report import RolloutReport, Switch
 from longtail.rl.grading import Graded
 from longtail.rl.tally import Tally
+from longtail.rollout_log import RolloutSeries
 from longtail.step_metrics import group_metrics, rollout_metrics, rollout_row, step_metrics
 from longtail.types import Completion, FinishReason, GradingFailure, Group, Prompt, Rollout
 
@@ -21,6 +22,7 @@ REPORT = RolloutReport(
     num_verified=0,
     draft_s=0.0,
     draft_forward_s=0.0,
+    tuner_s=0.0,
     max_running=4,
     running_s=6.0,
 )
@@ -76,6 +78,25 @@ def test_drafts_are_summed_up_where_there_were_any() -> None:
     }
     # The drafter's own passes are no bookkeeping.
     assert metrics["rollout/bookkeeping_share"] == plain["rollout/bookkeeping_share"] - 0.125
+
+
+def test_what_was_decided_is_summed_up_also_where_nothing_was_drafted() -> None:
+    series = RolloutSeries(
+        seconds=(0.5, 1.0, 1.5, 2.0),
+        running=(4,) * 4,
+        drafts=(0,) * 4,
+        nodes=(0, 0, 3, 7),
+        accepted=(0,) * 4,
+        readings=((0.5,),) * 4,
+        switches=((1, Switch(drafts=False, reason="")), (2, Switch(drafts=True, reason=""))),
+    )
+    report = replace(REPORT, tuner_s=0.01)
+    metrics = rollout_metrics(report, [_completion(40)], series)
+    assert {name: metrics[name] for name in metrics if name.startswith("speculation/")} == {
+        "speculation/tuner_share": 0.005,
+        "speculation/switches": 2.0,
+        "speculation/nodes_per_step": 2.5,
+    }
 
 
 def test_failures_are_counted_beside_the_rewards_never_among_them() -> None:

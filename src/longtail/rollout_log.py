@@ -1,0 +1,201 @@
+"""What an engine did in one rollout, step by step: collected while it runs, kept as a line of JSON.
+
+speculation.jsonl holds one line a training step. The readings of the tuner's clock are kept to the
+last bit: played back, they make the tuner decide again what it decided.
+
+    {"step": 3, "seconds": [0.004, 0.007], "running": [64, 64], "drafts": [0, 64],
+     "nodes": [0, 190], "accepted": [0, 121], "readings": [[0.0041], [0.0004, 0.0031]],
+     "switches": [[1, true, "predicted 1.21x of plain decoding at 64 running"]]}
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, final
+
+from longtail.engine.report import StepReport, Switch
+from longtail.errors import ConfigError
+
+FILE = "speculation.jsonl"
+_COUNTS = ("running", "drafts", "nodes", "accepted")
+_MICROSECONDS = 6
+_STEP = re.compile(rb'\{"step": (\d+), ')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSeries:
+    """A rollout in columns, an entry an engine step.
+
+    Example: RolloutSeries(seconds=(0.004, 0.007), running=(64, 64), drafts=(0, 64), nodes=(0, 190),
+                           accepted=(0, 121), readings=((0.0041,), (0.0004, 0.0031)),
+                           switches=((1, Switch(drafts=True, reason="...")),))
+    """
+
+    seconds: tuple[float, ...]
+    """From the rollout's begin to the end of each step, engine time only, to the microsecond."""
+    running: tuple[int, ...]
+    drafts: tuple[int, ...]
+    """Requests whose draft was verified; 0 in a plain step."""
+    nodes: tuple[int, ...]
+    """Of those drafts."""
+    accepted: tuple[int, ...]
+    readings: tuple[tuple[float, ...], ...]
+    """Of the tuner's clock."""
+    switches: tuple[tuple[int, Switch], ...]
+    """Steps from which on the engine drafts, or decodes plainly."""
+
+    @property
+    def num_steps(self) -> int:
+        """Engine steps."""
+        return len(self.seconds)
+
+    @property
+    def mean_nodes(self) -> float:
+        """Nodes verified in a mean step."""
+        return sum(self.nodes) / max(self.num_steps, 1)
+
+    @property
+    def last_switch(self) -> Switch | None:
+        """The switch that held at the end, if there was any."""
+        return self.switches[-1][1] if self.switches else None
+
+    def begin_of(self, index: int) -> float:
+        """Seconds from the rollout's begin to that of a step."""
+        return self.seconds[index - 1] if index else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `of_json` reads."""
+        return {
+            "seconds": list(self.seconds),
+            "running": list(self.running),
+            "drafts": list(self.drafts),
+            "nodes": list(self.nodes),
+            "accepted": list(self.accepted),
+            "readings": [list(readings) for readings in self.readings],
+            "switches": [[index, each.drafts, each.reason] for index, each in self.switches],
+        }
+
+    @staticmethod
+    def of_json(row: Mapping[str, Any]) -> "RolloutSeries":
+        """Read a line back; KeyError, TypeError or ValueError if it is none of ours."""
+        counts = {name: tuple(int(count) for count in row[name]) for name in _COUNTS}
+        series = RolloutSeries(
+            seconds=tuple(float(second) for second in row["seconds"]),
+            readings=tuple(tuple(float(r) for r in readings) for readings in row["readings"]),
+            switches=tuple(
+                (int(index), Switch(drafts=bool(drafts), reason=str(reason)))
+                for index, drafts, reason in row["switches"]
+            ),
+            **counts,
+        )
+        columns = (*counts.values(), series.readings)
+        if any(len(column) != series.num_steps for column in columns):
+            raise ValueError("columns of different lengths")
+        if not all(0 <= index < series.num_steps for index, _ in series.switches):
+            raise ValueError("a switch outside the rollout")
+        return series
+
+
+@final
+class RolloutLog:
+    """Collects one rollout. `add` is in the engine's hot loop: it appends, and keeps no token."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._counts: list[tuple[int, int, int, int]] = []
+        self._readings: list[tuple[float, ...]] = []
+        self._switches: list[tuple[int, Switch]] = []
+
+    def add(self, step: StepReport) -> None:
+        """Take note of one step; one of an engine that does not speculate says nothing."""
+        if not step.readings:
+            return
+        if step.switch is not None:
+            self._switches.append((len(self._seconds), step.switch))
+        nodes = accepted = 0
+        for each in step.verified:
+            nodes += each.num_drafted
+            accepted += each.num_accepted
+        self._seconds.append(step.step_s)
+        self._counts.append((step.num_running, len(step.verified), nodes, accepted))
+        self._readings.append(step.readings)
+
+    def series(self) -> RolloutSeries | None:
+        """Return what was collected; None if the engine does not speculate."""
+        if not self._seconds:
+            return None
+        running, drafts, nodes, accepted = zip(*self._counts, strict=True)
+        return RolloutSeries(
+            seconds=tuple(round(second, _MICROSECONDS) for second in accumulate(self._seconds)),
+            running=running,
+            drafts=drafts,
+            nodes=nodes,
+            accepted=accepted,
+            readings=tuple(self._readings),
+            switches=tuple(self._switches),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRollout:
+    """The rollout of one training step.
+
+    Example: LoggedRollout(step=3, series=series)
+    """
+
+    step: int
+    series: RolloutSeries
+
+
+def read_rollout(path: Path, step: int | None = None) -> LoggedRollout:
+    """Read one training step's rollout from speculation.jsonl, by default the last one.
+
+    Lines are told apart by how they begin, so that only the one that is wanted is parsed. A line
+    that is being written counts as not there. Raises ConfigError where there is none such.
+    """
+    try:
+        lines = _whole_lines(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; runs with speculation.drafter write it, from their first "
+            "step on: give the directory of one"
+        ) from error
+    if not lines:
+        raise ConfigError(f"{path}: no step is in it yet; try again after the run's first step")
+    chosen = max(lines) if step is None else step
+    if chosen not in lines:
+        raise ConfigError(
+            f"--step {chosen}: {path} has steps {min(lines)} to {max(lines)}; give one of them"
+        )
+    with path.open("rb") as file:
+        file.seek(lines[chosen])
+        line = file.readline()
+    try:
+        return LoggedRollout(step=chosen, series=RolloutSeries.of_json(json.loads(line)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: the line of step {chosen} is damaged ({error}); give another --step"
+        ) from error
+
+
+def _whole_lines(path: Path) -> dict[int, int]:
+    """Return where the line of each step begins."""
+    places: dict[int, int] = {}
+    place = 0
+    with path.open("rb") as file:
+        for line in file:
+            if (match := _STEP.match(line)) and line.endswith(b"\n"):
+                places[int(match[1])] = place
+            place += len(line)
+    return places
+
+
+def accept_lengths(series: RolloutSeries) -> Sequence[float]:
+    """Return tokens a draft of each step, the bonus token included; 1 in a plain step."""
+    return [
+        1 + accepted / drafts if drafts else 1.0
+        for accepted, drafts in zip(series.accepted, series.drafts, strict=True)
+    ]
