@@ -46,6 +46,7 @@ format: install
 bench: install
 	$(BIN)/longtail bench engine
 	$(BIN)/longtail bench rollout
+	$(BIN)/longtail bench tuner
 	$(BIN)/longtail bench learner
 	$(BIN)/longtail bench drafter
 

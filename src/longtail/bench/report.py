@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from rich.console import Console
@@ -80,6 +80,18 @@ def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
+@final
+class CpuClock:
+    """Tells how much of its CPU this process has had since the clock was made, with one thread."""
+
+    def __init__(self) -> None:
+        self._wall, self._own = time.perf_counter(), time.process_time()
+
+    def share(self) -> float:
+        """Below 1: something else ran on it."""
+        return (time.process_time() - self._own) / (time.perf_counter() - self._wall)
+
+
 def pin_threads(threads: int) -> int:
     """Limit torch's compute threads in this process (0 keeps them all); return the number."""
     if threads > 0:
@@ -110,15 +122,23 @@ def finish(
     """Print the card (a table and the environment), then `result` as one JSON line, last."""
     surroundings = environment()
     if not json_only:
-        table = Table(title=title, title_justify="left")
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="left" if index == 0 else "right")
-        for row in rows:
-            table.add_row(*row)
-        console = Console(width=None if sys.stdout.isatty() else _WIDE)
-        console.print(table)
-        console.print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
+        show(title, columns, rows)
+        _console().print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
     print(json.dumps({**result, "environment": surroundings}), flush=True)
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print one table of a card; `finish` prints the last."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    _console().print(table)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _WIDE)
 
 
 def _cpu_name() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from longtail.bench.report import Spread, ratios
+from longtail.bench.report import CpuClock, Spread, ratios
 from longtail.engine.acceptance import Acceptance
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
@@ -25,6 +25,8 @@ from longtail.types import Request, SamplingParams
 
 CHAINS = tuple(Strategy(depth=depth, size=depth) for depth in (1, 2, 3, 4, 6, 8, 11))
 TREES = (Strategy(depth=4, width=2, size=8), Strategy(depth=6, width=3, size=16))
+FEW = 4
+"""Requests up to which trees are tried."""
 _ROOM = 17
 """Flat tokens of a request in a step: its root and the largest draft."""
 
@@ -56,7 +58,10 @@ class Turn:
     """Of the time: all outside forward passes and sampler; also what plain decoding has."""
     draft_forward_share: float
     sampler_share: float
+    tuner_share: float
     calibration_error: float
+    cpu_share: float
+    """Of the CPU, how much was had: below 1, something else ran on it."""
     texts: Mapping[str, tuple[int, ...]]
 
 
@@ -98,31 +103,18 @@ class Cell:
 
     def __init__(self, subject: Subject, running: int) -> None:
         self._subject, self._running = subject, running
-        longest = max(len(prompt) for prompt in subject.prompts) + subject.sampling.max_tokens
-        self._engine = RolloutEngine(
-            subject.model,
-            subject.decode,
-            EngineLimits(
-                max_running=running, max_step_tokens=max(512, running * _ROOM), max_len=longest
-            ),
-        )
+        self._engine = engine_of(subject, running)
 
     def turn(self, speculation: Speculation | None, tokens: int) -> Turn:
         """Serve until so many tokens were generated with every place taken."""
         engine, meter, acceptance = self._engine, RolloutMeter(), Acceptance()
         texts: dict[str, list[int]] = {}
-        for index, prompt in enumerate(self._subject.prompts):
-            texts[str(index)] = []
-            engine.submit(
-                Request(
-                    request_id=str(index),
-                    prompt_tokens=prompt,
-                    noise_key=noise_key(0, "bench", index),
-                    sampling=self._subject.sampling,
-                )
-            )
+        for request in requests_of(self._subject):
+            texts[request.request_id] = []
+            engine.submit(request)
         engine.speculate(speculation)
         generated, steps = 0, 0
+        clock = CpuClock()
         while generated < tokens and engine.num_unfinished:
             report = engine.step()
             for each in report.emitted:
@@ -132,16 +124,19 @@ class Cell:
                 meter.add(report)
                 acceptance.add(report.verified)
                 generated += len(report.emitted)
+        cpu_share = clock.share()
         for name in texts:
             if engine.is_unfinished(name):
                 engine.abort(name)
-        return _turn(meter, acceptance, speculation, texts)
+        return _turn(meter, acceptance, speculation, texts, cpu_share)
 
     def measure(self, tokens: int, repeats: int, say: Callable[[str], None]) -> CellResult:
         """Scan every drafter's strategies, then compare the best with `off`, turn by turn."""
         tokens *= max(1, self._running // 4)
         drafters = self._subject.drafters
-        scans = {name: self._scan(make, tokens // 3) for name, make in drafters.items()}
+        # Trees where few run, since many fill a step as it is.
+        grid = (*CHAINS, *TREES) if self._running <= FEW else CHAINS
+        scans = {name: self.scan(make, grid, tokens // 3) for name, make in drafters.items()}
         turns: dict[str, list[Turn]] = {}
         for _ in range(repeats):
             turns.setdefault("off", []).append(self.turn(None, tokens))
@@ -163,13 +158,36 @@ class Cell:
             ),
         )
 
-    def _scan(self, make: Callable[[], Drafter], tokens: int) -> dict[Strategy, float]:
-        """Try every fixed strategy once; trees where few run, since many fill a step as it is."""
-        trees = TREES if self._running <= 4 else ()
+    def scan(
+        self, make: Callable[[], Drafter], grid: Sequence[Strategy], tokens: int
+    ) -> dict[Strategy, float]:
+        """Try every fixed strategy once; return tokens/s."""
         return {
             strategy: self.turn(Speculation.fixed(make(), strategy), tokens).tokens_per_s
-            for strategy in (*CHAINS, *trees)
+            for strategy in grid
         }
+
+
+def engine_of(subject: Subject, running: int) -> RolloutEngine:
+    """Make an engine with room for the largest draft of every running request."""
+    longest = max(len(prompt) for prompt in subject.prompts) + subject.sampling.max_tokens
+    limits = EngineLimits(
+        max_running=running, max_step_tokens=max(512, running * _ROOM), max_len=longest
+    )
+    return RolloutEngine(subject.model, subject.decode, limits)
+
+
+def requests_of(subject: Subject) -> list[Request]:
+    """Ask for a completion of every prompt, always with the same keys."""
+    return [
+        Request(
+            request_id=str(index),
+            prompt_tokens=prompt,
+            noise_key=noise_key(0, "bench", index),
+            sampling=subject.sampling,
+        )
+        for index, prompt in enumerate(subject.prompts)
+    ]
 
 
 def _turn(
@@ -177,6 +195,7 @@ def _turn(
     acceptance: Acceptance,
     speculation: Speculation | None,
     texts: Mapping[str, list[int]],
+    cpu_share: float,
 ) -> Turn:
     report = meter.report()
     verified = acceptance.overall
@@ -188,7 +207,9 @@ def _turn(
         bookkeeping_share=report.bookkeeping_share,
         draft_forward_share=report.draft_forward_s / report.seconds,
         sampler_share=report.sample_s / report.seconds,
+        tuner_share=report.tuner_share,
         calibration_error=0.0 if speculation is None else speculation.drafters[0].calibration_error,
+        cpu_share=cpu_share,
         texts={name: tuple(tokens) for name, tokens in texts.items()},
     )
 

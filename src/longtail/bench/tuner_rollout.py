@@ -1,0 +1,174 @@
+"""The whole rollout of `longtail bench tuner`: all requests at once, served to the end.
+
+The long tail is what an adaptive engine is for: it begins with every place taken and ends with a
+single request. A fixed strategy is the same all along; the oracle plays, at every number of running
+requests, the strategy that was best there in the sweep.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import final
+
+from longtail.bench.report import CpuClock, Spread
+from longtail.bench.rollout_cells import Subject, describe, differing_share, engine_of, requests_of
+from longtail.bench.tuner_cells import BUDGET, GRID, OFF, Lineup, Point, Race, lineup
+from longtail.bench.tuner_drafters import maker
+from longtail.bench.tuner_setting import MAX_RUNNING, Setting
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.report import RolloutMeter, RolloutReport, StepReport, Switch
+from longtail.engine.speculate import Speculation
+from longtail.speculation.drafter import Drafter
+from longtail.speculation.strategy import Strategy
+from longtail.tuner.cost import CostModel
+from longtail.tuner.records import Batch, Plan
+from longtail.tuner.tuner import PLAIN, Tuner, fitted
+from longtail.types import Request
+
+ORACLE = "oracle"
+DRAFTER = "good"
+
+Table = Mapping[int, Strategy | None]
+"""What to play at numbers of running requests; None is plain decoding."""
+
+
+@final
+class OracleTuner(Tuner):
+    """Plays what is known to be best at the number of running requests that is nearest."""
+
+    def __init__(self, table: Table) -> None:
+        self._table, self._num_drafters = table, 1
+
+    def begin(self, costs: CostModel | None, num_drafters: int) -> None:
+        """Ask all of them."""
+        self._num_drafters = num_drafters
+
+    def plan(self, batch: Batch) -> Plan:
+        """Look it up; the nearest by ratio."""
+        nearest = min(self._table, key=lambda running: abs(math.log(running / batch.num_drawing)))
+        strategy = self._table[nearest]
+        return PLAIN if strategy is None else fitted(strategy, batch, self._num_drafters)
+
+
+@dataclass(slots=True)
+class Series:
+    """A rollout, step by step."""
+
+    at_s: list[float] = field(default_factory=list)
+    """When each step was over, from the start."""
+    running: list[int] = field(default_factory=list)
+    num_drafted: list[int] = field(default_factory=list)
+    accept_length: list[float] = field(default_factory=list)
+    """Tokens a draft, 1 in a step without any."""
+    switches: list[tuple[int, Switch]] = field(default_factory=list)
+    """Steps, counted from 0, with which the engine changed its mind."""
+
+    def add(self, step: StepReport) -> None:
+        """Note one step."""
+        if step.switch is not None:
+            self.switches.append((len(self.at_s), step.switch))
+        accepted = sum(each.num_accepted for each in step.verified)
+        self.at_s.append(step.step_s + (self.at_s[-1] if self.at_s else 0.0))
+        self.running.append(step.num_running)
+        self.num_drafted.append(sum(each.num_drafted for each in step.verified))
+        self.accept_length.append(1 + accepted / max(len(step.verified), 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One contestant's rollout."""
+
+    report: RolloutReport
+    texts: Mapping[str, tuple[int, ...]]
+    cpu_share: float
+    series: Series
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """What all contestants' rollouts took."""
+
+    race: Race
+    seconds: Mapping[str, Spread]
+    accept_length: Mapping[str, float]
+    tail_idle_share: Mapping[str, float]
+    tuner_share: float
+    differing_share: float
+    lowest_cpu_share: float
+    oracle: Mapping[int, str]
+    """What it plays; empty without a sweep, and then it is no contestant."""
+    series: Series
+    """Of the budget tuner's last rollout."""
+
+
+def oracle_table(points: Sequence[Point]) -> dict[int, Strategy | None]:
+    """Return the best of each number of running requests, with the rollout's drafter."""
+    return {point.running: point.best_strategy for point in points if point.drafter == DRAFTER}
+
+
+def measure_rollouts(
+    subject: Subject, setting: Setting, points: Sequence[Point], say: Callable[[str], None]
+) -> Rollouts:
+    """Roll out the same requests with every contestant in turn."""
+    engine = engine_of(subject, MAX_RUNNING)
+    requests = requests_of(subject)[: setting.num_requests]
+    make, table = maker(subject, DRAFTER), oracle_table(points)
+    contestants: Lineup = lineup(make, GRID)
+    if table:
+        contestants[ORACLE] = partial(_oracle, make, table)
+    roll(engine, requests, None)  # whatever a first one is slowed by
+    rolled: dict[str, list[Rollout]] = {name: [] for name in contestants}
+    for turn in range(setting.cells.repeats):
+        for name, speculation in contestants.items():
+            rolled[name].append(roll(engine, requests, speculation()))
+            say(f"rollout {turn + 1}: {name} {rolled[name][-1].report.seconds:.2f} s")
+    return summarize(rolled, {running: _named(best) for running, best in table.items()})
+
+
+def roll(
+    engine: RolloutEngine, requests: Sequence[Request], speculation: Speculation | None
+) -> Rollout:
+    """Serve all requests to the end."""
+    engine.speculate(speculation)
+    meter, series = RolloutMeter(), Series()
+
+    def note(step: StepReport) -> None:
+        meter.add(step)
+        series.add(step)
+
+    clock = CpuClock()
+    completions = engine.generate(requests, note)
+    share = clock.share()
+    texts = {each.request_id: each.tokens for each in completions}
+    return Rollout(report=meter.report(), texts=texts, cpu_share=share, series=series)
+
+
+def summarize(rolled: Mapping[str, Sequence[Rollout]], oracle: Mapping[int, str]) -> Rollouts:
+    """Arrange the rollouts of each contestant."""
+    reports = {name: [each.report for each in own] for name, own in rolled.items()}
+    speeds = {name: tuple(each.tokens_per_s for each in own) for name, own in reports.items()}
+    return Rollouts(
+        race=Race(speeds=speeds, fixed=tuple(describe(strategy) for strategy in GRID)),
+        seconds={name: Spread.of([each.seconds for each in own]) for name, own in reports.items()},
+        accept_length={name: own[-1].accept_length for name, own in reports.items()},
+        tail_idle_share={name: own[-1].tail_idle_share for name, own in reports.items()},
+        tuner_share=median(report.tuner_share for report in reports[BUDGET]),
+        differing_share=max(
+            differing_share(plain.texts, one.texts)
+            for own in rolled.values()
+            for plain, one in zip(rolled[OFF], own, strict=True)
+        ),
+        lowest_cpu_share=min(one.cpu_share for own in rolled.values() for one in own),
+        oracle=oracle,
+        series=rolled[BUDGET][-1].series,
+    )
+
+
+def _oracle(make: Callable[[], Drafter], table: Table) -> Speculation:
+    return Speculation(drafters=(make(),), tuner=OracleTuner(table), guarded=False)
+
+
+def _named(strategy: Strategy | None) -> str:
+    return OFF if strategy is None else describe(strategy)
