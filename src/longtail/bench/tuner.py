@@ -14,6 +14,7 @@ First at fixed numbers of running requests, then over a whole rollout with its l
 
 import argparse
 import sys
+from pathlib import Path
 
 from longtail.bench.engine import pin
 from longtail.bench.tuner_setting import add_arguments, read_setting
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from longtail.bench.rollout_subjects import make_subject
     from longtail.bench.tuner_cells import sweep
     from longtail.bench.tuner_rollout import measure_rollouts
+    from longtail.rollout_picture import draw
 
     pin_threads(setting.cells.threads)
     subject = make_subject("tiny", setting.cells, _say)
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     for table in others if not args.json else []:
         show(*table)
     finish(*last, card.as_json(points, rollouts, setting, cpus), json_only=args.json)
+    if setting.plot is not None and rollouts is not None:
+        draw(rollouts.series, Path(setting.plot))
     return 0
 
 

@@ -143,6 +143,7 @@ def _point(point: Point) -> dict[str, Any]:
 def _rollout(rollouts: Rollouts) -> dict[str, Any]:
     race = rollouts.race
     return asdict(rollouts) | {
+        "series": rollouts.series.as_json(),
         "best_fixed": race.best_fixed,
         "vs_off": {name: race.ratio(name, OFF).numbers() for name in race.speeds},
     }

@@ -7,7 +7,7 @@ requests, the strategy that was best there in the sweep.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import final
@@ -18,8 +18,9 @@ from longtail.bench.tuner_cells import BUDGET, GRID, OFF, Lineup, Point, Race, l
 from longtail.bench.tuner_drafters import maker
 from longtail.bench.tuner_setting import MAX_RUNNING, Setting
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import RolloutMeter, RolloutReport, StepReport, Switch
+from longtail.engine.report import RolloutMeter, RolloutReport, StepReport
 from longtail.engine.speculate import Speculation
+from longtail.rollout_log import RolloutLog, RolloutSeries
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.cost import CostModel
@@ -52,30 +53,6 @@ class OracleTuner(Tuner):
         return PLAIN if strategy is None else fitted(strategy, batch, self._num_drafters)
 
 
-@dataclass(slots=True)
-class Series:
-    """A rollout, step by step."""
-
-    at_s: list[float] = field(default_factory=list)
-    """When each step was over, from the start."""
-    running: list[int] = field(default_factory=list)
-    num_drafted: list[int] = field(default_factory=list)
-    accept_length: list[float] = field(default_factory=list)
-    """Tokens a draft, 1 in a step without any."""
-    switches: list[tuple[int, Switch]] = field(default_factory=list)
-    """Steps, counted from 0, with which the engine changed its mind."""
-
-    def add(self, step: StepReport) -> None:
-        """Note one step."""
-        if step.switch is not None:
-            self.switches.append((len(self.at_s), step.switch))
-        accepted = sum(each.num_accepted for each in step.verified)
-        self.at_s.append(step.step_s + (self.at_s[-1] if self.at_s else 0.0))
-        self.running.append(step.num_running)
-        self.num_drafted.append(sum(each.num_drafted for each in step.verified))
-        self.accept_length.append(1 + accepted / max(len(step.verified), 1))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One contestant's rollout."""
@@ -83,7 +60,8 @@ class Rollout:
     report: RolloutReport
     texts: Mapping[str, tuple[int, ...]]
     cpu_share: float
-    series: Series
+    series: RolloutSeries | None
+    """None without speculation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +77,7 @@ class Rollouts:
     lowest_cpu_share: float
     oracle: Mapping[int, str]
     """What it plays; empty without a sweep, and then it is no contestant."""
-    series: Series
+    series: RolloutSeries
     """Of the budget tuner's last rollout."""
 
 
@@ -132,23 +110,25 @@ def roll(
 ) -> Rollout:
     """Serve all requests to the end."""
     engine.speculate(speculation)
-    meter, series = RolloutMeter(), Series()
+    meter, log = RolloutMeter(), RolloutLog()
 
     def note(step: StepReport) -> None:
         meter.add(step)
-        series.add(step)
+        log.add(step)
 
     clock = CpuClock()
     completions = engine.generate(requests, note)
     share = clock.share()
     texts = {each.request_id: each.tokens for each in completions}
-    return Rollout(report=meter.report(), texts=texts, cpu_share=share, series=series)
+    return Rollout(report=meter.report(), texts=texts, cpu_share=share, series=log.series())
 
 
 def summarize(rolled: Mapping[str, Sequence[Rollout]], oracle: Mapping[int, str]) -> Rollouts:
     """Arrange the rollouts of each contestant."""
     reports = {name: [each.report for each in own] for name, own in rolled.items()}
     speeds = {name: tuple(each.tokens_per_s for each in own) for name, own in reports.items()}
+    series = rolled[BUDGET][-1].series
+    assert series is not None, "the budget tuner speculates"
     return Rollouts(
         race=Race(speeds=speeds, fixed=tuple(describe(strategy) for strategy in GRID)),
         seconds={name: Spread.of([each.seconds for each in own]) for name, own in reports.items()},
@@ -162,7 +142,7 @@ def summarize(rolled: Mapping[str, Sequence[Rollout]], oracle: Mapping[int, str]
         ),
         lowest_cpu_share=min(one.cpu_share for own in rolled.values() for one in own),
         oracle=oracle,
-        series=rolled[BUDGET][-1].series,
+        series=series,
     )
 
 

@@ -16,7 +16,8 @@ MAX_RUNNING = 64
 class Setting:
     """What is measured.
 
-    Example: Setting(cells=cells, drafters=("good",), num_requests=128, sweeps=True, rolls=True)
+    Example: Setting(cells=cells, drafters=("good",), num_requests=128, sweeps=True, rolls=True,
+                     plot=None)
     """
 
     cells: rollout_setting.Setting
@@ -26,6 +27,8 @@ class Setting:
     """Of the whole rollout."""
     sweeps: bool
     rolls: bool
+    plot: str | None
+    """File for a picture of the budget tuner's rollout."""
 
     @property
     def dtype(self) -> str:
@@ -48,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", metavar="N", type=int, default=1, help="compute threads (default 1)")
     add("--no-sweep", action="store_true", help="leave out the single points, and the oracle")
     add("--no-rollout", action="store_true", help="leave out the whole rollout")
+    add("--plot", metavar="FILE", help="draw the budget tuner's rollout (PNG)")
     what = "defaults become 1,8, 200 tokens, 1 turn; 16 requests in the rollout"
     add("--quick", action="store_true", help=what)
     add("--json", action="store_true", help="print the JSON line only")
@@ -64,6 +68,8 @@ def read_setting(args: argparse.Namespace) -> Setting:
             raise ConfigError(f"--drafters: {name!r} is not one of {', '.join(SHARES)}")
     if args.no_sweep and args.no_rollout:
         raise ConfigError("--no-sweep and --no-rollout together leave nothing to measure")
+    if args.plot and args.no_rollout:
+        raise ConfigError("--plot draws the rollout, and --no-rollout leaves it out")
     cells = argparse.Namespace(
         models="tiny",
         drafters=RECIPE,
@@ -80,4 +86,5 @@ def read_setting(args: argparse.Namespace) -> Setting:
         num_requests=num_requests,
         sweeps=not args.no_sweep,
         rolls=not args.no_rollout,
+        plot=args.plot,
     )
