@@ -1,0 +1,267 @@
+"""Law 1 again: whoever decides how much is drafted, by whatever clock, no token depends on it.
+
+Drafters are scripted and say how likely their nodes are, rightly or not; the clock makes up what
+steps take, so that tuners change their minds often.
+"""
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
+from fakes import unchecked_shapes
+from longtail.engine import engine as engine_module
+from longtail.engine.clock import PlayedClock, StepClock
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.report import StepReport
+from longtail.engine.speculate import Speculation
+from longtail.sampling import noise_key
+from longtail.speculation.drafter import Draftable, Drafter
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked, reach_probabilities
+from longtail.tuner.bandit import BanditTuner
+from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
+from longtail.tuner.records import Batch, Plan
+from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, joined
+from longtail.types import Completion, Request, SamplingParams
+from tiny_models import tiny_model
+
+ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
+TIGHT = EngineLimits(max_running=6, max_step_tokens=23, max_len=80, kv_tokens=192)
+SCRIPTS: dict[str, Script] = {"right": RIGHT, "wrong": WRONG, "ragged": ragged(5)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_steps() -> Iterator[None]:
+    with unchecked_shapes(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "measure_costs", made_up_costs)
+        yield
+
+
+def made_up_costs(
+    model: object, limits: object, drafters: Sequence[Drafter], known: CostModel | None
+) -> CostModel:
+    """Costs without measuring; every time the same."""
+    costs = known or CostModel(
+        TimeCurve((1, 8, 64), (1e-3, 1.5e-3, 6e-3)), pair_s=1e-7, node_pair_s=2e-8
+    )
+    draft = DraftCost(start_s=1e-5, request_s=1e-6, level_s=1e-5, row_s=1e-6)
+    costs.drafts = [draft] * len(drafters)
+    return costs
+
+
+@final
+class MadeUpClock(StepClock):
+    """Seconds by a seed: steps of a millisecond, proposals of less, stalls of both."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._now = 0.0
+
+    def begin(self) -> None:
+        self._now = 0.0
+
+    def read(self) -> float:
+        self._now += self._random.lognormvariate(-7.0, 1.5)
+        return self._now
+
+
+@final
+class SureDrafter(ScriptedDrafter):
+    """Says how likely its nodes are, by a seed, and honours what is asked of them."""
+
+    def draft(self, requests, strategy, noise):
+        trees = super().draft(requests, strategy, noise)
+        return [
+            self._sure(tree, each, strategy) for tree, each in zip(trees, requests, strict=True)
+        ]
+
+    def _sure(self, tree: DraftTree, request: Draftable, strategy: Strategy) -> DraftTree:
+        rng = random.Random(f"{request.request_id}/{len(request.tokens)}")
+        sure = [rng.choice((0.2, 0.7, 0.95, 1.0)) for _ in tree.tokens]
+        reach = tuple(reach_probabilities(tree.parents, sure))
+        tree = keep_reached(ranked(dataclasses.replace(tree, reach=reach)), strategy.worth.verify)
+        return prune(tree, strategy.num_nodes)
+
+
+@final
+class ErraticTuner(Tuner):
+    """Anything that a tuner may do, by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._num_drafters = 1
+
+    def begin(self, costs, num_drafters):
+        self._num_drafters = num_drafters
+
+    def plan(self, batch: Batch) -> Plan:
+        rng = self._random
+        if rng.random() < 0.3:
+            return Plan(strategy=None, is_probe=rng.random() < 0.5)
+        width = rng.choice((1, 2, 3))
+        strategy = Strategy(
+            depth=rng.randint(1, 8), width=width, size=rng.randint(8, 20), beam=rng.choice((0, 1))
+        )
+        drafters = rng.sample(range(self._num_drafters), rng.randint(1, self._num_drafters))
+        few = rng.choice((0, 0, 1, 3))
+        return Plan(strategy=strategy, drafters=tuple(sorted(drafters)), num_requests=few)
+
+    def spend(self, batch, plan, proposals):
+        spent, room = [], batch.room
+        for tree in joined(proposals):
+            kept = prune(tree, min(self._random.randint(0, tree.size), room))
+            spent.append(kept)
+            room -= kept.size
+        return spent
+
+
+TUNERS = {
+    "budget": lambda seed: BudgetTuner(),
+    "beg-mab": lambda seed: BanditTuner(epsilon=0.5, seed=seed),
+    "fixed": lambda seed: FixedTuner(Strategy(depth=4, width=2, size=6), max_running=5),
+    "off": lambda seed: OffTuner(),
+    "erratic": ErraticTuner,
+}
+
+
+def make_requests() -> list[Request]:
+    return [
+        Request(
+            request_id=f"r{i}",
+            prompt_tokens=tuple((5 * (i // 3) + 3 * j) % 128 for j in range(1 + 11 * (i // 3))),
+            noise_key=noise_key(3, i),
+            sampling=SamplingParams(
+                max_tokens=(30, 7, 22)[i % 3], temperature=(1.0, 0.0, 0.7)[i % 3]
+            ),
+            group_id=str(i // 3),
+        )
+        for i in range(9)
+    ]
+
+
+def make_engine(limits: EngineLimits = ROOMY) -> RolloutEngine:
+    return RolloutEngine(tiny_model("qwen3", dtype=torch.float64), lambda tokens: "", limits)
+
+
+def plain_texts() -> tuple[list[Completion], dict[str, tuple[int, ...]]]:
+    """What is written, and how it would go on."""
+    requests, engine = make_requests(), make_engine()
+    endless = [
+        dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, max_tokens=45))
+        for each in requests
+    ]
+    texts = {
+        done.request_id: (*each.prompt_tokens, *done.tokens)
+        for each, done in zip(endless, engine.generate(endless), strict=True)
+    }
+    return engine.generate(requests), texts
+
+
+def written(completions: Sequence[Completion]) -> list[object]:
+    """All but logprobs, whose sums are rounded in another order in another batch."""
+    return [(each.request_id, each.tokens, each.finish_reason) for each in completions]
+
+
+def speculation(
+    tuner: Tuner, texts: dict[str, tuple[int, ...]], names: Sequence[str], clock: StepClock
+) -> Speculation:
+    drafters = tuple(SureDrafter(texts, SCRIPTS[name], informed=False) for name in names)
+    return Speculation(drafters=drafters, tuner=tuner, clock=clock)
+
+
+@pytest.mark.parametrize("limits", [ROOMY, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize(
+    "names", [("right",), ("wrong",), ("ragged", "right"), ("wrong", "ragged")]
+)
+@pytest.mark.parametrize("name", TUNERS)
+def test_no_tuner_changes_a_text(name, names, limits):
+    plain, texts = plain_texts()
+    engine = make_engine(limits)
+    engine.speculate(speculation(TUNERS[name](1), texts, names, MadeUpClock(2)))
+    steps: list[StepReport] = []
+    assert written(engine.generate(make_requests(), steps.append)) == written(plain)
+    usage = engine.kv_usage()
+    assert usage.free == usage.total
+    drafted = any(step.verified for step in steps)
+    assert drafted == (name != "off")
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    tuners=st.lists(st.sampled_from(sorted(TUNERS)), min_size=1, max_size=4),
+    names=st.lists(st.sampled_from(sorted(SCRIPTS)), min_size=1, max_size=2),
+    seed=st.integers(0, 1000),
+    every=st.integers(1, 6),
+)
+def test_tuners_and_drafters_swapped_in_mid_rollout_change_no_text(tuners, names, seed, every):
+    plain, texts = plain_texts()
+    engine, done = make_engine(), {}
+    for request in make_requests():
+        engine.submit(request)
+    step = 0
+    while engine.num_unfinished:
+        if step % every == 0:
+            name = tuners[step // every % len(tuners)]
+            tuner = TUNERS[name](seed + step)
+            engine.speculate(speculation(tuner, texts, names, MadeUpClock(seed)))
+        done |= {each.request_id: each for each in engine.step().finished}
+        step += 1
+    assert written([done[each.request_id] for each in plain]) == written(plain)
+
+
+def test_switching_computes_no_token_twice_and_frees_no_kv():
+    """On, off, on: beside the nodes that were wrong, the flat tokens of plain decoding."""
+
+    @final
+    class Alternating(Tuner):
+        def __init__(self) -> None:
+            self._step = 0
+
+        def plan(self, batch):
+            self._step += 1
+            strategy = Strategy(depth=3) if self._step % 2 else None
+            return Plan(strategy=strategy)
+
+    _, texts = plain_texts()
+    counted = []
+    for tuner in (OffTuner(), Alternating()):
+        engine = make_engine()
+        engine.speculate(speculation(tuner, texts, ["ragged"], MadeUpClock(1)))
+        steps: list[StepReport] = []
+        engine.generate(make_requests(), steps.append)
+        drafted = sum(each.num_drafted for step in steps for each in step.verified)
+        accepted = sum(each.num_accepted for step in steps for each in step.verified)
+        flat = sum(step.num_tokens for step in steps)
+        counted.append((flat - drafted + accepted, accepted > 0))
+    assert counted[0][1] is False
+    assert counted[1][1] is True
+    # A last draft may be accepted past the end of a text; nothing else is computed more often.
+    assert 0 <= counted[1][0] - counted[0][0] <= 3 * len(texts)
+
+
+@pytest.mark.parametrize("name", ["budget", "beg-mab"])
+def test_a_run_is_decided_again_from_the_times_that_were_logged(name):
+    """The clock played back: the same plans and the same drafts, step by step."""
+    _, texts = plain_texts()
+    readings: list[tuple[float, ...]] = []
+    first: list[list[object]] = []
+    for turn in range(2):
+        clock = MadeUpClock(7) if turn == 0 else PlayedClock(readings)
+        engine = make_engine()
+        engine.speculate(speculation(TUNERS[name](4), texts, ["ragged", "right"], clock))
+        steps: list[StepReport] = []
+        engine.generate(make_requests(), steps.append)
+        if turn == 0:
+            readings = [step.readings for step in steps]
+        first.append([(step.verified, step.switch, step.readings) for step in steps])
+    assert first[0] == first[1]
+    assert len({len(each) for each in readings}) > 1, "some steps drafted, others did not"
