@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch, Segment
-from longtail.engine.engine import EngineLimits, RolloutEngine
+from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv_cache import ContiguousKVCache
+from longtail.engine.limits import EngineLimits
 from longtail.engine.row_attention import FEW_TOKENS
 from longtail.model import native
 from longtail.model.attention import PackedAttention

@@ -6,9 +6,13 @@ verified, with N such that tokens come quickest:
     maximise over N    (tokens without drafts + expected accepted(N)) / seconds(N)
 
 Expected accepted nodes are the sum of the probabilities: a node is accepted if it is reached and
-right. N = 0, plain decoding, is always a candidate.
+right. N = 0, plain decoding, is always a candidate. At the best N the last node yields as many
+tokens as its seconds would yield otherwise, so N is a price too: the probability from which on a
+node is worth its seconds. The price is found on a sample of drafts, and then each step's drafts are
+bought at it, request by request.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,12 +29,10 @@ Seconds = Callable[[Int[np.ndarray, "n"]], Float[np.ndarray, "n"]]
 class Spending:
     """The best number of nodes.
 
-    Example: Spending(num_nodes=2, floor=0.8, tokens_per_s=290.0)
+    Example: Spending(num_nodes=2, tokens_per_s=290.0)
     """
 
     num_nodes: int
-    floor: float
-    """The least probability among them; 1 if there are none."""
     tokens_per_s: float
     """Expected."""
 
@@ -54,32 +56,28 @@ def best_spending(
     best = int(rates.argmax())
     return Spending(
         num_nodes=best,
-        floor=float(reach[best - 1]) if best else 1.0,
         tokens_per_s=float(rates[best]),
     )
 
 
-def spend(
-    trees: Sequence[DraftTree], room: int, num_drawing: int, seconds: Seconds
-) -> list[DraftTree]:
-    """Cut the drafts of a step to the nodes that pay, `room` at most.
+def spend(trees: Sequence[DraftTree], price: float, room: int) -> list[DraftTree]:
+    """Cut the ranked drafts of a step to nodes of at least this probability, `room` at most.
 
     A draft that does not say how likely its nodes are stays whole, as far as there is room.
     """
-    silent = sum(tree.size for tree in trees if not tree.reach)
-    room = max(room - silent, 0)
-    reach = np.array([p for tree in trees for p in tree.reach])
-    reach.sort()
-    falling = reach[::-1]
-    found = best_spending(falling[:room], 1.0, num_drawing, lambda counts: seconds(counts + silent))
-    if found.num_nodes == len(reach):
-        return list(trees)
-    if not found.num_nodes:
-        return [EMPTY if tree.reach else tree for tree in trees]
-    floor = found.floor
-    if falling[found.num_nodes] == floor:  # equals beyond the room: none of them, or all
-        floor = float(np.nextafter(floor, 2.0))
-    return [keep_reached(tree, floor) for tree in trees]
+    kept = [keep_reached(tree, price) for tree in trees]
+    beyond = sum(tree.size for tree in kept) - room
+    if beyond <= 0:
+        return kept
+    reach = sorted((p for tree in kept for p in tree.reach), reverse=True)
+    fitting = reach[max(len(reach) - beyond, 0) :]
+    if fitting:  # dearer than the dearest that has no room
+        kept = [keep_reached(tree, math.nextafter(fitting[0], 2.0)) for tree in kept]
+    left = room
+    for place, tree in enumerate(kept):
+        kept[place] = prune(tree, left)
+        left -= kept[place].size
+    return kept
 
 
 def merge(trees: Sequence[DraftTree]) -> DraftTree:

@@ -1,7 +1,7 @@
 """The default tuner: everything is predicted, nothing is tried that is not expected to pay.
 
-    before drafting   do drafts pay at all, whose, from what probability on is a node worth it
-    after drafting    `speculation.budget`: which nodes are verified
+    now and then      do drafts pay at all, whose, from what probability on is a node worth it
+    each step         `speculation.budget`: nodes are bought at that price
     after the step    the cost model and the drafters' confidences have learned; what is kept here
                       is a sample of the latest drafts, and how much of what was expected came:
                       a drafter that goes bad is noticed sooner so than node by node
@@ -36,7 +36,7 @@ SHAPE = Strategy(depth=16, width=2, size=32, beam=1)
 """The largest draft; what is worth it is decided node by node."""
 _ON, _OFF = 1.02, 0.99
 """Predicted gains over plain decoding from which drafting begins, and below which it ends."""
-_LIFE = 16
+_LIFE = 32
 """Steps for which a decision holds while the batch stays about as large."""
 _SAMPLES, _A_STEP = 64, 16
 """Requests whose latest drafts are remembered, and how many of one step."""
@@ -54,8 +54,9 @@ ASIDE = Plan(strategy=None, is_probe=True)
 """A plain step that is no change of mind."""
 
 _PRIOR = 4.0
-_FADES = 0.97
-"""Share of the weight that what came and what was expected keep from draft to draft."""
+_FADES, _FADES_AT_A_LOOK = 0.97, 0.6
+"""Share of the weight that what came and what was expected keep from draft to draft; looks are few
+and small, and what was before them is long ago."""
 _SURPRISE = 1.5
 """A look at drafting that gave so many times what was expected is followed by another at once."""
 
@@ -119,7 +120,7 @@ class BudgetTuner(Tuner):
         self._samples = {team: _Sample() for team in self._teams}
         self._drafting = True
         self._plan = Plan(strategy=SHAPE, drafters=self._teams[-1])
-        self._gain = 1.0
+        self._gain, self._price = 1.0, 0.0
         self._decided_for, self._age = 0, _LIFE
         self._steps, self._since_plain = 0, 0
         self._waited, self._wait = 0, _WAIT
@@ -166,9 +167,7 @@ class BudgetTuner(Tuner):
         trees = joined(proposals)
         if len(proposals) > 1:
             self._samples[plan.drafters].add(trees, afresh=plan.is_probe)
-        if not plan.is_probe:
-            seconds = self._seconds(plan.drafters, batch)
-            trees = spend(trees, batch.room, batch.num_drawing, seconds)
+        trees = spend(trees, 0.0 if plan.is_probe else self._price, batch.room)
         self._expecting = sum(sum(tree.reach) for tree in trees)
         return trees
 
@@ -178,8 +177,9 @@ class BudgetTuner(Tuner):
             return
         came, expected = outcome.num_accepted, self._expecting
         again = came > max(1.0, _SURPRISE * self._luck * expected)
-        self._came = _FADES * self._came + came
-        self._expected = _FADES * self._expected + expected
+        fades = _FADES_AT_A_LOOK if outcome.plan.is_probe else _FADES
+        self._came = fades * self._came + came
+        self._expected = fades * self._expected + expected
         if not outcome.plan.is_probe:
             return
         self._decide(outcome.batch)
@@ -196,7 +196,8 @@ class BudgetTuner(Tuner):
         self._drafting = self._gain > (_OFF if self._drafting else _ON)
         reason = f"predicted {self._gain:.2f}x of plain decoding at {batch.num_drawing} running"
         if self._drafting:
-            worth = self._worth(best, batch)
+            self._price = best.tokens_per_s * self._costs.node_s(batch, best.num_nodes)
+            worth = self._worth(best)
             strategy = replace(SHAPE, worth=worth)
             self._plan = Plan(strategy=strategy, drafters=best.team, reason=reason)
             self._waited, self._wait = 0, _WAIT
@@ -223,10 +224,10 @@ class BudgetTuner(Tuner):
         sunk = sum(costs.drafts[each].seconds(num, sample.levels, rows) for each in team)
         return lambda nodes: sunk + costs.verify_each(batch, nodes)
 
-    def _worth(self, best: _Forecast, batch: Batch) -> Worth:
+    def _worth(self, best: _Forecast) -> Worth:
         """Price nodes, rows and passes at the rate that is expected."""
         drafts = [self._costs.drafts[drafter] for drafter in best.team]
-        node = best.tokens_per_s * self._costs.node_s(batch, best.num_nodes)
+        node = self._price
         row = best.tokens_per_s * max(draft.row_s for draft in drafts)
         level = best.tokens_per_s * max(draft.level_s for draft in drafts)
         return Worth(

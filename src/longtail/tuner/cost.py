@@ -48,10 +48,7 @@ class TimeCurve:
         if len(counts) == 1:  # the least that can be said: half of it is there without any token
             counts, seconds = (0, *counts), (seconds[0] / 2, *seconds)
         self._counts, self._raw = list(counts), list(seconds)
-        places = [math.log2(count + 1) for count in counts]
-        self._weights = [
-            [_ELSEWHERE + (1 - _ELSEWHERE) * math.exp(-abs(a - b)) for b in places] for a in places
-        ]
+        self._scale = 1.0
         self._num_seen = 0
         self._refresh()
 
@@ -60,13 +57,14 @@ class TimeCurve:
         right = min(max(bisect_right(self._counts, count), 1), len(self._counts) - 1)
         left = right - 1
         share = (count - self._counts[left]) / (self._counts[right] - self._counts[left])
-        return self._known[left] + share * (self._known[right] - self._known[left])
+        known = self._known
+        return self._scale * (known[left] + share * (known[right] - known[left]))
 
     def at_each(self, counts: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
         """Predict the seconds of each count."""
         known = np.interp(counts, self._counts, self._known)
         beyond = counts - self._counts[-1]
-        return known + np.maximum(beyond, 0) * self._last_slope()
+        return self._scale * (known + np.maximum(beyond, 0) * self._last_slope())
 
     def slope(self, count: int) -> float:
         """Seconds that one more takes, from `count` to an eighth more."""
@@ -75,13 +73,12 @@ class TimeCurve:
 
     def correct(self, count: int, error: float) -> float:
         """Move by an error, log(observed / predicted), most near `count`; return by how much."""
-        counts = self._counts
         moved = _moved(error, self._num_seen)
         self._num_seen += 1
-        right = min(bisect_right(counts, count), len(counts) - 1)
-        near = right if counts[right] - count < count - counts[max(right - 1, 0)] else right - 1
-        for place, weight in enumerate(self._weights[max(near, 0)]):
-            self._raw[place] *= 1 + moved * weight
+        self._scale *= 1 + moved * _ELSEWHERE
+        right = min(bisect_right(self._counts, count), len(self._counts) - 1)
+        for place in (right - 1, right):  # both ends of the piece that it lies on
+            self._raw[place] *= 1 + moved * (1 - _ELSEWHERE)
         self._refresh()
         return moved
 
@@ -90,13 +87,12 @@ class TimeCurve:
 
         A curve that has seen little itself is taken to be as wrong as the other one.
         """
-        factor = 1 + moved * (_OTHER if self._num_seen >= _EARLY else 1.0)
-        self._raw = [factor * second for second in self._raw]
-        self._refresh()
+        self._scale *= 1 + moved * (_OTHER if self._num_seen >= _EARLY else 1.0)
 
     def numbers(self) -> dict[str, list[float]]:
         """Return knots and seconds."""
-        return {"counts": [float(count) for count in self._counts], "seconds": list(self._raw)}
+        seconds = [self._scale * second for second in self._known]
+        return {"counts": [float(count) for count in self._counts], "seconds": seconds}
 
     def _refresh(self) -> None:
         self._known = list(accumulate(self._raw, max))
@@ -128,7 +124,12 @@ class DraftCost:
 
     def scaled(self, factor: float) -> "DraftCost":
         """Multiply everything."""
-        return DraftCost(**{name: factor * value for name, value in asdict(self).items()})
+        return DraftCost(
+            start_s=factor * self.start_s,
+            request_s=factor * self.request_s,
+            level_s=factor * self.level_s,
+            row_s=factor * self.row_s,
+        )
 
 
 @final

@@ -26,7 +26,8 @@ class Guard:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._window: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._window: deque[tuple[float, float]] = deque()
+        self._took = self._plain = 0.0
         self._pause, self._left = _PAUSE, 0
 
     @property
@@ -43,16 +44,21 @@ class Guard:
             return ""
         plain_s = self._costs.plain_s(outcome.batch)
         alike = plain_s * outcome.num_emitted / max(outcome.batch.num_drawing, 1)
-        self._window.append((min(outcome.seconds, _STALL * plain_s), alike))
+        took = min(outcome.seconds, _STALL * plain_s)
+        self._window.append((took, alike))
+        self._took, self._plain = self._took + took, self._plain + alike
         if len(self._window) < _WINDOW:
             return ""
-        took, plain = (sum(each) for each in zip(*self._window, strict=True))
-        if took <= plain * _TOLERANCE:
+        if self._took <= self._plain * _TOLERANCE:
             self._pause = _PAUSE
+            took, alike = self._window.popleft()
+            self._took, self._plain = self._took - took, self._plain - alike
             return ""
+        gain = self._plain / self._took
         self._window.clear()
+        self._took = self._plain = 0.0
         self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         return (
-            f"drafting gave {plain / took:.2f}x of plain decoding over {_WINDOW} steps at "
+            f"drafting gave {gain:.2f}x of plain decoding over {_WINDOW} steps at "
             f"{outcome.batch.num_drawing} running: paused for {self._left} steps"
         )
