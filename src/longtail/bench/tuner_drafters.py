@@ -6,6 +6,7 @@ from functools import partial
 from typing import final
 from zlib import crc32
 
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree, depths
 from longtail.speculation.verify import Accepted
+
+_PERIOD = 4096
+"""Positions after which the places repeat."""
 
 
 @final
@@ -28,8 +32,9 @@ class SpoilingDrafter(Drafter):
     """
 
     def __init__(self, inner: Drafter, share: float, vocab_size: int) -> None:
-        self._inner, self._vocab_size = inner, vocab_size
-        self._below = round(share * 2**32)
+        self._inner, self._vocab_size, self._share = inner, vocab_size, share
+        self._places: dict[str, bytes] = {}
+        """Of each request, by position: 1 where it is spoiled. Looked up: it costs no time then."""
 
     @property
     def taps(self) -> Taps:
@@ -44,15 +49,19 @@ class SpoilingDrafter(Drafter):
         return [self._spoiled(*each) for each in zip(requests, trees, strict=True)]
 
     def _spoiled(self, request: Draftable, tree: DraftTree) -> DraftTree:
-        start, own = len(request.tokens) - 1, crc32(request.request_id.encode())
+        start, places = len(request.tokens) - 1, self._places_of(request.request_id)
         tokens = tuple(
-            (token + 1) % self._vocab_size if self._spoils(own, start + depth) else token
+            (token + places[(start + depth) % _PERIOD]) % self._vocab_size
             for token, depth in zip(tree.tokens, depths(tree.parents), strict=True)
         )
         return replace(tree, tokens=tokens)
 
-    def _spoils(self, own: int, position: int) -> bool:
-        return crc32(position.to_bytes(4, "little"), own) < self._below
+    def _places_of(self, request_id: str) -> bytes:
+        places = self._places.get(request_id)
+        if places is None:
+            drawn = np.random.default_rng(crc32(request_id.encode())).random(_PERIOD)
+            places = self._places[request_id] = (drawn < self._share).astype(np.uint8).tobytes()
+        return places
 
     def observe(
         self, seen: Sequence[Seen], features: Float[Tensor, "tokens features"] | None

@@ -69,7 +69,7 @@ def _measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
     return CostModel(
         curve,
         pair_s=max(requests_s, 0.0) / pairs,
-        node_pair_s=max(drafts_s - requests_s, 0.0) / (3 * pairs),
+        node_pair_s=min(max(drafts_s - requests_s, 0.0) / 3, max(requests_s, 0.0)) / pairs,
     )
 
 

@@ -36,10 +36,10 @@ SHAPE = Strategy(depth=16, width=2, size=32, beam=1)
 """The largest draft; what is worth it is decided node by node."""
 _ON, _OFF = 1.02, 0.99
 """Predicted gains over plain decoding from which drafting begins, and below which it ends."""
-_LIFE = 32
+_LIFE = 48
 """Steps for which a decision holds while the batch stays about as large."""
-_SAMPLES, _A_STEP = 64, 16
-"""Requests whose latest drafts are remembered, and how many of one step."""
+_SAMPLES, _A_STEP, _SAMPLED_EVERY = 64, 16, 4
+"""Requests whose latest drafts are remembered, how many of one step, and of which steps."""
 _PROBE, _FEW = replace(SHAPE, depth=3, size=3, width=1), 4
 """A look at drafting while decoding plainly, and for how many requests."""
 _WAIT, _LONGEST_WAIT = 32, 1024
@@ -162,11 +162,12 @@ class BudgetTuner(Tuner):
         self, batch: Batch, plan: Plan, proposals: Sequence[Sequence[DraftTree]]
     ) -> list[DraftTree]:
         """Verify what pays; of a look at drafting everything, since it is meant to teach."""
-        for drafter, own in zip(plan.drafters, proposals, strict=True):
-            self._samples[drafter,].add(own, afresh=plan.is_probe)
         trees = joined(proposals)
-        if len(proposals) > 1:
-            self._samples[plan.drafters].add(trees, afresh=plan.is_probe)
+        if plan.is_probe or self._steps % _SAMPLED_EVERY == 0 or self._steps < _SAMPLES:
+            for drafter, own in zip(plan.drafters, proposals, strict=True):
+                self._samples[drafter,].add(own, afresh=plan.is_probe)
+            if len(proposals) > 1:
+                self._samples[plan.drafters].add(trees, afresh=plan.is_probe)
         trees = spend(trees, 0.0 if plan.is_probe else self._price, batch.room)
         self._expecting = sum(sum(tree.reach) for tree in trees)
         return trees

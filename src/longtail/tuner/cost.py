@@ -30,6 +30,8 @@ _RATE, _CLIP = 0.06, 0.3
 error, as a logarithm, that one observation is believed."""
 _EARLY = 16
 """Observations that count more, the first ones most."""
+_EAGER, _EVERY = 64, 3
+"""Steps that are all learned from; after them one of three: a step may be a millisecond."""
 _ELSEWHERE = 0.8
 """Share of a correction that all other places get: most errors are the whole machine's, and a
 correction of one place bends the curve there, which is what marginal costs are read from."""
@@ -147,7 +149,7 @@ class CostModel:
         self.pair_s, self.node_pair_s = pair_s, node_pair_s
         self.drafts: list[DraftCost] = []
         """Of each drafter, in their order."""
-        self._num_drafts = 0
+        self._num_drafts = self._num_steps = 0
 
     def plain_s(self, batch: Batch) -> float:
         """Predict the step without drafts."""
@@ -169,7 +171,10 @@ class CostModel:
         return slope + self.node_pair_s * batch.mean_context
 
     def learn(self, outcome: Outcome) -> None:
-        """Correct the predictions by what one step took."""
+        """Correct the predictions by what one step took; later on by one step of a few."""
+        self._num_steps += 1
+        if self._num_steps > _EAGER and self._num_steps % _EVERY:
+            return
         batch, nodes = outcome.batch, outcome.num_nodes
         for asked in outcome.asked:
             cost = self.drafts[asked.drafter]
