@@ -41,6 +41,11 @@ class SpoilingDrafter(Drafter):
         """Those of the inner one."""
         return self._inner.taps
 
+    @property
+    def lookback(self) -> int:
+        """That of the inner one."""
+        return self._inner.lookback
+
     def propose(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:

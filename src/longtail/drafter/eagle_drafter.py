@@ -76,6 +76,11 @@ class EagleDrafter(Drafter):
         """Features of the recipe."""
         return self._layer.config.taps
 
+    @property
+    def lookback(self) -> int:
+        """Its window."""
+        return self._window
+
     @torch.inference_mode()
     def refresh(self) -> None:
         """Forget features of the old weights, and read the rows of the new head."""

@@ -5,7 +5,7 @@ be, so a step costs two appends, and what is older than the drafter's use for it
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -13,13 +13,40 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
 from longtail.speculation.drafter import Seen
+from longtail.speculation.verify import Accepted
 
 _BYTES = 64 * 2**20
 """Features that may wait."""
 _STEPS = 512
-"""Steps that may wait."""
+"""Steps that may wait where a drafter reads all it can get."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One step that is over: what was scheduled, and what came of it."""
+
+    scheduled: Sequence[Scheduled]
+    ends: Sequence[int]
+    """Of each: its tokens that are computed now."""
+    accepted: Mapping[str, Accepted]
+    features: Float[Tensor, "tokens features"] | None
+    """Of all flat tokens."""
+
+    def stretches(self) -> Iterator["Stretch"]:
+        """Say of each request what was computed for good, as far as its text goes."""
+        first = 0
+        for each, end in zip(self.scheduled, self.ends, strict=True):
+            last = first + each.num_tokens
+            rows: Sequence[int] = range(first, last)
+            if each.draft.size:
+                path = self.accepted[each.active.request_id].path
+                rows = [*rows, *(last - 1 + node for node in path)]
+            start = end - len(rows)
+            yield Stretch(each.active, start, rows[: len(each.active.tokens) - start])
+            first = last + each.draft.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +56,6 @@ class Stretch:
     active: ActiveRequest
     start: int
     rows: Sequence[int]
-
-
-_Step = tuple[list[Stretch], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +73,17 @@ class News:
 class Backlog:
     """Steps that wait to be told, the oldest first."""
 
-    def __init__(self) -> None:
-        self._steps: deque[_Step] = deque()
+    def __init__(self, lookback: int = 0) -> None:
+        self._steps: deque[Computed] = deque()
+        self._most = min(lookback or _STEPS, _STEPS)
         self._num_bytes = 0
 
-    def add(
-        self, stretches: list[Stretch], features: Float[Tensor, "tokens features"] | None
-    ) -> None:
+    def add(self, step: Computed) -> None:
         """Keep one step."""
-        self._steps.append((stretches, features))
-        self._num_bytes += _size(features)
-        while len(self._steps) > 1 and (len(self._steps) > _STEPS or self._num_bytes > _BYTES):
-            self._num_bytes -= _size(self._steps.popleft()[1])
+        self._steps.append(step)
+        self._num_bytes += _size(step.features)
+        while len(self._steps) > 1 and (len(self._steps) > self._most or self._num_bytes > _BYTES):
+            self._num_bytes -= _size(self._steps.popleft().features)
 
     def clear(self) -> None:
         """Drop everything."""
@@ -76,29 +99,29 @@ class Backlog:
         steps = list(self._steps)
         self._steps.clear()
         self._num_bytes = 0
-        part: list[_Step] = []
+        part: list[Computed] = []
         for step in steps:
             part.append(step)
-            if any(_ends_prompt(each) for each in step[0]):
+            if any(_ends_prompt(each) for each in step.scheduled):
                 yield self._joined(part, with_done)
                 part = []
         if part:
             yield self._joined(part, with_done)
 
     @staticmethod
-    def _joined(steps: Sequence[_Step], with_done: bool) -> News:
+    def _joined(steps: Sequence[Computed], with_done: bool) -> News:
         """Make one record of some steps."""
         spans: dict[ActiveRequest, list[tuple[int, list[int]]]] = {}
         first = 0
-        for stretches, features in steps:
-            for each in stretches:
+        for step in steps:
+            for each in step.stretches():
                 if each.active.is_done and not with_done:
                     continue
                 mine = spans.setdefault(each.active, [])
                 if not mine or mine[-1][0] + len(mine[-1][1]) != each.start:  # computed anew
                     mine.append((each.start, []))
                 mine[-1][1].extend(first + row for row in each.rows)
-            first += 0 if features is None else len(features)
+            first += 0 if step.features is None else len(step.features)
         seen = [
             Seen(
                 request_id=active.request_id,
@@ -111,7 +134,7 @@ class Backlog:
             for start, rows in mine
         ]
         done = tuple(active.request_id for active in spans if active.is_done)
-        held = [features for _, features in steps if features is not None]
+        held = [step.features for step in steps if step.features is not None]
         if not held:
             return News(seen, None, done)
         order = [row for mine in spans.values() for _, rows in mine for row in rows]
@@ -121,8 +144,9 @@ class Backlog:
         return News(seen, every, done)
 
 
-def _ends_prompt(stretch: Stretch) -> bool:
-    return stretch.start < stretch.active.prompt_len <= stretch.start + len(stretch.rows)
+def _ends_prompt(each: Scheduled) -> bool:
+    """Tell whether it may have: a step of several tokens that drew."""
+    return each.num_tokens > 1
 
 
 def _size(features: Tensor | None) -> int:

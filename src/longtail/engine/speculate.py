@@ -17,7 +17,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.engine.backlog import Backlog, Stretch
+from longtail.engine.backlog import Backlog, Computed
 from longtail.engine.batch import Scheduled
 from longtail.engine.clock import StepClock, WallClock
 from longtail.engine.noise import NoiseAhead
@@ -116,7 +116,9 @@ class Speculator:
         for drafter in speculation.drafters:
             self.taps = self.taps.union(drafter.taps)
         same = before is not None and before.taps == self.taps
-        self._backlog = before.backlog if before is not None and same else Backlog()
+        lookbacks = [drafter.lookback for drafter in speculation.drafters]
+        lookback = max(lookbacks) if all(lookbacks) else 0
+        self._backlog = before.backlog if before is not None and same else Backlog(lookback)
         windows = [window for window in model.config.windows if window]
         # A window counts places, and a place inside a draft has several slots.
         self._deepest = min(windows) - 1 if windows else MAX_NODES
@@ -163,12 +165,14 @@ class Speculator:
     ) -> list[Scheduled]:
         """Return what was scheduled, with drafts of `spare_tokens` nodes in all at most."""
         self.speculation.clock.begin()
-        asking = [each for each in scheduled if each.draws and self._max_depth(each) > 0]
-        step = self._step = self._planned(scheduled, len(asking), spare_tokens)
+        step = self._step = self._planned(scheduled, spare_tokens)
         plan = step.plan
         if plan.strategy is None:
             return list(scheduled)
+        asking = [each for each in scheduled if each.draws and self._max_depth(each) > 0]
         asking = asking[: plan.num_requests or len(asking)]
+        if not asking:
+            return list(scheduled)
         self._tell()
         step.requests = [each.active for each in asking]
         noise.reach([each.active for each in scheduled if each.draws], plan.strategy.depth)
@@ -204,23 +208,15 @@ class Speculator:
 
         `features` are of all flat tokens of the step; the requests' texts hold the new tokens.
         """
-        stretches: list[Stretch] = []
-        verified: list[Verified] = []
-        first = 0
-        for each in scheduled:
-            active = each.active
-            rows: Sequence[int] = range(first, first + each.num_tokens)
-            path: tuple[int, ...] = ()
-            if each.draft.size:
-                path = accepted[active.request_id].path
-                verified.append(_verified(each, path))
-                rows = [*rows, *(first + each.num_tokens - 1 + node for node in path)]
-            start = active.num_computed - len(rows)
-            stretches.append(Stretch(active, start, rows[: len(active.tokens) - start]))
-            first += each.num_tokens + each.draft.size
-        self._backlog.add(stretches, features)
         step = self._step
         assert step is not None, "a step is drafted before it is reviewed"
+        ends = [each.active.num_computed for each in scheduled]
+        self._backlog.add(Computed(scheduled, ends, accepted, features))
+        verified = tuple(
+            _verified(each, accepted[each.active.request_id].path)
+            for each in (scheduled if step.asked else ())
+            if each.draft.size
+        )
         for asked, trees in zip(step.asked, step.proposals, strict=True):
             kept = [
                 (tree, active)
@@ -231,7 +227,7 @@ class Speculator:
                 [tree for tree, _ in kept],
                 [follow(tree, accepted[active.request_id].tokens) for tree, active in kept],
             )
-        return self._finished(step, tuple(verified))
+        return self._finished(step, verified)
 
     def _finished(self, step: _Step, verified: tuple[Verified, ...]) -> Reviewed:
         """Read the clock, and tell tuner and guard how the step went."""
@@ -260,20 +256,22 @@ class Speculator:
             tuner_s=step.tuner_s,
         )
 
-    def _planned(self, scheduled: Sequence[Scheduled], num_asking: int, spare: int) -> _Step:
+    def _planned(self, scheduled: Sequence[Scheduled], spare: int) -> _Step:
         """Ask guard and tuner what to do."""
         began = time.perf_counter()
+        asking = drawing = tokens = pairs = 0
+        for each in scheduled:
+            count, computed = each.num_tokens, each.active.num_computed
+            tokens += count
+            pairs += count * (computed + count)
+            if each.draws:
+                drawing += 1
+                asking += count == 1
         batch = Batch(
-            num_asking=num_asking,
-            num_drawing=sum(each.draws for each in scheduled),
-            num_tokens=sum(each.num_tokens for each in scheduled),
-            num_pairs=sum(
-                each.num_tokens * (each.active.num_computed + each.num_tokens) for each in scheduled
-            ),
-            room=spare,
+            num_asking=asking, num_drawing=drawing, num_tokens=tokens, num_pairs=pairs, room=spare
         )
         allowed = self._guard is None or self._guard.allows
-        plan = self.speculation.tuner.plan(batch) if allowed and num_asking and spare > 0 else PLAIN
+        plan = self.speculation.tuner.plan(batch) if allowed and asking and spare > 0 else PLAIN
         return _Step(batch=batch, plan=plan, tuner_s=time.perf_counter() - began)
 
     def _spent(

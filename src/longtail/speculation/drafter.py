@@ -80,6 +80,14 @@ class Drafter(abc.ABC):
     def taps(self) -> Taps:
         """Features that `observe` needs."""
 
+    @property
+    def lookback(self) -> int:
+        """Tokens before the root that it reads at most; 0: all it can get.
+
+        What is older need not be observed.
+        """
+        return 0
+
     @abc.abstractmethod
     def propose(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None

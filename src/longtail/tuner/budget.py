@@ -36,8 +36,10 @@ SHAPE = Strategy(depth=16, width=2, size=32, beam=1)
 """The largest draft; what is worth it is decided node by node."""
 _ON, _OFF = 1.02, 0.99
 """Predicted gains over plain decoding from which drafting begins, and below which it ends."""
-_LIFE = 48
-"""Steps for which a decision holds while the batch stays about as large."""
+_LIFE, _SHORT_LIFE = 48, 6
+"""Steps for which a decision holds while the batch stays about as large; the second while little
+is known, and while drafts do worse than expected."""
+_UNLUCKY = 0.75
 _SAMPLES, _A_STEP, _SAMPLED_EVERY = 64, 16, 4
 """Requests whose latest drafts are remembered, how many of one step, and of which steps."""
 _PROBE, _FEW = replace(SHAPE, depth=3, size=3, width=1), 4
@@ -53,7 +55,7 @@ _CLEAR = 2.0
 ASIDE = Plan(strategy=None, is_probe=True)
 """A plain step that is no change of mind."""
 
-_PRIOR = 4.0
+_PRIOR = 3.0
 _FADES, _FADES_AT_A_LOOK = 0.97, 0.6
 """Share of the weight that what came and what was expected keep from draft to draft; looks are few
 and small, and what was before them is long ago."""
@@ -139,7 +141,8 @@ class BudgetTuner(Tuner):
         self._steps += 1
         self._age += 1
         changed = abs(batch.num_asking - self._decided_for) * 8 > self._decided_for
-        if self._age > _LIFE or changed:
+        settled = not self._drafting or (self._steps > _SAMPLES and self._luck > _UNLUCKY)
+        if changed or self._age > (_LIFE if settled else _SHORT_LIFE):
             self._decide(batch)
         if not self._drafting:
             self._waited += 1

@@ -18,7 +18,7 @@ class Batch:
     """
 
     num_asking: int
-    """Requests that could use a draft."""
+    """Requests that decode, and could use a draft unless they are about to end."""
     num_drawing: int
     """Requests that get a token; what a plain step yields."""
     num_tokens: int
