@@ -30,8 +30,8 @@ _RATE, _CLIP = 0.06, 0.3
 error, as a logarithm, that one observation is believed."""
 _EARLY = 16
 """Observations that count more, the first ones most."""
-_EAGER, _EVERY = 64, 3
-"""Steps that are all learned from; after them one of three: a step may be a millisecond."""
+_EAGER, _EVERY = 64, 6
+"""Steps that are all learned from; after them one of six: a step may be a millisecond."""
 _ELSEWHERE = 0.8
 """Share of a correction that all other places get: most errors are the whole machine's, and a
 correction of one place bends the curve there, which is what marginal costs are read from."""
