@@ -2,7 +2,9 @@
 
     runs/example/
       config.toml                     resolved configuration, of the newest start
-      metrics.jsonl  rollouts.jsonl   appended by others; cut back to the checkpoint on resume
+      metrics.jsonl  rollouts.jsonl  speculation.jsonl
+                                      appended by others; cut back to the checkpoint on resume
+      cost.json  report.html          written anew by others
       checkpoints/
         step_000010/
           policy/                     a Hugging Face directory, written by `save_policy`
