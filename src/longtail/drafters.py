@@ -76,7 +76,12 @@ def open_drafters(names: str, target: Target, say: Callable[[str], None]) -> tup
         return ()
     if names == AUTO:
         names = TINY_REASONER if target.name == TINY_REASONER else HISTORY
-    return tuple(open_drafter(name, target, say) for name in names.split("+"))
+    parts = [names] if Path(names).is_dir() else names.split("+")
+    if not all(parts):
+        raise ConfigError(
+            f"speculation.drafter = {names!r}: a name is missing beside +; as in DIR+{HISTORY}"
+        )
+    return tuple(open_drafter(part, target, say) for part in parts)
 
 
 def drafter_directory(path: Path) -> Path:

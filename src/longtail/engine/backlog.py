@@ -85,6 +85,11 @@ class Backlog:
         while len(self._steps) > 1 and (len(self._steps) > self._most or self._num_bytes > _BYTES):
             self._num_bytes -= _size(self._steps.popleft().features)
 
+    def inherit(self, other: "Backlog") -> None:
+        """Take over what another one kept."""
+        for step in other._steps:
+            self.add(step)
+
     def clear(self) -> None:
         """Drop everything."""
         self._steps.clear()

@@ -63,7 +63,7 @@ def _measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
                 seconds[count] = min(took, seconds.get(count, took))
     knots = sorted(seconds)
     curve = TimeCurve(knots, without_stalls(knots, [seconds[count] for count in knots]))
-    num = min(bench.num_requests, most // 4)
+    num = max(1, min(bench.num_requests, most // 4))
     requests_s, drafts_s = bench.longer(num), bench.longer(4 * num)
     pairs = num * max(bench.long - bench.short, 1)
     return CostModel(
@@ -158,7 +158,7 @@ def _chain(size: int) -> DraftTree:
 
 def _made_up(name: str, context: int) -> ActiveRequest:
     """A request whose last token is to be computed behind `context` others."""
-    sampling = SamplingParams(max_tokens=MAX_NODES + 1)
+    sampling = SamplingParams(max_tokens=4 * MAX_NODES)
     tokens = [0] * (context + 1)
     request = Request(request_id=name, prompt_tokens=(0,), noise_key=len(name), sampling=sampling)
     return ActiveRequest(request=request, tokens=tokens, policy_version=0, num_computed=context)

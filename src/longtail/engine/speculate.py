@@ -115,10 +115,10 @@ class Speculator:
         self.taps = NO_TAPS
         for drafter in speculation.drafters:
             self.taps = self.taps.union(drafter.taps)
-        same = before is not None and before.taps == self.taps
         lookbacks = [drafter.lookback for drafter in speculation.drafters]
-        lookback = max(lookbacks) if all(lookbacks) else 0
-        self._backlog = before.backlog if before is not None and same else Backlog(lookback)
+        self._backlog = Backlog(max(lookbacks) if all(lookbacks) else 0)
+        if before is not None and before.taps == self.taps:
+            self._backlog.inherit(before.backlog)
         windows = [window for window in model.config.windows if window]
         # A window counts places, and a place inside a draft has several slots.
         self._deepest = min(windows) - 1 if windows else MAX_NODES

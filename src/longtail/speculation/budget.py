@@ -29,7 +29,7 @@ Seconds = Callable[[Int[np.ndarray, "n"]], Float[np.ndarray, "n"]]
 class Spending:
     """The best number of nodes.
 
-    Example: Spending(num_nodes=2, tokens_per_s=290.0)
+    Example: Spending(num_nodes=2, tokens_per_s=225.0)
     """
 
     num_nodes: int

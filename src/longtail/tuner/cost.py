@@ -56,11 +56,9 @@ class TimeCurve:
 
     def at(self, count: int) -> float:
         """Predict the seconds of so many."""
-        right = min(max(bisect_right(self._counts, count), 1), len(self._counts) - 1)
-        left = right - 1
-        share = (count - self._counts[left]) / (self._counts[right] - self._counts[left])
+        left, share = self._piece(max(count, self._counts[0]))
         known = self._known
-        return self._scale * (known[left] + share * (known[right] - known[left]))
+        return self._scale * (known[left] + share * (known[left + 1] - known[left]))
 
     def at_each(self, counts: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
         """Predict the seconds of each count."""
@@ -78,9 +76,10 @@ class TimeCurve:
         moved = _moved(error, self._num_seen)
         self._num_seen += 1
         self._scale *= 1 + moved * _ELSEWHERE
-        right = min(bisect_right(self._counts, count), len(self._counts) - 1)
-        for place in (right - 1, right):  # both ends of the piece that it lies on
-            self._raw[place] *= 1 + moved * (1 - _ELSEWHERE)
+        left, share = self._piece(count)
+        share = min(max(share, 0.0), 1.0)
+        for place, weight in ((left, 1.0 - share), (left + 1, share)):
+            self._raw[place] *= 1 + moved * weight * (1 - _ELSEWHERE)
         self._refresh()
         return moved
 
@@ -95,6 +94,12 @@ class TimeCurve:
         """Return knots and seconds."""
         seconds = [self._scale * second for second in self._known]
         return {"counts": [float(count) for count in self._counts], "seconds": seconds}
+
+    def _piece(self, count: int) -> tuple[int, float]:
+        """Find the knot to the left of a count, and how far it is to the next; beyond: over 1."""
+        counts = self._counts
+        left = min(max(bisect_right(counts, count), 1), len(counts) - 1) - 1
+        return left, (count - counts[left]) / (counts[left + 1] - counts[left])
 
     def _refresh(self) -> None:
         self._known = list(accumulate(self._raw, max))
