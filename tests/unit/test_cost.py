@@ -105,24 +105,24 @@ def test_the_slope_is_what_one_more_takes():
 @pytest.mark.parametrize("error", [0.2, -0.2])
 def test_a_correction_moves_its_place_fully_and_others_by_most_of_it(error):
     found = curve()
-    before = [found.at(count) for count in (1, 2, 30, 64)]
-    moved = found.correct(2, error)
-    near, also_near, across, far = (
-        found.at(count) / old for count, old in zip((1, 2, 30, 64), before, strict=True)
+    before = [found.at(count) for count in (1, 4, 8, 64)]
+    moved = found.correct(1, error)
+    near, across, next_one, far = (
+        found.at(count) / old for count, old in zip((1, 4, 8, 64), before, strict=True)
     )
     assert moved == pytest.approx(0.5 * error)  # the first observation counts half
-    assert near == pytest.approx(also_near) == pytest.approx((1 + 0.8 * moved) * (1 + 0.2 * moved))
-    assert far == pytest.approx(1 + 0.8 * moved)
+    assert near == pytest.approx((1 + 0.8 * moved) * (1 + 0.2 * moved))
+    assert far == next_one == pytest.approx(1 + 0.8 * moved)
     assert min(near, far) < across < max(near, far)
 
 
 def test_corrections_find_a_machine_three_times_slower():
     found = curve()
-    for step in range(150):
+    for step in range(600):
         count = (1, 5, 40, 100)[step % 4]
         found.correct(count, math.log(3 * curve().at(count) / found.at(count)))
     for count in (1, 5, 40, 100):
-        assert found.at(count) == pytest.approx(3 * curve().at(count), rel=0.1)
+        assert found.at(count) == pytest.approx(3 * curve().at(count), rel=0.05)
 
 
 def test_a_stall_moves_a_settled_curve_by_two_percent_at_most():

@@ -23,7 +23,6 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less time than a session gets; what there is no time for is left out."""
     monkeypatch.setattr(profile, "_SECONDS", 0.2)
     monkeypatch.setattr(profile, "_DRAFT_SECONDS", 0.1)
-    monkeypatch.setattr(profile, "_REPEATS", 2)
 
 
 def scripted(taps: Taps) -> ScriptedDrafter:
@@ -82,7 +81,7 @@ def test_drafts_of_another_set_of_drafters_replace_the_known_ones():
     assert len(measure_costs(tiny_model(), LIMITS, [scripted(Taps())], known).drafts) == 1
 
 
-@pytest.mark.parametrize(("running", "tokens"), [(1, 4), (4, 4)])
+@pytest.mark.parametrize(("running", "tokens"), [(1, 1), (1, 3), (3, 3), (4, 4)])
 def test_the_tightest_engine_can_be_measured(running, tokens):
     limits = EngineLimits(max_running=running, max_step_tokens=tokens, max_len=16)
     with unchecked_shapes():

@@ -66,8 +66,8 @@ class Strategy:
                 )
         if self.num_followed * (self.depth - 1) > MAX_NODES:
             raise ConfigError(
-                f"speculation.width = {self.num_followed} with depth = {self.depth}: width x (depth "
-                f"- 1) nodes are drafted on, at most {MAX_NODES}; lower one of them"
+                f"speculation.width = {self.num_followed} with depth = {self.depth}: width x "
+                f"(depth - 1) nodes are drafted on, at most {MAX_NODES}; lower one of them"
             )
 
     @property
