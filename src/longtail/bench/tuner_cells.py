@@ -100,10 +100,11 @@ class Point:
 def lineup(make: Callable[[], Drafter], strategies: Sequence[Strategy]) -> Lineup:
     """Name the contestants and what makes each ready for a turn.
 
-    The budget's drafter keeps what it learned of its confidences from turn to turn, as it does from
-    step to step of a run; its tuner, and all others, start over.
+    The tuners keep what they and their drafters learned from turn to turn, as from step to step of
+    a run; fixed strategies have nothing to learn.
     """
-    known = make()
+    bandit = Speculation(drafters=(make(),), tuner=BanditTuner(), guarded=False)
+    budget = Speculation(drafters=(make(),), tuner=BudgetTuner())
 
     def fixed(strategy: Strategy) -> Callable[[], Speculation]:
         return lambda: Speculation.fixed(make(), strategy)
@@ -111,8 +112,8 @@ def lineup(make: Callable[[], Drafter], strategies: Sequence[Strategy]) -> Lineu
     return {
         OFF: lambda: None,
         **{describe(strategy): fixed(strategy) for strategy in strategies},
-        BANDIT: lambda: Speculation(drafters=(make(),), tuner=BanditTuner(), guarded=False),
-        BUDGET: lambda: Speculation(drafters=(known,), tuner=BudgetTuner()),
+        BANDIT: lambda: bandit,
+        BUDGET: lambda: budget,
     }
 
 
@@ -142,7 +143,8 @@ def _measure(
     best = sorted(grid, key=lambda strategy: -scanned.get(strategy, 0.0))[:_BEST]
     contestants = lineup(make, best)
     turns: dict[str, list[Turn]] = {contestant: [] for contestant in contestants}
-    cell.turn(contestants[BUDGET](), tokens)  # what it pays to find out is paid once in a run
+    for learner in (BANDIT, BUDGET):  # what it costs to find out is paid once in a run
+        cell.turn(contestants[learner](), tokens)
     for _ in range(setting.cells.repeats):
         for contestant, speculation in contestants.items():
             turns[contestant].append(cell.turn(speculation(), tokens))

@@ -14,7 +14,7 @@ from typing import final
 
 from longtail.bench.report import CpuClock, Spread
 from longtail.bench.rollout_cells import Subject, describe, differing_share, engine_of, requests_of
-from longtail.bench.tuner_cells import BUDGET, GRID, OFF, Lineup, Point, Race, lineup
+from longtail.bench.tuner_cells import BANDIT, BUDGET, GRID, OFF, Lineup, Point, Race, lineup
 from longtail.bench.tuner_drafters import maker
 from longtail.bench.tuner_setting import MAX_RUNNING, Setting
 from longtail.engine.engine import RolloutEngine
@@ -97,7 +97,8 @@ def measure_rollouts(
     if table:
         contestants[ORACLE] = partial(_oracle, make, table)
     roll(engine, requests, None)  # whatever a first one is slowed by
-    roll(engine, requests, contestants[BUDGET]())
+    for learner in (BANDIT, BUDGET):
+        roll(engine, requests, contestants[learner]())
     rolled: dict[str, list[Rollout]] = {name: [] for name in contestants}
     for turn in range(setting.cells.repeats):
         for name, speculation in contestants.items():

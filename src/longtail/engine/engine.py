@@ -61,6 +61,7 @@ class RolloutEngine:
         self._runner = ModelRunner(model, self._kv)
         self._active: dict[str, ActiveRequest] = {}
         self._costs: CostModel | None = None
+        self._begun: Speculation | None = None
         self._speculator: Speculator | None = None
         self.speculate(speculation)
 
@@ -81,6 +82,10 @@ class RolloutEngine:
         if speculation is not None:
             if speculation.needs_costs:
                 self._costs = measure_costs(self._model, self._limits, after, self._costs)
+            if speculation is not self._begun:  # one that comes back goes on where it was
+                costs = self._costs if speculation.needs_costs else None
+                speculation.tuner.begin(costs, len(after))
+            self._begun = speculation
             self._speculator = Speculator(speculation, self._model, self._costs, before)
 
     @property

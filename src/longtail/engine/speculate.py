@@ -108,7 +108,6 @@ class Speculator:
         if speculation.guarded:
             assert costs is not None, "the guard judges by what was measured"
             self._guard = Guard(costs)
-        speculation.tuner.begin(costs, len(speculation.drafters))
         self._leaving: list[str] = []
         self._step: _Step | None = None
         self._drafts = True
