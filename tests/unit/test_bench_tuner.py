@@ -322,7 +322,7 @@ def test_a_measurement_of_a_scripted_model_ends_in_a_card() -> None:
     json.dumps(card.as_json(points, whole, setting, []))
 
 
-def test_every_turn_begins_with_a_new_drafter() -> None:
+def test_fixed_strategies_begin_with_a_new_drafter_and_tuners_keep_theirs() -> None:
     made: list[Drafter] = []
 
     def make() -> Drafter:
@@ -332,7 +332,7 @@ def test_every_turn_begins_with_a_new_drafter() -> None:
     for speculation in lineup(make, (DEEP, SHALLOW)).values():
         speculation()
         speculation()
-    assert len(made) == 2 * 4  # two fixed strategies, two tuners; nobody drafts for `off`
+    assert len(made) == 2 * 2 + 2  # two strategies' turns, two tuners; nobody drafts for `off`
     subject = Subject(
         name="scripted",
         model=scripted_model(20),

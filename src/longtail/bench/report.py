@@ -82,14 +82,23 @@ def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
 
 @final
 class CpuClock:
-    """Tells how much of its CPU this process has had since the clock was made, with one thread."""
+    """Tells how much of its CPU this process has had inside, with one thread."""
 
     def __init__(self) -> None:
-        self._wall, self._own = time.perf_counter(), time.process_time()
+        self._wall = self._own = 0.0
+        self._began = 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        wall, own = self._began
+        self._wall += time.perf_counter() - wall
+        self._own += time.process_time() - own
 
     def share(self) -> float:
         """Below 1: something else ran on it."""
-        return (time.process_time() - self._own) / (time.perf_counter() - self._wall)
+        return self._own / self._wall if self._wall else 1.0
 
 
 def pin_threads(threads: int) -> int:

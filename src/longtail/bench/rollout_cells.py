@@ -1,20 +1,21 @@
 """Measures cells of `longtail bench rollout`: a cell is one model with so many requests running.
 
-All contestants serve the same requests with the same keys, in turns (off, history, eagle, off, ...)
-on the same pinned thread. More requests than run are given, so that a place that falls empty is
-filled; only steps in which all places are taken count. Fixed strategies are scanned first, a short
-turn each; the turns that count are between `off` and every drafter's best.
+All contestants serve the same requests with the same keys on the same pinned thread, and so write
+the same text: a few tokens of it each, in turn, each on an engine of its own (off, history, eagle,
+off, ...). So all meet the same contexts, and the machine's moods. More requests than run are given,
+so that a place that falls empty is filled; only steps in which all places are taken count. Fixed
+strategies are scanned first, a short turn each; the turns that count are between `off` and every
+drafter's best.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from longtail.bench.report import CpuClock, Spread, ratios
-from longtail.engine.acceptance import Acceptance
+from longtail.bench.play import SLICE, Play, play_beside
+from longtail.bench.report import Spread, ratios
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.engine.report import RolloutMeter
 from longtail.engine.speculate import Speculation
 from longtail.engine.text import Decode
 from longtail.model.transformer import Transformer
@@ -103,32 +104,25 @@ class Cell:
 
     def __init__(self, subject: Subject, running: int) -> None:
         self._subject, self._running = subject, running
-        self._engine = engine_of(subject, running)
+        self._engines: dict[str, RolloutEngine] = {}
 
-    def turn(self, speculation: Speculation | None, tokens: int) -> Turn:
-        """Serve until so many tokens were generated with every place taken."""
-        engine, meter, acceptance = self._engine, RolloutMeter(), Acceptance()
-        texts: dict[str, list[int]] = {}
-        for request in requests_of(self._subject):
-            texts[request.request_id] = []
-            engine.submit(request)
-        engine.speculate(speculation)
-        generated, steps = 0, 0
-        clock = CpuClock()
-        while generated < tokens and engine.num_unfinished:
-            report = engine.step()
-            for each in report.emitted:
-                texts[each.request_id].append(each.token)
-            steps += 1
-            if report.num_running == self._running and steps > 2:  # the first ones read prompts
-                meter.add(report)
-                acceptance.add(report.verified)
-                generated += len(report.emitted)
-        cpu_share = clock.share()
-        for name in texts:
-            if engine.is_unfinished(name):
-                engine.abort(name)
-        return _turn(meter, acceptance, speculation, texts, cpu_share)
+    def turn(self, speculation: Speculation | None, tokens: int, name: str = "alone") -> Turn:
+        """Let one contestant serve alone until so many tokens count."""
+        return self.turns({name: speculation}, tokens)[name]
+
+    def turns(self, speculations: Mapping[str, Speculation | None], tokens: int) -> dict[str, Turn]:
+        """Let all serve beside each other until so many tokens of each count."""
+        plays = {
+            name: Play(self._engine(name), requests_of(self._subject), speculation, self._running)
+            for name, speculation in speculations.items()
+        }
+        play_beside(list(plays.values()), SLICE * max(1, self._running // 4), tokens)
+        return {name: _turn(play, speculations[name]) for name, play in plays.items()}
+
+    def _engine(self, name: str) -> RolloutEngine:
+        if name not in self._engines:
+            self._engines[name] = engine_of(self._subject, self._running)
+        return self._engines[name]
 
     def measure(self, tokens: int, repeats: int, say: Callable[[str], None]) -> CellResult:
         """Scan every drafter's strategies, then compare the best with `off`, turn by turn."""
@@ -139,12 +133,13 @@ class Cell:
         scans = {name: self.scan(make, grid, tokens // 3) for name, make in drafters.items()}
         turns: dict[str, list[Turn]] = {}
         for _ in range(repeats):
-            turns.setdefault("off", []).append(self.turn(None, tokens))
+            contestants: dict[str, Speculation | None] = {"off": None}
             for name, make in drafters.items():
                 strategy = _best(scans[name])
                 for key, coupled in ((name, True), (f"{name} uncoupled", False)):
-                    own = Speculation.fixed(make(), strategy, coupled=coupled)
-                    turns.setdefault(key, []).append(self.turn(own, tokens))
+                    contestants[key] = Speculation.fixed(make(), strategy, coupled=coupled)
+            for key, turn in self.turns(contestants, tokens).items():
+                turns.setdefault(key, []).append(turn)
             say(f"{self._subject.name}: {self._running} running, turn {len(turns['off'])}")
         off = turns["off"]
         return CellResult(
@@ -190,14 +185,8 @@ def requests_of(subject: Subject) -> list[Request]:
     ]
 
 
-def _turn(
-    meter: RolloutMeter,
-    acceptance: Acceptance,
-    speculation: Speculation | None,
-    texts: Mapping[str, list[int]],
-    cpu_share: float,
-) -> Turn:
-    report = meter.report()
+def _turn(play: Play, speculation: Speculation | None) -> Turn:
+    report, acceptance = play.end(), play.acceptance
     verified = acceptance.overall
     return Turn(
         tokens_per_s=report.tokens_per_s,
@@ -209,8 +198,8 @@ def _turn(
         sampler_share=report.sample_s / report.seconds,
         tuner_share=report.tuner_share,
         calibration_error=0.0 if speculation is None else speculation.drafters[0].calibration_error,
-        cpu_share=cpu_share,
-        texts={name: tuple(tokens) for name, tokens in texts.items()},
+        cpu_share=play.cpu_share,
+        texts=play.texts(),
     )
 
 

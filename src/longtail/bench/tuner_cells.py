@@ -144,10 +144,11 @@ def _measure(
     contestants = lineup(make, best)
     turns: dict[str, list[Turn]] = {contestant: [] for contestant in contestants}
     for learner in (BANDIT, BUDGET):  # what it costs to find out is paid once in a run
-        cell.turn(contestants[learner](), tokens)
+        cell.turn(contestants[learner](), tokens, learner)
     for _ in range(setting.cells.repeats):
-        for contestant, speculation in contestants.items():
-            turns[contestant].append(cell.turn(speculation(), tokens))
+        ready = {contestant: begin() for contestant, begin in contestants.items()}
+        for contestant, turn in cell.turns(ready, tokens).items():
+            turns[contestant].append(turn)
     strategies = {describe(strategy): strategy for strategy in best}
     speeds = {each: tuple(turn.tokens_per_s for turn in own) for each, own in turns.items()}
     return Point(

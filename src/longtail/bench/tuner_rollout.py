@@ -12,24 +12,25 @@ from functools import partial
 from statistics import median
 from typing import final
 
-from longtail.bench.report import CpuClock, Spread
+from longtail.bench.play import SLICE, Play, play_beside
+from longtail.bench.report import Spread
 from longtail.bench.rollout_cells import Subject, describe, differing_share, engine_of, requests_of
 from longtail.bench.tuner_cells import BANDIT, BUDGET, GRID, OFF, Lineup, Point, Race, lineup
 from longtail.bench.tuner_drafters import maker
 from longtail.bench.tuner_setting import MAX_RUNNING, Setting
-from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import RolloutMeter, RolloutReport, StepReport
+from longtail.engine.report import RolloutReport
 from longtail.engine.speculate import Speculation
-from longtail.rollout_log import RolloutLog, RolloutSeries
+from longtail.rollout_log import RolloutSeries
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.cost import CostModel
 from longtail.tuner.records import Batch, Plan
 from longtail.tuner.tuner import PLAIN, Tuner, fitted
-from longtail.types import Request
 
 ORACLE = "oracle"
 DRAFTER = "good"
+_SLICE = 4 * SLICE
+"""Two steps at first, a tenth of a second in the tail."""
 
 Table = Mapping[int, Strategy | None]
 """What to play at numbers of running requests; None is plain decoding."""
@@ -90,39 +91,35 @@ def measure_rollouts(
     subject: Subject, setting: Setting, points: Sequence[Point], say: Callable[[str], None]
 ) -> Rollouts:
     """Roll out the same requests with every contestant in turn."""
-    engine = engine_of(subject, MAX_RUNNING)
     requests = requests_of(subject)[: setting.num_requests]
     make, table = maker(subject, DRAFTER), oracle_table(points)
     contestants: Lineup = lineup(make, GRID)
     if table:
         contestants[ORACLE] = partial(_oracle, make, table)
-    roll(engine, requests, None)  # whatever a first one is slowed by
-    for learner in (BANDIT, BUDGET):
-        roll(engine, requests, contestants[learner]())
+    engines = {name: engine_of(subject, MAX_RUNNING) for name in contestants}
+    for first in (OFF, BANDIT, BUDGET):  # a first rollout is slow; what tuners find out is kept
+        roll({first: Play(engines[first], requests, contestants[first]())})
     rolled: dict[str, list[Rollout]] = {name: [] for name in contestants}
     for turn in range(setting.cells.repeats):
-        for name, speculation in contestants.items():
-            rolled[name].append(roll(engine, requests, speculation()))
-            say(f"rollout {turn + 1}: {name} {rolled[name][-1].report.seconds:.2f} s")
+        rollouts = roll(
+            {name: Play(engines[name], requests, begin()) for name, begin in contestants.items()}
+        )
+        for name, rollout in rollouts.items():
+            rolled[name].append(rollout)
+        off_s, mine_s = (rollouts[name].report.seconds for name in (OFF, BUDGET))
+        say(f"rollout {turn + 1}: off {off_s:.2f} s, budget {mine_s:.2f} s")
     return summarize(rolled, {running: _named(best) for running, best in table.items()})
 
 
-def roll(
-    engine: RolloutEngine, requests: Sequence[Request], speculation: Speculation | None
-) -> Rollout:
-    """Serve all requests to the end."""
-    engine.speculate(speculation)
-    meter, log = RolloutMeter(), RolloutLog()
-
-    def note(step: StepReport) -> None:
-        meter.add(step)
-        log.add(step)
-
-    clock = CpuClock()
-    completions = engine.generate(requests, note)
-    share = clock.share()
-    texts = {each.request_id: each.tokens for each in completions}
-    return Rollout(report=meter.report(), texts=texts, cpu_share=share, series=log.series())
+def roll(plays: Mapping[str, Play]) -> dict[str, Rollout]:
+    """Let all contestants serve all requests to the end, beside each other."""
+    play_beside(list(plays.values()), _SLICE)
+    return {
+        name: Rollout(
+            report=play.end(), texts=play.texts(), cpu_share=play.cpu_share, series=play.series()
+        )
+        for name, play in plays.items()
+    }
 
 
 def summarize(rolled: Mapping[str, Sequence[Rollout]], oracle: Mapping[int, str]) -> Rollouts:
