@@ -100,10 +100,19 @@ def simulate(
     costs, curve, run = machine.costs(profile_error), ConfidenceCurve(), Run()
     guard = Guard(costs) if guarded else None
     tuner.begin(costs, 1)
+    repeats, repeated = 0, -1
     for step in range(steps):
         num = running(step)
         batch = Batch(num_asking=num, num_drawing=num, num_tokens=num, num_pairs=0, room=512 - num)
+        if repeats and num == repeated:  # as the engine does: nobody is asked or told
+            repeats -= 1
+            run.tokens.append(num)
+            run.seconds.append(machine.verify_s(num))
+            run.plans.append(run.plans[-1])
+            run.nodes.append(0)
+            continue
         plan = tuner.plan(batch) if guard is None or guard.allows else PLAIN
+        repeats, repeated = plan.holds, num
         asked: tuple[Asked, ...] = ()
         nodes = accepted = 0
         draft_s = 0.0

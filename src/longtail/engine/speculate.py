@@ -110,6 +110,8 @@ class Speculator:
             self._guard = Guard(costs)
         self._leaving: list[str] = []
         self._step: _Step | None = None
+        """None: a step that repeats a plain one."""
+        self._repeats = self._num_repeated = 0
         self._drafts = True
         self.taps = NO_TAPS
         for drafter in speculation.drafters:
@@ -164,8 +166,13 @@ class Speculator:
     ) -> list[Scheduled]:
         """Return what was scheduled, with drafts of `spare_tokens` nodes in all at most."""
         self.speculation.clock.begin()
+        if self._repeats and len(scheduled) == self._num_repeated:
+            self._repeats -= 1
+            self._step = None
+            return list(scheduled)
         step = self._step = self._planned(scheduled, spare_tokens)
         plan = step.plan
+        self._repeats, self._num_repeated = plan.holds, len(scheduled)
         if plan.strategy is None:
             return list(scheduled)
         asking = [each for each in scheduled if each.draws and self._max_depth(each) > 0]
@@ -208,9 +215,10 @@ class Speculator:
         `features` are of all flat tokens of the step; the requests' texts hold the new tokens.
         """
         step = self._step
-        assert step is not None, "a step is drafted before it is reviewed"
         ends = [each.active.num_computed for each in scheduled]
         self._backlog.add(Computed(scheduled, ends, accepted, features))
+        if step is None:
+            return Reviewed(readings=(self.speculation.clock.read(),))
         verified = tuple(
             _verified(each, accepted[each.active.request_id].path)
             for each in (scheduled if step.asked else ())

@@ -39,12 +39,16 @@ _ON, _OFF = 1.02, 0.99
 _LIFE, _SHORT_LIFE = 48, 6
 """Steps for which a decision holds while the batch stays about as large; the second while little
 is known, and while drafts do worse than expected."""
+_HASTE = 4
+"""Times as great a change of the batch that makes a young decision void."""
 _UNLUCKY = 0.75
 _SAMPLES, _A_STEP, _SAMPLED_EVERY = 64, 16, 4
 """Requests whose latest drafts are remembered, how many of one step, and of which steps."""
 _PROBE, _FEW = replace(SHAPE, depth=3, size=3, width=1), 4
 """A look at drafting while decoding plainly, and for how many requests."""
 _WAIT, _LONGEST_WAIT = 32, 1024
+_HOLDS = 7
+"""Plain steps that follow one without a question. What they take is learned of one in eight."""
 _PLAIN_EVERY, _ALL_EVERY, _UNCUT_EVERY = 128, 192, 32
 _LENIENT, _SUREST = 0.6, 0.95
 """Nodes are proposed from this share of what they cost on: which of them are verified is decided
@@ -75,9 +79,11 @@ class _Sample:
     rows: deque[int] = field(default_factory=lambda: deque([6], maxlen=_SAMPLES))
     levels: float = 6.0
     is_guess: bool = True
+    _falling: Float[np.ndarray, "nodes"] | None = None
 
     def add(self, trees: Sequence[DraftTree], *, afresh: bool) -> None:
         """Remember some of a step's drafts."""
+        self._falling = None
         if self.is_guess or afresh:
             self.reach.clear()
             self.rows.clear()
@@ -89,9 +95,11 @@ class _Sample:
 
     def falling(self) -> Float[np.ndarray, "nodes"]:
         """Return the probabilities of all nodes, from the highest on."""
-        values = np.array([p for reach in self.reach for p in reach])
-        values.sort()
-        return values[::-1]
+        if self._falling is None:
+            self._falling = np.array([-p for reach in self.reach for p in reach])
+            self._falling.sort()
+            np.negative(self._falling, out=self._falling)
+        return self._falling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +148,13 @@ class BudgetTuner(Tuner):
             return ASIDE
         self._steps += 1
         self._age += 1
-        changed = abs(batch.num_asking - self._decided_for) * 8 > self._decided_for
+        haste = 1 if self._age > _SHORT_LIFE else _HASTE
+        changed = abs(batch.num_asking - self._decided_for) * 8 > self._decided_for * haste
         settled = not self._drafting or (self._steps > _SAMPLES and self._luck > _UNLUCKY)
         if changed or self._age > (_LIFE if settled else _SHORT_LIFE):
             self._decide(batch)
         if not self._drafting:
-            self._waited += 1
+            self._waited += 1 + _HOLDS
             if self._waited < self._wait:
                 return self._plan
             self._waited = 0
@@ -206,7 +215,7 @@ class BudgetTuner(Tuner):
             self._plan = Plan(strategy=strategy, drafters=best.team, reason=reason)
             self._waited, self._wait = 0, _WAIT
         else:
-            self._plan = Plan(strategy=None, reason=reason)
+            self._plan = Plan(strategy=None, reason=reason, holds=_HOLDS)
 
     def _forecast(self, team: Team, batch: Batch) -> _Forecast:
         """Spend the budget on a sample of drafts, as if it were the whole batch's."""

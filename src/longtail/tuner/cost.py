@@ -31,7 +31,8 @@ error, as a logarithm, that one observation is believed."""
 _EARLY = 16
 """Observations that count more, the first ones most."""
 _EAGER, _EVERY = 64, 6
-"""Steps that are all learned from; after them one of six: a step may be a millisecond."""
+"""Steps that are all learned from; after them, of those with drafts, one of six: a step may be a
+millisecond."""
 _ELSEWHERE = 0.8
 """Share of a correction that all other places get: most errors are the whole machine's, and a
 correction of one place bends the curve there, which is what marginal costs are read from."""
@@ -176,9 +177,9 @@ class CostModel:
         return slope + self.node_pair_s * batch.mean_context
 
     def learn(self, outcome: Outcome) -> None:
-        """Correct the predictions by what one step took; later on by one step of a few."""
+        """Correct the predictions by what one step took; later on not by all that drafted."""
         self._num_steps += 1
-        if self._num_steps > _EAGER and self._num_steps % _EVERY:
+        if outcome.asked and self._num_steps > _EAGER and self._num_steps % _EVERY:
             return
         batch, nodes = outcome.batch, outcome.num_nodes
         for asked in outcome.asked:

@@ -49,6 +49,9 @@ class Plan:
     """Draft for the first so many that could use one; 0 is all."""
     is_probe: bool = False
     """To learn something; says nothing of what is thought best."""
+    holds: int = 0
+    """Steps for which a plain one is repeated, as long as as many requests are scheduled: nobody is
+    asked, nobody is told how they went, and they cost no more than without speculation."""
     reason: str = ""
     """Why, where the plan changes between drafting and not."""
 
