@@ -352,7 +352,7 @@ def test_quick_changes_defaults_only() -> None:
     assert parse("--quick", "--running", "2", "--repeats", "3").cells.running == (2,)
     assert full.cells.running == (1, 2, 4, 8, 16, 32, 64)
     assert (full.drafters, full.num_requests) == (("good", "mediocre", "adversarial"), 128)
-    assert [full.tokens_at(n) for n in (1, 4, 8, 64)] == [800, 800, 1600, 12800]
+    assert [full.tokens_at(n) for n in (1, 4, 8, 64)] == [800, 1600, 1600, 12800]
     assert (full.dtype, parse("--dtype", "bfloat16").dtype) == ("float32", "bfloat16")
 
 

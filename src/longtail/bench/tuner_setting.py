@@ -37,7 +37,7 @@ class Setting:
 
     def tokens_at(self, running: int) -> int:
         """Return the tokens of a turn with so many requests running."""
-        return self.cells.tokens * max(1, running // 4)
+        return self.cells.tokens * max(min(running, 2), running // 4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
