@@ -42,7 +42,7 @@ is known, and while drafts do worse than expected."""
 _HASTE = 4
 """Times as great a change of the batch that makes a young decision void."""
 _UNLUCKY = 0.75
-_SAMPLES, _A_STEP, _SAMPLED_EVERY = 64, 16, 4
+_SAMPLES, _A_STEP, _SAMPLED_EVERY = 48, 16, 4
 """Requests whose latest drafts are remembered, how many of one step, and of which steps."""
 _PROBE, _FEW = replace(SHAPE, depth=3, size=3, width=1), 4
 """A look at drafting while decoding plainly, and for how many requests."""
@@ -148,10 +148,7 @@ class BudgetTuner(Tuner):
             return ASIDE
         self._steps += 1
         self._age += 1
-        haste = 1 if self._age > _SHORT_LIFE else _HASTE
-        changed = abs(batch.num_asking - self._decided_for) * 8 > self._decided_for * haste
-        settled = not self._drafting or (self._steps > _SAMPLES and self._luck > _UNLUCKY)
-        if changed or self._age > (_LIFE if settled else _SHORT_LIFE):
+        if self._is_void(batch):
             self._decide(batch)
         if not self._drafting:
             self._waited += 1 + _HOLDS
@@ -169,6 +166,15 @@ class BudgetTuner(Tuner):
         if self._steps % _UNCUT_EVERY == 0:
             return _uncut(self._plan)
         return self._plan
+
+    def _is_void(self, batch: Batch) -> bool:
+        """Tell whether it is to be decided anew; of a step that reads prompts only if it must."""
+        settled = not self._drafting or (self._steps > _SAMPLES and self._luck > _UNLUCKY)
+        if self._age > (_LIFE if settled else _SHORT_LIFE):
+            return True
+        haste = 1 if self._age > _SHORT_LIFE else _HASTE
+        changed = abs(batch.num_drawing - self._decided_for) * 8 > self._decided_for * haste
+        return changed and batch.num_tokens == batch.num_drawing
 
     def spend(
         self, batch: Batch, plan: Plan, proposals: Sequence[Sequence[DraftTree]]
@@ -201,7 +207,7 @@ class BudgetTuner(Tuner):
 
     def _decide(self, batch: Batch) -> None:
         """Compare all teams with plain decoding."""
-        self._decided_for, self._age = batch.num_asking, 0
+        self._decided_for, self._age = batch.num_drawing, 0
         forecasts = [self._forecast(team, batch) for team in self._teams]
         best = max(forecasts, key=lambda forecast: forecast.tokens_per_s)
         plain = batch.num_drawing / self._costs.plain_s(batch)
