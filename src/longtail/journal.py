@@ -1,21 +1,27 @@
 """What a run writes down after every step: metrics.jsonl, its further writers, rollouts.jsonl.
 
-A run that speculates adds speculation.jsonl (`rollout_log`), and cost.json (`cost_file`): that one
+A run that speculates adds speculation.jsonl (`rollout_log`) after every rollout, and cost.json (`cost_file`): that one
 is small and says what is known now, so it is written anew after each step; no run reads it.
 Lines of a step are written once, whole, in rising order; a resumed run cuts back to its checkpoint
 first. What the numbers mean is `step_metrics`' business.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from longtail import cost_file, rollout_log
+from longtail.cluster import timeline
+from longtail.cluster.publisher import Decision
+from longtail.cluster.timeline import Timeline, TraceFile
 from longtail.config import RunConfig
 from longtail.metrics import JsonLines, open_writers
-from longtail.rollout_log import RolloutSeries
+from longtail.rollout_log import LoggedRollout
 from longtail.step_metrics import rollout_row
 from longtail.tuner.cost import CostModel
 from longtail.types import Rollout
+
+DRAFTER_FILE = "drafter.jsonl"
 
 
 class Journal:
@@ -31,29 +37,44 @@ class Journal:
         self._series: JsonLines | None = None
         if (directory / rollout_log.FILE).exists():  # cut back even if nobody speculates any more
             self._series = JsonLines(directory / rollout_log.FILE, last_step=last_step)
+        self._drafter: JsonLines | None = None
+        if (directory / DRAFTER_FILE).exists():
+            self._drafter = JsonLines(directory / DRAFTER_FILE, last_step=last_step)
+        self._trace = TraceFile(directory / timeline.FILE, last_step=last_step)
 
     def write(
         self,
         step: int,
         metrics: Mapping[str, float],
         rollouts: Sequence[Rollout],
-        series: RolloutSeries | None = None,
         costs: CostModel | None = None,
     ) -> None:
         """Keep one step. Raises CheckpointError when the disk refuses."""
         for rollout in rollouts if self._keeps_rollouts else ():
             self._rollouts.append(step, rollout_row(rollout))
-        if series is not None:
-            if self._series is None:
-                self._series = JsonLines(self._directory / rollout_log.FILE, last_step=step)
-            self._series.append(step, series.as_json())
         if costs is not None:
             cost_file.save_costs(self._directory / cost_file.FILE, costs)
         self._metrics.write(step, metrics)
+
+    def log(self, rollout: LoggedRollout) -> None:
+        """Keep what was decided in a rollout. Raises CheckpointError when the disk refuses."""
+        if self._series is None:
+            self._series = JsonLines(self._directory / rollout_log.FILE, last_step=rollout.step)
+        self._series.append(rollout.step, rollout.as_json())
+
+    def log_workers(self, step: int, did: Timeline, decisions: Sequence[Decision]) -> None:
+        """Keep what the workers did in a step, and what was decided about the drafter."""
+        self._trace.append(step, did)
+        for decision in decisions:
+            if self._drafter is None:
+                self._drafter = JsonLines(self._directory / DRAFTER_FILE, last_step=step)
+            self._drafter.append(step, asdict(decision))
 
     def close(self) -> None:
         """Write out what is pending."""
         self._metrics.close()
         self._rollouts.close()
-        if self._series is not None:
-            self._series.close()
+        self._trace.close()
+        for lines in (self._series, self._drafter):
+            if lines is not None:
+                lines.close()

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from longtail.assemble import TINY_REASONER, choose_device, set_threads
+from longtail.assemble import TINY_REASONER
+from longtail.device import choose_device, set_threads
 from longtail.checkpoint import Checkpoint, RunDirectory
 from longtail.config import SftConfig, dump
 from longtail.console import Console

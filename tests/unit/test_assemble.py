@@ -4,15 +4,8 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, write_lines
-from longtail.assemble import (
-    Parts,
-    assemble,
-    model_directory,
-    publish,
-    restore,
-    save_policy,
-    set_threads,
-)
+from longtail.assemble import Parts, assemble, model_directory, publish, restore, save_policy
+from longtail.device import set_threads
 from longtail.checkpoint import Checkpoint, RunDirectory
 from longtail.config import RunConfig, dump, load
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from longtail.assemble import DTYPES, TINY_REASONER, model_directory
+from longtail.assemble import TINY_REASONER, model_directory
+from longtail.device import DTYPES
 from longtail.bench import grown, textmodel
 from longtail.bench.coupling import answer
 from longtail.bench.rollout_cells import Subject

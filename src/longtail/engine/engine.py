@@ -117,6 +117,13 @@ class RolloutEngine:
         """Tell whether the request waits or runs."""
         return request_id in self._active
 
+    def unfinished(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Copy what is in progress: id, all tokens so far, prompt length. Any thread may ask."""
+        return [
+            (request_id, tuple(active.tokens), active.prompt_len)
+            for request_id, active in list(self._active.items())
+        ]
+
     def kv_usage(self) -> KVUsage:
         """Count tokens of KV memory."""
         return self._kv.usage()
