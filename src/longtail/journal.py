@@ -1,7 +1,8 @@
 """What a run writes down after every step: metrics.jsonl, its further writers, rollouts.jsonl.
 
-A run that speculates adds speculation.jsonl (`rollout_log`), and cost.json (`cost_file`): that one
-is small and says what is known now, so it is written anew after each step; no run reads it.
+A run that speculates adds a line to speculation.jsonl (`rollout_log`) after every rollout, and
+cost.json (`cost_file`): that one is small and says what is known now, so it is written anew after
+each step; no run reads it.
 Lines of a step are written once, whole, in rising order; a resumed run cuts back to its checkpoint
 first. What the numbers mean is `step_metrics`' business.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 from longtail import cost_file, rollout_log
 from longtail.config import RunConfig
 from longtail.metrics import JsonLines, open_writers
-from longtail.rollout_log import RolloutSeries
+from longtail.rollout_log import LoggedRollout
 from longtail.step_metrics import rollout_row
 from longtail.tuner.cost import CostModel
 from longtail.types import Rollout
@@ -37,19 +38,20 @@ class Journal:
         step: int,
         metrics: Mapping[str, float],
         rollouts: Sequence[Rollout],
-        series: RolloutSeries | None = None,
         costs: CostModel | None = None,
     ) -> None:
         """Keep one step. Raises CheckpointError when the disk refuses."""
         for rollout in rollouts if self._keeps_rollouts else ():
             self._rollouts.append(step, rollout_row(rollout))
-        if series is not None:
-            if self._series is None:
-                self._series = JsonLines(self._directory / rollout_log.FILE, last_step=step)
-            self._series.append(step, series.as_json())
         if costs is not None:
             cost_file.save_costs(self._directory / cost_file.FILE, costs)
         self._metrics.write(step, metrics)
+
+    def log(self, rollout: LoggedRollout) -> None:
+        """Keep what was decided in a rollout. Raises CheckpointError when the disk refuses."""
+        if self._series is None:
+            self._series = JsonLines(self._directory / rollout_log.FILE, last_step=rollout.step)
+        self._series.append(rollout.step, rollout.as_json())
 
     def close(self) -> None:
         """Write out what is pending."""

@@ -8,7 +8,7 @@ step only, and a resumed run is the run that was not interrupted.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +28,7 @@ from longtail.card import finished_card, make_card, read_metrics
 from longtail.checkpoint import Checkpoint, RunDirectory
 from longtail.config import RunConfig, dump
 from longtail.console import Console
-from longtail.engine.report import RolloutMeter, StepReport
+from longtail.engine.report import RolloutMeter, RolloutReport, StepReport
 from longtail.errors import GradingError, NonFiniteError
 from longtail.interrupt import Interrupted, Interruption
 from longtail.journal import Journal
@@ -37,7 +37,7 @@ from longtail.rl.advantage import keep_informative, shaped_rewards
 from longtail.rl.grading import Graded, GraderPool
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_mini_batches
-from longtail.rollout_log import RolloutLog
+from longtail.rollout_log import EVALUATION, TRAINING, LoggedRollout, RolloutLog, RolloutSeries
 from longtail.run_report import report_if_possible
 from longtail.step_metrics import step_metrics
 from longtail.types import Completion, Group, TrainBatch
@@ -101,6 +101,7 @@ class Trainer:
             kept = {name: checkpoint.state[name] for name in ("cursor", "seconds", "warm_start_s")}
             self._progress = Progress(step=checkpoint.step, **kept)
         self._saved_step = self._progress.step
+        self._has_logged = False
         grader.wait_ready()
         last_step = None if checkpoint is None else checkpoint.step
         self._journal = Journal(config, run.path, last_step=last_step)
@@ -138,7 +139,7 @@ class Trainer:
         """One step: write, grade, learn, publish."""
         config, parts, step = self._config, self._parts, before.step + 1
         evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
-        watch, meter, log = Stopwatch(), RolloutMeter(), RolloutLog()
+        watch = Stopwatch()
         asked = ask_groups(
             parts.source.take(config.rollout.prompts_per_step),
             samples=config.rollout.group_size,
@@ -146,16 +147,15 @@ class Trainer:
             sampling=parts.sampling,
         )
         with watch.section("rollout"):
-            completions = self._generate(f"step {step}", asked, meter.add, log.add)
+            completions, report, series = self._generate(f"step {step}", asked, TRAINING)
         with watch.section("reward"):
             graded = self._grade(asked, completions)
         groups = regroup(graded.rollouts)
         learned = parts.learner.step(self._batches(groups))
         with watch.section("publish"):
             publish(parts)
-        series = log.series()
         metrics = step_metrics(
-            rollout=meter.report(),
+            rollout=report,
             series=series,
             completions=completions,
             graded=graded,
@@ -164,24 +164,32 @@ class Trainer:
             seconds=watch.lap(),
         )
         costs = parts.engine.costs
-        self._journal.write(step, evaluated | metrics, graded.rollouts, series, costs)
+        self._journal.write(step, evaluated | metrics, graded.rollouts, costs)
         self._console.step(step, config.run.steps, metrics, series)
         return replace(before, step=step, cursor=parts.source.state())
 
     def _generate(
-        self, label: str, asked: Asked, *listeners: Callable[[StepReport], None]
-    ) -> list[Completion]:
+        self, label: str, asked: Asked, kind: str
+    ) -> tuple[list[Completion], RolloutReport, RolloutSeries | None]:
         """Write the completions; between two tokens is where a run may stop."""
         self._console.begin_rollout(label, len(asked.requests))
+        meter, log, engine = RolloutMeter(), RolloutLog(), self._parts.engine
+        costs = engine.costs
+        known = None if costs is None or self._has_logged else costs.numbers()
 
         def on_step(report: StepReport) -> None:
-            for listen in listeners:
-                listen(report)
+            meter.add(report)
+            log.add(report)
             self._console.rollout_step(report)
             self._interruption.check()
 
         with compute_threads(self._parts.rollout_threads):
-            return self._parts.engine.generate(asked.requests, on_step)
+            completions = engine.generate(asked.requests, on_step)
+        if (series := log.series()) is not None:
+            step = self._progress.step + 1
+            self._journal.log(LoggedRollout(step=step, series=series, kind=kind, costs=known))
+            self._has_logged = True
+        return completions, meter.report(), series
 
     def _grade(self, asked: Asked, completions: Sequence[Completion]) -> Graded:
         graded = self._grader.grade(list(zip(asked.prompts, completions, strict=True)))
@@ -224,7 +232,7 @@ class Trainer:
             seed=self._config.run.seed,
             sampling=self._parts.sampling,
         )
-        completions = self._generate("held-out evaluation", asked)
+        completions, _, _ = self._generate("held-out evaluation", asked, EVALUATION)
         graded = self._grade(asked, completions)
         mean = fmean(rollout.reward for rollout in graded.rollouts)
         self._console.say(

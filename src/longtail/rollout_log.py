@@ -1,10 +1,13 @@
 """What an engine did in one rollout, step by step: collected while it runs, kept as a line of JSON.
 
-speculation.jsonl holds one line a training step. The readings of the tuner's clock are kept to the
-last bit: played back, they make the tuner decide again what it decided.
+speculation.jsonl holds a line for every rollout, those of evaluations too, in the order in which
+they were made. The readings of the tuner's clock are kept to the last bit, and so is what steps
+were thought to cost when a sitting began: played back, they make the tuner decide again what it
+decided.
 
-    {"step": 3, "seconds": [0.004, 0.007], "running": [64, 64], "drafts": [0, 64],
-     "nodes": [0, 190], "accepted": [0, 121], "readings": [[0.0041], [0.0004, 0.0031]],
+    {"step": 3, "kind": "training", "costs": null, "seconds": [0.004, 0.007], "running": [64, 64],
+     "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],
+     "readings": [[0.0041], [0.0004, 0.0031]],
      "switches": [[1, true, "predicted 1.21x of plain decoding at 64 running"]]}
 """
 
@@ -22,7 +25,8 @@ from longtail.errors import ConfigError
 FILE = "speculation.jsonl"
 _COUNTS = ("running", "drafts", "nodes", "accepted")
 _MICROSECONDS = 6
-_STEP = re.compile(rb'\{"step": (\d+), ')
+TRAINING, EVALUATION = "training", "evaluation"
+_STEP = re.compile(rb'\{"step": (\d+), "kind": "training", ')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +145,21 @@ class RolloutLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRollout:
-    """The rollout of one training step.
+    """A rollout, as it is kept.
 
     Example: LoggedRollout(step=3, series=series)
     """
 
     step: int
+    """Of training; an evaluation belongs to the step that follows it."""
     series: RolloutSeries
+    kind: str = TRAINING
+    costs: Mapping[str, Any] | None = None
+    """What steps were thought to cost before a sitting's first rollout."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the line, all but its step."""
+        return {"kind": self.kind, "costs": self.costs, **self.series.as_json()}
 
 
 def read_rollout(path: Path, step: int | None = None) -> LoggedRollout:
