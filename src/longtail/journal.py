@@ -1,7 +1,9 @@
 """What a run writes down after every step: metrics.jsonl, its further writers, rollouts.jsonl.
 
-A run that speculates adds speculation.jsonl (`rollout_log`) after every rollout, and cost.json (`cost_file`): that one
-is small and says what is known now, so it is written anew after each step; no run reads it.
+A run that speculates adds a line to speculation.jsonl (`rollout_log`) after every rollout, and
+cost.json (`cost_file`): that one is small and says what is known now, so it is written anew after
+each step; no run reads it. trace.json says what the workers did, drafter.jsonl what was decided
+about a drafter that is trained.
 Lines of a step are written once, whole, in rising order; a resumed run cuts back to its checkpoint
 first. What the numbers mean is `step_metrics`' business.
 """

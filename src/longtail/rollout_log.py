@@ -1,8 +1,9 @@
 """What an engine did in one rollout, step by step: collected while it runs, kept as a line of JSON.
 
 speculation.jsonl holds a line for every rollout, those of evaluations too, in the order in which
-they were made. The readings of the tuner's clock are kept to the last bit, and so is what steps were
-thought to cost when a sitting began: played back, they make the tuner decide again what it decided.
+they were made. The readings of the tuner's clock are kept to the last bit, and so is what steps
+were thought to cost when a sitting began: played back, they make the tuner decide again what it
+decided.
 
     {"step": 3, "kind": "training", "worker": 0, "costs": null, "seconds": [0.004, 0.007], "running": [64, 64],
      "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],

@@ -73,7 +73,12 @@ def test_what_speculation_did_is_kept_once_a_step_however_often_a_run_is_resumed
     with path.open("a") as file:
         file.write('{"step": 3, "seconds": [0.0')  # killed in its third step
     assert workshop.train("logged", "--run.steps=3", *words).code == 0
-    assert [row["step"] for row in read_lines(path)] == [1, 2, 3]
+    rows = read_lines(path)
+    assert [row["step"] for row in rows if row["kind"] == "training"] == [1, 2, 3]
+    # Before the first step and after the last; that after the second step was cut back.
+    assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [1, 4]
+    sittings = [row["step"] for row in rows if row["costs"] is not None]
+    assert sittings == [1, 3]
     for row in workshop.metrics("logged"):
         series = read_rollout(path, row["step"]).series
         assert row["speculation/switches"] == len(series.switches)

@@ -7,7 +7,7 @@ from longtail.config import RunConfig, RunSection
 from longtail.cost_file import load_costs
 from longtail.engine.report import Switch
 from longtail.journal import Journal
-from longtail.rollout_log import RolloutSeries, read_rollout
+from longtail.rollout_log import LoggedRollout, RolloutSeries, read_rollout
 from longtail.tuner.cost import CostModel, TimeCurve
 from longtail.types import Completion, FinishReason, Prompt, Rollout
 
@@ -95,7 +95,8 @@ def test_what_speculation_did_is_a_line_a_step_and_what_it_costs_is_the_newest(
     journal = Journal(RunConfig(), tmp_path, last_step=None)
     for step in (1, 2):
         costs = CostModel(TimeCurve((1, 8), (0.001, 0.002)), pair_s=0.5 * step, node_pair_s=0.0)
-        journal.write(step, {}, [ROLLOUT], SERIES, costs)
+        journal.log(LoggedRollout(step=step, series=SERIES))
+        journal.write(step, {}, [ROLLOUT], costs)
     journal.close()
     path = tmp_path / "speculation.jsonl"
     assert [line["step"] for line in _lines(path)] == [1, 2]
@@ -109,12 +110,12 @@ def test_a_resumed_run_has_what_speculation_did_once_a_step(
 ) -> None:
     journal = Journal(RunConfig(), tmp_path, last_step=None)
     for step in (1, 2, 3):
-        journal.write(step, {}, [], SERIES)
+        journal.log(LoggedRollout(step=step, series=SERIES))
     journal.close()
     with (tmp_path / "speculation.jsonl").open("a") as file:
         file.write('{"step": 4, "seconds": [0.0')  # killed while it wrote
     resumed = Journal(RunConfig(), tmp_path, last_step=last_step)
-    resumed.write(4, {}, [], SERIES)
+    resumed.log(LoggedRollout(step=4, series=SERIES))
     resumed.close()
     assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == kept
 
@@ -122,7 +123,7 @@ def test_a_resumed_run_has_what_speculation_did_once_a_step(
 def test_steps_that_are_done_again_without_speculation_leave_no_old_lines(tmp_path: Path) -> None:
     journal = Journal(RunConfig(), tmp_path, last_step=None)
     for step in (1, 2, 3):
-        journal.write(step, {}, [], SERIES)
+        journal.log(LoggedRollout(step=step, series=SERIES))
     journal.close()
     resumed = Journal(RunConfig(), tmp_path, last_step=1)
     resumed.write(2, {}, [])

@@ -9,7 +9,14 @@ from longtail.engine.clock import PlayedClock
 from longtail.engine.report import StepReport, Switch, Verified
 from longtail.errors import ConfigError
 from longtail.metrics import JsonLines
-from longtail.rollout_log import RolloutLog, RolloutSeries, accept_lengths, read_rollout
+from longtail.rollout_log import (
+    EVALUATION,
+    LoggedRollout,
+    RolloutLog,
+    RolloutSeries,
+    accept_lengths,
+    read_rollout,
+)
 
 ON = Switch(drafts=True, reason='predicted 1.21x of "plain" decoding at 8 running')
 OFF = Switch(drafts=False, reason="")
@@ -83,7 +90,7 @@ def test_a_log_comes_back_from_its_file_to_the_last_bit(tmp_path: Path) -> None:
     ]
     series = _series(*reports)
     lines = JsonLines(tmp_path / "speculation.jsonl")
-    lines.append(7, series.as_json())
+    lines.append(7, LoggedRollout(step=7, series=series).as_json())
     lines.close()
     logged = read_rollout(tmp_path / "speculation.jsonl")
     assert (logged.step, logged.series) == (7, series)
@@ -114,11 +121,14 @@ def test_the_last_rollout_is_read_unless_a_step_is_named(tmp_path: Path) -> None
     path = tmp_path / "speculation.jsonl"
     lines = JsonLines(path)
     for step in (1, 2, 10):
-        lines.append(step, replace(WORKED, running=(step, step, step)).as_json())
+        series = replace(WORKED, running=(step, step, step))
+        lines.append(step, LoggedRollout(step=step, series=series).as_json())
+        evaluation = LoggedRollout(step=step, series=WORKED, kind=EVALUATION)
+        lines.append(step, evaluation.as_json())
     lines.close()
     assert [read_rollout(path, step).series.running[0] for step in (None, 1, 10)] == [10, 1, 10]
     with path.open("a") as file:
-        file.write('{"step": 11, "seconds": [0.1')  # being written, or torn
+        file.write('{"step": 11, "kind": "training", "seconds": [0.1')  # being written, or torn
     assert read_rollout(path).step == 10
 
 
@@ -129,7 +139,8 @@ def test_a_rollout_that_is_not_there_is_named_with_those_that_are(tmp_path: Path
     path.touch()
     with pytest.raises(ConfigError, match="no step is in it yet"):
         read_rollout(path)
-    path.write_text('{"step": 2, "seconds": []}\n' + json.dumps({"step": 3}) + "\nrubbish\n")
+    line = {"step": 2, "kind": "training", "seconds": []}
+    path.write_text(json.dumps(line) + "\n" + json.dumps({"step": 3}) + "\nrubbish\n")
     with pytest.raises(ConfigError, match=r"--step 9: .* has steps 2 to 2"):
         read_rollout(path, 9)
     with pytest.raises(ConfigError, match="the line of step 2 is damaged"):

@@ -10,7 +10,7 @@ from longtail.cost_file import save_costs
 from longtail.engine.report import Switch
 from longtail.errors import ConfigError
 from longtail.metrics import JsonLines
-from longtail.rollout_log import RolloutSeries
+from longtail.rollout_log import LoggedRollout, RolloutSeries
 from longtail.run_report import report_if_possible, write_report
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 
@@ -36,7 +36,8 @@ def _run(directory: Path, *, finished: bool = True, series: RolloutSeries | None
     rollouts = JsonLines(directory / "speculation.jsonl")
     metrics = JsonLines(directory / "metrics.jsonl")
     for step in (1, 2):
-        rollouts.append(step, (series or _series(steps=6 * step)).as_json())
+        logged = LoggedRollout(step=step, series=series or _series(steps=6 * step))
+        rollouts.append(step, logged.as_json())
         reward = float("nan") if step == 1 else 0.5
         metrics.append(step, {"reward/mean": reward, "timing_s/rollout": 3.0 / step})
     rollouts.close()
