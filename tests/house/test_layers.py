@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("tiny", "tiny.task", "tiny.tokenizer"),
         ),
     ),
-    ("machines", ("rl.learner", "engine.engine", "drafter.trainer")),
+    ("machines", ("rl.learner", "engine.engine", "drafter.trainer", "drafter.spot")),
     ("run files", ("configfile", "config", "drafter_config", "metrics", "checkpoint")),
     ("programs", ("*",)),
 )
