@@ -30,6 +30,7 @@ TINY_REASONER = "tiny-reasoner"
 
 _LESSONS_A_LINE = 50
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What the loop drives. None of them knows another."""

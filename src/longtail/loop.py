@@ -4,8 +4,9 @@
 
 The fleet is one worker in this process or many in others: each has an engine and a share of the
 learner, and trains the drafter while it would be idle. Records flow one way; no part holds a
-reference to the next. A step is complete when its weights are published. A checkpoint is the state between two steps, so whatever interrupts a step costs that
-step only, and a resumed run is the run that was not interrupted.
+reference to the next. A step is complete when its weights are published. A checkpoint is the state
+between two steps, so whatever interrupts a step costs that step only, and a resumed run is the run
+that was not interrupted.
 """
 
 import time
@@ -32,12 +33,12 @@ from longtail.journal import Journal
 from longtail.metrics import Stopwatch
 from longtail.rl.advantage import keep_informative, shaped_rewards
 from longtail.rl.grading import Graded, GraderPool
+from longtail.rl.learner import LearnerState
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_mini_batches
 from longtail.rollout_log import EVALUATION, TRAINING
 from longtail.run_report import report_if_possible
 from longtail.step_metrics import step_metrics
-from longtail.rl.learner import LearnerState
 from longtail.types import Completion, Group, TrainBatch
 
 
@@ -107,10 +108,9 @@ class Trainer:
         last_step = None if checkpoint is None else checkpoint.step
         self._journal = Journal(config, run.path, last_step=last_step)
         console.say(
-            f"{config.model.path}: {self._parts.num_parameters:,} parameters, "
+            f"{config.model.path}: {self._fleet.num_parameters:,} parameters, "
             f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
-            f"{run.path}"
-            + (f", resumed after step {last_step}" if last_step is not None else "")
+            f"{run.path}" + (f", resumed after step {last_step}" if last_step is not None else "")
         )
         if dropped := self._parts.num_dropped:
             console.say(
@@ -280,9 +280,7 @@ class Trainer:
             "warm_start_s": progress.warm_start_s,
             "learner": dict(learner.numbers),
         }
-        self._run.save(
-            progress.step, self._fleet.save_policy, learner.tensors, state
-        )
+        self._run.save(progress.step, self._fleet.save_policy, learner.tensors, state)
         if (drafter := self._fleet.drafter_state()) is not None:
             self._drafters.save(progress.step, drafter)
         self._saved_step = progress.step

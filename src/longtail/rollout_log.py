@@ -5,8 +5,8 @@ they were made. The readings of the tuner's clock are kept to the last bit, and 
 were thought to cost when a sitting began: played back, they make the tuner decide again what it
 decided.
 
-    {"step": 3, "kind": "training", "worker": 0, "costs": null, "seconds": [0.004, 0.007], "running": [64, 64],
-     "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],
+    {"step": 3, "kind": "training", "worker": 0, "costs": null, "seconds": [0.004, 0.007],
+     "running": [64, 64], "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],
      "readings": [[0.0041], [0.0004, 0.0031]],
      "switches": [[1, true, "predicted 1.21x of plain decoding at 64 running"]]}
 """
@@ -161,7 +161,8 @@ class LoggedRollout:
 
     def as_json(self) -> dict[str, Any]:
         """Return the line, all but its step."""
-        return {"kind": self.kind, "worker": self.worker, "costs": self.costs, **self.series.as_json()}
+        first = {"kind": self.kind, "worker": self.worker, "costs": self.costs}
+        return {**first, **self.series.as_json()}
 
 
 def read_rollout(path: Path, step: int | None = None) -> LoggedRollout:

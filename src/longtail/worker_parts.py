@@ -28,17 +28,19 @@ from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
+_MICRO_TOKENS = 384
+"""A stop waits for one micro-batch at most."""
 _HELDOUT_TOKENS = 2048
 _MEASURE_EVERY, _PATIENCE = 12, 4
 _MIN_GAIN = 0.002
 
 
 def build_worker_apart(
-    config: RunConfig, directory: Path, limits: EngineLimits, threads: int
+    config: RunConfig, directory: Path, limits: EngineLimits, threads: int, number: int
 ) -> Worker:
     """Build a worker in a process of its own."""
     set_threads(threads)
-    return build_worker(config, directory, limits)
+    return build_worker(config, directory, limits, number=number)
 
 
 def build_worker(
@@ -46,6 +48,8 @@ def build_worker(
     directory: Path,
     limits: EngineLimits,
     say: Callable[[str], None] = to_stderr,
+    *,
+    number: int = 0,
 ) -> Worker:
     """Build what one worker drives; `say` hears of a drafter being taught."""
     device, tokenizer = choose_device(config.run.device), hf.load_tokenizer(directory)
@@ -63,7 +67,7 @@ def build_worker(
             learner=Learner(policy, _learner_settings(config)),
             policy=policy,
             tokenizer=tokenizer,
-            drafting=_drafting(config, target, speculation, say),
+            drafting=_drafting(config, target, speculation, say, number),
             rollout_threads=rollout_threads(policy.config),
             drafter_s=drafter_s,
         )
@@ -75,6 +79,7 @@ def _drafting(
     target: Target,
     speculation: Speculation | None,
     say: Callable[[str], None],
+    number: int,
 ) -> Drafting | None:
     """Make the trainer of the first drafter that can be trained."""
     if speculation is None or config.spot.train == "never":
@@ -91,7 +96,7 @@ def _drafting(
             matrix_rate=own.matrix_rate or None,
         ),
         batch_tokens=own.batch_tokens,
-        tokens_per_micro_batch=own.batch_tokens,
+        tokens_per_micro_batch=min(_MICRO_TOKENS, own.batch_tokens),
         heldout_tokens=_HELDOUT_TOKENS,
         measure_every=_MEASURE_EVERY,
         min_gain=_MIN_GAIN,
@@ -101,7 +106,8 @@ def _drafting(
         drafter=served[0],
         trainer=SpotTrainer(loaded.layer, target.model, settings, draft_ids=loaded.draft_ids),
         served=DrafterWeights(version=0, tensors=own_tensors(loaded.layer)),
-        buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed),
+        # Each worker draws in an order of its own, or all would train the same replica.
+        buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
     )
 
 

@@ -1,4 +1,4 @@
-"""The arms of `longtail bench e2e`: whole training runs that differ in how they draft, step by step.
+"""The arms of `longtail bench e2e`: whole training runs that differ in how they draft.
 
     off        plain decoding
     history    suffixes of what was written, no weights (TLT-Base)

@@ -18,8 +18,8 @@ from torch import Tensor
 from longtail.cluster.crew import Crew, Ended
 from longtail.cluster.placement import LengthBook
 from longtail.cluster.publisher import Decision, Publisher
-from longtail.cluster.roster import State
 from longtail.cluster.rollout import Rolled, Rollout
+from longtail.cluster.roster import State
 from longtail.cluster.shift import Shift, served_by
 from longtail.cluster.timeline import Mark, Timeline
 from longtail.cluster.worker import Progress, Worker
@@ -265,10 +265,15 @@ class Fleet:
             address, size = self._meeting_point(), self._crew.size
             for worker in range(size):
                 self.shift.start(
-                    worker, State.LEARNING, Worker.join, worker, size, address,
+                    worker,
+                    State.LEARNING,
+                    Worker.join,
+                    worker,
+                    size,
+                    address,
                     self._settings.hang_s,
                 )
-            ends = {}
+            ends: dict[int, Ended] = {}
             while len(ends) < size:
                 ends.update((ended.worker, ended) for ended in self.shift.wait(0.5))
             if all(ended.error is None for ended in ends.values()):
@@ -306,4 +311,3 @@ class Fleet:
 def _prompt_id(request: Request) -> str:
     """Return the id of a request's prompt: that of its group, without the epoch."""
     return request.group_id.rpartition("@")[0] or request.group_id
-

@@ -38,8 +38,8 @@ class _Outcome:
 class _Actor:
     """A worker in a process of its own; tasks in one thread, messages in another."""
 
-    def __init__(self, make: Callable[[], Worker]) -> None:
-        self._worker = make()
+    def __init__(self, make: Callable[[int], Worker], number: int) -> None:
+        self._worker = make(number)
 
     def run(self, task: Callable[..., Any], args: Any, kwargs: Any) -> _Outcome:
         """Do a task; what it raises is handed out, so that only a lost process looks like one."""
@@ -56,7 +56,7 @@ class _Actor:
     @ray.method(concurrency_group="messages")  # type: ignore[untyped-decorator, unused-ignore]
     def whereabouts(self) -> tuple[int, str, int]:
         """Return process id, address, and a port that is free there."""
-        address = ray.util.get_node_ip_address()
+        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         with socket.socket() as probe:
             probe.bind(("", 0))
             return os.getpid(), address, probe.getsockname()[1]
@@ -76,11 +76,11 @@ class Process:
 
 @final
 class RayCrew(Crew):
-    """Begins so many workers; each is made by `make(number)` in its own process."""
+    """Begins so many workers, each made by `make(number)` in a process of its own."""
 
     def __init__(
         self,
-        make: Callable[[int], Callable[[], Worker]],
+        make: Callable[[int], Worker],
         size: int,
         *,
         address: str = "",
@@ -178,13 +178,12 @@ class RayCrew(Crew):
             ) from error
 
     def _actor(self, worker: int) -> Any:
-        own = ray.remote(_Actor).options(
+        remote = ray.remote(concurrency_groups={"messages": 2}, max_restarts=0)
+        own = remote(_Actor).options(
             num_cpus=0 if self._is_local else 1,  # several crews may share this machine
             num_gpus=self._gpus,
-            max_restarts=0,
-            concurrency_groups={"messages": 2},
         )
-        return own.remote(self._make(worker))
+        return own.remote(self._make, worker)
 
     def _ended(self, reference: Any) -> Ended:
         worker = self._running.pop(reference)

@@ -4,9 +4,9 @@
                    |  texts       ^         |
                    +--------------|---------+  candidates ---> offers to those that still generate
 
-Nothing waits for spot training: it is told to stop when nobody generates, and who does not within a
-few seconds is replaced. A shard whose worker is lost is handed out again, whole: the same keys write
-the same texts.
+Nothing waits for spot training: it is told to stop when nobody generates, and who does not within
+a few seconds is replaced. A shard whose worker is lost is handed out again, whole: the same keys
+write the same texts.
 """
 
 import time
@@ -20,7 +20,7 @@ from longtail.cluster.placement import Siblings, place
 from longtail.cluster.publisher import Publisher
 from longtail.cluster.roster import State
 from longtail.cluster.shift import Shift
-from longtail.cluster.worker import Progress, Served, Stopped, Worker
+from longtail.cluster.worker import Progress, Served, Worker
 from longtail.drafter.buffer import DrafterBuffer, Written
 from longtail.drafter.spot import Replica, SpotEnd, SpotReport
 from longtail.engine.report import RolloutReport, together
@@ -272,8 +272,9 @@ class Rollout:
             found = [self._asked(worker, Worker.candidate, None) for worker in training]
             ready = [each for each in found if each is not None]
             offer = self._publisher.offer(ready) if ready else None
-            for worker in roster.workers(State.GENERATING) if offer is not None else ():
-                crew.ask(worker, Worker.offer, offer)
+            if offer is not None:
+                for worker in roster.workers(State.GENERATING):
+                    crew.ask(worker, Worker.offer, offer)
         for worker in roster.workers(State.GENERATING):
             if self._publisher is not None:
                 self._publisher.note(self._asked(worker, Worker.verdicts, []))

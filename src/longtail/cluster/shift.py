@@ -43,9 +43,7 @@ class Shift:
         self.newcomers: set[int] = set()
         """Replaced ones, whose drafter is that of the beginning; who sees to it takes them out."""
 
-    def start(
-        self, worker: int, state: State, task: Callable[..., object], *args: object
-    ) -> None:
+    def start(self, worker: int, state: State, task: Callable[..., object], *args: object) -> None:
         """Begin a task that puts an idle worker into a state."""
         self.crew.ask(worker, Worker.go)
         self.roster.move(worker, state)

@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, final
+from typing import Any, Literal, final
 
 from torch import Tensor
 
+from longtail.device import compute_threads
 from longtail.drafter.buffer import DrafterBuffer, Written
 from longtail.drafter.eagle_drafter import EagleDrafter
 from longtail.drafter.spot import Replica, SpotReport, SpotTrainer
 from longtail.drafter.weights import DrafterWeights, are_finite
-from longtail.device import compute_threads
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, RolloutReport, StepReport
 from longtail.errors import ClusterError, NonFiniteError
@@ -33,6 +33,7 @@ from longtail.rl.tally import LearnerReport
 from longtail.rl.team import Alone, TorchTeam
 from longtail.rollout_log import RolloutLog, RolloutSeries
 from longtail.types import Completion, Request, TrainBatch
+
 
 class Stopped(Exception):  # noqa: N818 - not an error: somebody asked for it
     """The task was told to stop before it was done."""
@@ -259,7 +260,7 @@ class Worker:
     def join(self, rank: int, size: int, address: str, timeout_s: float) -> None:
         """Learn together with others from now on; alone if `size` is 1."""
         device = self._machines.policy.device
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
         self._machines.learner.join(
             Alone()
             if size == 1
