@@ -25,6 +25,7 @@ SETTINGS = SpotSettings(
     batch_tokens=60,
     tokens_per_micro_batch=24,
     heldout_tokens=60,
+    num_depths=2,
     measure_every=3,
     min_gain=0.0,
     patience=1000,

@@ -55,6 +55,10 @@ _MAY_DIFFER = frozenset(
 """What a resumed run may change: nothing here reaches a weight, unless a schedule reads it."""
 
 
+UNWRITABLE = (OSError, SafetensorError)
+"""What writing tensors raises when the disk refuses."""
+
+
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors to one safetensors file; those that share storage are written out each."""
     seen: set[int] = set()

@@ -150,8 +150,7 @@ class ClusterSection(Section):
     """The workers that write and learn."""
 
     workers: Annotated[int, Field(ge=1)] = 1
-    """Processes, each with an engine, a share of the learner and a drafter trainer; more than one
-    are Ray actors (extra `cluster`)."""
+    """Processes that write, learn and train; more than one are Ray actors (extra `cluster`)."""
     address: str = ""
     """Of a Ray cluster, as `ray.init` takes it; empty begins a Ray of its own on this machine."""
     hang_s: Annotated[float, Field(gt=0)] = 180.0

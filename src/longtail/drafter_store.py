@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from longtail.checkpoint import load_tensors, save_tensors
+from longtail.checkpoint import UNWRITABLE, load_tensors, save_tensors
 from longtail.cluster.fleet import DrafterState
 from longtail.errors import CheckpointError
 
@@ -94,7 +94,7 @@ class DrafterStore:
             temporary.rename(place)
             for _, old in sorted(self._found())[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
-        except Exception as error:
+        except UNWRITABLE as error:
             self._error = error
 
 

@@ -18,9 +18,9 @@ from rich.table import Table
 
 from longtail import configfile
 from longtail.assemble import TINY_REASONER, model_directory
-from longtail.device import DTYPES, choose_device, set_threads
 from longtail.checkpoint import Checkpoint, RunDirectory, policy_directory
 from longtail.console import Console
+from longtail.device import DTYPES, choose_device, set_threads
 from longtail.drafter.checkpoint import (
     TargetIdentity,
     TrainingRecord,

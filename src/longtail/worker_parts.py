@@ -31,7 +31,7 @@ from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 _MICRO_TOKENS = 384
 """A stop waits for one micro-batch at most."""
 _HELDOUT_TOKENS = 2048
-_MEASURE_EVERY, _PATIENCE = 12, 4
+_MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 12, 3, 6
 _MIN_GAIN = 0.002
 
 
@@ -99,6 +99,7 @@ def _drafting(
         tokens_per_micro_batch=min(_MICRO_TOKENS, own.batch_tokens),
         heldout_tokens=_HELDOUT_TOKENS,
         measure_every=_MEASURE_EVERY,
+        num_depths=_MEASURED_DEPTHS,
         min_gain=_MIN_GAIN,
         patience=_PATIENCE,
     )

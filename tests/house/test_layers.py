@@ -46,7 +46,7 @@ DOORS = {
     "tomli_w": ("configfile",),
     "ctypes": ("model.*",),
     "pickle": ("rl.grader", "rl.grading"),  # over a pipe to their own processes, never a file
-    "ray": (),
+    "ray": ("cluster.ray_crew",),
     "triton": (),
 }
 """One door per heavy dependency."""

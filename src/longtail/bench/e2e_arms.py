@@ -5,6 +5,7 @@
     frozen     the drafter that was trained before, never again
     serial     trained after each rollout, while all others wait; its time counts
     spot       trained by workers that are done, while the others still write
+    cold       the same from a drafter that was never trained
 
 All arms have the same seeds, so they write the same texts and learn the same: only the clock may
 differ. They take turns, a step each, in one run.
@@ -17,21 +18,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+import torch
+
 from longtail import config
+from longtail.assemble import TINY_REASONER, model_directory
 from longtail.checkpoint import RunDirectory
 from longtail.cluster.timeline import Timeline
 from longtail.console import Console
+from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.drafter.eagle import EagleConfig
+from longtail.drafter.fresh import fresh_drafter
+from longtail.drafter.texts import pack_texts
 from longtail.loop import Trainer
+from longtail.model import hf
+from longtail.rl.examples import Example
 from longtail.rl.grading import GraderPool
+from longtail.tiny import task
+from longtail.tiny.drafter import LESSONS
 
-OFF = "off"
+OFF, COLD = "off", "cold"
 ARMS: Mapping[str, tuple[str, ...]] = {
     OFF: ("--speculation.drafter=none", "--spot.train=never"),
     "history": ("--speculation.drafter=history", "--spot.train=never"),
     "frozen": ("--spot.train=never",),
     "serial": ("--spot.train=serial",),
     "spot": ("--spot.train=spot",),
+    COLD: ("--spot.train=spot", "--spot.learning_rate=0.01", "--spot.matrix_rate=0.03"),
 }
+"""A drafter that knows nothing learns at the rates with which the embedded one was taught."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +69,11 @@ class Arm:
 
     def __init__(self, name: str, place: Path, words: Sequence[str]) -> None:
         shutil.rmtree(place, ignore_errors=True)
-        own = config.load(None, [*words, *ARMS[name], f"--run.dir={place}"])
+        words = [*words, *ARMS[name], f"--run.dir={place / 'run'}"]
+        if name == COLD:
+            words.append(f"--speculation.drafter={_untaught(place / 'drafter')}")
+        place = place / "run"
+        own = config.load(None, words)
         self.name, self.result, self._place = name, ArmResult(), place
         self._run = RunDirectory(place)
         self._run.start(config.dump(own), resume=False)
@@ -105,6 +123,24 @@ def differing_share(one: ArmResult, other: ArmResult) -> float:
     """Share of the texts that differ."""
     both = one.texts.keys() & other.texts.keys()
     return sum(one.texts[name] != other.texts[name] for name in both) / max(len(both), 1)
+
+
+def _untaught(place: Path) -> Path:
+    """Write a drafter of the embedded model with random weights."""
+    directory = model_directory(TINY_REASONER)
+    target, tokenizer = hf.load_model(directory, torch.float32), hf.load_tokenizer(directory)
+    prompts = [tokenizer.chat(row["prompt"]) for row in task.problems(16, 0, "train")]
+    sample = pack_texts([Example(tokens=tokens, prompt_len=1) for tokens in prompts], 4096)[0]
+    lessons = LESSONS["eagle1"]
+    layer = fresh_drafter(
+        EagleConfig(recipe="eagle1", target=target.config, layers=(), window=lessons.window),
+        target,
+        sample,
+        torch.Generator().manual_seed(0),
+    )
+    record = TrainingRecord(steps=0, tokens=0, unroll_steps=lessons.unroll_steps)
+    save_drafter(place, layer, None, identity(TINY_REASONER, target, tokenizer), record)
+    return place
 
 
 def _texts(path: Path) -> dict[str, str]:

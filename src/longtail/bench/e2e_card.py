@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from longtail.bench.e2e import Setting
 from longtail.bench.e2e_arms import OFF, ArmResult, differing_share
+from longtail.bench.e2e_setting import Setting
 from longtail.bench.report import Spread, ratios
 
 Table = tuple[str, tuple[str, ...], list[list[str]]]

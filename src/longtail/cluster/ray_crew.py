@@ -12,14 +12,14 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, final
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from longtail.cluster.crew import Crew, Ended
-from longtail.cluster.worker import Worker
-from longtail.errors import ClusterError
+from longtail.cluster.worker import Stopped, Worker
+from longtail.errors import ClusterError, LongtailError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,24 +29,19 @@ _PATIENCE_S = 20.0
 _STORE_BYTES = 512 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    result: Any
-    error: Exception | None
-
-
 class _Actor:
     """A worker in a process of its own; tasks in one thread, messages in another."""
 
-    def __init__(self, make: Callable[[int], Worker], number: int) -> None:
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+
+    def make(self, make: Callable[[int], Worker], number: int) -> None:
+        """Make the worker. A task like others: an error there is no lost process."""
         self._worker = make(number)
 
-    def run(self, task: Callable[..., Any], args: Any, kwargs: Any) -> _Outcome:
-        """Do a task; what it raises is handed out, so that only a lost process looks like one."""
-        try:
-            return _Outcome(task(self._worker, *args, **kwargs), None)
-        except Exception as error:
-            return _Outcome(None, error)
+    def run(self, task: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Do a task."""
+        return task(self._worker, *args, **kwargs)
 
     @ray.method(concurrency_group="messages")  # type: ignore[untyped-decorator, unused-ignore]
     def tell(self, message: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -78,6 +73,9 @@ class Process:
 class RayCrew(Crew):
     """Begins so many workers, each made by `make(number)` in a process of its own."""
 
+    _sharers: ClassVar[set[int]] = set()
+    """Crews of this process that use its Ray; the last one stops it."""
+
     def __init__(
         self,
         make: Callable[[int], Worker],
@@ -88,12 +86,10 @@ class RayCrew(Crew):
     ) -> None:
         self._make, self._size, self._gpus = make, size, gpus
         self._is_local = not address
-        self._is_own = self._is_local and not ray.is_initialized()
+        self._sharers.add(id(self))
         self._begin_ray(address)
         self._running: dict[Any, int] = {}
         self._actors = [self._actor(worker) for worker in range(size)]
-        for worker in range(size):
-            self.start(worker, Worker.ready)
 
     @property
     def size(self) -> int:
@@ -144,14 +140,14 @@ class RayCrew(Crew):
         ray.kill(self._actors[worker])
         self._running = {ref: each for ref, each in self._running.items() if each != worker}
         self._actors[worker] = self._actor(worker)
-        self.start(worker, Worker.ready)
 
     def close(self) -> None:
         """End all workers, and Ray if it is ours."""
         for actor in self._actors:
             ray.kill(actor)
         self._running.clear()
-        if self._is_own:
+        self._sharers.discard(id(self))
+        if self._is_local and not self._sharers:
             ray.shutdown()
 
     def _begin_ray(self, address: str) -> None:
@@ -178,23 +174,30 @@ class RayCrew(Crew):
             ) from error
 
     def _actor(self, worker: int) -> Any:
-        remote = ray.remote(concurrency_groups={"messages": 2}, max_restarts=0)
+        remote: Any = ray.remote  # its stubs do not know concurrency groups
+        remote = remote(concurrency_groups={"messages": 2}, max_restarts=0)
         own = remote(_Actor).options(
             num_cpus=0 if self._is_local else 1,  # several crews may share this machine
             num_gpus=self._gpus,
         )
-        return own.remote(self._make, worker)
+        actor = own.remote()
+        self._running[actor.make.remote(self._make, worker)] = worker
+        return actor
 
     def _ended(self, reference: Any) -> Ended:
         worker = self._running.pop(reference)
         try:
-            outcome = ray.get(reference)
+            return Ended(worker=worker, result=ray.get(reference))
         except RayActorError as error:
             reason = ClusterError(f"worker {worker} is gone: {_first_line(error)}")
             return Ended(worker=worker, error=reason, is_lost=True)
-        except RayTaskError as error:  # it could not be made, or what it said not be read
-            return Ended(worker=worker, error=ClusterError(f"worker {worker}: {error}"))
-        return Ended(worker=worker, result=outcome.result, error=outcome.error)
+        except RayTaskError as error:
+            cause = error.cause
+            known = isinstance(cause, LongtailError | Stopped)
+            return Ended(
+                worker=worker,
+                error=cause if known else ClusterError(f"worker {worker}: {error}"),
+            )
 
     def _answer(self, worker: int, reference: Any) -> Any:
         try:

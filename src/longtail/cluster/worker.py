@@ -237,6 +237,7 @@ class Worker:
             reason = f"{after:.3f} on recent texts, {before:.3f} before" if after < before else ""
         if not reason:
             drafting.drafter.adopt(weights.tensors)
+            self._machines.engine.look_again()
             self._served = weights
         verdict = Verdict(
             version=weights.version,

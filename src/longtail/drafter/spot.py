@@ -41,7 +41,8 @@ class SpotSettings:
     """How a replica is taught while its worker is idle.
 
     Example: SpotSettings(trainer=TrainerSettings(), batch_tokens=2048, tokens_per_micro_batch=512,
-                          heldout_tokens=2048, measure_every=8, min_gain=0.005, patience=3)
+                          heldout_tokens=2048, measure_every=8, num_depths=6, min_gain=0.005,
+                          patience=3)
     """
 
     trainer: TrainerSettings
@@ -52,6 +53,8 @@ class SpotSettings:
     """Read in a measurement, at most."""
     measure_every: int
     """Updates between measurements."""
+    num_depths: int
+    """Depths that are measured; more than are trained tell drafters apart that are good."""
     min_gain: float
     """Relative to the best so far: what an expected accept length must rise by to count."""
     patience: int
@@ -72,7 +75,7 @@ class Replica:
     """Learned since the base, repeats included."""
     num_steps: int
     accept_len: float
-    """Expected, of a chain as deep as is trained; NaN where nothing was held out."""
+    """Expected, of a chain as deep as is measured; NaN where nothing was held out."""
     base_accept_len: float
 
     @property
@@ -258,7 +261,7 @@ class SpotTrainer:
         found: list[float] = []
         for each in (self._require_base().tensors, weights):
             with self._lent(each):
-                found.append(self._trainer.evaluate(packed).accept_len if packed else math.nan)
+                found.append(self._expected(packed) if packed else math.nan)
         return found[0], found[1]
 
     def _learn(
@@ -324,8 +327,11 @@ class SpotTrainer:
         """Measure; NaN if there is nothing to measure on, None if stopped."""
         if not packed:
             return math.nan
-        depths = self._trainer.try_evaluate(packed, stopped)
+        depths = self._trainer.try_evaluate(packed, stopped, self._settings.num_depths)
         return None if depths is None else depths.accept_len
+
+    def _expected(self, packed: Sequence[PackedSequences]) -> float:
+        return self._trainer.evaluate(packed, self._settings.num_depths).accept_len
 
     @contextmanager
     def _lent(self, weights: Mapping[str, Tensor]) -> Iterator[None]:

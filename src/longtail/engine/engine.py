@@ -93,6 +93,11 @@ class RolloutEngine:
         """The weights that generate, for drafters to refer to; only `pull` changes them."""
         return self._model
 
+    def look_again(self) -> None:
+        """Have drafting tried anew, since a drafter was changed; no token depends on it."""
+        if self._speculator is not None:
+            self._speculator.look_again()
+
     @property
     def speculation(self) -> Speculation | None:
         """How the engine speculates now."""
