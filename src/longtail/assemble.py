@@ -39,6 +39,8 @@ class Parts:
     heldout: tuple[Prompt, ...]
     fleet: Fleet
     sampling: SamplingParams
+    limits: EngineLimits
+    """Of every worker's engine."""
     num_dropped: int
     """Prompts left out because they were longer than the limit."""
     drafter_s: float
@@ -88,6 +90,7 @@ def assemble(
         heldout=prompts.heldout.prompts,
         fleet=fleet,
         sampling=_sampling(config, tokenizer),
+        limits=limits,
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
         drafter_s=drafter_s,
     )

@@ -66,11 +66,15 @@ class Journal:
 
     def log_workers(self, step: int, did: Timeline, decisions: Sequence[Decision]) -> None:
         """Keep what the workers did in a step, and what was decided about the drafter."""
-        self._trace.append(step, did)
+        self.trace(step, did)
         for decision in decisions:
             if self._drafter is None:
                 self._drafter = JsonLines(self._directory / DRAFTER_FILE, last_step=step)
             self._drafter.append(step, asdict(decision))
+
+    def trace(self, step: int, did: Timeline) -> None:
+        """Keep what the workers did; of a step, or between two of them."""
+        self._trace.append(step, did)
 
     def close(self) -> None:
         """Write out what is pending."""

@@ -152,6 +152,7 @@ class Trainer:
         config, parts, before = self._config, self._parts, self._progress
         step = before.step + 1
         evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
+        self._journal.trace(step, self._fleet.timeline())
         watch = Stopwatch()
         asked = ask_groups(
             parts.source.take(config.rollout.prompts_per_step),

@@ -51,7 +51,19 @@ def build_worker(
     *,
     number: int = 0,
 ) -> Worker:
-    """Build what one worker drives; `say` hears of a drafter being taught."""
+    """Build a worker; `say` hears of a drafter being taught."""
+    return Worker(build_machines(config, directory, limits, say, number=number))
+
+
+def build_machines(
+    config: RunConfig,
+    directory: Path,
+    limits: EngineLimits,
+    say: Callable[[str], None] = to_stderr,
+    *,
+    number: int = 0,
+) -> Machines:
+    """Build what one worker drives."""
     device, tokenizer = choose_device(config.run.device), hf.load_tokenizer(directory)
     policy = hf.load_model(directory, DTYPES[config.learner.dtype], device)
     rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
@@ -61,16 +73,14 @@ def build_worker(
     began = time.perf_counter()
     speculation = _speculation(config.speculation, config.run.seed, target, say)
     drafter_s = time.perf_counter() - began
-    return Worker(
-        Machines(
-            engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
-            learner=Learner(policy, _learner_settings(config)),
-            policy=policy,
-            tokenizer=tokenizer,
-            drafting=_drafting(config, target, speculation, say, number),
-            rollout_threads=rollout_threads(policy.config),
-            drafter_s=drafter_s,
-        )
+    return Machines(
+        engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
+        learner=Learner(policy, _learner_settings(config)),
+        policy=policy,
+        tokenizer=tokenizer,
+        drafting=_drafting(config, target, speculation, say, number),
+        rollout_threads=rollout_threads(policy.config),
+        drafter_s=drafter_s,
     )
 
 
