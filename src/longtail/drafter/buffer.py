@@ -187,6 +187,19 @@ class DrafterBuffer:
             found.append(example)
         return tuple(found)
 
+    def written(self) -> list[Written]:
+        """Copy all texts, of earlier steps first: as another buffer takes them in."""
+        return [
+            Written(
+                request_id=request_id,
+                tokens=tuple(kept.tokens.tolist()),
+                prompt_len=kept.prompt_len,
+                step=step,
+                is_finished=kept.is_finished,
+            )
+            for (step, request_id), kept in sorted(self._texts.items(), key=_step_of)
+        ]
+
     def tensors(self) -> dict[str, Tensor]:
         """Copy all tokens, end to end."""
         empty = torch.empty(0, dtype=torch.int32)
@@ -275,6 +288,10 @@ class DrafterBuffer:
         first = min(max(kept.prompt_len - longest // 2, 0), last)
         drawn = noise_key(self._seed, "window", self._pass, *key)
         return first + drawn % (last - first + 1)
+
+
+def _step_of(item: tuple[Key, _Kept]) -> int:
+    return item[0][0]
 
 
 def _bytes_of(num_tokens: int) -> int:
