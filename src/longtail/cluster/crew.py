@@ -56,7 +56,7 @@ class Crew(abc.ABC):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Begin a task; the worker has none."""
+        """Begin a task; the worker has none. Raises ClusterError if it cannot be sent."""
 
     @abc.abstractmethod
     def wait(self, timeout_s: float) -> list[Ended]:
@@ -74,22 +74,11 @@ class Crew(abc.ABC):
 
     @abc.abstractmethod
     def replace(self, worker: int) -> None:
-        """End what is left of a worker, and begin another in its place, with a task: `ready`."""
+        """End what is left of a worker, and begin another: ready once its first task ends."""
 
     @abc.abstractmethod
     def close(self) -> None:
         """End all workers."""
-
-    def each(
-        self, task: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> list[R]:
-        """Have all workers do the same and wait for all; raise what the first one raised."""
-        for worker in range(self.size):
-            self.start(worker, task, *args, **kwargs)
-        found: dict[int, Ended] = {}
-        while len(found) < self.size:
-            found.update((ended.worker, ended) for ended in self.wait(1.0))
-        return [found[worker].value() for worker in range(self.size)]
 
 
 @final

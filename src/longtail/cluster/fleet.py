@@ -16,23 +16,24 @@ from typing import Any, Literal, final
 from torch import Tensor
 
 from longtail.cluster.crew import Crew, Ended
+from longtail.cluster.harvest import Harvest
 from longtail.cluster.placement import LengthBook
 from longtail.cluster.publisher import Decision, Publisher
 from longtail.cluster.rollout import Rolled, Rollout
 from longtail.cluster.roster import State
-from longtail.cluster.shift import Shift, served_by
+from longtail.cluster.shift import Shift
 from longtail.cluster.timeline import Mark, Timeline
 from longtail.cluster.worker import Progress, Worker
 from longtail.drafter.buffer import DrafterBuffer
-from longtail.drafter.spot import Replica
 from longtail.drafter.weights import DrafterWeights
-from longtail.errors import CheckpointError, ClusterError
+from longtail.errors import CheckpointError, ClusterError, TeamError
 from longtail.rl.learner import LearnerState
 from longtail.rl.tally import LearnerReport
 from longtail.types import Request, TrainBatch
 
 Training = Literal["spot", "serial", "never"]
-_LEARN_ATTEMPTS = 4
+_ATTEMPTS = 4
+"""At what several do together: a loss undoes it for all."""
 _SERIAL_SHARE = 0.1
 """Of the rollout's time: training after it, where that is asked for."""
 _DRAFTER, _BUFFER = "drafter/", "buffer/"
@@ -73,23 +74,27 @@ class Fleet:
         listen: Callable[[Progress], None],
         say: Callable[[str], None],
         meeting_point: Callable[[], str] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._crew, self._settings, self._listen = crew, settings, listen
         self._meeting_point = meeting_point
-        self.shift = Shift(crew, settings.hang_s, say)
+        self.shift = Shift(crew, settings.hang_s, say, clock)
+        self.num_parameters = 0
+        """Of the policy; known from `begin` on."""
         self._buffer = DrafterBuffer(settings.buffer_bytes, seed=settings.seed)
         self._lengths = LengthBook()
         self._publisher: Publisher | None = None
-        self._marks: list[Mark] = []
-        self._replicas: list[Replica] = []
+        self._harvest: Harvest | None = None
+        """Of the last rollout that was to be learned from."""
         self._rolled_s = 0.0
+        """That it took."""
+        self._marks: list[Mark] = []
 
     def begin(self) -> float:
         """Wait for all workers; return the seconds that making their drafters took at most."""
-        self.shift.wait_ready()
-        seconds = self._all(State.LEARNING, Worker.ready)
+        seconds: list[float] = self._all(Worker.ready)
         self.num_parameters = self._one(Worker.num_parameters)
-        weights = self._one(Worker.drafter_weights)
+        weights: DrafterWeights | None = self._one(Worker.drafter_weights)
         if weights is not None:
             self._publisher = Publisher(weights, self._buffer)
         return max(seconds)
@@ -105,94 +110,72 @@ class Fleet:
         return None if self._publisher is None else self._publisher.published
 
     def rollout(self, step: int, requests: Sequence[Request], *, trains: bool = True) -> Rolled:
-        """Serve all requests; `trains`: idle workers may train the drafter on these texts."""
-        training = self._settings.training
-        self._buffer.begin(step)
-        self._rolling = Rollout(
-            self.shift,
-            self._publisher,
-            self._buffer,
-            self._listen,
-            step=step,
-            harvests=trains and training == "spot",
-        )
-        expected = {
-            each.group_id: found
-            for each in requests
-            if (found := self._lengths.expected(_prompt_id(each))) is not None
-        }
-        rolled = self._rolling.run(requests, expected)
+        """Serve all requests; `trains`: the drafter may learn these texts."""
+        harvest = self._new_harvest(step) if trains else None
+        rollout = Rollout(self.shift, self._publisher, harvest, self._listen)
+        rolled = rollout.run(requests, self._expected(requests))
         for request, completion in zip(requests, rolled.completions, strict=True):
             self._lengths.note(_prompt_id(request), len(completion.tokens))
-        if trains:
-            self._replicas, self._rolled_s = self._rolling.replicas, rolled.seconds
+        if harvest is not None:
+            self._harvest, self._rolled_s = harvest, rolled.seconds
+            self._marks += harvest.marks
         return rolled
+
+    def abandon(self) -> None:
+        """Have everybody stop what they are doing: a rollout was interrupted."""
+        self.shift.abandon()
 
     def timeline(self) -> Timeline:
         """Hand out what everybody did since the last time."""
         marks, self._marks = self._marks, []
         return Timeline.of(self.shift.roster.drain(), marks)
 
-    def abandon(self) -> None:
-        """Have everybody stop what they are doing."""
-        self._rolling.abandon()
-
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
-        """Make one learner step on all workers together; again, if one is lost before its end."""
-        self.shift.wait_ready()
-        several = sum(batch.num_generated > 0 for batch in batches) > 1
-        before = self._crew.ask(0, Worker.policy_state) if several and self._crew.size > 1 else None
-        for _ in range(_LEARN_ATTEMPTS):
+        """Make one learner step on all workers together; again, if it is lost with one of them.
+
+        A learner that loses its team changes nothing. So either nobody has made the step, or those
+        who have pass it on: it is made once.
+        """
+        size = self._crew.size
+        for _ in range(_ATTEMPTS):
             self._meet()
-            found = self.shift.each(State.LEARNING, Worker.learn, batches)
-            if not any(ended.is_lost for ended in found.values()):
-                errors = [ended for ended in found.values() if ended.error is not None]
-                report: LearnerReport = (errors or [found[0]])[0].value()
-                return report
-            self.shift.wait_ready()
-            if before is not None:  # some of its updates may have been made
-                self._all(State.LEARNING, Worker.restore, before)
-                continue
-            done = {worker: e.result for worker, e in found.items() if e.error is None}
-            if done:  # it was lost after the sum: who has the update passes it on
-                worker, report = next(iter(done.items()))  # the same of all
-                state = self._crew.ask(worker, Worker.policy_state)
-                self._all(State.LEARNING, Worker.restore, state)
+            found = self.shift.run(
+                State.LEARNING, Worker.learn, dict.fromkeys(range(size), (batches,))
+            )
+            _raise_own_errors(found)
+            done = [worker for worker, ended in found.items() if ended.error is None]
+            if len(done) < size:
+                self.shift.is_team_stale = True
+            if done:
+                report: LearnerReport = found[done[0]].result  # the same of all
+                if len(done) < size:
+                    self._pass_on(done)
                 return report
         raise ClusterError(
-            f"a learner step failed {_LEARN_ATTEMPTS} times; start again: the run resumes from "
-            "its newest checkpoint"
+            f"a learner step failed {_ATTEMPTS} times; start again: the run resumes from its "
+            "newest checkpoint"
         )
 
     def publish(self) -> None:
-        """Hand the learners' weights to the engines, then the drafter that was trained to all."""
-        self.shift.wait_ready()
-        self._all(State.LEARNING, Worker.publish)
-        if self._publisher is not None:
-            self._publisher.begin()
+        """Hand the learners' weights to the engines."""
+        self._all(Worker.publish)
 
     def offer_drafter(self) -> None:
-        """Publish what spot workers made of the drafter, where that is better."""
-        if self._publisher is None:
+        """Publish what was made of the drafter since the last time, where that is better."""
+        publisher, harvest = self._publisher, self._harvest
+        if publisher is None or harvest is None:
             return
-        self.shift.wait_ready()
         if self._settings.training == "serial":
-            self._train_serially(self._publisher.published)
-        offer = self._publisher.offer(self._replicas)
-        if offer is not None:
-            self._publisher.note(self._all(State.LEARNING, Worker.adopt, offer))
-            mark = f"drafter v{offer.weights.version} offered"
-            self._marks.append(Mark(worker=0, at_s=time.perf_counter(), name=mark))
-
-    def _train_serially(self, published: DrafterWeights) -> None:
-        """Have one worker train while all others wait."""
-        limit_s = _SERIAL_SHARE * self._rolled_s
-        self._crew.ask(0, Worker.feed, self._rolling.texts)
-        self.shift.start(0, State.SPOT, Worker.spot, published, limit_s)
-        for ended in self._until_one():
-            if not ended.is_lost:
-                replica = ended.value().replica
-                self._replicas = [] if replica is None else [replica]
+            self._train_serially(publisher.published, harvest)
+        publisher.withdraw()
+        self._harvest = None
+        offer = publisher.offer(harvest.replicas)
+        if offer is None:
+            return
+        mark = f"drafter v{offer.weights.version} offered"
+        self._marks.append(Mark(worker=0, at_s=self.shift.clock(), name=mark))
+        publisher.note(self._all(Worker.adopt, offer))
+        self._told(publisher, offer.weights.version)
 
     # ---- state
 
@@ -207,7 +190,7 @@ class Fleet:
 
     def restore(self, policy: Path, learner: LearnerState) -> None:
         """Put every learner where the checkpoint was taken."""
-        self._all(State.LEARNING, Worker.restore_saved, policy, learner)
+        self._all(Worker.restore_saved, policy, learner)
 
     def drafter_state(self) -> DrafterState | None:
         """Copy the published drafter, its texts, and the lengths of prompts; None without one."""
@@ -246,8 +229,8 @@ class Fleet:
         self._buffer.restore(texts, state.numbers["buffer"])
         self._lengths.restore(state.numbers["lengths"])
         weights = DrafterWeights(version=state.numbers["version"], tensors=tensors)
-        self._publisher = Publisher(weights, self._buffer)
-        self._all(State.LEARNING, Worker.adopt, self._publisher.present())
+        self._all(Worker.adopt, self._publisher.restore(weights))
+        self._told(self._publisher, weights.version)
 
     def close(self) -> None:
         """End all workers."""
@@ -255,57 +238,98 @@ class Fleet:
 
     # ---- helpers
 
+    def _new_harvest(self, step: int) -> Harvest | None:
+        """Begin to collect texts, if there is a drafter to learn them."""
+        if self._publisher is None:
+            return None
+        lends = self._settings.training == "spot"
+        return Harvest(self.shift, self._publisher, self._buffer, step=step, lends=lends)
+
+    def _expected(self, requests: Sequence[Request]) -> dict[str, float]:
+        """Return how long the groups were in earlier epochs, where that is known."""
+        expected = {each.group_id: self._lengths.expected(_prompt_id(each)) for each in requests}
+        return {group: length for group, length in expected.items() if length is not None}
+
+    def _train_serially(self, published: DrafterWeights, harvest: Harvest) -> None:
+        """Have one worker train while all others wait."""
+        self.shift.wait_ready()
+        harvest.feed(0)
+        args = (published, _SERIAL_SHARE * self._rolled_s)
+        ended = self.shift.run(State.SPOT, Worker.spot, {0: args})[0]
+        if not ended.is_lost:
+            harvest.note(ended)
+
+    def _told(self, publisher: Publisher, version: int) -> None:
+        """Note that all workers were offered a drafter, those that had begun anew included."""
+        self.shift.newcomers.clear()
+        for worker in range(self._crew.size):
+            publisher.told(worker, version)
+
     def _meet(self) -> None:
         """Have the learners find each other, if somebody is new."""
-        if not self.shift.is_team_stale or self._crew.size == 1:
-            return
-        for _ in range(_LEARN_ATTEMPTS):
-            self.shift.is_team_stale = False
-            assert self._meeting_point is not None, "several workers meet somewhere"
-            address, size = self._meeting_point(), self._crew.size
-            for worker in range(size):
-                self.shift.start(
-                    worker,
-                    State.LEARNING,
-                    Worker.join,
-                    worker,
-                    size,
-                    address,
-                    self._settings.hang_s,
-                )
-            ends: dict[int, Ended] = {}
-            while len(ends) < size:
-                ends.update((ended.worker, ended) for ended in self.shift.wait(0.5))
-            if all(ended.error is None for ended in ends.values()):
+        size = self._crew.size
+        self.shift.wait_ready()
+        for _ in range(_ATTEMPTS):
+            if size == 1 or not self.shift.is_team_stale:
                 return
-            self.shift.is_team_stale = True
+            address = self._address()
+            if address is None:
+                continue
+            rest = (size, address, self._settings.hang_s)
+            found = self.shift.run(
+                State.LEARNING, Worker.join, {rank: (rank, *rest) for rank in range(size)}
+            )
+            _raise_own_errors(found)
+            self.shift.is_team_stale = any(ended.error is not None for ended in found.values())
             self.shift.wait_ready()
-        raise ClusterError("the workers cannot find each other; see that they share a network")
+        if self.shift.is_team_stale:
+            raise ClusterError("the workers cannot find each other; see that they share a network")
+
+    def _address(self) -> str | None:
+        """Return where to meet; None if the first worker, which knows, is gone."""
+        assert self._meeting_point is not None, "several workers meet somewhere"
+        try:
+            return self._meeting_point()
+        except ClusterError as error:
+            self.shift.give_up(0, str(error))
+            self.shift.wait_ready()
+            return None
+
+    def _pass_on(self, done: Sequence[int]) -> None:
+        """Let everybody have the policy of those who have made the step."""
+        self.shift.wait_ready()
+        for worker in done:
+            policy = self.shift.asked(worker, Worker.policy_state, None)
+            if policy is not None:
+                self._all(Worker.restore, policy)
+                return
+        raise ClusterError(
+            "whoever had made the learner step is lost; start again: the run resumes from its "
+            "newest checkpoint"
+        )
 
     def _one(self, task: Callable[..., Any], *args: object) -> Any:
         """Have the first worker do something that all could."""
-        self.shift.wait_ready()
-        self.shift.start(0, State.LEARNING, task, *args)
-        while True:
-            for ended in self.shift.wait(0.5):
-                return ended.value()
+        return self._each((0,), task, *args)[0]
 
-    def _all(self, state: State, task: Callable[..., Any], *args: object) -> list[Any]:
-        """Have everybody do the same; those who are lost have it done when they are back."""
-        found = served_by(self.shift.each(state, task, *args))
-        while len(found) < self._crew.size:
-            self.shift.wait_ready()
-            for worker in set(range(self._crew.size)) - found.keys():
-                self.shift.start(worker, state, task, *args)
-                ended = next(iter(self._until_one()))
-                if not ended.is_lost:
-                    found[worker] = ended.value()
-        return [found[worker] for worker in sorted(found)]
+    def _all(self, task: Callable[..., Any], *args: object) -> list[Any]:
+        """Have everybody do the same; return the results by worker."""
+        return self._each(range(self._crew.size), task, *args)
 
-    def _until_one(self) -> list[Ended]:
-        while True:
-            if found := self.shift.wait(0.5):
-                return found
+    def _each(self, workers: Sequence[int], task: Callable[..., Any], *args: object) -> list[Any]:
+        """Have some workers do the same; those who are lost do it when they are back."""
+        found: dict[int, Any] = {}
+        while missing := [worker for worker in workers if worker not in found]:
+            ends = self.shift.run(State.LEARNING, task, dict.fromkeys(missing, args))
+            found |= {worker: e.value() for worker, e in ends.items() if not e.is_lost}
+        return [found[worker] for worker in workers]
+
+
+def _raise_own_errors(found: Mapping[int, Ended]) -> None:
+    """Raise what is no consequence of a member being lost."""
+    for ended in found.values():
+        if not ended.is_lost and not isinstance(ended.error, TeamError):
+            ended.value()
 
 
 def _prompt_id(request: Request) -> str:
