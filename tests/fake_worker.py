@@ -143,7 +143,7 @@ class FakeWorker:
             if self._is_stopped:
                 raise Stopped
         completions = tuple(self._completion(request) for request in shard)
-        numbers = {"num_generated": sum(len(each.tokens) for each in completions)}
+        numbers = {"num_generated": float(sum(len(each.tokens) for each in completions))}
         return Served(
             completions=completions,
             report=RolloutMeter(numbers).report(),

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
-from longtail.cluster.worker import Progress, Worker
-from longtail.errors import ClusterError
+from longtail.cluster.worker import Progress, Stopped, Worker
+from longtail.errors import ClusterError, LongtailError
+from longtail.interrupt import Interrupted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,7 +119,7 @@ class OwnProcess(Crew):
         task, self._task = self._task, None
         try:
             return [Ended(worker=0, result=task())]
-        except Exception as error:
+        except (LongtailError, Interrupted, Stopped) as error:
             return [Ended(worker=0, error=error)]
 
     def ask(

@@ -20,7 +20,7 @@ from longtail.cluster.placement import Siblings, place
 from longtail.cluster.publisher import Publisher
 from longtail.cluster.roster import State
 from longtail.cluster.shift import Shift
-from longtail.cluster.worker import Progress, Served, Worker
+from longtail.cluster.worker import Progress, Served, Stopped, Worker
 from longtail.drafter.spot import SpotReport
 from longtail.engine.report import RolloutReport, together
 from longtail.rollout_log import LoggedRollout, RolloutSeries
@@ -158,15 +158,16 @@ class Rollout:
         """Take a task's end."""
         worker = ended.worker
         shard = self._shards.pop(worker, None)
-        if ended.is_lost:
-            if self._harvest is not None:
-                self._harvest.lose(worker)
-            if shard is not None:
-                self._waiting.append(shard)
-        elif shard is not None:
+        if ended.is_lost and self._harvest is not None:
+            self._harvest.lose(worker)
+        if shard is None:
+            if self._harvest is not None and not ended.is_lost:
+                self._harvest.note(ended)
+        elif ended.is_lost or isinstance(ended.error, Stopped):
+            # NOTE: nobody stops generators; one that has not heard yet to go on again says so.
+            self._waiting.append(shard)
+        else:
             self._take(worker, shard, ended.value())
-        elif self._harvest is not None:
-            self._harvest.note(ended)
 
     def _take(self, worker: int, shard: Sequence[Request], served: Served) -> None:
         self._served.append(Share(worker=worker, served=served))

@@ -26,7 +26,7 @@ STOP_S = 15.0
 MOST_LOSSES = 5
 """Workers lost in a row, with nothing achieved between, that do not end the run."""
 _POLL_S = 0.5
-_NO_BEATS = -1
+_NO_BEATS, _UNHEARD = -1, object()
 _AT_WORK = (State.GENERATING, State.SPOT, State.LEARNING)
 _HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT)
 """Whoever learns has it, too, but may be changing it."""
@@ -50,6 +50,8 @@ class Shift:
         """Beats, and when there was the last sign of life, or a task was begun."""
         self._told_to_stop: dict[int, float] = {}
         """Since when."""
+        self._stopped: set[int] = set()
+        """Told to stop, and not yet to go on."""
         self._given_up: dict[int, str] = {}
         """Why; `wait` tells."""
         self._newcomer_tasks: dict[int, Callable[..., object]] = {}
@@ -67,13 +69,10 @@ class Shift:
     def start(self, worker: int, state: State, task: Callable[..., object], *args: object) -> None:
         """Begin a task that puts an idle worker into a state."""
         self.roster.move(worker, state)
-        self._seen[worker] = (_NO_BEATS, self.clock())
         self._told_to_stop.pop(worker, None)
-        try:
-            self.crew.ask(worker, Worker.go)
-            self.crew.start(worker, task, *args)
-        except ClusterError as error:
-            self.give_up(worker, str(error))
+        if worker in self._stopped and self.asked(worker, Worker.go, _UNHEARD) is not _UNHEARD:
+            self._stopped.discard(worker)
+        self._send(worker, task, *args)
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """Return what has ended, its worker idle; the lost ones are being replaced."""
@@ -132,6 +131,13 @@ class Shift:
             if not self.wait(_POLL_S):
                 self.look()
 
+    def _send(self, worker: int, task: Callable[..., object], *args: object) -> None:
+        self._seen[worker] = (_NO_BEATS, self.clock())
+        try:
+            self.crew.start(worker, task, *args)
+        except ClusterError as error:
+            self.give_up(worker, str(error))
+
     # ---- messages
 
     def asked(self, worker: int, message: Callable[..., Any], otherwise: Any, *args: object) -> Any:
@@ -145,6 +151,7 @@ class Shift:
         """Have a worker end its task; who has not after some seconds is given up by `look`."""
         if worker not in self._told_to_stop:
             self._told_to_stop[worker] = self.clock()
+            self._stopped.add(worker)
             self.asked(worker, Worker.stop, None)
 
     def look(self) -> dict[int, Progress]:
@@ -200,6 +207,7 @@ class Shift:
         self.roster.move(worker, State.STARTING)
         self._seen[worker] = (_NO_BEATS, self.clock())
         self._told_to_stop.pop(worker, None)
+        self._stopped.discard(worker)
         self.newcomers.add(worker)
         self.is_team_stale = True
         if worker in self._without_policy:
@@ -221,11 +229,7 @@ class Shift:
 
     def _begin_newcomer(self, worker: int, task: Callable[..., object], *args: object) -> None:
         self._newcomer_tasks[worker] = task
-        self._seen[worker] = (_NO_BEATS, self.clock())
-        try:
-            self.crew.start(worker, task, *args)
-        except ClusterError as error:
-            self.give_up(worker, str(error))
+        self._send(worker, task, *args)
 
     def _hand_on_the_policy(self) -> None:
         """Let newcomers have the policy of a colleague; while all of them learn, they wait."""
