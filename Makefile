@@ -29,6 +29,7 @@ $(STAMP): pyproject.toml constraints-dev.txt
 
 quickstart: install
 	$(BIN)/longtail train quickstart
+	$(BIN)/longtail bench e2e --arms off,spot --steps 3 --plot runs/quickstart/tail.png
 
 # One compute thread a test process: two of them and two OpenMP threads each would fight.
 test: install
@@ -49,6 +50,7 @@ bench: install
 	$(BIN)/longtail bench tuner
 	$(BIN)/longtail bench learner
 	$(BIN)/longtail bench drafter
+	$(BIN)/longtail bench e2e
 
 docs: install
 	$(BIN)/python -m longtail.cli_docs docs/cli.md

@@ -4,45 +4,31 @@ The only place that translates configuration into the numbers that parts take. W
 do is the loop's business.
 """
 
-import contextlib
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-import torch
-
 from longtail import machine
-from longtail.checkpoint import Checkpoint
-from longtail.config import RunConfig, SpeculationSection
-from longtail.drafters import Target, open_drafters
-from longtail.engine.engine import RolloutEngine
+from longtail.cluster.crew import OwnProcess
+from longtail.cluster.fleet import Fleet, FleetSettings
+from longtail.cluster.worker import Progress
+from longtail.config import RunConfig
+from longtail.device import choose_device, to_stderr
 from longtail.engine.limits import EngineLimits
-from longtail.engine.speculate import Speculation
-from longtail.errors import ConfigError, NonFiniteError
+from longtail.errors import ConfigError
 from longtail.model import hf
-from longtail.model.transformer import ModelConfig, Transformer
+from longtail.model.transformer import ModelConfig
 from longtail.rl.data import Encoder, HeldOut, PromptSet, PromptSource, hold_out, make_prompts
 from longtail.rl.grading import check_columns
-from longtail.rl.learner import Learner, LearnerSettings, LearnerState
-from longtail.rl.optim import OptimizerSettings
 from longtail.rl.sources import load_rows
-from longtail.speculation.strategy import Strategy
 from longtail.tiny import warmstart
-from longtail.tuner.bandit import BanditTuner
-from longtail.tuner.budget import BudgetTuner
-from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.types import Prompt, SamplingParams
+from longtail.worker_parts import build_worker, build_worker_apart
 
 TINY_REASONER = "tiny-reasoner"
 
 _LESSONS_A_LINE = 50
-
-_WORTH_SHARING = 512
-"""Hidden size from which several threads decode faster than one."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,52 +37,17 @@ class Parts:
 
     source: PromptSource
     heldout: tuple[Prompt, ...]
-    engine: RolloutEngine
-    learner: Learner
-    policy: Transformer
-    """The learner's weights, for saving."""
-    tokenizer: hf.Tokenizer
+    fleet: Fleet
     sampling: SamplingParams
+    limits: EngineLimits
+    """Of every worker's engine."""
     num_dropped: int
     """Prompts left out because they were longer than the limit."""
-    rollout_threads: int
-    """Compute threads while generating."""
     drafter_s: float
     """Seconds that opening the drafter took: the embedded one may have been taught."""
 
 
-def set_threads(threads: int) -> int:
-    """Give this process so many compute threads (0: every core) and return the number."""
-    count = threads or machine.usable_cores()
-    torch.set_num_threads(count)
-    return count
-
-
-@contextlib.contextmanager
-def compute_threads(count: int) -> Iterator[None]:
-    """Compute on so many threads while inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def rollout_threads(shape: ModelConfig) -> int:
-    """Decode a small model on one thread: its products are too short to share.
-
-    Two threads that wait for each other some thousand times a second gain nothing on a quiet
-    machine and lose tenfold on a busy one.
-    """
-    return 1 if shape.hidden_size < _WORTH_SHARING else torch.get_num_threads()
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def model_directory(path: str, say: Callable[[str], None] = _to_stderr) -> Path:
+def model_directory(path: str, say: Callable[[str], None] = to_stderr) -> Path:
     """Return the Hugging Face directory that `model.path` names, warm-starting the embedded one.
 
     The warm start takes minutes, once, and tells `say` how far it is.
@@ -113,12 +64,18 @@ def model_directory(path: str, say: Callable[[str], None] = _to_stderr) -> Path:
     return warmstart.ensure(on_progress=tell)
 
 
-def assemble(config: RunConfig, directory: Path, say: Callable[[str], None] = _to_stderr) -> Parts:
-    """Build every part from the model in `directory`; `say` hears of a drafter being taught.
+def assemble(
+    config: RunConfig,
+    directory: Path,
+    say: Callable[[str], None] = to_stderr,
+    listen: Callable[[Progress], None] = lambda progress: None,
+) -> Parts:
+    """Build every part from the model in `directory`.
 
-    Raises ConfigError for whatever the configuration, the model and the data say against it.
+    `say` hears of a drafter being taught, and of workers; `listen` how rollouts go on, and may
+    raise. Raises ConfigError for whatever the configuration, the model and the data say against it.
     """
-    device = choose_device(config.run.device)
+    choose_device(config.run.device)
     shape = hf.load_config(directory)
     tokenizer = hf.load_tokenizer(directory)
     hf.check_vocabulary(tokenizer, shape)
@@ -126,42 +83,52 @@ def assemble(config: RunConfig, directory: Path, say: Callable[[str], None] = _t
     for some in (prompts.train.prompts, prompts.heldout.prompts):
         check_columns(config.reward.name, some)
     limits = _limits(config, prompts, shape)
-    policy = hf.load_model(directory, DTYPES[config.learner.dtype], device)
-    rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
-    target = Target(
-        model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
-    )
-    began = time.perf_counter()
-    speculation = _speculation(config.speculation, config.run.seed, target, say)
-    drafter_s = time.perf_counter() - began
+    fleet = _fleet(config, directory, limits, say, listen)
+    drafter_s = fleet.begin()
     return Parts(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=prompts.heldout.prompts,
-        engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
-        learner=Learner(policy, _learner_settings(config)),
-        policy=policy,
-        tokenizer=tokenizer,
+        fleet=fleet,
         sampling=_sampling(config, tokenizer),
+        limits=limits,
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
-        rollout_threads=rollout_threads(shape),
         drafter_s=drafter_s,
     )
 
 
-def _speculation(
-    own: SpeculationSection, seed: int, target: Target, say: Callable[[str], None]
-) -> Speculation | None:
-    drafters = open_drafters(own.drafter, target, say)
-    if not drafters:
-        return None
-    fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
-    tuners: dict[str, Callable[[], Tuner]] = {
-        "budget": BudgetTuner,
-        "beg-mab": lambda: BanditTuner(seed=seed),
-        "fixed": lambda: FixedTuner(fixed, max_running=own.max_running),
-        "off": OffTuner,
-    }
-    return Speculation(drafters=drafters, tuner=tuners[own.tuner](), coupled=own.coupled)
+def _fleet(
+    config: RunConfig,
+    directory: Path,
+    limits: EngineLimits,
+    say: Callable[[str], None],
+    listen: Callable[[Progress], None],
+) -> Fleet:
+    """Begin the workers: one in this process, or several as Ray actors."""
+    own = config.cluster
+    settings = FleetSettings(
+        seed=config.run.seed,
+        training=config.spot.train,
+        buffer_bytes=config.spot.buffer_mb * 2**20,
+        hang_s=own.hang_s,
+    )
+    if own.workers == 1 and not own.address:
+        alone = OwnProcess(build_worker(config, directory, limits, say), listen)
+        return Fleet(alone, settings, listen=lambda progress: None, say=say)
+    try:
+        from longtail.cluster.ray_crew import RayCrew
+    except ImportError as error:
+        raise ConfigError(
+            f"cluster.workers = {own.workers}: more than one are Ray actors: "
+            f"{machine.pip_install('cluster')}; or set it to 1"
+        ) from error
+    threads = config.run.threads or max(machine.usable_cores() // own.workers, 1)
+    crew = RayCrew(
+        partial(build_worker_apart, config, directory, limits, threads),
+        own.workers,
+        address=own.address,
+        gpus=float(choose_device(config.run.device).type == "cuda"),
+    )
+    return Fleet(crew, settings, listen=listen, say=say, meeting_point=crew.meeting_point)
 
 
 def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:
@@ -198,14 +165,6 @@ def _sampling(config: RunConfig, tokenizer: hf.Tokenizer) -> SamplingParams:
     )
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device that `run.device` names; raises ConfigError where there is none such."""
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-    if chosen.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"run.device = {name!r}: PyTorch sees no GPU here; use auto or cpu")
-    return torch.device(chosen)
-
-
 def _prompts(config: RunConfig, tokenizer: hf.Tokenizer) -> HeldOut:
     """Load prompts to train on and prompts held out, of which there may be none."""
     data, seed = config.data, config.run.seed
@@ -237,56 +196,3 @@ def _prompts(config: RunConfig, tokenizer: hf.Tokenizer) -> HeldOut:
     return HeldOut(
         train=everything, heldout=replace(held, prompts=held.prompts[: data.heldout_size])
     )
-
-
-def _learner_settings(config: RunConfig) -> LearnerSettings:
-    own = config.learner
-    return LearnerSettings(
-        loss=own.loss,
-        optimizer=OptimizerSettings(
-            learning_rate=own.learning_rate,
-            schedule=own.schedule,
-            warmup_steps=own.warmup_steps,
-            total_steps=config.run.steps,
-            weight_decay=own.weight_decay,
-            betas=own.betas,
-            max_grad_norm=own.max_grad_norm,
-        ),
-        clip_low=own.clip_low,
-        clip_high=own.clip_high,
-        kl_coef=own.kl_coef,
-        importance_cap=own.importance_cap,
-        recompute=own.gradient_checkpointing,
-        autocast=own.autocast,
-    )
-
-
-def publish(parts: Parts) -> None:
-    """Hand the learner's weights to the engine, unless an update broke them.
-
-    Raises NonFiniteError naming the tensor, so that nothing is written with it or saved of it.
-    """
-    weights = parts.learner.weights()
-    for name, tensor in weights.tensors.items():
-        if not tensor.isfinite().all():
-            raise NonFiniteError(f"{name} is not finite in policy version {weights.version}")
-    parts.engine.pull(weights)
-
-
-def save_policy(parts: Parts, path: Path) -> None:
-    """Write weights, generation config and tokenizer as a Hugging Face directory."""
-    hf.save_model(parts.policy, path, eos_ids=parts.tokenizer.eos_ids)
-    parts.tokenizer.save(path)
-
-
-def restore(parts: Parts, checkpoint: Checkpoint) -> None:
-    """Put the learner and the prompt source where they were when the checkpoint was taken.
-
-    The learner keeps the weights it was built with as its KL reference.
-    """
-    saved = hf.load_model(checkpoint.policy, parts.policy.dtype)
-    parts.learner.restore(
-        LearnerState(tensors=checkpoint.tensors(), numbers=checkpoint.state["learner"]),
-        dict(saved.named_parameters()),
-    )
-    parts.source.restore(checkpoint.state["cursor"])

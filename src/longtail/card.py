@@ -55,6 +55,9 @@ class Card:
     """Changes between drafting and plain decoding, of all steps; None without speculation."""
     tuner_share: float | None = None
     """Share of the rollouts' time that deciding took."""
+    harvested_share: float | None = None
+    """Median over steps of the idle workers' time in which they trained the drafter; None where
+    nobody did."""
 
     def write(self, path: Path) -> None:
         """Write as JSON. Raises CheckpointError when the disk refuses."""
@@ -114,7 +117,11 @@ class Card:
             said.append(
                 f"{self.num_switches} switch{plural}, tuner {self.tuner_share:.1%} of the time"
             )
-        return [("speculation", "; ".join(said))] if said else []
+        lines = [("speculation", "; ".join(said))] if said else []
+        if self.harvested_share is not None:
+            text = f"trained the drafter in {self.harvested_share:.0%} of their time"
+            lines.append(("idle workers", text))
+        return lines
 
 
 def finished_card(run_dir: Path, checkpoint: Checkpoint | None, steps: int) -> Card | None:
@@ -179,7 +186,8 @@ def make_card(
         reward_share=shares["reward"],
         logprob_share=shares["logprob"],
         update_share=shares["update"],
-        other_share=1.0 - sum(shares.values()) if whole else 0.0,
+        # Workers learn at the same time, so the parts of learning may add up to more than it took.
+        other_share=max(1.0 - sum(shares.values()), 0.0) if whole else 0.0,
         tail_idle_share=of_rollouts("rollout/tail_idle_share"),
         length_p50=median("response_length/p50"),
         length_max=max(values("response_length/max"), default=0.0),
@@ -188,6 +196,7 @@ def make_card(
         emitted_share=median_where("speculation/emitted_share"),
         num_switches=int(sum(switches)) if switches else None,
         tuner_share=of_rollouts("speculation/tuner_share") if switches else None,
+        harvested_share=median("cluster/harvested_share") if total("cluster/spot_s") else None,
     )
 
 

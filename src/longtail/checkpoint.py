@@ -47,10 +47,16 @@ _MAY_DIFFER = frozenset(
         "run.resume", "run.save_rollouts", "run.writers", "run.log_every", "train.steps",
         "eval.samples", "eval.every", "reward.workers", "reward.timeout_s",
         "speculation.drafter", "speculation.tuner", "speculation.depth", "speculation.width",
-        "speculation.size", "speculation.max_running", "speculation.coupled",
+        "speculation.size", "speculation.max_running", "speculation.coupled", "spot.train",
+        "spot.learning_rate", "spot.matrix_rate", "spot.batch_tokens", "spot.buffer_mb",
+        "cluster.workers", "cluster.address", "cluster.hang_s",
     }
 )  # fmt: skip
 """What a resumed run may change: nothing here reaches a weight, unless a schedule reads it."""
+
+
+UNWRITABLE = (OSError, SafetensorError)
+"""What writing tensors raises when the disk refuses."""
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

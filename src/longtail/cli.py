@@ -28,7 +28,7 @@ verbs:
   sft        fine-tune a model on prompts with completions
   drafter    train a drafter that lets a model's rollouts speculate, or evaluate one
   generate   write completions with a model or a run's newest checkpoint
-  bench      measure engine, speculation, tuner, learner or drafter training, paired in one run
+  bench      measure engine, speculation, tuner, learner, drafter or whole runs, paired in one run
   report     show a run on one page: its card, its rollouts, and why it drafted when it did
   doctor     say what this machine offers, what is missing and how to get it
 
@@ -41,6 +41,7 @@ _BENCHES = {
     "tuner": "Measure what deciding how much to draft is worth.",
     "learner": "Measure packed against padded batches.",
     "drafter": "Measure drafter training, packed against padded.",
+    "e2e": "Measure whole training runs, drafting or not, training the drafter or not.",
 }
 """What each module of `bench` that is a program does."""
 

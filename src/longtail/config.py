@@ -19,6 +19,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Schedule = Literal["constant", "linear", "cosine"]
 WriterName = Literal["tensorboard", "wandb"]
+TrainingName = Literal["spot", "serial", "never"]
 TunerName = Literal["budget", "beg-mab", "fixed", "off"]
 LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"]
 _GROUP_LOSSES: tuple[LossName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
@@ -128,6 +129,34 @@ class SpeculationSection(Section):
     """Draft with the very noise that the policy draws with; off only to compare."""
 
 
+class SpotSection(Section):
+    """Training the drafter while the policy learns, on processors that would stand idle."""
+
+    train: TrainingName = "spot"
+    """`spot`: workers that are done with their share of a rollout train until the last one is;
+    `serial`: after each rollout, for a tenth of its time; `never`. Drafters without weights of the
+    EAGLE kind are never trained."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """AdamW's, of vectors and norms; of all weights where `matrix_rate` is 0."""
+    matrix_rate: Annotated[float, Field(ge=0)] = 0.005
+    """Muon's learning rate of the matrices; 0 learns them by AdamW, too."""
+    batch_tokens: Annotated[int, Field(ge=16)] = 768
+    """Tokens of one update; small, since nobody waits for an update that is not done."""
+    buffer_mb: Annotated[int, Field(ge=1)] = 64
+    """Most memory for texts to learn from."""
+
+
+class ClusterSection(Section):
+    """The workers that write and learn."""
+
+    workers: Annotated[int, Field(ge=1)] = 1
+    """Processes that write, learn and train; more than one are Ray actors (extra `cluster`)."""
+    address: str = ""
+    """Of a Ray cluster, as `ray.init` takes it; empty begins a Ray of its own on this machine."""
+    hang_s: Annotated[float, Field(gt=0)] = 180.0
+    """A worker that makes no step for so long is replaced."""
+
+
 class LearnerSection(Section):
     """Updating the policy."""
 
@@ -212,6 +241,8 @@ class RunConfig(Section):
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
     speculation: SpeculationSection = SpeculationSection()
+    spot: SpotSection = SpotSection()
+    cluster: ClusterSection = ClusterSection()
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
     run: RunSection = RunSection()

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longtail.card import Card
+from longtail.cluster.worker import Progress
 from longtail.engine.report import StepReport
 from longtail.rollout_log import RolloutSeries
 
@@ -53,6 +54,19 @@ class Console:
             line = (
                 f"{self._label}: {self._done}/{self._total} done, {report.num_running} running, "
                 f"{drafts if report.readings else ''}{speed:,.0f} tokens/s"
+            )
+            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+
+    def rollout_progress(self, progress: Progress) -> None:
+        """Redraw the live line, a few times a second."""
+        now = time.perf_counter()
+        if self._live and now - self._drawn > _REFRESH_S:
+            self._drawn = now
+            speed = progress.num_generated / max(now - self._began, 1e-9)
+            drafts = {None: "", False: "plain, ", True: "drafting, "}[progress.drafts]
+            line = (
+                f"{self._label}: {progress.num_finished}/{self._total} done, "
+                f"{progress.num_running} running, {drafts}{speed:,.0f} tokens/s"
             )
             print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
 

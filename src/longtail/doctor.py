@@ -36,6 +36,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorboard": (("tensorboard",), "run.writers = tensorboard"),
     "wandb": (("wandb",), "run.writers = wandb"),
     "plots": (("matplotlib",), "longtail report, drafter eval --plot"),
+    "cluster": (("ray",), "cluster.workers above 1"),
 }
 
 

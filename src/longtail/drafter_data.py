@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtail.assemble import TINY_REASONER, compute_threads, rollout_threads
+from longtail.assemble import TINY_REASONER
+from longtail.device import compute_threads, rollout_threads
 from longtail.drafter.texts import read_texts, save_texts, write_texts
 from longtail.drafter_config import DrafterTrainConfig
 from longtail.engine.engine import RolloutEngine

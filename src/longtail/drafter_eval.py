@@ -17,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longtail.assemble import DTYPES, TINY_REASONER, model_directory, set_threads
+from longtail.assemble import TINY_REASONER, model_directory
 from longtail.checkpoint import policy_directory
+from longtail.device import DTYPES, set_threads
 from longtail.drafters import Target, open_drafter
 from longtail.engine.acceptance import POSITIONS, Acceptance
 from longtail.engine.engine import RolloutEngine

@@ -17,15 +17,10 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from longtail import configfile
-from longtail.assemble import (
-    DTYPES,
-    TINY_REASONER,
-    choose_device,
-    model_directory,
-    set_threads,
-)
+from longtail.assemble import TINY_REASONER, model_directory
 from longtail.checkpoint import Checkpoint, RunDirectory, policy_directory
 from longtail.console import Console
+from longtail.device import DTYPES, choose_device, set_threads
 from longtail.drafter.checkpoint import (
     TargetIdentity,
     TrainingRecord,

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from longtail.checkpoint import RunDirectory, policy_directory
 from longtail.drafter import checkpoint
 from longtail.drafter.draft_model import ModelDrafter
@@ -67,13 +69,39 @@ def open_drafter(
     return EagleDrafter(loaded.layer, target.model, draft_ids=loaded.draft_ids, window=window)
 
 
+def open_trainable(
+    names: str, target: Target, say: Callable[[str], None]
+) -> checkpoint.LoadedDrafter | None:
+    """Read the weights of the first drafter that can be trained, in float32; None if none can."""
+    for name in _names(names, target):
+        path = _trainable_path(name, target, say)
+        if path is not None:
+            return checkpoint.load_drafter(
+                path, target.model, target.tokenizer, strict_weights=False, dtype=torch.float32
+            )
+    return None
+
+
+def _trainable_path(name: str, target: Target, say: Callable[[str], None]) -> Path | None:
+    embedded, _, recipe = name.partition(":")
+    if embedded == TINY_REASONER:
+        return taught(target, recipe or "eagle1", say)
+    path = Path(name)
+    return None if name == HISTORY or _is_model(path) else drafter_directory(path)
+
+
 def open_drafters(names: str, target: Target, say: Callable[[str], None]) -> tuple[Drafter, ...]:
     """Make the drafters that `names` means: one, several joined by +, `auto`, or `none`.
 
     Raises ConfigError as `open_drafter` does.
     """
+    return tuple(open_drafter(name, target, say) for name in _names(names, target))
+
+
+def _names(names: str, target: Target) -> list[str]:
+    """Tell the drafters apart that are joined in one name."""
     if names == NONE:
-        return ()
+        return []
     if names == AUTO:
         names = TINY_REASONER if target.name == TINY_REASONER else HISTORY
     parts = [names] if Path(names).is_dir() else names.split("+")
@@ -81,7 +109,7 @@ def open_drafters(names: str, target: Target, say: Callable[[str], None]) -> tup
         raise ConfigError(
             f"speculation.drafter = {names!r}: a name is missing beside +; as in DIR+{HISTORY}"
         )
-    return tuple(open_drafter(part, target, say) for part in parts)
+    return parts
 
 
 def drafter_directory(path: Path) -> Path:

@@ -8,6 +8,8 @@
     +-- NonFiniteError          (ArithmeticError)  NaN or infinity in weights, loss or logits
     +-- CheckpointError         (OSError)          a checkpoint cannot be written or read
     +-- GradingError            (RuntimeError)     a grader failed; the completion has no reward
+    +-- TeamError               (ConnectionError)  a member of the learner's team is gone or late
+    +-- ClusterError            (RuntimeError)     workers cannot do what the step wants
 
 Each class also inherits the standard exception it refines, so callers may catch either. All of
 them carry a single message, hence pickle and cross process boundaries.
@@ -44,3 +46,11 @@ class CheckpointError(LongtailError, OSError):
 
 class GradingError(LongtailError, RuntimeError):
     """A grader raised, hung, or returned nonsense. Never turned into a reward of 0."""
+
+
+class TeamError(LongtailError, ConnectionError):
+    """A member of the learner's team is gone or late. The message names what was waited for."""
+
+
+class ClusterError(LongtailError, RuntimeError):
+    """Workers are lost, late, or in no state for what is asked of them. The message names them."""

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from longtail.assemble import DTYPES, TINY_REASONER, model_directory, set_threads
+from longtail.assemble import TINY_REASONER, model_directory
 from longtail.checkpoint import policy_directory
+from longtail.device import DTYPES, set_threads
 from longtail.drafters import Target, open_drafters
 from longtail.engine.acceptance import Acceptance, AcceptLength
 from longtail.engine.engine import RolloutEngine

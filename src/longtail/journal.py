@@ -2,21 +2,28 @@
 
 A run that speculates adds a line to speculation.jsonl (`rollout_log`) after every rollout, and
 cost.json (`cost_file`): that one is small and says what is known now, so it is written anew after
-each step; no run reads it.
+each step; no run reads it. trace.json says what the workers did, drafter.jsonl what was decided
+about a drafter that is trained.
 Lines of a step are written once, whole, in rising order; a resumed run cuts back to its checkpoint
 first. What the numbers mean is `step_metrics`' business.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from longtail import cost_file, rollout_log
+from longtail.cluster import timeline
+from longtail.cluster.publisher import Decision
+from longtail.cluster.timeline import Timeline, TraceFile
 from longtail.config import RunConfig
 from longtail.metrics import JsonLines, open_writers
 from longtail.rollout_log import LoggedRollout
 from longtail.step_metrics import rollout_row
 from longtail.tuner.cost import CostModel
 from longtail.types import Rollout
+
+DRAFTER_FILE = "drafter.jsonl"
 
 
 class Journal:
@@ -32,6 +39,10 @@ class Journal:
         self._series: JsonLines | None = None
         if (directory / rollout_log.FILE).exists():  # cut back even if nobody speculates any more
             self._series = JsonLines(directory / rollout_log.FILE, last_step=last_step)
+        self._drafter: JsonLines | None = None
+        if (directory / DRAFTER_FILE).exists():
+            self._drafter = JsonLines(directory / DRAFTER_FILE, last_step=last_step)
+        self._trace = TraceFile(directory / timeline.FILE, last_step=last_step)
 
     def write(
         self,
@@ -53,9 +64,23 @@ class Journal:
             self._series = JsonLines(self._directory / rollout_log.FILE, last_step=rollout.step)
         self._series.append(rollout.step, rollout.as_json())
 
+    def log_workers(self, step: int, did: Timeline, decisions: Sequence[Decision]) -> None:
+        """Keep what the workers did in a step, and what was decided about the drafter."""
+        self.trace(step, did)
+        for decision in decisions:
+            if self._drafter is None:
+                self._drafter = JsonLines(self._directory / DRAFTER_FILE, last_step=step)
+            self._drafter.append(step, asdict(decision))
+
+    def trace(self, step: int, did: Timeline) -> None:
+        """Keep what the workers did; of a step, or between two of them."""
+        self._trace.append(step, did)
+
     def close(self) -> None:
         """Write out what is pending."""
         self._metrics.close()
         self._rollouts.close()
-        if self._series is not None:
-            self._series.close()
+        self._trace.close()
+        for lines in (self._series, self._drafter):
+            if lines is not None:
+                lines.close()

@@ -1,10 +1,12 @@
 """Reinforcement learning, the whole system on one page.
 
-    source --Prompt--> engine --Completion--> grader --Rollout--> learner --PolicyWeights--> engine
+    source --Prompt--> fleet --Completion--> grader --Rollout--> batches --> fleet (learn, publish)
 
-Records flow one way; no part holds a reference to the next. A step is complete when its weights are
-published. A checkpoint is the state between two steps, so whatever interrupts a step costs that
-step only, and a resumed run is the run that was not interrupted.
+The fleet is one worker in this process or many in others: each has an engine and a share of the
+learner, and trains the drafter while it would be idle. Records flow one way; no part holds a
+reference to the next. A step is complete when its weights are published. A checkpoint is the state
+between two steps, so whatever interrupts a step costs that step only, and a resumed run is the run
+that was not interrupted.
 """
 
 import time
@@ -15,36 +17,33 @@ from statistics import fmean
 from typing import Any
 
 from longtail.ask import Asked, ask_groups, ask_heldout, regroup
-from longtail.assemble import (
-    assemble,
-    compute_threads,
-    model_directory,
-    publish,
-    restore,
-    save_policy,
-    set_threads,
-)
+from longtail.assemble import assemble, model_directory
 from longtail.card import finished_card, make_card, read_metrics
 from longtail.checkpoint import Checkpoint, RunDirectory
+from longtail.cluster.rollout import Rolled
+from longtail.cluster.timeline import Timeline
+from longtail.cluster.worker import Progress
 from longtail.config import RunConfig, dump
 from longtail.console import Console
-from longtail.engine.report import RolloutMeter, RolloutReport, StepReport
+from longtail.device import set_threads
+from longtail.drafter_store import DrafterStore
 from longtail.errors import GradingError, NonFiniteError
 from longtail.interrupt import Interrupted, Interruption
 from longtail.journal import Journal
 from longtail.metrics import Stopwatch
 from longtail.rl.advantage import keep_informative, shaped_rewards
 from longtail.rl.grading import Graded, GraderPool
+from longtail.rl.learner import LearnerState
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_mini_batches
-from longtail.rollout_log import EVALUATION, TRAINING, LoggedRollout, RolloutLog, RolloutSeries
+from longtail.rollout_log import EVALUATION, TRAINING
 from longtail.run_report import report_if_possible
 from longtail.step_metrics import step_metrics
 from longtail.types import Completion, Group, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Standing:
     """Where a run stands between two steps; with the learner's state, all that a resume needs."""
 
     step: int
@@ -85,30 +84,33 @@ class Trainer:
         self._began = time.perf_counter()
         self._config, self._run, self._grader, self._console = config, run, grader, console
         self._interruption = Interruption()
+        self.timeline: Timeline | None = None
+        """What the workers did in the last step."""
         threads = set_threads(config.run.threads)
         directory = model_directory(config.model.path, console.say)
         warm_start_s = time.perf_counter() - self._began
-        self._parts = assemble(config, directory, console.say)
+        self._parts = assemble(config, directory, console.say, self._listen)
+        self._fleet = self._parts.fleet
+        self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints)
         warm_start_s += self._parts.drafter_s
-        self._progress = Progress(
+        self._progress = Standing(
             step=0,
             cursor=self._parts.source.state(),
             seconds=0.0,
             warm_start_s=warm_start_s if warm_start_s > 1.0 else 0.0,
         )
         if checkpoint is not None:
-            restore(self._parts, checkpoint)
+            self._restore(checkpoint)
             kept = {name: checkpoint.state[name] for name in ("cursor", "seconds", "warm_start_s")}
-            self._progress = Progress(step=checkpoint.step, **kept)
+            self._progress = Standing(step=checkpoint.step, **kept)
         self._saved_step = self._progress.step
-        self._has_logged = False
         grader.wait_ready()
         last_step = None if checkpoint is None else checkpoint.step
         self._journal = Journal(config, run.path, last_step=last_step)
         console.say(
-            f"{config.model.path}: {sum(p.numel() for p in self._parts.policy.parameters()):,} "
-            f"parameters, {config.learner.loss}, {threads} threads, run directory {run.path}"
-            + (f", resumed after step {last_step}" if last_step is not None else "")
+            f"{config.model.path}: {self._fleet.num_parameters:,} parameters, "
+            f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
+            f"{run.path}" + (f", resumed after step {last_step}" if last_step is not None else "")
         )
         if dropped := self._parts.num_dropped:
             console.say(
@@ -120,9 +122,9 @@ class Trainer:
         """Step until all steps are done, evaluate, show the card."""
         try:
             with self._interruption:
-                publish(self._parts)
+                self.begin()
                 while self._progress.step < self._config.run.steps:
-                    self._progress = self._step(self._progress)
+                    self.advance()
                     self._checkpoint_if_due()
                 self._finish(self._evaluate())
                 return 0
@@ -133,12 +135,24 @@ class Trainer:
         except NonFiniteError as error:
             raise NonFiniteError(self._post_mortem(error)) from error
         finally:
-            self._journal.close()
+            self.close()
 
-    def _step(self, before: Progress) -> Progress:
-        """One step: write, grade, learn, publish."""
-        config, parts, step = self._config, self._parts, before.step + 1
+    def begin(self) -> None:
+        """Hand the policy to everybody who writes."""
+        self._fleet.publish()
+
+    def close(self) -> None:
+        """Write out what is pending and end the workers."""
+        self._journal.close()
+        self._fleet.close()
+        self._drafters.wait()
+
+    def advance(self) -> dict[str, float]:
+        """Make one step: write, grade, learn, publish; return its numbers."""
+        config, parts, before = self._config, self._parts, self._progress
+        step = before.step + 1
         evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
+        self._journal.trace(step, self._fleet.timeline())
         watch = Stopwatch()
         asked = ask_groups(
             parts.source.take(config.rollout.prompts_per_step),
@@ -147,49 +161,49 @@ class Trainer:
             sampling=parts.sampling,
         )
         with watch.section("rollout"):
-            completions, report, series = self._generate(f"step {step}", asked, TRAINING)
+            rolled = self._generate(f"step {step}", asked, TRAINING)
         with watch.section("reward"):
-            graded = self._grade(asked, completions)
+            graded = self._grade(asked, rolled.completions)
         groups = regroup(graded.rollouts)
-        learned = parts.learner.step(self._batches(groups))
+        learned = self._fleet.learn(self._batches(groups))
         with watch.section("publish"):
-            publish(parts)
+            self._fleet.publish()
+        with watch.section("drafter"):
+            self._fleet.offer_drafter()
         metrics = step_metrics(
-            rollout=report,
-            series=series,
-            completions=completions,
+            rollout=rolled.report,
+            series=rolled.series,
+            completions=rolled.completions,
             graded=graded,
             groups=groups,
             learned=learned,
             seconds=watch.lap(),
         )
-        costs = parts.engine.costs
-        self._journal.write(step, evaluated | metrics, graded.rollouts, costs)
-        self._console.step(step, config.run.steps, metrics, series)
-        return replace(before, step=step, cursor=parts.source.state())
+        self.timeline = timeline = self._fleet.timeline()
+        metrics |= timeline.metrics()
+        self._journal.write(step, evaluated | metrics, graded.rollouts, rolled.costs)
+        self._journal.log_workers(step, timeline, self._fleet.decisions)
+        self._console.step(step, config.run.steps, metrics, rolled.series)
+        self._progress = replace(before, step=step, cursor=parts.source.state())
+        return metrics
 
-    def _generate(
-        self, label: str, asked: Asked, kind: str
-    ) -> tuple[list[Completion], RolloutReport, RolloutSeries | None]:
+    def _generate(self, label: str, asked: Asked, kind: str) -> Rolled:
         """Write the completions; between two tokens is where a run may stop."""
         self._console.begin_rollout(label, len(asked.requests))
-        meter, log, engine = RolloutMeter(), RolloutLog(), self._parts.engine
-        costs = engine.costs
-        known = None if costs is None or self._has_logged else costs.numbers()
+        step = self._progress.step + 1
+        try:
+            rolled = self._fleet.rollout(step, asked.requests, trains=kind == TRAINING)
+        except Interrupted:
+            self._fleet.abandon()
+            raise
+        for logged in rolled.logged(step, kind):
+            self._journal.log(logged)
+        return rolled
 
-        def on_step(report: StepReport) -> None:
-            meter.add(report)
-            log.add(report)
-            self._console.rollout_step(report)
-            self._interruption.check()
-
-        with compute_threads(self._parts.rollout_threads):
-            completions = engine.generate(asked.requests, on_step)
-        if (series := log.series()) is not None:
-            step = self._progress.step + 1
-            self._journal.log(LoggedRollout(step=step, series=series, kind=kind, costs=known))
-            self._has_logged = True
-        return completions, meter.report(), series
+    def _listen(self, progress: Progress) -> None:
+        """Hear how a rollout goes on; here it may be interrupted."""
+        self._console.rollout_progress(progress)
+        self._interruption.check()
 
     def _grade(self, asked: Asked, completions: Sequence[Completion]) -> Graded:
         graded = self._grader.grade(list(zip(asked.prompts, completions, strict=True)))
@@ -232,8 +246,8 @@ class Trainer:
             seed=self._config.run.seed,
             sampling=self._parts.sampling,
         )
-        completions, _, _ = self._generate("held-out evaluation", asked, EVALUATION)
-        graded = self._grade(asked, completions)
+        rolled = self._generate("held-out evaluation", asked, EVALUATION)
+        graded = self._grade(asked, rolled.completions)
         mean = fmean(rollout.reward for rollout in graded.rollouts)
         self._console.say(
             f"held-out reward after step {self._progress.step}: {mean:.3f} "
@@ -241,6 +255,14 @@ class Trainer:
             + (f", {len(graded.failures)} ungraded)" if graded.failures else ")")
         )
         return {"eval/reward_mean": mean, "eval/failures": float(len(graded.failures))}
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Put learners, prompt source and drafter where they were when it was taken."""
+        learner = LearnerState(tensors=checkpoint.tensors(), numbers=checkpoint.state["learner"])
+        self._fleet.restore(checkpoint.policy, learner)
+        self._parts.source.restore(checkpoint.state["cursor"])
+        if self._fleet.published is not None and (kept := self._drafters.load(checkpoint.step)):
+            self._fleet.restore_drafter(kept)
 
     def _checkpoint_if_due(self) -> None:
         step = self._progress.step
@@ -252,16 +274,16 @@ class Trainer:
         progress = self._progress
         if progress.step == self._saved_step:
             return
-        learner = self._parts.learner.state()
+        learner = self._fleet.learner_state()
         state = {
             "cursor": dict(progress.cursor),
             "seconds": self._seconds(),
             "warm_start_s": progress.warm_start_s,
             "learner": dict(learner.numbers),
         }
-        self._run.save(
-            progress.step, lambda path: save_policy(self._parts, path), learner.tensors, state
-        )
+        self._run.save(progress.step, self._fleet.save_policy, learner.tensors, state)
+        if (drafter := self._fleet.drafter_state()) is not None:
+            self._drafters.save(progress.step, drafter)
         self._saved_step = progress.step
 
     def _seconds(self) -> float:

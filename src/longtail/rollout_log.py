@@ -5,8 +5,8 @@ they were made. The readings of the tuner's clock are kept to the last bit, and 
 were thought to cost when a sitting began: played back, they make the tuner decide again what it
 decided.
 
-    {"step": 3, "kind": "training", "costs": null, "seconds": [0.004, 0.007], "running": [64, 64],
-     "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],
+    {"step": 3, "kind": "training", "worker": 0, "costs": null, "seconds": [0.004, 0.007],
+     "running": [64, 64], "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],
      "readings": [[0.0041], [0.0004, 0.0031]],
      "switches": [[1, true, "predicted 1.21x of plain decoding at 64 running"]]}
 """
@@ -154,12 +154,15 @@ class LoggedRollout:
     """Of training; an evaluation belongs to the step that follows it."""
     series: RolloutSeries
     kind: str = TRAINING
+    worker: int = 0
+    """Of a training rollout, the worker that was done last comes last; its line is what is read."""
     costs: Mapping[str, Any] | None = None
     """What steps were thought to cost before a sitting's first rollout."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the line, all but its step."""
-        return {"kind": self.kind, "costs": self.costs, **self.series.as_json()}
+        first = {"kind": self.kind, "worker": self.worker, "costs": self.costs}
+        return {**first, **self.series.as_json()}
 
 
 def read_rollout(path: Path, step: int | None = None) -> LoggedRollout:

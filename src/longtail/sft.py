@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from longtail.assemble import TINY_REASONER, choose_device, set_threads
+from longtail.assemble import TINY_REASONER
 from longtail.checkpoint import Checkpoint, RunDirectory
 from longtail.config import SftConfig, dump
 from longtail.console import Console
+from longtail.device import choose_device, set_threads
 from longtail.errors import ConfigError
 from longtail.interrupt import Interrupted, Interruption
 from longtail.metrics import MetricWriter, open_writers

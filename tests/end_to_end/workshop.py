@@ -15,6 +15,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 CLOCKED = (
     *("timing_s/", "rollout/tokens_per_s", "rollout/tail_idle", "rollout/bookkeeping"),
     "speculation/",
+    "cluster/",
 )
 """Metrics that come from a clock, as what tuners decide; every other number is determined."""
 

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("tiny", "tiny.task", "tiny.tokenizer"),
         ),
     ),
-    ("machines", ("rl.learner", "engine.engine", "drafter.trainer")),
+    ("machines", ("rl.learner", "engine.engine", "drafter.trainer", "drafter.spot")),
     ("run files", ("configfile", "config", "drafter_config", "metrics", "checkpoint")),
     ("programs", ("*",)),
 )
@@ -46,7 +46,7 @@ DOORS = {
     "tomli_w": ("configfile",),
     "ctypes": ("model.*",),
     "pickle": ("rl.grader", "rl.grading"),  # over a pipe to their own processes, never a file
-    "ray": (),
+    "ray": ("cluster.ray_crew",),
     "triton": (),
 }
 """One door per heavy dependency."""

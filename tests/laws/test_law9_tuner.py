@@ -79,6 +79,24 @@ def test_a_shift_of_the_drafter_is_followed_both_ways(name, num):
         assert late > (1 - allowed) * oracle_rate(best, num), f"after the shift at {begin}"
 
 
+def test_a_drafter_that_was_changed_is_looked_at_at_once():
+    """Useless for so long that looks are rare, then swapped for a good one."""
+    tuner, swapped = BudgetTuner(), 3000
+
+    def running(step: int) -> int:
+        if step == swapped:
+            tuner.look_again()
+        return 4
+
+    run = simulate(
+        tuner,
+        steps=swapped + 300,
+        truth=lambda step: BAD if step < swapped else GOOD,
+        running=running,
+    )
+    assert run.rate(swapped + 100) > 0.97 * oracle_rate(GOOD, 4)
+
+
 def test_a_batch_that_shrinks_is_followed_at_once():
     """64 running, where drafting loses on this machine, down to 1, where it wins."""
 

@@ -4,23 +4,25 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, write_lines
-from longtail.assemble import (
-    Parts,
-    assemble,
-    model_directory,
-    publish,
-    restore,
-    save_policy,
-    set_threads,
-)
-from longtail.checkpoint import Checkpoint, RunDirectory
-from longtail.config import RunConfig, dump, load
+from longtail.assemble import Parts, assemble, model_directory
+from longtail.cluster.worker import Machines, Worker
+from longtail.config import RunConfig, load
+from longtail.device import set_threads
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from longtail.model import hf
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Family
 from longtail.rl.packing import pack_rollouts
-from longtail.types import Completion, FinishReason, Request, Rollout
+from longtail.types import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    TrainBatch,
+)
+from longtail.worker_parts import build_machines
 from tiny_models import tiny_model
 
 
@@ -37,9 +39,13 @@ def _assemble(workshop: Workshop, *words: str) -> Parts:
     return assemble(_config(workshop, *words), workshop.model)
 
 
-def _learn(parts: Parts) -> None:
-    """One update from a made-up rollout."""
-    prompt = parts.source.take(1)[0].prompt
+def _machines(workshop: Workshop, *words: str) -> Machines:
+    config = _config(workshop, *words)
+    return build_machines(config, workshop.model, _assemble(workshop, *words).limits)
+
+
+def _batch() -> TrainBatch:
+    """Cut from a made-up rollout."""
     completion = Completion(
         request_id="r",
         tokens=(7, 8, 9),
@@ -48,14 +54,14 @@ def _learn(parts: Parts) -> None:
         finish_reason=FinishReason.LENGTH,
         policy_version=0,
     )
+    prompt = Prompt(prompt_id="p", tokens=(3, 4, 5), text="")
     rollout = Rollout(prompt=prompt, completion=completion, reward=1.0)
-    batch = pack_rollouts([rollout], [1.0], sampling=parts.sampling, budget=100)
-    parts.learner.step([batch])
+    sampling = SamplingParams(max_tokens=16)
+    return pack_rollouts([rollout], [1.0], sampling=sampling, budget=100)
 
 
 def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
-    parts = _assemble(
-        workshop,
+    words = (
         "--rollout.top_p=0.9",
         "--rollout.temperature=0.7",
         "--rollout.stop=END",
@@ -64,17 +70,20 @@ def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
         "--rollout.dtype=float64",
         "--learner.dtype=float32",
     )
+    parts, machines = _assemble(workshop, *words), _machines(workshop, *words)
     assert parts.sampling.temperature == 0.7
     assert parts.sampling.top_p == 0.9
     assert parts.sampling.max_tokens == 16
     assert parts.sampling.stop == ("END",)
-    assert parts.sampling.stop_token_ids == parts.tokenizer.eos_ids == (1,)
-    assert parts.policy.dtype == torch.float32
+    assert parts.sampling.stop_token_ids == machines.tokenizer.eos_ids == (1,)
+    assert machines.policy.dtype == torch.float32
+    assert machines.engine.model.dtype == torch.float64
     # Three rows of the longest prompt, 8 tokens in the chat template, and 16 more: one block each.
-    assert parts.engine.kv_usage().total == 3 * 32
+    assert machines.engine.kv_usage().total == 3 * 32
     assert len(parts.source.take(8)) == 8
     assert [prompt.prompt_id for prompt in parts.heldout] == [f"prompts/{i}" for i in range(8, 12)]
     assert parts.num_dropped == 0
+    assert parts.fleet.num_parameters == sum(p.numel() for p in machines.policy.parameters())
 
 
 def test_held_out_problems_may_come_from_another_source(workshop: Workshop, tmp_path: Path) -> None:
@@ -108,16 +117,14 @@ def test_room_is_checked_against_the_longest_prompt_there_is_not_the_limit(
 
 
 def test_the_engine_has_weights_of_its_own(workshop: Workshop) -> None:
-    parts = _assemble(workshop)
-    before = parts.learner.weights()
-    _learn(parts)
-    assert parts.engine.policy_version == 0
-    publish(parts)
-    assert parts.engine.policy_version == 1
-    changed = [
-        n for n, t in parts.learner.weights().tensors.items() if not t.equal(before.tensors[n])
-    ]
-    assert changed
+    machines = _machines(workshop)
+    before = machines.learner.weights()
+    worker = Worker(machines)
+    worker.learn([_batch()])
+    assert machines.engine.policy_version == 0
+    assert worker.publish() == machines.engine.policy_version == 1
+    now = machines.learner.weights()
+    assert [name for name, t in now.tensors.items() if not t.equal(before.tensors[name])]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
@@ -128,85 +135,77 @@ def test_the_engine_writes_under_the_weights_that_were_published(
     hf.save_model(tiny_model(family, dtype=torch.float64), tmp_path, eos_ids=(1,))
     hf.load_tokenizer(workshop.model).save(tmp_path)
     words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--learner.learning_rate=0.1")
-    parts = assemble(_config(workshop, *words), tmp_path)
-    _learn(parts)
-    publish(parts)
+    config = _config(workshop, *words)
+    parts = assemble(config, tmp_path)
+    machines = build_machines(config, tmp_path, parts.limits)
+    worker = Worker(machines)
+    worker.learn([_batch()])
+    worker.publish()
     prompt = parts.heldout[0]
     request = Request(
         request_id="r", prompt_tokens=prompt.tokens, noise_key=5, sampling=parts.sampling
     )
-    (completion,) = parts.engine.generate([request])
+    (completion,) = worker.generate([request]).completions
     tokens = (*prompt.tokens, *completion.tokens)
+    policy = machines.policy
     with torch.no_grad():
-        hidden = parts.policy(
+        hidden = policy(
             torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention((0, len(tokens)))
         )
-        scores = parts.policy.logits(hidden).log_softmax(-1)
+        scores = policy.logits(hidden).log_softmax(-1)
     start = len(prompt.tokens)
     expected = [scores[start + i - 1, t].item() for i, t in enumerate(completion.tokens)]
     assert completion.logprobs == pytest.approx(expected, abs=1e-9)
 
 
 def test_broken_weights_are_not_published(workshop: Workshop) -> None:
-    parts = _assemble(workshop)
+    machines = _machines(workshop)
     with torch.no_grad():
-        parts.policy.layers[1].feed_forward.down.weight[0, 0] = float("inf")
+        machines.policy.layers[1].feed_forward.down.weight[0, 0] = float("inf")
     with pytest.raises(NonFiniteError, match=r"layers\.1\.feed_forward\.down\.weight .*version 0"):
-        publish(parts)
+        Worker(machines).publish()
 
 
 def test_what_is_restored_goes_on_as_the_saved_one_would(
     workshop: Workshop, tmp_path: Path
 ) -> None:
     words = ("--learner.kl_coef=0.5", "--learner.weight_decay=0.1")
-    parts = _assemble(workshop, *words)
-    _learn(parts)
-    checkpoint = _save(parts, tmp_path)
-    again = _assemble(workshop, *words)
-    restore(again, checkpoint)
-    for each in (parts, again):
-        _learn(each)
-    ours, theirs = parts.learner.weights(), again.learner.weights()
+    machines = _machines(workshop, *words)
+    worker = Worker(machines)
+    worker.learn([_batch()])
+    worker.save_policy(tmp_path)
+    again = _machines(workshop, *words)
+    Worker(again).restore_saved(tmp_path, machines.learner.state())
+    for each in (machines, again):
+        each.learner.step([_batch()])
+    ours, theirs = machines.learner.weights(), again.learner.weights()
     assert ours.version == theirs.version == 2
     assert all(tensor.equal(theirs.tensors[name]) for name, tensor in ours.tensors.items())
-    assert parts.source.state() == again.source.state()
 
 
-def _save(parts: Parts, path: Path) -> Checkpoint:
-    learner = parts.learner.state()
-    with RunDirectory(path) as run:
-        run.start(dump(RunConfig()), resume=True)
-        return run.save(
-            1,
-            lambda place: save_policy(parts, place),
-            learner.tensors,
-            {"learner": dict(learner.numbers), "cursor": parts.source.state()},
-        )
-
-
-def test_a_checkpoint_of_another_model_or_other_data_is_refused(
-    workshop: Workshop, tmp_path: Path
-) -> None:
-    parts = _assemble(workshop)
-    _learn(parts)
-    checkpoint = _save(parts, tmp_path / "run")
-    with pytest.raises(DataError, match="the checkpoint was made with"):
-        restore(_assemble(workshop, "--data.heldout_size=5"), checkpoint)
+def test_a_checkpoint_of_another_model_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    hf.save_model(tiny_model("llama"), other, eos_ids=parts.tokenizer.eos_ids)
-    parts.tokenizer.save(other)
+    machines = _machines(workshop)
+    hf.save_model(tiny_model("llama"), other, eos_ids=machines.tokenizer.eos_ids)
+    machines.tokenizer.save(other)
     with pytest.raises(CheckpointError, match="another model"):
-        restore(assemble(_config(workshop), other), checkpoint)
+        Worker(machines).restore_saved(other, machines.learner.state())
+
+
+def test_a_cursor_of_other_data_is_refused(workshop: Workshop) -> None:
+    cursor = _assemble(workshop).source.state()
+    with pytest.raises(DataError, match="the checkpoint was made with"):
+        _assemble(workshop, "--data.heldout_size=5").source.restore(cursor)
 
 
 def test_a_saved_policy_brings_its_tokenizer_and_its_end_tokens(
     workshop: Workshop, tmp_path: Path
 ) -> None:
-    parts = _assemble(workshop)
-    save_policy(parts, tmp_path)
+    machines = _machines(workshop)
+    Worker(machines).save_policy(tmp_path)
     saved = hf.load_tokenizer(tmp_path)
-    assert saved.eos_ids == parts.tokenizer.eos_ids
-    assert saved.chat([{"role": "user", "content": "7"}]) == parts.tokenizer.chat(
+    assert saved.eos_ids == machines.tokenizer.eos_ids
+    assert saved.chat([{"role": "user", "content": "7"}]) == machines.tokenizer.chat(
         [{"role": "user", "content": "7"}]
     )
 

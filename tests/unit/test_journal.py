@@ -86,7 +86,8 @@ def test_a_run_without_speculation_has_none_of_its_files(tmp_path: Path) -> None
     journal = Journal(RunConfig(), tmp_path, last_step=None)
     journal.write(1, {}, [ROLLOUT])
     journal.close()
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "rollouts.jsonl"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"metrics.jsonl", "rollouts.jsonl", "trace.json"}
 
 
 def test_what_speculation_did_is_a_line_a_step_and_what_it_costs_is_the_newest(

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from longtail.assemble import DTYPES, TINY_REASONER, model_directory
+from longtail.assemble import TINY_REASONER, model_directory
 from longtail.bench import grown, textmodel
 from longtail.bench.coupling import answer
 from longtail.bench.rollout_cells import Subject
 from longtail.bench.rollout_setting import Setting
+from longtail.device import DTYPES
 from longtail.drafter.checkpoint import load_drafter
 from longtail.drafter.eagle import EagleLayer
 from longtail.drafter.eagle_drafter import EagleDrafter

@@ -9,7 +9,7 @@ The embedding and the LM head are the target's own modules, so they follow every
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longtail.drafter.eagle import EagleLayer
 from longtail.drafter.eagle_walker import EagleParts, EagleWalker
+from longtail.drafter.weights import lay_into
 from longtail.drafter.windows import Windows
 from longtail.model import native
 from longtail.model.draft import ChainKernel, ChainRound, Chains, ChainWeights
@@ -48,13 +49,8 @@ class EagleDrafter(Drafter):
         draft_ids: Int[Tensor, "draft_vocab"] | None = None,
         window: int | None = None,
     ) -> None:
-        layer.fold()
-        config = layer.config
-        self._layer, self._target, self._draft_ids = (
-            layer.to(target.dtype).eval(),
-            target,
-            draft_ids,
-        )
+        self._config = config = layer.config
+        self._target, self._draft_ids = target, draft_ids
         self._window = config.window if window is None else window
         self.windows = Windows(
             window=self._window,
@@ -67,7 +63,7 @@ class EagleDrafter(Drafter):
         )
         self._curve = ConfidenceCurve()
         self._forward_s = 0.0
-        self._layer.pack()
+        self._layer = self._prepared(layer)
         self._head = target.head
         self.refresh()
 
@@ -90,6 +86,30 @@ class EagleDrafter(Drafter):
             head.weight.data = self._target.head.weight[self._draft_ids]
             head.pack()
             self._head = head
+        self._forget_kernel()
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on with other weights, as training keeps them; CheckpointError if misshapen.
+
+        At any moment between two calls: requests in progress are drafted for at once, as if they
+        had been seen by a drafter that always had these weights. Confidences are kept, for they
+        are learned anew soon enough. The target is not touched.
+        """
+        dtype = next(iter(weights.values())).dtype if weights else self._layer.dtype
+        layer = EagleLayer(self._config).to(self._target.device, dtype)
+        lay_into(layer, weights)
+        self._layer = self._prepared(layer)
+        self.windows.restart()
+        self._forget_kernel()
+
+    def _prepared(self, layer: EagleLayer) -> EagleLayer:
+        """Make a layer that was trained ready to draft, in the target's dtype."""
+        layer.fold()
+        layer.to(self._target.dtype).eval()
+        layer.pack()
+        return layer
+
+    def _forget_kernel(self) -> None:
         # Made when first needed: the target may be packed only then.
         self._kernel: ChainKernel | None = None
         self._has_kernel: bool | None = None

@@ -9,7 +9,7 @@ the batch is cut into micro-batches cannot change the gradient. Where texts come
 the drafter is kept, is the caller's business.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -29,7 +29,8 @@ from longtail.drafter.loss import (
     score_rows,
 )
 from longtail.drafter.unroll import Pairs, unroll
-from longtail.errors import CheckpointError, DataError, NonFiniteError
+from longtail.drafter.weights import lay_into, own_tensors, require_own
+from longtail.errors import DataError, NonFiniteError
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
 from longtail.rl.muon import MuonOptimizer
@@ -154,6 +155,17 @@ class DrafterTrainer:
 
     def step(self, batch: Sequence[PackedSequences]) -> TrainerReport:
         """Make one update on a batch of micro-batches."""
+        report = self.try_step(batch, _never)
+        assert report is not None, "nobody stops it"
+        return report
+
+    def try_step(
+        self, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
+    ) -> TrainerReport | None:
+        """Make one update, or none: `stopped` is asked before every micro-batch and the update.
+
+        Once it says True nothing has changed, and None is returned.
+        """
         counts = self._counts(batch, self._settings.unroll_steps)
         if 0 in counts:
             raise DataError(
@@ -163,6 +175,9 @@ class DrafterTrainer:
         loss, scores = 0.0, torch.zeros(3, len(counts), dtype=torch.float64)
         try:
             for packed in batch:
+                if stopped():
+                    self._optimizer.discard()
+                    return None
                 sums = self._forward(packed, counts)
                 if sums is None:
                     continue
@@ -173,6 +188,9 @@ class DrafterTrainer:
                 torch.autograd.backward(sums.loss)
                 loss += float(sums.loss.detach())
                 scores += sums.scores
+            if stopped():
+                self._optimizer.discard()
+                return None
             update = self._optimizer.update(self._steps)
         except NonFiniteError:
             self._optimizer.discard()
@@ -194,11 +212,24 @@ class DrafterTrainer:
 
         Depths that no text reaches are left out.
         """
+        depths = self.try_evaluate(batch, _never, num_depths)
+        assert depths is not None, "nobody stops it"
+        return depths
+
+    def try_evaluate(
+        self,
+        batch: Sequence[PackedSequences],
+        stopped: Callable[[], bool],
+        num_depths: int | None = None,
+    ) -> DepthReport | None:
+        """Measure as `evaluate` does; None once `stopped` says so, asked before micro-batches."""
         counts = self._counts(batch, num_depths or self._settings.unroll_steps)
         counts = counts[: counts.index(0)] if 0 in counts else counts
         scores = torch.zeros(3, len(counts), dtype=torch.float64)
         with torch.no_grad():
             for packed in batch:
+                if stopped():
+                    return None
                 sums = self._forward(packed, counts)
                 if sums is not None:
                     scores += sums.scores
@@ -206,25 +237,31 @@ class DrafterTrainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy everything that learning changes: the drafter and the optimizer's moments."""
-        weights = {n: p.detach().clone() for n, p in self._layer.named_parameters()}
-        return {_LAYER + name: tensor for name, tensor in weights.items()} | {
+        return {_LAYER + name: tensor for name, tensor in self.weights().items()} | {
             _OPTIMIZER + name: tensor for name, tensor in self._optimizer.tensors().items()
         }
 
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
         """Go on exactly where `steps` updates had led; CheckpointError if of another drafter."""
-        parameters = dict(self._layer.named_parameters())
-        for name, parameter in parameters.items():
-            saved = tensors.get(_LAYER + name)
-            if saved is None or saved.shape != parameter.shape:
-                raise CheckpointError(f"state of another drafter: {name} is missing or misshapen")
+        own = {n.removeprefix(_LAYER): t for n, t in tensors.items() if n.startswith(_LAYER)}
+        require_own(self._layer, own)
         self._optimizer.load(
             {n.removeprefix(_OPTIMIZER): t for n, t in tensors.items() if n.startswith(_OPTIMIZER)}
         )
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors[_LAYER + name])
+        lay_into(self._layer, own)
         self._steps = steps
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copy the drafter's parameters."""
+        return own_tensors(self._layer)
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from other parameters with the same moments; CheckpointError if misshapen."""
+        lay_into(self._layer, weights)
+
+    def restart(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin anew: other parameters, no moments, no steps; CheckpointError if misshapen."""
+        self.restore(0, {_LAYER + name: tensor for name, tensor in weights.items()})
 
     def _counts(self, batch: Sequence[PackedSequences], num_depths: int) -> list[int]:
         """Rows that are learned at each depth, over the whole batch."""
@@ -289,6 +326,10 @@ class DrafterTrainer:
             scores = torch.stack((rows.agreement, rows.overlap, rows.cross_entropy))
             sums = (scores * exist).sum(-1, dtype=torch.float64).cpu()
         return _Sums(loss, sums)
+
+
+def _never() -> bool:
+    return False
 
 
 def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer | MuonOptimizer:

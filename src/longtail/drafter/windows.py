@@ -105,6 +105,11 @@ class Windows:
             self.forget(request_id)
         self._prompts.clear()
 
+    def restart(self) -> None:
+        """Drop keys and values: the drafter's weights are others; the target's features stand."""
+        for window in self._of.values():
+            window.done = 0
+
     def observe(self, seen: Sequence[Seen], features: Float[Tensor, "tokens features"]) -> None:
         """Append the features of what was seen, all rows at once."""
         sources: list[int] = []

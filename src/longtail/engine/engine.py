@@ -93,6 +93,11 @@ class RolloutEngine:
         """The weights that generate, for drafters to refer to; only `pull` changes them."""
         return self._model
 
+    def look_again(self) -> None:
+        """Have drafting tried anew, since a drafter was changed; no token depends on it."""
+        if self._speculator is not None:
+            self._speculator.look_again()
+
     @property
     def speculation(self) -> Speculation | None:
         """How the engine speculates now."""
@@ -116,6 +121,13 @@ class RolloutEngine:
     def is_unfinished(self, request_id: str) -> bool:
         """Tell whether the request waits or runs."""
         return request_id in self._active
+
+    def unfinished(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Copy what is in progress: id, all tokens so far, prompt length. Any thread may ask."""
+        return [
+            (request_id, tuple(active.tokens), active.prompt_len)
+            for request_id, active in list(self._active.items())
+        ]
 
     def kv_usage(self) -> KVUsage:
         """Count tokens of KV memory."""

@@ -1,6 +1,7 @@
 """What a rollout cost and where its time went, counted step by step."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
 from longtail.types import Completion
 
@@ -132,6 +133,37 @@ class RolloutReport:
         """Share of the engine's places that stood empty while the longest completions went on."""
         capacity = self.max_running * self.seconds
         return 1 - self.running_s / capacity if capacity else 0.0
+
+
+def together(reports: Sequence[RolloutReport], seconds: float) -> RolloutReport:
+    """Sum up one rollout by several engines at once, which took so long in all.
+
+    Counts and places are those of all; times of a part of the work are the mean engine's, so that
+    they are shares of `seconds`.
+    """
+
+    def mean(name: str) -> float:
+        return sum(asdict(report)[name] for report in reports) / len(reports)
+
+    def total(name: str) -> int:
+        return sum(asdict(report)[name] for report in reports)
+
+    return RolloutReport(
+        seconds=seconds,
+        forward_s=mean("forward_s"),
+        sample_s=mean("sample_s"),
+        draft_s=mean("draft_s"),
+        draft_forward_s=mean("draft_forward_s"),
+        tuner_s=mean("tuner_s"),
+        running_s=sum(report.running_s for report in reports),
+        num_steps=total("num_steps"),
+        num_generated=total("num_generated"),
+        num_computed=total("num_computed"),
+        num_drafted=total("num_drafted"),
+        num_accepted=total("num_accepted"),
+        num_verified=total("num_verified"),
+        max_running=total("max_running"),
+    )
 
 
 @dataclass(slots=True)

@@ -142,6 +142,11 @@ class Speculator:
         for drafter in self.speculation.drafters:
             drafter.refresh()
 
+    def look_again(self) -> None:
+        """Note that a drafter was changed: it may be worth what it was not."""
+        self._repeats = 0
+        self.speculation.tuner.look_again()
+
     def rest(self) -> None:
         """Note that nothing is in progress."""
         if self._drafts:

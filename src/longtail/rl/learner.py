@@ -6,9 +6,13 @@ rollouts come from, who reads its weights, or where a checkpoint lies.
     step([batch, ...]):   old logprobs ---> for each mini-batch: [micro-batches: forward, backward]
                           (a pass of its own      `-> optimizer update            version + 1
                           if several updates)
+
+In a team every member is given the same batches, computes its share of the micro-batches, and makes
+the update of the whole batch: gradients are summed, so that weights stay the same bits everywhere.
 """
 
 import copy
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +22,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.errors import CheckpointError, ConfigError, NonFiniteError
+from longtail.errors import CheckpointError, ConfigError, NonFiniteError, TeamError
 from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
 from longtail.rl.optim import Optimizer, OptimizerSettings
 from longtail.rl.packing import moved
 from longtail.rl.tally import LearnerReport, Tally
+from longtail.rl.team import ALONE, Team, spread, sum_gradients
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
 
 
@@ -64,11 +69,14 @@ class Learner:
 
     Lifecycle: construct with the *initial* weights (they are the KL reference), `restore` if the
     run goes on from a checkpoint, then `step` and `weights` in turn. An update whose loss or
-    gradient is not finite is not made and raises NonFiniteError; earlier updates of the same step,
-    if it has several, stand.
+    gradient is not finite is not made and raises NonFiniteError, on all members of the team;
+    earlier updates of the same step, if it has several, stand. A step that loses its team raises
+    TeamError and changes nothing: `join` another team and make it again.
     """
 
-    def __init__(self, model: Transformer, settings: LearnerSettings) -> None:
+    def __init__(
+        self, model: Transformer, settings: LearnerSettings, *, team: Team = ALONE
+    ) -> None:
         if settings.loss not in LOSSES:
             raise ConfigError(
                 f"learner.loss = {settings.loss!r}: it must be one of {', '.join(LOSSES)}"
@@ -78,7 +86,7 @@ class Learner:
                 f"learner.autocast = true with {model.dtype} weights: it needs float32"
             )
         self._model = model.requires_grad_(True)
-        self._settings = settings
+        self._settings, self._team = settings, team
         self._spec = LOSSES[settings.loss]
         self._optimizer = Optimizer(model, settings.optimizer)
         self._reference = (
@@ -103,42 +111,79 @@ class Learner:
         batches = [batch for batch in batches if batch.num_generated]
         for batch in batches:
             _refuse_greedy(batch.sampling)
+        undo = (self.state(), self.weights()) if self._team.size > 1 < len(batches) else None
         tally = Tally()
-        several = len(batches) > 1
-        old = [self._old_logprobs(batch, tally) if several else None for batch in batches]
-        for batch, logprobs in zip(batches, old, strict=True):
-            self._update(batch, logprobs, tally)
+        try:
+            self._updates(batches, tally)
+        except TeamError:
+            if undo is not None:
+                self.restore(undo[0], undo[1].tensors)
+            raise
         self._version += 1
         return tally.report(self._version, batches)
 
-    def _old_logprobs(self, batch: TrainBatch, tally: Tally) -> list[Tensor]:
-        """Score every micro-batch under the policy before this step's first update."""
+    def _updates(self, batches: Sequence[TrainBatch], tally: Tally) -> None:
+        several = len(batches) > 1
+        old = [self._old_logprobs(batch, tally) if several else None for batch in batches]
+        try:
+            for index, batch in enumerate(batches):
+                self._gradient(batch, old[index], tally)
+                if index == len(batches) - 1:
+                    # NOTE: before the last update, so that whoever loses the team here, too, has
+                    # not made a step that others lack.
+                    tally.pool(self._team)
+                start = self._now()
+                update = self._optimizer.update(self._version)
+                tally.update_seconds += self._now() - start
+                tally.grad_norms.append(update.grad_norm)
+                tally.learning_rate = update.learning_rate
+        finally:
+            self._optimizer.discard()  # what a failure left behind
+
+    def _share(self, batch: TrainBatch) -> tuple[int, ...]:
+        """Which micro-batches are this member's."""
+        tokens = [one.packed.num_tokens for one in batch.micro_batches]
+        return spread(tokens, self._team.size)[self._team.rank]
+
+    def _old_logprobs(self, batch: TrainBatch, tally: Tally) -> dict[int, Tensor]:
+        """Score this member's micro-batches under the policy before this step's first update."""
         start = self._now()
         with torch.no_grad():
-            scores = [self._score(one.packed, batch.sampling) for one in batch.micro_batches]
+            logprobs = {
+                index: self._score(batch.micro_batches[index].packed, batch.sampling).logprobs
+                for index in self._share(batch)
+            }
         tally.logprob_seconds += self._now() - start
-        return [one.logprobs for one in scores]
+        return logprobs
 
-    def _update(self, batch: TrainBatch, old: list[Tensor] | None, tally: Tally) -> None:
-        """Accumulate the gradient of one mini-batch and apply it."""
+    def _gradient(self, batch: TrainBatch, old: dict[int, Tensor] | None, tally: Tally) -> None:
+        """Accumulate the gradient of this member's share, then of everyone's."""
+        share = self._share(batch)
+        failure: NonFiniteError | None = None
         try:
-            for index, micro_batch in enumerate(batch.micro_batches):
+            for index in share:
                 start = self._now()
                 before = None if old is None else old[index]
-                output = self._loss(batch, micro_batch, before, tally)
+                output = self._loss(batch, batch.micro_batches[index], before, tally)
                 self._refuse_non_finite(output.loss, index)
                 forwarded = self._now()
                 torch.autograd.backward(output.loss)
                 tally.logprob_seconds += forwarded - start
                 tally.update_seconds += self._now() - forwarded
-            start = self._now()
-            update = self._optimizer.update(self._version)
-        except NonFiniteError:
-            self._optimizer.discard()
-            raise
+        except NonFiniteError as error:
+            failure = error
+        start = self._now()
+        void = sum_gradients(
+            self._team, self._model, computed=bool(share), void=failure is not None
+        )
         tally.update_seconds += self._now() - start
-        tally.grad_norms.append(update.grad_norm)
-        tally.learning_rate = update.learning_rate
+        if failure is not None:
+            raise failure
+        if void:
+            raise NonFiniteError(
+                f"step {self._version}: the loss is not finite on members {void} of the team; "
+                "no update was made"
+            )
 
     def _loss(
         self, batch: TrainBatch, micro_batch: MicroBatch, old: Tensor | None, tally: Tally
@@ -213,6 +258,18 @@ class Learner:
             version=self._version,
             tensors={n: p.detach().clone() for n, p in self._model.named_parameters()},
         )
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the present weights: their names, shapes and bytes."""
+        digest = hashlib.sha256()
+        for name, parameter in self._model.named_parameters():
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+            digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def join(self, team: Team) -> None:
+        """Step with another team from now on."""
+        self._team = team
 
     def state(self) -> LearnerState:
         """Copy everything but the weights that the next step depends on."""

@@ -6,8 +6,11 @@ Counts are kept as plain floats across micro-batches and mini-batches; nothing h
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from longtail.rl.logprobs import TokenScores
 from longtail.rl.loss import LossInputs, LossOutput
+from longtail.rl.team import Team
 from longtail.types import TrainBatch
 
 
@@ -16,6 +19,7 @@ class LearnerReport:
     """What one step did. Means are over generated tokens, or over updates where there are several.
 
     The rollout gap compares the learner's logprobs before the update with the rollout engine's.
+    All members of a team report the same, of the whole batch; only seconds may differ.
     """
 
     step: int
@@ -105,6 +109,24 @@ class Tally:
         self.ratio += ratio.sum().item()
         self.ratio_min = min(self.ratio_min, ratio.min().item())
         self.ratio_max = max(self.ratio_max, ratio.max().item())
+
+    def pool(self, team: Team) -> None:
+        """Take in what every other member counted: sums add up, and extremes are of all members.
+
+        Seconds become the slowest member's. Gradient norms and the rate are the same for all.
+        """
+        sums = [self.loss, self.entropy, self.clipped, self.capped]
+        sums += [self.old_kl, self.reference_kl, self.gap, self.ratio]
+        most = [self.gap_max, self.ratio_max, -self.ratio_min]
+        most += [self.logprob_seconds, self.update_seconds]
+        rows = torch.zeros(team.size, len(sums) + len(most), dtype=torch.float64)
+        rows[team.rank] = torch.tensor([*sums, *most], dtype=torch.float64)
+        team.sum([rows])  # all other rows are zeros here: now everyone has all of them
+        sums, most = rows[:, : len(sums)].sum(0).tolist(), rows[:, len(sums) :].amax(0).tolist()
+        self.loss, self.entropy, self.clipped, self.capped = sums[:4]
+        self.old_kl, self.reference_kl, self.gap, self.ratio = sums[4:]
+        self.gap_max, self.ratio_max, self.ratio_min = most[0], most[1], -most[2]
+        self.logprob_seconds, self.update_seconds = most[3:]
 
     def report(self, version: int, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Turn sums into means; a step that had nothing to learn reports zeros and a ratio of 1."""

@@ -195,7 +195,7 @@ class BudgetTuner(Tuner):
         if not outcome.asked:
             return
         came, expected = outcome.num_accepted, self._expecting
-        again = came > max(1.0, _SURPRISE * self._luck * expected)
+        again = came > max(1.0, _SURPRISE * min(self._luck, 1.0) * expected)
         fades = _FADES_AT_A_LOOK if outcome.plan.is_probe else _FADES
         self._came = fades * self._came + came
         self._expected = fades * self._expected + expected
@@ -204,6 +204,11 @@ class BudgetTuner(Tuner):
         self._decide(outcome.batch)
         if not self._drafting:
             self._wait = 1 if again else min(max(2 * self._wait, _WAIT), _LONGEST_WAIT)
+
+    def look_again(self) -> None:
+        """Expect of the drafts what their confidences say, and look at drafting at once."""
+        self._expected = self._came = 0.0
+        self._waited = self._wait = _WAIT
 
     def _decide(self, batch: Batch) -> None:
         """Compare all teams with plain decoding."""

@@ -41,6 +41,9 @@ class Tuner(abc.ABC):
     def learn(self, outcome: Outcome) -> None:  # noqa: B027
         """Take note of how a step went, drafted or not."""
 
+    def look_again(self) -> None:  # noqa: B027
+        """Take note that a drafter was changed: what is known of it may be untrue."""
+
 
 PLAIN = Plan(strategy=None)
 

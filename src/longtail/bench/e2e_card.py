@@ -1,0 +1,98 @@
+"""How `longtail bench e2e` shows its arms: tables for people, one object for programs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from longtail.bench.e2e_arms import OFF, ArmResult, differing_share
+from longtail.bench.e2e_setting import Setting
+from longtail.bench.report import Spread, ratios
+
+Table = tuple[str, tuple[str, ...], list[list[str]]]
+_PARTS = ("rollout", "reward", "logprob", "update", "publish", "drafter")
+
+
+def tables(setting: Setting, found: Mapping[str, ArmResult]) -> list[Table]:
+    """Return the comparison, and where the time of a step went."""
+    steps = f"{setting.workers} workers x 1 thread, {setting.steps} steps in turn"
+    return [
+        (
+            f"Training end to end, {steps}; median (lowest-highest) over steps",
+            ("arm", "step, x of off", "rollout, x of off", "accept", "harvested", "texts differ"),
+            [_row(name, found) for name in found],
+        ),
+        (
+            "Seconds of a step, medians",
+            ("arm", *_PARTS, "step", "stolen s"),
+            [_parts(name, result) for name, result in found.items()],
+        ),
+    ]
+
+
+def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
+    """Return every figure."""
+    off = found[OFF]
+    others = {name: result for name, result in found.items() if name != OFF}
+    step = {name: _speedup(off, result, "step") for name, result in others.items()}
+    rollout = {name: _speedup(off, result, "rollout") for name, result in others.items()}
+    spot = found.get("spot")
+    stolen = [] if spot is None else spot.column("cluster/stolen_s")
+    return {
+        "bench": "e2e",
+        "workers": setting.workers,
+        "steps": setting.steps,
+        "step_speedup": {name: spread.numbers() for name, spread in step.items()},
+        "rollout_speedup": {name: spread.numbers() for name, spread in rollout.items()},
+        "differing_share": {name: differing_share(off, each) for name, each in others.items()},
+        "rewards_agree": all(
+            each.column("reward/mean") == off.column("reward/mean") for each in others.values()
+        ),
+        "harvested_share": None if spot is None else _median(spot, "cluster/harvested_share"),
+        "stolen_share": None if spot is None else _median(spot, "cluster/stolen_share"),
+        "stop_latency_s": {"median": _median_of(stolen), "max": max(stolen, default=0.0)},
+        "accept_length": {
+            name: each.column("speculation/accept_length") for name, each in others.items()
+        },
+        "reward": {name: each.column("reward/mean") for name, each in found.items()},
+        "step_s": {name: each.column("timing_s/step") for name, each in found.items()},
+        "rollout_s": {name: each.column("timing_s/rollout") for name, each in found.items()},
+        "idle_share": {name: _idle(each) for name, each in found.items()},
+    }
+
+
+def _row(name: str, found: Mapping[str, ArmResult]) -> list[str]:
+    off, own = found[OFF], found[name]
+    accept = _median(own, "speculation/accept_length")
+    return [
+        name,
+        _speedup(off, own, "step").text(),
+        _speedup(off, own, "rollout").text(),
+        f"{accept:.2f}" if accept else "",
+        f"{_median(own, 'cluster/harvested_share'):.0%}",
+        f"{differing_share(off, own):.2%}",
+    ]
+
+
+def _parts(name: str, result: ArmResult) -> list[str]:
+    seconds = [_median(result, f"timing_s/{part}") for part in (*_PARTS, "step")]
+    stolen = _median(result, "cluster/stolen_s")
+    return [name, *(f"{second:.2f}" for second in seconds), f"{stolen:.3f}"]
+
+
+def _speedup(off: ArmResult, own: ArmResult, part: str) -> Spread:
+    return ratios(off.column(f"timing_s/{part}"), own.column(f"timing_s/{part}"))
+
+
+def _median(result: ArmResult, name: str) -> float:
+    return _median_of(result.column(name))
+
+
+def _median_of(values: list[float]) -> float:
+    return Spread.of(values).median if values else 0.0
+
+
+def _idle(result: ArmResult) -> float:
+    """Share of the workers' time in which they neither generated nor learned nor trained."""
+    names = ("generating", "idle", "spot", "learning")
+    sums = {name: sum(result.column(f"cluster/{name}_s")) for name in names}
+    total = sum(sums.values())
+    return (sums["idle"] + sums["spot"]) / total if total else 0.0

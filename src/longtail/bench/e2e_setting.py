@@ -1,0 +1,68 @@
+"""Options of `longtail bench e2e` and what they mean, without torch."""
+
+import argparse
+from dataclasses import dataclass
+
+from longtail.errors import ConfigError
+
+_ARMS = ("off", "history", "frozen", "serial", "spot", "cold")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is measured.
+
+    Example: Setting(arms=("off", "spot"), workers=2, steps=20, words=("--run.threads=1",))
+    """
+
+    arms: tuple[str, ...]
+    workers: int
+    steps: int
+    words: tuple[str, ...]
+    """Of the configuration, the same for all arms."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--arms", metavar="A,B", help=f"of {', '.join(_ARMS)} (default: all of them)")
+    add("--steps", metavar="N", type=int, help="training steps of every arm (default 20)")
+    add("--workers", metavar="N", type=int, default=2, help="worker processes (default 2)")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="(default float32)")
+    add("--drafter", metavar="DIR", help="of frozen, serial, spot (default: the model's own)")
+    add("--learning-rate", metavar="X", type=float, default=3e-4, help="policy's (default 3e-4)")
+    add("--plot", metavar="FILE", help="draw the last step of off and spot (PNG)")
+    add("--quick", action="store_true", help="2 steps of 16 completions, off and spot")
+    add("--json", action="store_true", help="print the JSON line only")
+
+
+def read_setting(args: argparse.Namespace) -> Setting:
+    """Check the options; ConfigError names the one that is wrong."""
+    arms = tuple((args.arms or ("off,spot" if args.quick else ",".join(_ARMS))).split(","))
+    for name in arms:
+        if name not in _ARMS:
+            raise ConfigError(f"--arms: {name!r} is not one of {', '.join(_ARMS)}")
+    if arms[0] != "off":
+        raise ConfigError(f"--arms = {args.arms!r}: off comes first, all others are compared to it")
+    steps = args.steps or (2 if args.quick else 20)
+    for option, value in (("--steps", steps), ("--workers", args.workers)):
+        if value < 1:
+            raise ConfigError(f"{option} = {value}: it must be at least 1")
+    words = [
+        f"--cluster.workers={args.workers}",
+        "--run.threads=1",
+        f"--run.steps={steps}",
+        "--run.checkpoint_every=1000000",
+        "--data.shuffle=false",
+        "--data.heldout_size=0",
+        "--rollout.max_running=128",
+        f"--rollout.dtype={args.dtype}",
+        f"--learner.dtype={args.dtype}",
+        f"--learner.learning_rate={args.learning_rate}",
+        "--learner.tokens_per_micro_batch=3072",
+    ]
+    if args.drafter:
+        words.append(f"--speculation.drafter={args.drafter}")
+    if args.quick:
+        words += ["--rollout.prompts_per_step=2", "--rollout.max_tokens=256"]
+    return Setting(arms=arms, workers=args.workers, steps=steps, words=tuple(words))

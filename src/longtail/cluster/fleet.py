@@ -1,0 +1,337 @@
+"""All workers as one: what the loop rolls out, learns and publishes with.
+
+    rollout(step, requests) -> Rolled          shards, spot training, offers
+    learn(batches) -> LearnerReport            one update, everybody's share of it
+    publish()                                  learner -> engine on every worker; then the drafter
+
+Losing a worker costs time, never a text, a gradient or an update: what it was doing is done again.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+from torch import Tensor
+
+from longtail.cluster.crew import Crew, Ended
+from longtail.cluster.harvest import Harvest
+from longtail.cluster.placement import LengthBook
+from longtail.cluster.publisher import Decision, Publisher
+from longtail.cluster.rollout import Rolled, Rollout
+from longtail.cluster.roster import State
+from longtail.cluster.shift import Shift
+from longtail.cluster.timeline import Mark, Timeline
+from longtail.cluster.worker import Progress, Worker
+from longtail.drafter.buffer import DrafterBuffer
+from longtail.drafter.weights import DrafterWeights
+from longtail.errors import CheckpointError, ClusterError, TeamError
+from longtail.rl.learner import LearnerState
+from longtail.rl.tally import LearnerReport
+from longtail.types import Request, TrainBatch
+
+Training = Literal["spot", "serial", "never"]
+_ATTEMPTS = 4
+"""At what several do together: a loss undoes it for all."""
+_SERIAL_SHARE = 0.1
+"""Of the rollout's time: training after it, where that is asked for."""
+_DRAFTER, _BUFFER = "drafter/", "buffer/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """How workers work together.
+
+    Example: FleetSettings(seed=0, training="spot", buffer_bytes=64 * 2**20, hang_s=120.0)
+    """
+
+    seed: int
+    training: Training
+    """When the drafter learns: on idle workers, after the rollout, or never."""
+    buffer_bytes: int
+    hang_s: float
+    """A worker that makes no step for so long is replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterState:
+    """The drafter in the middle of a run: what is published, and the texts to learn from."""
+
+    tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, Any]
+
+
+@final
+class Fleet:
+    """Owns the crew. Lifecycle: `begin`, `restore` if the run goes on, `publish`, then steps."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        settings: FleetSettings,
+        *,
+        listen: Callable[[Progress], None],
+        say: Callable[[str], None],
+        meeting_point: Callable[[], str] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._crew, self._settings, self._listen = crew, settings, listen
+        self._meeting_point = meeting_point
+        self.shift = Shift(crew, settings.hang_s, say, clock)
+        self.num_parameters = 0
+        """Of the policy; known from `begin` on."""
+        self._buffer = DrafterBuffer(settings.buffer_bytes, seed=settings.seed)
+        self._lengths = LengthBook()
+        self._publisher: Publisher | None = None
+        self._harvest: Harvest | None = None
+        """Of the last rollout that was to be learned from."""
+        self._rolled_s = 0.0
+        """That it took."""
+        self._marks: list[Mark] = []
+
+    def begin(self) -> float:
+        """Wait for all workers; return the seconds that making their drafters took at most."""
+        seconds: list[float] = self._all(Worker.ready)
+        self.num_parameters = self._one(Worker.num_parameters)
+        weights: DrafterWeights | None = self._one(Worker.drafter_weights)
+        if weights is not None:
+            self._publisher = Publisher(weights, self._buffer)
+        return max(seconds)
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Hand out what was decided about the drafter since the last time."""
+        return [] if self._publisher is None else self._publisher.drain()
+
+    @property
+    def published(self) -> DrafterWeights | None:
+        """The drafter that is served."""
+        return None if self._publisher is None else self._publisher.published
+
+    def rollout(self, step: int, requests: Sequence[Request], *, trains: bool = True) -> Rolled:
+        """Serve all requests; `trains`: the drafter may learn these texts."""
+        harvest = self._new_harvest(step) if trains else None
+        rollout = Rollout(self.shift, self._publisher, harvest, self._listen)
+        rolled = rollout.run(requests, self._expected(requests))
+        for request, completion in zip(requests, rolled.completions, strict=True):
+            self._lengths.note(_prompt_id(request), len(completion.tokens))
+        if harvest is not None:
+            self._harvest, self._rolled_s = harvest, rolled.seconds
+            self._marks += harvest.marks
+        return rolled
+
+    def abandon(self) -> None:
+        """Have everybody stop what they are doing: a rollout was interrupted."""
+        self.shift.abandon()
+
+    def timeline(self) -> Timeline:
+        """Hand out what everybody did since the last time."""
+        marks, self._marks = self._marks, []
+        return Timeline.of(self.shift.roster.drain(), marks)
+
+    def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
+        """Make one learner step on all workers together; again, if it is lost with one of them.
+
+        A learner that loses its team changes nothing. So either nobody has made the step, or those
+        who have pass it on: it is made once.
+        """
+        size = self._crew.size
+        for _ in range(_ATTEMPTS):
+            self._meet()
+            found = self.shift.run(
+                State.LEARNING, Worker.learn, dict.fromkeys(range(size), (batches,))
+            )
+            _raise_own_errors(found)
+            done = [worker for worker, ended in found.items() if ended.error is None]
+            if len(done) < size:
+                self.shift.is_team_stale = True
+            if done:
+                report: LearnerReport = found[done[0]].result  # the same of all
+                if len(done) < size:
+                    self._pass_on(done)
+                return report
+        raise ClusterError(
+            f"a learner step failed {_ATTEMPTS} times; start again: the run resumes from its "
+            "newest checkpoint"
+        )
+
+    def publish(self) -> None:
+        """Hand the learners' weights to the engines."""
+        self._all(Worker.publish)
+
+    def offer_drafter(self) -> None:
+        """Publish what was made of the drafter since the last time, where that is better."""
+        publisher, harvest = self._publisher, self._harvest
+        if publisher is None or harvest is None:
+            return
+        if self._settings.training == "serial":
+            self._train_serially(publisher.published, harvest)
+        publisher.withdraw()
+        self._harvest = None
+        offer = publisher.offer(harvest.replicas)
+        if offer is None:
+            return
+        mark = f"drafter v{offer.weights.version} offered"
+        self._marks.append(Mark(worker=0, at_s=self.shift.clock(), name=mark))
+        publisher.note(self._all(Worker.adopt, offer))
+        self._told(publisher, offer.weights.version)
+
+    # ---- state
+
+    def save_policy(self, path: Path) -> None:
+        """Write the policy as a Hugging Face directory."""
+        self._one(Worker.save_policy, path)
+
+    def learner_state(self) -> LearnerState:
+        """Copy what the next step depends on beside the weights."""
+        state: LearnerState = self._one(Worker.policy_state).learner
+        return state
+
+    def restore(self, policy: Path, learner: LearnerState) -> None:
+        """Put every learner where the checkpoint was taken."""
+        self._all(Worker.restore_saved, policy, learner)
+
+    def drafter_state(self) -> DrafterState | None:
+        """Copy the published drafter, its texts, and the lengths of prompts; None without one."""
+        if self._publisher is None:
+            return None
+        weights, texts = self._publisher.published, self._buffer.tensors()
+        return DrafterState(
+            tensors={_DRAFTER + name: tensor for name, tensor in weights.tensors.items()}
+            | {_BUFFER + name: tensor for name, tensor in texts.items()},
+            numbers={
+                "version": weights.version,
+                "buffer": self._buffer.state(),
+                "lengths": self._lengths.state(),
+            },
+        )
+
+    def restore_drafter(self, state: DrafterState) -> None:
+        """Serve the drafter that was published, and go on with its texts.
+
+        Raises CheckpointError if it is another drafter's.
+        """
+        assert self._publisher is not None, "somebody drafts"
+        tensors = {
+            name.removeprefix(_DRAFTER): tensor
+            for name, tensor in state.tensors.items()
+            if name.startswith(_DRAFTER)
+        }
+        mine = {name: tensor.shape for name, tensor in self._publisher.published.tensors.items()}
+        if mine != {name: tensor.shape for name, tensor in tensors.items()}:
+            raise CheckpointError("the drafter of the checkpoint is of another shape")
+        texts = {
+            name.removeprefix(_BUFFER): tensor
+            for name, tensor in state.tensors.items()
+            if name.startswith(_BUFFER)
+        }
+        self._buffer.restore(texts, state.numbers["buffer"])
+        self._lengths.restore(state.numbers["lengths"])
+        weights = DrafterWeights(version=state.numbers["version"], tensors=tensors)
+        self._all(Worker.adopt, self._publisher.restore(weights))
+        self._told(self._publisher, weights.version)
+
+    def close(self) -> None:
+        """End all workers."""
+        self._crew.close()
+
+    # ---- helpers
+
+    def _new_harvest(self, step: int) -> Harvest | None:
+        """Begin to collect texts, if there is a drafter to learn them."""
+        if self._publisher is None:
+            return None
+        lends = self._settings.training == "spot"
+        return Harvest(self.shift, self._publisher, self._buffer, step=step, lends=lends)
+
+    def _expected(self, requests: Sequence[Request]) -> dict[str, float]:
+        """Return how long the groups were in earlier epochs, where that is known."""
+        expected = {each.group_id: self._lengths.expected(_prompt_id(each)) for each in requests}
+        return {group: length for group, length in expected.items() if length is not None}
+
+    def _train_serially(self, published: DrafterWeights, harvest: Harvest) -> None:
+        """Have one worker train while all others wait."""
+        self.shift.wait_ready()
+        harvest.feed(0)
+        args = (published, _SERIAL_SHARE * self._rolled_s)
+        ended = self.shift.run(State.SPOT, Worker.spot, {0: args})[0]
+        if not ended.is_lost:
+            harvest.note(ended)
+
+    def _told(self, publisher: Publisher, version: int) -> None:
+        """Note that all workers were offered a drafter, those that had begun anew included."""
+        self.shift.newcomers.clear()
+        for worker in range(self._crew.size):
+            publisher.told(worker, version)
+
+    def _meet(self) -> None:
+        """Have the learners find each other, if somebody is new."""
+        size = self._crew.size
+        self.shift.wait_ready()
+        for _ in range(_ATTEMPTS):
+            if size == 1 or not self.shift.is_team_stale:
+                return
+            address = self._address()
+            if address is None:
+                continue
+            rest = (size, address, self._settings.hang_s)
+            found = self.shift.run(
+                State.LEARNING, Worker.join, {rank: (rank, *rest) for rank in range(size)}
+            )
+            _raise_own_errors(found)
+            self.shift.is_team_stale = any(ended.error is not None for ended in found.values())
+            self.shift.wait_ready()
+        if self.shift.is_team_stale:
+            raise ClusterError("the workers cannot find each other; see that they share a network")
+
+    def _address(self) -> str | None:
+        """Return where to meet; None if the first worker, which knows, is gone."""
+        assert self._meeting_point is not None, "several workers meet somewhere"
+        try:
+            return self._meeting_point()
+        except ClusterError as error:
+            self.shift.give_up(0, str(error))
+            self.shift.wait_ready()
+            return None
+
+    def _pass_on(self, done: Sequence[int]) -> None:
+        """Let everybody have the policy of those who have made the step."""
+        self.shift.wait_ready()
+        for worker in done:
+            policy = self.shift.asked(worker, Worker.policy_state, None)
+            if policy is not None:
+                self._all(Worker.restore, policy)
+                return
+        raise ClusterError(
+            "whoever had made the learner step is lost; start again: the run resumes from its "
+            "newest checkpoint"
+        )
+
+    def _one(self, task: Callable[..., Any], *args: object) -> Any:
+        """Have the first worker do something that all could."""
+        return self._each((0,), task, *args)[0]
+
+    def _all(self, task: Callable[..., Any], *args: object) -> list[Any]:
+        """Have everybody do the same; return the results by worker."""
+        return self._each(range(self._crew.size), task, *args)
+
+    def _each(self, workers: Sequence[int], task: Callable[..., Any], *args: object) -> list[Any]:
+        """Have some workers do the same; those who are lost do it when they are back."""
+        found: dict[int, Any] = {}
+        while missing := [worker for worker in workers if worker not in found]:
+            ends = self.shift.run(State.LEARNING, task, dict.fromkeys(missing, args))
+            found |= {worker: e.value() for worker, e in ends.items() if not e.is_lost}
+        return [found[worker] for worker in workers]
+
+
+def _raise_own_errors(found: Mapping[int, Ended]) -> None:
+    """Raise what is no consequence of a member being lost."""
+    for ended in found.values():
+        if not ended.is_lost and not isinstance(ended.error, TeamError):
+            ended.value()
+
+
+def _prompt_id(request: Request) -> str:
+    """Return the id of a request's prompt: that of its group, without the epoch."""
+    return request.group_id.rpartition("@")[0] or request.group_id

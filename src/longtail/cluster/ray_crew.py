@@ -1,0 +1,214 @@
+"""Workers as Ray actors: the only module that knows Ray (extra `cluster`).
+
+Without an address a Ray of its own is started on this machine, loopback only, without dashboard,
+and stopped at the end. With one, an existing cluster is used; the model's directory and the run's
+must be readable there under the same paths. What passes between processes is pickled by Ray: use a
+cluster that you trust, as Ray itself asks.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, final
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from longtail.cluster.crew import Crew, Ended
+from longtail.cluster.worker import Stopped, Worker
+from longtail.errors import ClusterError, LongtailError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PATIENCE_S = 20.0
+"""For the answer to a message: an engine step and a garbage collection are far shorter."""
+_STORE_BYTES = 512 * 2**20
+
+
+class _Actor:
+    """A worker in a process of its own; tasks in one thread, messages in another."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+
+    def make(self, make: Callable[[int], Worker], number: int) -> None:
+        """Make the worker. A task like others: an error there is no lost process."""
+        self._worker = make(number)
+
+    def run(self, task: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Do a task."""
+        return task(self._worker, *args, **kwargs)
+
+    @ray.method(concurrency_group="messages")  # type: ignore[untyped-decorator, unused-ignore]
+    def tell(self, message: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Deliver a message."""
+        return message(self._worker, *args, **kwargs)
+
+    @ray.method(concurrency_group="messages")  # type: ignore[untyped-decorator, unused-ignore]
+    def whereabouts(self) -> tuple[int, str, int]:
+        """Return process id, address, and a port that is free there."""
+        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return os.getpid(), address, probe.getsockname()[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """Where a worker is.
+
+    Example: Process(pid=4711, address="tcp://127.0.0.1:41235")
+    """
+
+    pid: int
+    address: str
+    """At which others can meet it."""
+
+
+@final
+class RayCrew(Crew):
+    """Begins so many workers, each made by `make(number)` in a process of its own."""
+
+    _sharers: ClassVar[set[int]] = set()
+    """Crews of this process that use its Ray; the last one stops it."""
+
+    def __init__(
+        self,
+        make: Callable[[int], Worker],
+        size: int,
+        *,
+        address: str = "",
+        gpus: float = 0.0,
+    ) -> None:
+        self._make, self._size, self._gpus = make, size, gpus
+        self._is_local = not address
+        self._sharers.add(id(self))
+        self._begin_ray(address)
+        self._running: dict[Any, int] = {}
+        self._actors = [self._actor(worker) for worker in range(size)]
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self._size
+
+    def start(
+        self,
+        worker: int,
+        task: Callable[Concatenate[Worker, P], object],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Send the task off."""
+        assert worker not in self._running.values(), f"worker {worker} is at work"
+        self._running[self._actors[worker].run.remote(task, args, kwargs)] = worker
+
+    def wait(self, timeout_s: float) -> list[Ended]:
+        """Return what has ended; at once if something has."""
+        if not self._running:
+            time.sleep(timeout_s)
+            return []
+        done, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
+        return [self._ended(reference) for reference in done]
+
+    def ask(
+        self,
+        worker: int,
+        message: Callable[Concatenate[Worker, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Ask, with patience for some seconds. Raises ClusterError."""
+        return self._answer(worker, self._actors[worker].tell.remote(message, args, kwargs))
+
+    def whereabouts(self, worker: int) -> Process:
+        """Tell where a worker is. Raises ClusterError."""
+        pid, host, port = self._answer(worker, self._actors[worker].whereabouts.remote())
+        host = "127.0.0.1" if self._is_local else host
+        return Process(pid=pid, address=f"tcp://{host}:{port}")
+
+    def meeting_point(self) -> str:
+        """Return an address at which all can meet the first."""
+        return self.whereabouts(0).address
+
+    def replace(self, worker: int) -> None:
+        """Kill what is left of it and begin another."""
+        ray.kill(self._actors[worker])
+        self._running = {ref: each for ref, each in self._running.items() if each != worker}
+        self._actors[worker] = self._actor(worker)
+
+    def close(self) -> None:
+        """End all workers, and Ray if it is ours."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._running.clear()
+        self._sharers.discard(id(self))
+        if self._is_local and not self._sharers:
+            ray.shutdown()
+
+    def _begin_ray(self, address: str) -> None:
+        if ray.is_initialized():
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            if address:
+                ray.init(address=address, logging_level=logging.ERROR)
+            else:
+                ray.init(
+                    address="local",
+                    num_cpus=self._size,
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=_STORE_BYTES,
+                    _node_ip_address="127.0.0.1",
+                )
+        except (ConnectionError, RayError, OSError, ValueError) as error:
+            what = f"cluster.address = {address!r}" if address else "cluster.workers"
+            raise ClusterError(
+                f"{what}: Ray cannot be reached or begun ({error}); see that it runs there, or "
+                "set cluster.workers = 1 to do without"
+            ) from error
+
+    def _actor(self, worker: int) -> Any:
+        remote: Any = ray.remote  # its stubs do not know concurrency groups
+        remote = remote(concurrency_groups={"messages": 2}, max_restarts=0)
+        own = remote(_Actor).options(
+            num_cpus=0 if self._is_local else 1,  # several crews may share this machine
+            num_gpus=self._gpus,
+        )
+        actor = own.remote()
+        self._running[actor.make.remote(self._make, worker)] = worker
+        return actor
+
+    def _ended(self, reference: Any) -> Ended:
+        worker = self._running.pop(reference)
+        try:
+            return Ended(worker=worker, result=ray.get(reference))
+        except RayActorError as error:
+            reason = ClusterError(f"worker {worker} is gone: {_first_line(error)}")
+            return Ended(worker=worker, error=reason, is_lost=True)
+        except RayTaskError as error:
+            cause = error.cause
+            known = isinstance(cause, LongtailError | Stopped)
+            return Ended(
+                worker=worker,
+                error=cause if known else ClusterError(f"worker {worker}: {error}"),
+            )
+
+    def _answer(self, worker: int, reference: Any) -> Any:
+        try:
+            return ray.get(reference, timeout=_PATIENCE_S)
+        except GetTimeoutError as error:
+            raise ClusterError(
+                f"worker {worker} has not answered for {_PATIENCE_S:.0f} s"
+            ) from error
+        except RayError as error:
+            raise ClusterError(f"worker {worker} is gone: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

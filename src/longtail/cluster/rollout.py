@@ -1,0 +1,227 @@
+"""One rollout by all workers: shards out, texts in, and whoever is done early trains the drafter.
+
+    shards ---> GENERATING ---> IDLE ---> SPOT  until the last generator is done
+                   |  texts       ^         |
+                   +--------------|---------+  candidates ---> offers to those that still generate
+
+Nothing waits for spot training (`harvest`): it is told to stop when nobody generates, and who does
+not within a few seconds is replaced. A shard whose worker is lost is handed out again, whole: the
+same keys write the same texts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import final
+
+from longtail.cluster.crew import Ended
+from longtail.cluster.harvest import Harvest
+from longtail.cluster.placement import Siblings, place
+from longtail.cluster.publisher import Publisher
+from longtail.cluster.roster import State
+from longtail.cluster.shift import Shift
+from longtail.cluster.worker import Progress, Served, Stopped, Worker
+from longtail.drafter.spot import SpotReport
+from longtail.engine.report import RolloutReport, together
+from longtail.rollout_log import LoggedRollout, RolloutSeries
+from longtail.tuner.cost import CostModel
+from longtail.types import Completion, Request
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A worker's share of a rollout; who took over a lost one's has two.
+
+    Example: Share(worker=1, served=served)
+    """
+
+    worker: int
+    served: Served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rolled:
+    """What came of a rollout."""
+
+    completions: tuple[Completion, ...]
+    """In the order of the requests."""
+    served: tuple[Share, ...]
+    """In the order in which they were done."""
+    spots: tuple[SpotReport, ...]
+    seconds: float
+    """From handing out the first shard to the end of the last one."""
+    stop_s: float
+    """From then until the last spot worker was free."""
+
+    @property
+    def report(self) -> RolloutReport:
+        """Sum up what the workers report."""
+        return together([share.served.report for share in self.served], self.seconds)
+
+    def logged(self, step: int, kind: str) -> list[LoggedRollout]:
+        """Return what each worker decided, in the order in which they were done."""
+        return [
+            LoggedRollout(
+                step=step,
+                series=share.served.series,
+                kind=kind,
+                worker=share.worker,
+                costs=share.served.known_costs,
+            )
+            for share in self.served
+            if share.served.series is not None
+        ]
+
+    @property
+    def costs(self) -> CostModel | None:
+        """What steps cost the worker that was done last."""
+        numbers = self.served[-1].served.costs
+        return None if numbers is None else CostModel.of(numbers)
+
+    @property
+    def series(self) -> RolloutSeries | None:
+        """Of the worker that was done last."""
+        return self.served[-1].served.series
+
+
+@final
+class Rollout:
+    """Runs one rollout on a shift; made anew for each.
+
+    `harvest` is None where texts are not to be learned from.
+    """
+
+    def __init__(
+        self,
+        shift: Shift,
+        publisher: Publisher | None,
+        harvest: Harvest | None,
+        listen: Callable[[Progress], None],
+    ) -> None:
+        self._shift, self._publisher, self._harvest = shift, publisher, harvest
+        self._listen = listen
+        self._waiting: list[list[Request]] = []
+        """Shards that nobody has."""
+        self._shards: dict[int, list[Request]] = {}
+        """Of those that generate."""
+        self._completions: dict[str, Completion] = {}
+        self._served: list[Share] = []
+
+    def run(self, requests: Sequence[Request], expected: Mapping[str, float]) -> Rolled:
+        """Serve all requests; `expected` says how long what group was in earlier epochs."""
+        clock = self._shift.clock
+        began = clock()
+        self._waiting = _shards(requests, expected, self._shift.crew.size)
+        while self._waiting or self._shards:
+            self._hand_out()
+            if self._harvest is not None:
+                self._harvest.lend()
+            for ended in self._shift.wait(_POLL_S):
+                self._note(ended)
+            self._look()
+        done = clock()
+        self._recall()
+        return Rolled(
+            completions=tuple(self._completions[each.request_id] for each in requests),
+            served=tuple(self._served),
+            spots=() if self._harvest is None else tuple(self._harvest.spots),
+            seconds=done - began,
+            stop_s=clock() - done,
+        )
+
+    def _hand_out(self) -> None:
+        """Give waiting shards to idle workers; for others, fetch workers back from training."""
+        roster = self._shift.roster
+        for worker in roster.workers(State.IDLE)[: len(self._waiting)]:
+            self._catch_up(worker)
+            self._shards[worker] = shard = self._waiting.pop(0)
+            if self._harvest is not None:
+                self._harvest.begin_shard(worker)
+            self._shift.start(worker, State.GENERATING, Worker.generate, shard)
+        for worker in roster.workers(State.SPOT)[: len(self._waiting)]:
+            self._shift.stop(worker)
+
+    def _catch_up(self, worker: int) -> None:
+        """Offer the published drafter to who has missed it."""
+        if self._publisher is None:
+            return
+        if worker in self._shift.newcomers:
+            self._shift.newcomers.discard(worker)
+            self._publisher.forget(worker)
+        offer = self._publisher.missed_by(worker)
+        if offer is not None:
+            self._shift.asked(worker, Worker.offer, None, offer)
+
+    def _note(self, ended: Ended) -> None:
+        """Take a task's end."""
+        worker = ended.worker
+        shard = self._shards.pop(worker, None)
+        if ended.is_lost and self._harvest is not None:
+            self._harvest.lose(worker)
+        if shard is None:
+            if self._harvest is not None and not ended.is_lost:
+                self._harvest.note(ended)
+        elif ended.is_lost or isinstance(ended.error, Stopped):
+            # NOTE: nobody stops generators; one that has not heard yet to go on again says so.
+            self._waiting.append(shard)
+        else:
+            self._take(worker, shard, ended.value())
+
+    def _take(self, worker: int, shard: Sequence[Request], served: Served) -> None:
+        self._served.append(Share(worker=worker, served=served))
+        self._completions |= {each.request_id: each for each in served.completions}
+        if self._harvest is not None:
+            self._harvest.take(shard, served.completions)
+        if self._publisher is not None:
+            self._publisher.note(self._shift.asked(worker, Worker.verdicts, []))
+
+    def _look(self) -> None:
+        """See how far everybody is."""
+        progress = self._shift.look()
+        if self._shards:
+            running = [each for worker, each in progress.items() if worker in self._shards]
+            self._listen(self._total(running))
+            if self._harvest is not None:
+                self._harvest.look(progress.keys())
+
+    def _total(self, running: Sequence[Progress]) -> Progress:
+        """Add up what is done and what is on its way."""
+        done = [share.served.report.num_generated for share in self._served]
+        drafts = [part.drafts for part in running if part.drafts is not None]
+        return Progress(
+            num_finished=len(self._completions) + sum(part.num_finished for part in running),
+            num_generated=sum(done) + sum(part.num_generated for part in running),
+            num_running=sum(part.num_running for part in running),
+            drafts=any(drafts) if drafts else None,
+        )
+
+    def _recall(self) -> None:
+        """Have spot workers stop; wait for them, for a bounded time."""
+        while training := self._shift.roster.workers(State.SPOT):
+            for worker in training:
+                self._shift.stop(worker)
+            ends = self._shift.wait(_POLL_S)
+            for ended in ends:
+                self._note(ended)
+            if not ends:
+                self._shift.look()
+
+
+def _shards(
+    requests: Sequence[Request], expected: Mapping[str, float], num_workers: int
+) -> list[list[Request]]:
+    """Place the requests, siblings together; an entry for each worker that has any."""
+    groups = [len(list(group)) for _, group in groupby(requests, key=_group)]
+    firsts = [0, *accumulate(groups)][:-1]
+    siblings = [
+        Siblings(size=size, expected=expected.get(requests[first].group_id))
+        for first, size in zip(firsts, groups, strict=True)
+    ]
+    placed = place(siblings, num_workers)
+    return [[requests[index] for index in share] for share in placed if share]
+
+
+def _group(request: Request) -> str:
+    return request.group_id or request.request_id

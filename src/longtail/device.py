@@ -1,0 +1,56 @@
+"""What a process computes on: device, dtypes, threads."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from longtail import machine
+from longtail.errors import ConfigError
+from longtail.model.transformer import ModelConfig
+
+_WORTH_SHARING = 512
+"""Hidden size from which several threads decode faster than one."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def set_threads(threads: int) -> int:
+    """Give this process so many compute threads (0: every core) and return the number."""
+    count = threads or machine.usable_cores()
+    torch.set_num_threads(count)
+    return count
+
+
+@contextlib.contextmanager
+def compute_threads(count: int) -> Iterator[None]:
+    """Compute on so many threads while inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def rollout_threads(shape: ModelConfig) -> int:
+    """Decode a small model on one thread: its products are too short to share.
+
+    Two threads that wait for each other some thousand times a second gain nothing on a quiet
+    machine and lose tenfold on a busy one.
+    """
+    return 1 if shape.hidden_size < _WORTH_SHARING else torch.get_num_threads()
+
+
+def to_stderr(line: str) -> None:
+    """Print a line of progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that `run.device` names; raises ConfigError where there is none such."""
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    if chosen.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"run.device = {name!r}: PyTorch sees no GPU here; use auto or cpu")
+    return torch.device(chosen)

@@ -1,0 +1,111 @@
+"""The drafter of a run on disk: what it has learned survives, and nobody waits for the disk.
+
+    runs/example/drafter/
+      step_000010/
+        tensors.safetensors     the drafter's own weights, and the texts it learns from
+        state.json              version and cursors; size and digest of the file above
+      .new-step_000020/         being written
+
+Weights that were published are never modified, so a background thread writes them while the run
+goes on: selective (nothing of the target, no optimizer moments) and asynchronous, as in TLT (arXiv
+2511.16665). One write at a time; the next waits for the last. A resumed run takes the newest one
+that is whole and not younger than its checkpoint; without one it begins with the drafter it was
+given, and only the clock can tell.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from longtail.checkpoint import UNWRITABLE, load_tensors, save_tensors
+from longtail.cluster.fleet import DrafterState
+from longtail.errors import CheckpointError
+
+_log = logging.getLogger("longtail")
+_NAME = re.compile(r"step_(\d{6,})")
+_TENSORS, _STATE = "tensors.safetensors", "state.json"
+
+
+@final
+class DrafterStore:
+    """Writes in a thread of its own; `close` waits for it."""
+
+    def __init__(self, directory: Path, *, keep: int = 2) -> None:
+        self._directory, self._keep = directory, keep
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(self, step: int, state: DrafterState) -> float:
+        """Begin to write; return the seconds that the caller was kept.
+
+        Raises CheckpointError if the write before failed.
+        """
+        began = time.perf_counter()
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(step, state), daemon=True)
+        self._thread.start()
+        return time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Wait for the write in progress. Raises CheckpointError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise CheckpointError(
+                f"the drafter cannot be written to {self._directory}: {error}; free some space, "
+                "then start again: the run resumes from its newest checkpoint"
+            ) from error
+
+    def load(self, step: int) -> DrafterState | None:
+        """Read the newest that is whole, of this step or an earlier one; None if there is none."""
+        for found, path in sorted(self._found(), reverse=True):
+            if found <= step:
+                try:
+                    return _read(path)
+                except (OSError, ValueError, KeyError) as error:
+                    _log.warning("%s is damaged (%s); an older one is taken", path, error)
+        return None
+
+    def _found(self) -> list[tuple[int, Path]]:
+        if not self._directory.is_dir():
+            return []
+        named = ((_NAME.fullmatch(path.name), path) for path in self._directory.iterdir())
+        return [(int(match[1]), path) for match, path in named if match]
+
+    def _write(self, step: int, state: DrafterState) -> None:
+        place = self._directory / f"step_{step:06d}"
+        temporary = self._directory / f".new-{place.name}"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            save_tensors(state.tensors, temporary / _TENSORS)
+            document = {"numbers": dict(state.numbers), "file": _print_of(temporary / _TENSORS)}
+            (temporary / _STATE).write_text(json.dumps(document), encoding="utf-8")
+            shutil.rmtree(place, ignore_errors=True)
+            temporary.rename(place)
+            for _, old in sorted(self._found())[: -self._keep]:
+                shutil.rmtree(old, ignore_errors=True)
+        except UNWRITABLE as error:
+            self._error = error
+
+
+def _print_of(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _read(path: Path) -> DrafterState:
+    document: Mapping[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    if _print_of(path / _TENSORS) != document["file"]:
+        raise ValueError(f"{_TENSORS} is not what was written")
+    return DrafterState(tensors=load_tensors(path / _TENSORS), numbers=document["numbers"])

@@ -1,0 +1,160 @@
+"""From a configuration to what one worker drives: a learner, an engine that speculates, a trainer.
+
+Runs in the worker's own process, where there are several. Like `assemble`, it translates
+configuration into numbers, and nothing else does.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from longtail.cluster.worker import Drafting, Machines, Worker
+from longtail.config import RunConfig, SpeculationSection
+from longtail.device import DTYPES, choose_device, rollout_threads, set_threads, to_stderr
+from longtail.drafter.buffer import DrafterBuffer
+from longtail.drafter.eagle_drafter import EagleDrafter
+from longtail.drafter.spot import SpotSettings, SpotTrainer
+from longtail.drafter.trainer import TrainerSettings
+from longtail.drafter.weights import DrafterWeights, own_tensors
+from longtail.drafters import Target, open_drafters, open_trainable
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.speculate import Speculation
+from longtail.model import hf
+from longtail.rl.learner import Learner, LearnerSettings
+from longtail.rl.optim import OptimizerSettings
+from longtail.speculation.strategy import Strategy
+from longtail.tuner.bandit import BanditTuner
+from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
+
+_MICRO_TOKENS = 384
+"""A stop waits for one micro-batch at most."""
+_HELDOUT_TOKENS = 2048
+_MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 12, 3, 6
+_MIN_GAIN = 0.002
+
+
+def build_worker_apart(
+    config: RunConfig, directory: Path, limits: EngineLimits, threads: int, number: int
+) -> Worker:
+    """Build a worker in a process of its own."""
+    set_threads(threads)
+    return build_worker(config, directory, limits, number=number)
+
+
+def build_worker(
+    config: RunConfig,
+    directory: Path,
+    limits: EngineLimits,
+    say: Callable[[str], None] = to_stderr,
+    *,
+    number: int = 0,
+) -> Worker:
+    """Build a worker; `say` hears of a drafter being taught."""
+    return Worker(build_machines(config, directory, limits, say, number=number))
+
+
+def build_machines(
+    config: RunConfig,
+    directory: Path,
+    limits: EngineLimits,
+    say: Callable[[str], None] = to_stderr,
+    *,
+    number: int = 0,
+) -> Machines:
+    """Build what one worker drives."""
+    device, tokenizer = choose_device(config.run.device), hf.load_tokenizer(directory)
+    policy = hf.load_model(directory, DTYPES[config.learner.dtype], device)
+    rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
+    target = Target(
+        model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
+    )
+    began = time.perf_counter()
+    speculation = _speculation(config.speculation, config.run.seed, target, say)
+    drafter_s = time.perf_counter() - began
+    return Machines(
+        engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
+        learner=Learner(policy, _learner_settings(config)),
+        policy=policy,
+        tokenizer=tokenizer,
+        drafting=_drafting(config, target, speculation, say, number),
+        rollout_threads=rollout_threads(policy.config),
+        drafter_s=drafter_s,
+    )
+
+
+def _drafting(
+    config: RunConfig,
+    target: Target,
+    speculation: Speculation | None,
+    say: Callable[[str], None],
+    number: int,
+) -> Drafting | None:
+    """Make the trainer of the first drafter that can be trained."""
+    if speculation is None or config.spot.train == "never":
+        return None
+    served = [each for each in speculation.drafters if isinstance(each, EagleDrafter)]
+    loaded = open_trainable(config.speculation.drafter, target, say)
+    if not served or loaded is None:
+        return None
+    own = config.spot
+    settings = SpotSettings(
+        trainer=TrainerSettings(
+            unroll_steps=loaded.training.unroll_steps,
+            optimizer=OptimizerSettings(learning_rate=own.learning_rate),
+            matrix_rate=own.matrix_rate or None,
+        ),
+        batch_tokens=own.batch_tokens,
+        tokens_per_micro_batch=min(_MICRO_TOKENS, own.batch_tokens),
+        heldout_tokens=_HELDOUT_TOKENS,
+        measure_every=_MEASURE_EVERY,
+        num_depths=_MEASURED_DEPTHS,
+        min_gain=_MIN_GAIN,
+        patience=_PATIENCE,
+    )
+    return Drafting(
+        drafter=served[0],
+        trainer=SpotTrainer(loaded.layer, target.model, settings, draft_ids=loaded.draft_ids),
+        served=DrafterWeights(version=0, tensors=own_tensors(loaded.layer)),
+        # Each worker draws in an order of its own, or all would train the same replica.
+        buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
+    )
+
+
+def _speculation(
+    own: SpeculationSection, seed: int, target: Target, say: Callable[[str], None]
+) -> Speculation | None:
+    drafters = open_drafters(own.drafter, target, say)
+    if not drafters:
+        return None
+    fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
+    tuners: dict[str, Callable[[], Tuner]] = {
+        "budget": BudgetTuner,
+        "beg-mab": lambda: BanditTuner(seed=seed),
+        "fixed": lambda: FixedTuner(fixed, max_running=own.max_running),
+        "off": OffTuner,
+    }
+    return Speculation(drafters=drafters, tuner=tuners[own.tuner](), coupled=own.coupled)
+
+
+def _learner_settings(config: RunConfig) -> LearnerSettings:
+    own = config.learner
+    return LearnerSettings(
+        loss=own.loss,
+        optimizer=OptimizerSettings(
+            learning_rate=own.learning_rate,
+            schedule=own.schedule,
+            warmup_steps=own.warmup_steps,
+            total_steps=config.run.steps,
+            weight_decay=own.weight_decay,
+            betas=own.betas,
+            max_grad_norm=own.max_grad_norm,
+        ),
+        clip_low=own.clip_low,
+        clip_high=own.clip_high,
+        kl_coef=own.kl_coef,
+        importance_cap=own.importance_cap,
+        recompute=own.gradient_checkpointing,
+        autocast=own.autocast,
+    )

@@ -1,0 +1,137 @@
+"""Law 10 for workers: how many write, who trains meanwhile and who is lost changes no text.
+
+In simulated time (tests/crews.py): a shift that waits for ever fails.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from crews import ScriptedCrew, batch, begun, requests
+from fake_worker import Fault, Teaching, text
+from fakes import unchecked_shapes
+from longtail.cluster.fleet import Fleet
+from longtail.cluster.roster import State
+from longtail.cluster.shift import READY_S
+from longtail.errors import ClusterError
+from longtail.types import Request
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_steps() -> Iterator[None]:
+    with unchecked_shapes():
+        yield
+
+
+def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]:
+    """Up to three blows against some workers, fewer than end a run."""
+    one = st.builds(
+        Fault,
+        worker=st.integers(first, last),
+        task=st.sampled_from(("generate", "spot", "learn", "publish", "restore", "ready", "join")),
+        nth=st.integers(0, 2),
+        after_s=st.sampled_from((0.0, 0.3, 1.0, 2.2, 2.7, 6.0)),
+        kind=st.sampled_from(("lost", *kinds)),
+    )
+    return st.lists(one, max_size=3)
+
+
+MESSAGES = ("go", "progress", "written", "feed", "offer", "verdicts", "candidate", "stop")
+lengths = st.lists(st.integers(1, 90), min_size=1, max_size=9)
+
+
+def two_steps(
+    fleet: Fleet, asked: Sequence[Request], between: Callable[[], None] = lambda: None
+) -> None:
+    """Write, learn and publish, and again; every text is as it must be."""
+    expected = [text(each) for each in asked]
+    for step in (1, 2):
+        between()
+        rolled = fleet.rollout(step, asked)
+        assert [each.request_id for each in rolled.completions] == [r.request_id for r in asked]
+        assert [each.tokens for each in rolled.completions] == expected
+        assert {each.policy_version for each in rolled.completions} == {step - 1}
+        assert rolled.report.num_generated == sum(map(len, expected)), "counted once"
+        assert not fleet.shift.roster.workers(State.GENERATING, State.SPOT, State.LEARNING)
+        between()
+        assert fleet.learn([batch(step)]).version == step
+        between()
+        fleet.publish()
+        between()
+        fleet.offer_drafter()
+
+
+@settings(max_examples=60)
+@given(lengths=lengths, siblings=st.integers(1, 3), workers=st.integers(1, 4))
+@example(lengths=[90, 1, 1, 1, 1, 1], siblings=1, workers=3)
+def test_any_number_of_workers_writes_and_learns_the_same(lengths, siblings, workers):
+    crew = ScriptedCrew(workers)
+    two_steps(begun(crew), requests(*lengths, siblings=siblings))
+    assert [each.policy for each in crew.workers] == [(1, 2)] * workers
+    assert not crew.said
+
+
+@settings(max_examples=120)
+@given(
+    lengths=lengths,
+    workers=st.integers(2, 4),
+    blows=faults(1, 3, "hangs", "frozen"),
+    idle_deaths=st.lists(st.integers(0, 3), max_size=8),
+    late=st.dictionaries(
+        st.tuples(st.integers(0, 3), st.sampled_from(MESSAGES)), st.integers(1, 2), max_size=2
+    ),
+)
+@example([20] * 4, 2, [Fault(worker=1, task="learn", after_s=2.2)], [], {})
+@example([20] * 4, 3, [Fault(worker=1, task="learn", kind="frozen")], [], {})
+@example([20] * 4, 2, [], [1, 0, 1, 1, 1, 1], {})
+def test_whoever_is_lost_costs_time_and_nothing_else(lengths, workers, blows, idle_deaths, late):
+    crew = ScriptedCrew(workers, faults=blows, late=late)
+    dying = iter(idle_deaths)
+
+    def between() -> None:
+        if (worker := next(dying, 0)) and worker < workers:
+            crew.kill(worker)
+
+    two_steps(begun(crew), requests(*lengths), between)
+    crew_waits_for_nobody(crew)
+    assert [each.policy for each in crew.workers] == [(1, 2)] * workers
+    assert len({each.engine for each in crew.workers}) == 1
+
+
+@settings(max_examples=80)
+@given(lengths=lengths, blows=faults(0, 1, "frozen"), torn=st.sampled_from(((), (0,), (1,))))
+def test_when_all_are_lost_the_run_says_how_to_go_on(lengths, blows, torn):
+    crew = ScriptedCrew(2, faults=blows, torn=torn)
+    reason = ""
+    try:
+        two_steps(begun(crew), requests(*lengths))
+    except ClusterError as error:
+        reason = str(error)
+    if reason:
+        assert "start again" in reason
+        assert sum(crew.births) > 1, "one loss never ends a run"
+    else:
+        crew_waits_for_nobody(crew)
+        assert [each.policy for each in crew.workers] == [(1, 2)] * 2
+
+
+@settings(max_examples=40)
+@given(
+    lengths=lengths,
+    gain=st.sampled_from((-0.1, 0.0, 0.05)),
+    weight=st.sampled_from((None, float("nan"))),
+    error=st.sampled_from((None, RuntimeError("out of memory"))),
+    stop_s=st.sampled_from((0.05, 3.0, float("inf"))),
+)
+def test_whatever_becomes_of_the_drafter_the_texts_stay(lengths, gain, weight, error, stop_s):
+    teaching = Teaching(gain=gain, weight=weight, error=error, stop_s=stop_s, ends_s=5.0)
+    crew = ScriptedCrew(3, teachings=lambda worker, nth: teaching)
+    two_steps(begun(crew), requests(*lengths))
+    assert [each.policy for each in crew.workers] == [(1, 2)] * 3
+
+
+def crew_waits_for_nobody(crew: ScriptedCrew) -> None:
+    """Losses found and mended: a hang takes as long to see as it is allowed to last."""
+    assert crew.clock.now < 60.0 + 3 * READY_S + 200.0

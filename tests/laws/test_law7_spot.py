@@ -1,0 +1,150 @@
+"""Law 7: stopping spot training anywhere loses nothing and delays nothing beyond one micro-step.
+
+Here the drafter's side: wherever a stop comes, what is left is the state after the last whole
+update, and whoever goes on from there arrives where an undisturbed run does, bit for bit. Counted,
+not timed: after the stop no micro-batch is begun.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fakes import unchecked_shapes
+from longtail.drafter.spot import SpotEnd
+from longtail.drafter.texts import pack_texts
+from longtail.drafter.unroll import Pairs
+from longtail.rl.examples import Example
+from spot_rooms import SETTINGS, Room, counting, same, stop_at
+
+NUM_STEPS = 4
+LEARNING = (None, 0.02)
+"""Matrices by AdamW, and by Muon."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_steps() -> Iterator[None]:
+    with unchecked_shapes():
+        yield
+
+
+def _packed():
+    """Several micro-batches, one of them without anything to learn."""
+    texts = [counting(number, 12 + number) for number in range(5)]
+    examples = [Example(tokens=text.tokens, prompt_len=text.prompt_len) for text in texts]
+    return pack_texts([*examples, Example(tokens=tuple(range(30)), prompt_len=30)], 30)
+
+
+def _after(room: Room, num_steps: int) -> Callable[[], bool]:
+    """Stop between two updates, as soon as so many are made."""
+    return lambda: room.spot._trainer.steps >= num_steps
+
+
+def _passes_more(room: Room, count: int) -> Callable[[], bool]:
+    """Stop after so many more micro-batches."""
+    limit = room.num_passes + count
+    return lambda: room.num_passes >= limit
+
+
+@pytest.mark.parametrize("matrix_rate", LEARNING)
+def test_an_update_stopped_anywhere_has_not_begun(matrix_rate) -> None:
+    """Asked before each micro-batch and before the update: at none of these anything is kept."""
+    stopped, whole = (Room(matrix_rate=matrix_rate) for _ in range(2))
+    batch = _packed()
+    for room in (stopped, whole):
+        room.spot._trainer.step(batch)  # so that there are moments to lose
+    for call in range(len(batch) + 1):
+        before = stopped.num_passes
+        assert stopped.spot._trainer.try_step(batch, stop_at(call)) is None
+        passes = sum(bool(Pairs.of(packed).learned.any()) for packed in batch[:call])
+        assert stopped.num_passes - before == passes
+        assert same(stopped.tensors(), whole.tensors())
+        assert stopped.spot._trainer.steps == 1
+        assert all(p.grad is None for p in stopped.layer.parameters())
+    report = stopped.spot._trainer.try_step(batch, stop_at(len(batch) + 1))
+    assert report == whole.spot._trainer.step(batch)
+    assert same(stopped.tensors(), whole.tensors())
+
+
+def test_a_measurement_stopped_anywhere_says_nothing() -> None:
+    trainer, batch = Room().spot._trainer, _packed()
+    for call in range(len(batch)):
+        assert trainer.try_evaluate(batch, stop_at(call)) is None
+    assert trainer.try_evaluate(batch, stop_at(len(batch))) == trainer.evaluate(batch)
+
+
+def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
+    """Every call of `stopped` in the first updates and around a measurement, one after the other.
+
+    The texts of an update that was not made are learned first thing in the next stretch.
+    """
+    counted, calls = Room(), []
+    ends = {}
+
+    def done() -> bool:
+        calls.append(counted.spot._trainer.steps)
+        ends.setdefault(calls[-1], counted.tensors())
+        return calls[-1] >= NUM_STEPS
+
+    counted.train(done)
+    assert len(calls) > 4 * NUM_STEPS  # several micro-batches an update, and a measurement
+    for call, steps in enumerate(calls):
+        room = Room()
+        report = room.train(stop_at(call))
+        assert (report.reason, report.num_steps) == (SpotEnd.STOPPED, steps)
+        assert room.spot._trainer.steps == steps
+        assert same(room.tensors(), ends[steps]), f"stopped at call {call}"
+        room.train(_after(room, NUM_STEPS))
+        assert same(room.tensors(), ends[NUM_STEPS]), f"went on from call {call}"
+
+
+@settings(max_examples=8)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_any_number_of_stretches_is_one_stretch(calls: list[int]) -> None:
+    apart, whole = Room(), Room()
+    for call in calls:
+        apart.train(stop_at(call))
+    steps = apart.spot._trainer.steps
+    whole.train(_after(whole, steps))
+    assert same(apart.tensors(), whole.tensors())
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 20))
+def test_no_micro_batch_is_begun_after_the_stop(num_passes: int) -> None:
+    """The word comes in the middle of some pass, of an update or a measurement: it is the last."""
+    room = Room()
+    report = room.train(lambda: room.num_passes >= num_passes)
+    assert room.num_passes == num_passes
+    assert report.reason is SpotEnd.STOPPED
+
+
+def test_who_was_told_to_stop_once_is_not_asked_again() -> None:
+    room = Room()
+    answers = iter([False, False, True])
+    assert room.train(lambda: next(answers)).reason is SpotEnd.STOPPED
+
+
+def test_a_stop_while_the_published_drafter_is_measured_leaves_the_replica_in_place() -> None:
+    """Then the layer holds other weights for a moment."""
+    room = Room()
+    room.train(_after(room, SETTINGS.measure_every))
+    before = room.tensors()
+    for count in range(1, 4):  # two passes for each of the two drafters
+        room.train(_passes_more(room, count))
+        assert same(room.tensors(), before)
+        assert room.measured == []
+
+
+def test_texts_that_arrive_while_a_stop_is_asked_for_disturb_nothing() -> None:
+    """`stopped` is where a worker looks for messages, and messages bring texts."""
+    room, numbers = Room(), iter(range(100, 200))
+
+    def arriving() -> bool:
+        room.buffer.add([counting(next(numbers), 20, step=1, is_finished=False)])
+        return room.spot._trainer.steps >= 3
+
+    report = room.train(arriving)
+    assert (report.reason, report.num_steps) == (SpotEnd.STOPPED, 3)
+    assert next(numbers) > 105
