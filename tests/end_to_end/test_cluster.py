@@ -25,10 +25,16 @@ WORDS = (
 TWO = ("--cluster.workers=2", "--cluster.hang_s=40")
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six processes begin on two busy cores."""
+    monkeypatch.setattr(processes, "PATIENCE_S", 300.0)
+
+
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     workshop = build(tmp_path_factory.mktemp("cluster"))
-    assert workshop.train("one", "--run.steps=4", *WORDS).code == 0
+    assert workshop.train("one", "--run.steps=3", *WORDS).code == 0
     return workshop
 
 
@@ -63,7 +69,7 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 def test_two_workers_write_and_learn_what_one_does(workshop, tmp_path):
     process = processes.start(
-        workshop.words("two", "--run.steps=4", *WORDS, *TWO), tmp_path / "log"
+        workshop.words("two", "--run.steps=3", *WORDS, *TWO), tmp_path / "log"
     )
     assert processes.finish(process) == 0, (tmp_path / "log").read_text()
     assert texts(workshop, "two") == texts(workshop, "one")
@@ -73,7 +79,7 @@ def test_two_workers_write_and_learn_what_one_does(workshop, tmp_path):
 
 def test_a_worker_and_then_the_driver_are_killed_and_nothing_is_lost(workshop, tmp_path):
     log = tmp_path / "log"
-    words = workshop.words("killed", "--run.steps=4", *WORDS, *TWO)
+    words = workshop.words("killed", "--run.steps=3", *WORDS, *TWO)
     process = processes.start(words, log)
     metrics = workshop.path / "killed" / "metrics.jsonl"
     assert processes.wait_until(lambda: metrics.exists() and metrics.read_bytes() != b"", process)
