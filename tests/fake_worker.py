@@ -247,11 +247,11 @@ class FakeWorker:
         came.append(self)
         waited = 0.0
         while len(came) < crew.size:
-            yield BEAT_S
-            waited += BEAT_S
             if waited > HANG_S or any(one.is_dead or one.team != team for one in members):
                 self.team = None
                 raise TeamError("a member is gone")
+            yield BEAT_S
+            waited += BEAT_S
         if self.number in self._script.torn and team == "tcp://0":
             self.team = None
             raise TeamError("the sum never came")

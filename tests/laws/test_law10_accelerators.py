@@ -1,0 +1,84 @@
+"""Law 10: accelerators are optional; a run without drafter, tuner and spot training is the same.
+
+Whole runs in float64, where no token depends on its batch: every text, reward, loss and weight of a
+run that drafts, teaches its drafter and swaps it is that of the run that does not.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from end_to_end.workshop import Workshop, build, read_lines, write_lines
+from fakes import unchecked_shapes
+from longtail import worker_parts
+from longtail.cluster import fleet
+from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.drafter.eagle import EagleConfig
+from longtail.drafter.fresh import fresh_drafter
+from longtail.drafter.texts import pack_texts
+from longtail.model import hf
+from longtail.rl.examples import Example
+
+WORDS = (
+    *("--run.steps=2", "--data.shuffle=false", "--data.heldout_size=0", "--learner.kl_coef=0.1"),
+    *("--rollout.prompts_per_step=8", "--rollout.group_size=2", "--rollout.max_tokens=20"),
+    *("--rollout.dtype=float64", "--learner.dtype=float64"),
+)
+
+
+ROUNDED = "training/rollout_"
+"""Of the rollout's logprobs beside the learner's: batches differ, and so may the last bit."""
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """With questions of which the drafter never learns 3, 9 and 13: it is measured on them."""
+    shop = build(tmp_path_factory.mktemp("accelerators"))
+    write_lines(shop.path / "questions.jsonl", *({"prompt": f"say {i}"} for i in range(16)))
+    return shop
+
+
+def new_drafter(shop: Workshop) -> Path:
+    """An EAGLE-3 drafter before its first lesson."""
+    target, tokenizer = hf.load_model(shop.model), hf.load_tokenizer(shop.model)
+    config = EagleConfig(recipe="eagle3", target=target.config, layers=(0, 1), window=16)
+    sample = pack_texts([Example(tokens=tuple(range(5, 45)), prompt_len=3)], 100)[0]
+    layer = fresh_drafter(config, target, sample, torch.Generator().manual_seed(1))
+    record = TrainingRecord(steps=0, tokens=0, unroll_steps=2)
+    path = shop.path / "drafter"
+    save_drafter(path, layer, None, identity(str(shop.model), target, tokenizer), record)
+    return path
+
+
+def outcome(shop: Workshop, run: str, drafter: str, *words: str) -> dict[str, Any]:
+    """Everything of a run but what a clock or a drafter has measured."""
+    source = f"--data.source={shop.path / 'questions.jsonl'}"
+    said = shop.train(run, source, *WORDS, f"--speculation.drafter={drafter}", *words)
+    assert said.code == 0, said.err
+    found = shop.outcome(run, 2)
+    for row in found["metrics"]:
+        rounded = [row.pop(name) for name in list(row) if name.startswith(ROUNDED)]
+        assert rounded == pytest.approx([round(value) for value in rounded], abs=1e-12)
+    found["rollouts"] = [{**row, "logprob": round(row["logprob"], 9)} for row in shop.rollouts(run)]
+    assert len(found["rollouts"]) == 2 * 8 * 2
+    return found
+
+
+def test_a_run_with_any_accelerator_is_the_run_without_one_bit_for_bit(shop, monkeypatch):
+    # A lesson of a dozen updates after each rollout, whatever the clock says.
+    monkeypatch.setattr(fleet, "_SERIAL_SHARE", math.inf)
+    monkeypatch.setattr(worker_parts, "_PATIENCE", 1)
+    monkeypatch.setattr(worker_parts, "_MIN_GAIN", 10.0)
+    fixed = ("--speculation.tuner=fixed", "--speculation.depth=3")
+    drafter = str(new_drafter(shop))
+    with unchecked_shapes():
+        plain = outcome(shop, "plain", "none")
+        assert outcome(shop, "history", "history", *fixed) == plain
+        assert outcome(shop, "serial", drafter, *fixed, "--spot.train=serial") == plain
+    for run in ("history", "serial"):
+        assert all(row["speculation/nodes_per_step"] for row in shop.metrics(run))
+    decisions = [row["what"] for row in read_lines(shop.path / "serial" / "drafter.jsonl")]
+    assert decisions == ["trained", "offered", "published"] * 2
