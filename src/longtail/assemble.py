@@ -14,7 +14,7 @@ from longtail.cluster.crew import OwnProcess
 from longtail.cluster.fleet import Fleet, FleetSettings
 from longtail.cluster.worker import Progress
 from longtail.config import RunConfig
-from longtail.device import choose_device, to_stderr
+from longtail.device import choose_device, threads_each, to_stderr
 from longtail.engine.limits import EngineLimits
 from longtail.errors import ConfigError
 from longtail.model import hf
@@ -121,7 +121,7 @@ def _fleet(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    threads = config.run.threads or max(machine.usable_cores() // own.workers, 1)
+    threads = threads_each(config.run.threads, own.workers)
     crew = RayCrew(
         partial(build_worker_apart, config, directory, limits, threads),
         own.workers,

@@ -16,6 +16,11 @@ _WORTH_SHARING = 512
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
+def threads_each(threads: int, workers: int) -> int:
+    """Return the compute threads of each of so many workers (0: they share the cores)."""
+    return threads or max(machine.usable_cores() // workers, 1)
+
+
 def set_threads(threads: int) -> int:
     """Give this process so many compute threads (0: every core) and return the number."""
     count = threads or machine.usable_cores()

@@ -25,7 +25,7 @@ from longtail.cluster.timeline import Timeline
 from longtail.cluster.worker import Progress
 from longtail.config import RunConfig, dump
 from longtail.console import Console
-from longtail.device import set_threads
+from longtail.device import set_threads, threads_each
 from longtail.drafter_store import DrafterStore
 from longtail.errors import GradingError, NonFiniteError
 from longtail.interrupt import Interrupted, Interruption
@@ -86,7 +86,7 @@ class Trainer:
         self._interruption = Interruption()
         self.timeline: Timeline | None = None
         """What the workers did in the last step."""
-        threads = set_threads(config.run.threads)
+        threads = set_threads(threads_each(config.run.threads, config.cluster.workers))
         directory = model_directory(config.model.path, console.say)
         warm_start_s = time.perf_counter() - self._began
         self._parts = assemble(config, directory, console.say, self._listen)
