@@ -20,6 +20,8 @@ from longtail.errors import ClusterError
 from longtail.types import Request, SamplingParams, TrainBatch
 
 PATIENCE_S = 20.0
+MOMENT_S = 0.01
+"""That a short task takes."""
 
 
 @final
@@ -215,5 +217,5 @@ def _as_task(method: Callable[..., Any], args: tuple[Any, ...]) -> Task:
     result = method(*args)
     if isinstance(result, Generator):
         return (yield from result)
-    yield 0.01
+    yield MOMENT_S
     return result

@@ -97,6 +97,15 @@ def test_a_learner_step_may_take_as_long_as_it_takes(monkeypatch):
     assert not crew.said
 
 
+def test_whoever_still_computes_for_a_broken_team_is_not_late(monkeypatch):
+    # And the newcomer, long ready, waits for the policy.
+    monkeypatch.setattr("fake_worker.LEARN_S", 1.5 * READY_S)
+    crew = ScriptedCrew(3, faults=[Fault(worker=1, task="learn")])
+    begun(crew).learn([batch(1)])
+    agree(crew, 1)
+    assert crew.births == [0, 1, 0]
+
+
 def test_a_newcomer_waits_for_the_policy_until_a_colleague_has_learned(monkeypatch):
     # It is ready long before the others notice that the team is broken.
     monkeypatch.setattr("fake_worker.READY_S", 0.1)
@@ -245,6 +254,20 @@ def test_a_newcomer_that_is_lost_while_it_starts_is_replaced_too():
         fleet.learn([batch(1)])
         assert crew.births == [0, 2]
         goes_on(crew, fleet, 1)
+
+
+def test_a_newcomer_waits_for_the_policy_that_another_newcomer_is_being_given(monkeypatch):
+    # Worker 0 is given the policy from 4 s on; worker 1, the last to have it, is lost at 4.5 s.
+    monkeypatch.setattr("crews.MOMENT_S", 5.0)
+    faults = [
+        Fault(worker=0, task="generate", after_s=1.0),
+        Fault(worker=1, task="generate", after_s=4.5),
+    ]
+    crew = ScriptedCrew(2, faults=faults)
+    fleet = begun(crew)
+    fleet.rollout(1, requests(60, 60))
+    assert crew.births == [1, 1]
+    goes_on(crew, fleet)
 
 
 def test_too_many_losses_in_a_row_end_the_run(monkeypatch):

@@ -55,6 +55,19 @@ def test_a_replaced_worker_hears_everything_from_the_beginning():
     assert heard.keys() == {"p0@0#0", "p1@0#0", "p2@0#0"}
 
 
+def test_a_newcomer_does_not_rest_because_its_predecessor_did():
+    # Worker 1 finds that training does not pay, takes over a shard, and is lost with it.
+    faults = [
+        Fault(worker=0, task="generate", after_s=5.0),
+        Fault(worker=1, task="generate", nth=1, after_s=6.0),
+    ]
+    teaching = Teaching(ends_s=1.0, reason=SpotEnd.NO_GAIN)
+    crew = ScriptedCrew(2, faults=faults, teachings=lambda worker, nth: teaching)
+    begun(crew).rollout(1, requests(200, 10))
+    assert crew.births == [1, 1]
+    assert [worker for _, worker in crew.begins("spot")] == [1, 0, 1]
+
+
 def test_texts_whose_receipt_is_not_known_are_sent_again():
     crew = ScriptedCrew(2, late={(1, "feed"): 1})
     begun(crew).rollout(1, requests(900, 10))
@@ -126,6 +139,18 @@ def decisions_kept(decisions: list[tuple[str, int, str]]) -> int:
     return len(kept)
 
 
+def test_a_drafter_whose_offer_never_arrived_is_offered_again_at_the_end():
+    # The only candidate there is: measured once.
+    teaching = Teaching(measures_s=3.0, ends_s=5.0, reason=SpotEnd.NO_GAIN)
+    crew = ScriptedCrew(2, late={(0, "offer"): 1}, teachings=lambda worker, nth: teaching)
+    decisions = step(begun(crew), 1, requests(61, 10))
+    assert [(what, version) for what, version, _ in decisions if what != "trained"] == [
+        ("offered", 1),
+        ("offered", 2),
+        ("published", 2),
+    ]
+
+
 def test_who_was_idle_catches_up_before_it_writes_again():
     crew = ScriptedCrew(2)
     fleet = begun(crew)
@@ -133,19 +158,24 @@ def test_who_was_idle_catches_up_before_it_writes_again():
     assert fleet.published is not None
     assert crew.workers[1].served.version == 0
     version = fleet.published.version
+    crew.told.clear()
     fleet.rollout(2, requests(5, 5, first=5))
     assert [each.served.version for each in crew.workers] == [version, version]
+    assert [worker for worker, name in crew.told if name == "offer"] == [1]
 
 
 def test_a_newcomer_catches_up_before_it_writes():
     crew = ScriptedCrew(2)
     fleet = begun(crew)
     step(fleet, 1)
+    fleet.rollout(2, requests(5, 5, first=5))
     assert fleet.published is not None
-    assert fleet.published.version > 0
+    assert crew.workers[1].served.version == fleet.published.version > 0
     crew.kill(1)
-    step(fleet, 2, requests(30, 30, first=5))
+    fleet.publish()
     assert crew.births == [0, 1]
+    assert crew.workers[1].served.version == 0
+    fleet.rollout(3, requests(5, 5, first=9))
     assert {each.served.version for each in crew.workers} == {fleet.published.version}
 
 
@@ -232,6 +262,8 @@ def test_serial_training_is_done_by_one_while_all_others_wait():
     assert {each.served.version for each in crew.workers} == {1}
     # A tenth of the rollout's time: two measurements in four seconds.
     assert crew.workers[1].served.tensors["w"].item() == pytest.approx(QUALITY * 1.05**2)
+    fleet.offer_drafter()
+    assert len(crew.begins("spot")) == 1, "a rollout is learned once"
 
 
 def test_a_worker_lost_in_serial_training_costs_the_lesson_only():
