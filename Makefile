@@ -50,6 +50,7 @@ bench: install
 	$(BIN)/longtail bench tuner
 	$(BIN)/longtail bench learner
 	$(BIN)/longtail bench drafter
+	$(BIN)/longtail bench serve
 	$(BIN)/longtail bench e2e
 
 docs: install

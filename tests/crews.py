@@ -9,13 +9,16 @@ assertion instead.
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
 from fake_worker import HANG_S, FakeWorker, Script, Task
 from longtail.cluster.crew import Crew, Ended
 from longtail.cluster.fleet import Fleet, FleetSettings
+from longtail.cluster.records import Progress
+from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError
 from longtail.types import Request, SamplingParams, TrainBatch
 
@@ -126,6 +129,11 @@ class ScriptedCrew(Crew):
         return ended
 
     def ask(self, worker: int, message: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._heard(worker, PATIENCE_S, message, *args)
+
+    def _heard(
+        self, worker: int, patience_s: float, message: Callable[..., Any], *args: Any
+    ) -> Any:
         self._pass_to(self.clock.now)
         name, one = message.__name__, self.workers[worker]
         if one.is_dead:
@@ -133,10 +141,17 @@ class ScriptedCrew(Crew):
         late = self.script.late.get((worker, name), 0)
         if late or one.is_frozen:
             self.script.late[worker, name] = late - 1
-            self.clock.pass_to(self.clock.now + PATIENCE_S)
+            self.clock.pass_to(self.clock.now + patience_s)
             raise ClusterError(f"worker {worker} has not answered")
         self.told.append((worker, name))
         return getattr(one, name)(*args)
+
+    def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
+        found = {}
+        for worker in workers:
+            with suppress(ClusterError):
+                found[worker] = self._heard(worker, MOMENT_S, Worker.progress)
+        return found
 
     def replace(self, worker: int) -> None:
         self.kill(worker)

@@ -13,7 +13,8 @@ from typing import Any, Protocol, final
 
 import torch
 
-from longtail.cluster.worker import Offer, PolicyState, Progress, Served, Stopped, Verdict
+from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdict
+from longtail.cluster.worker import Stopped
 from longtail.drafter.buffer import Written
 from longtail.drafter.spot import Replica, SpotEnd, SpotReport
 from longtail.drafter.weights import DrafterWeights, are_finite
@@ -27,6 +28,7 @@ HANG_S = 60.0
 TOKEN_S, BEAT_S = 0.1, 0.1
 LEARN_S, REPORT_S, READY_S = 2.0, 0.5, 3.0
 """Until the sum of gradients; from there to the end; for a process to begin."""
+GATHER_S = 0.1
 QUALITY = 2.0
 """Of the drafter that workers begin with."""
 Task = Generator[float, None, Any]
@@ -124,6 +126,7 @@ class FakeWorker:
         self._best: Replica | None = None
         self._shard: Sequence[Request] = ()
         self._num_written = self._beats = 0
+        self._is_waiting = False
 
     # ---- tasks
 
@@ -206,10 +209,21 @@ class FakeWorker:
             if waited > timeout_s or any(member.is_dead for member in here):
                 raise TeamError("nobody came")
         self.team = address
+        self.policy = max((member.policy for member in here), key=len)
+        return len(self.policy)
+
+    def gather(self) -> Task:
+        yield GATHER_S
+        if self.team is None or any(m.is_dead for m in self._crew.meetings[self.team]):
+            self.team = None
+            raise TeamError("a member is gone")
 
     def learn(self, batches: Sequence[TrainBatch]) -> Task:
         if self._crew.size > 1:
-            yield from self._sum()
+            try:
+                yield from self._sum()
+            finally:
+                self._is_waiting = False
         number = batches[0].num_generated
         if number in self._script.broken_steps:
             raise NonFiniteError(f"batch {number}")
@@ -243,9 +257,11 @@ class FakeWorker:
         if team is None:
             raise TeamError("the team is closed")
         members, came = crew.meetings[team], crew.rounds.setdefault((team, len(self.policy)), [])
-        yield LEARN_S
+        for _ in range(round(LEARN_S / BEAT_S)):
+            yield BEAT_S
+            self._beats += 1
         came.append(self)
-        waited = 0.0
+        waited, self._is_waiting = 0.0, True
         while len(came) < crew.size:
             if waited > HANG_S or any(one.is_dead or one.team != team for one in members):
                 self.team = None
@@ -271,12 +287,20 @@ class FakeWorker:
             num_finished=sum(length <= self._num_written for length in lengths),
             num_generated=sum(min(length, self._num_written) for length in lengths),
             num_running=sum(length > self._num_written for length in lengths),
+            is_waiting=self._is_waiting,
         )
 
     def policy_state(self) -> PolicyState:
         return PolicyState(
             weights={"learned": torch.tensor(self.policy, dtype=torch.int64)},
             learner=LearnerState(tensors={}, numbers={"version": len(self.policy)}),
+        )
+
+    def learner_state(self, known: Sequence[str]) -> LearnerState:
+        own = {f"kept/{self.number}": torch.zeros(1), "kept/by-all": torch.zeros(1)}
+        return LearnerState(
+            tensors={name: tensor for name, tensor in own.items() if name not in known},
+            numbers=self.policy_state().learner.numbers,
         )
 
     def written(self, step: int, first: int = 0) -> list[Written]:
@@ -344,6 +368,7 @@ class FakeWorker:
         return SpotReport(
             num_steps=self._learned // 100,
             num_tokens=self._learned,
+            num_reused=self._learned // 2,
             seconds=1.0,
             max_micro_step_s=0.05,
             reason=reason,

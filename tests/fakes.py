@@ -1,9 +1,11 @@
 """Stand-ins at the engine's seams: models whose text is known, a KV cache that keeps a ledger."""
 
+import builtins
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
+import pytest
 import torch
 from jaxtyping import Float, config
 from torch import Tensor
@@ -15,6 +17,18 @@ from longtail.model.attention import Attention, PackedAttention
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.sampling import gumbel_noise, log_distribution
 from longtail.types import Request
+
+
+def do_without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Refuse to import a package, as if it were not installed."""
+    found = builtins.__import__
+
+    def refuse(name: str, *rest: object) -> object:
+        if name.startswith(package):
+            raise ImportError(name)
+        return found(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
 
 
 @contextmanager
@@ -119,12 +133,21 @@ class LedgerKV(KVCache):
         self.held.setdefault(request_id, [])
         return True
 
-    def share(self, source_id: str, target_id: str, num_tokens: int) -> None:
+    def try_share(
+        self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int
+    ) -> bool:
         """Note what the target holds now; the source must have it."""
-        assert num_tokens <= len(self.held[source_id]), "the source has not computed it yet"
-        assert num_tokens <= self.room[target_id], "shared beyond its room"
-        self._kv.share(source_id, target_id, num_tokens)
-        self.held[target_id] = self.held[source_id][:num_tokens]
+        assert num_shared <= len(self.held[source_id]), "the source has not computed it yet"
+        assert target_id not in self.room, "only a newcomer is given a prompt"
+        before = self._kv.usage()
+        if not self._kv.try_share(
+            source_id, target_id, num_shared=num_shared, num_tokens=num_tokens
+        ):
+            assert self._kv.usage() == before, "a refusal changed something"
+            return False
+        self.room[target_id] = num_tokens
+        self.held[target_id] = self.held[source_id][:num_shared]
+        return True
 
     def hand_over(self, source_id: str, target_id: str, num_tokens: int) -> None:
         """Note the new owner."""

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from longtail.errors import LongtailError
+from longtail.errors import LongtailError, TeamError
 from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import pack_mini_batches
+from longtail.rl.tally import Tally
 from longtail.rl.team import ALONE, Team, TorchTeam
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
 from tiny_models import tiny_model
@@ -54,6 +55,9 @@ class Plan:
     """The rollout whose advantage is not a number."""
     bad_logprob: int | None = None
     """The rollout whose first logprob is not a number."""
+    idle: tuple[int, ...] = ()
+    """Rollouts whose advantage is 0."""
+    keep_idle: bool = True
 
     def batches(self) -> list[TrainBatch]:
         """Make the batches, the same everywhere."""
@@ -66,6 +70,8 @@ class Plan:
             logprobs = torch.randn(completion_len, generator=generator, dtype=torch.float64) - 5.3
             if index == self.bad_logprob:
                 logprobs[0] = float("nan")
+            if index in self.idle:
+                advantages[index] = 0.0
             if index == self.bad_advantage:
                 advantages[index] = float("nan")
             made.append(_rollout(index, tokens.tolist(), prompt_len, logprobs.tolist()))
@@ -75,6 +81,7 @@ class Plan:
             sampling=SamplingParams(max_tokens=16),
             budget=self.budget,
             mini_batches=self.mini_batches,
+            keep_idle=self.keep_idle,
         )
 
 
@@ -157,6 +164,8 @@ def _serve(pipe: Any) -> None:
         "form": served.form,
         "begin": served.begin,
         "step": served.step,
+        "gather": served.gather,
+        "lose_sight": served.lose_sight,
         "look": served.look,
         "copy": served.copy,
         "restore": served.restore,
@@ -195,8 +204,24 @@ class _Served:
     def step(self, plan: Plan) -> Any:
         return self._learner.step(plan.batches())
 
+    def gather(self) -> None:
+        self._learner.gather()
+
+    def lose_sight(self) -> None:
+        """Have this member leave its team at the very end of its next step, when all have come."""
+        pool = Tally.pool
+
+        def torn(tally: Tally, team: Team) -> None:
+            Tally.pool = pool  # type: ignore[method-assign]
+            pool(tally, team)
+            assert self._team is not None
+            self._team.close()
+            raise TeamError("the sum never came")
+
+        Tally.pool = torn  # type: ignore[method-assign]
+
     def look(self) -> tuple[str, int]:
-        """A digest of everything that the next step depends on, and the version."""
+        """A digest of everything that this member's next step depends on, and the version."""
         state = self._learner.state()
         moments = {name: tensor.sum().item() for name, tensor in sorted(state.tensors.items())}
         return f"{self._learner.digest()} {moments}", self._learner.version
@@ -206,11 +231,12 @@ class _Served:
         weights = self._learner.weights().tensors
         return dict(state.numbers), arrays(state.tensors), arrays(weights)
 
-    def restore(self, numbers: Any, tensors: Any, weights: Any) -> None:
+    def restore(self, numbers: Any, tensors: Any, weights: Any, part: bool) -> None:
         moments = {name: torch.from_numpy(array) for name, array in tensors.items()}
         self._learner.restore(
             LearnerState(tensors=moments, numbers=numbers),
             {name: torch.from_numpy(array) for name, array in weights.items()},
+            part=part,
         )
 
     def break_gradients(self) -> None:

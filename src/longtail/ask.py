@@ -10,12 +10,15 @@ same noise.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from longtail.rl.data import Taken
 from longtail.sampling import noise_key
 from longtail.types import Group, Prompt, Request, Rollout, SamplingParams
+
+_PROBES, _PROBE_TOKENS = 8, 96
+"""So many texts, so long, tell how a drafter does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,12 @@ def ask_heldout(
     ]
     prompts = [prompt for prompt in heldout for _ in range(samples)]
     return Asked(requests=tuple(requests), prompts=tuple(prompts))
+
+
+def ask_probe(prompts: Sequence[Prompt], *, seed: int, sampling: SamplingParams) -> Asked:
+    """Ask for the beginnings of a few completions, to see how a drafter does on them."""
+    short = replace(sampling, max_tokens=min(sampling.max_tokens, _PROBE_TOKENS))
+    return ask_heldout(prompts[:_PROBES], samples=1, seed=seed, sampling=short)
 
 
 def regroup(rollouts: Sequence[Rollout]) -> list[Group]:

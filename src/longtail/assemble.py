@@ -12,7 +12,7 @@ from pathlib import Path
 from longtail import machine
 from longtail.cluster.crew import OwnProcess
 from longtail.cluster.fleet import Fleet, FleetSettings
-from longtail.cluster.worker import Progress
+from longtail.cluster.records import Progress
 from longtail.config import RunConfig
 from longtail.device import choose_device, threads_each, to_stderr
 from longtail.engine.limits import EngineLimits

@@ -49,12 +49,13 @@ _MAY_DIFFER = frozenset(
         "speculation.drafter", "speculation.tuner", "speculation.depth", "speculation.width",
         "speculation.size", "speculation.max_running", "speculation.coupled", "spot.train",
         "spot.learning_rate", "spot.matrix_rate", "spot.batch_tokens", "spot.buffer_mb",
-        "cluster.workers", "cluster.address", "cluster.hang_s",
+        "spot.features_mb", "cluster.workers", "cluster.address", "cluster.hang_s",
     }
 )  # fmt: skip
 """What a resumed run may change: nothing here reaches a weight, unless a schedule reads it."""
 
 
+CONFIG_FILE = "config.toml"
 UNWRITABLE = (OSError, SafetensorError)
 """What writing tensors raises when the disk refuses."""
 
@@ -130,7 +131,7 @@ class RunDirectory:
             self._claim()
             latest = self._resume_point(config_text, resume)
             self._sweep()
-            _write_atomically(self.path / "config.toml", config_text)
+            _write_atomically(self.path / CONFIG_FILE, config_text)
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -201,7 +202,7 @@ class RunDirectory:
             ) from None
 
     def _resume_point(self, config_text: str, resume: bool) -> Checkpoint | None:
-        written, metrics = self.path / "config.toml", self.path / "metrics.jsonl"
+        written, metrics = self.path / CONFIG_FILE, self.path / "metrics.jsonl"
         used = self._found() or (metrics.exists() and metrics.stat().st_size > 0)
         if used and not resume:
             raise ConfigError(
@@ -286,7 +287,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 def _seal(root: Path, step: int, state: Mapping[str, Any]) -> None:
     """Write state.json over everything under `root`, then sync files and directories."""
-    files = {str(path.relative_to(root)): _print_of(path) for path in _files(root)}
+    files = {str(path.relative_to(root)): print_of(path) for path in _files(root)}
     document = {"format": _FORMAT, "step": step, "state": dict(state), "files": files}
     text = json.dumps(document, indent=1, allow_nan=False)
     (root / "state.json").write_text(text, encoding="utf-8")
@@ -296,7 +297,8 @@ def _seal(root: Path, step: int, state: Mapping[str, Any]) -> None:
         _sync(directory)
 
 
-def _print_of(path: Path) -> dict[str, Any]:
+def print_of(path: Path) -> dict[str, Any]:
+    """Return size and SHA-256 of a file, as JSON holds them."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
@@ -310,7 +312,7 @@ def _verified_state(path: Path) -> dict[str, Any]:
     for name, expected in document["files"].items():
         if (path / name).stat().st_size != expected["bytes"]:
             raise ValueError(f"{name} should have {expected['bytes']} bytes")
-        if _print_of(path / name) != expected:
+        if print_of(path / name) != expected:
             raise ValueError(f"{name} does not have the SHA-256 it was written with")
     state: dict[str, Any] = document["state"]
     return state

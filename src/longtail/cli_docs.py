@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from longtail import cli
+from longtail import cli, cli_parsers
 
 _TITLE = """\
 # The command line
@@ -16,7 +16,7 @@ Exit codes: 0 done, 1 failed, 2 the command line or the configuration is wrong, 
 def render() -> str:
     """Return the whole page."""
     helps = {"": cli.summary()}
-    helps |= {f" {name}": make().format_help() for name, make in cli.parsers().items()}
+    helps |= {f" {name}": make().format_help() for name, make in cli_parsers.parsers().items()}
     parts = [
         f"## longtail{name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in helps.items()
     ]

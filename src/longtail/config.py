@@ -69,8 +69,7 @@ class RewardSection(Section):
     """How completions are graded."""
 
     name: Name = "tiny-reasoner"
-    """`exact`, `reasoning_gym`, `math_verify`, `tiny-reasoner`, or `module:function` with TRL's
-    signature."""
+    """`exact`, `reasoning_gym`, `math_verify`, `tiny-reasoner`, or `module:function` as in TRL."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """A grader that takes longer over one completion is killed; its rollout is excluded."""
     workers: Annotated[int, Field(ge=1)] = 1
@@ -104,6 +103,8 @@ class RolloutSection(Section):
     """Tokens the KV cache may hold; 0 is enough for `max_running` longest requests."""
     dtype: Dtype = "float32"
     """Of the weights and the KV cache while generating."""
+    batch_invariant: bool = False
+    """On a GPU, let no batch, hence no draft, change a bit; slower. Native kernels always do."""
 
 
 class SpeculationSection(Section):
@@ -111,9 +112,9 @@ class SpeculationSection(Section):
 
     drafter: Name = "auto"
     """`none`, `history` (suffixes of what was written), `tiny-reasoner` (the embedded model's own,
-    taught here once), or a directory: of a drafter from `longtail drafter train`, or of a small
-    model with the same tokenizer. Several are joined: `DIR+history`. `auto` is the embedded model's
-    own for that model, `history` for any other."""
+    taught here once), or a directory: of a drafter, of a run that trained one, of a published one
+    (vLLM, SGLang, speculators), or of a small model with the same tokenizer. Several are joined:
+    `DIR+history`. `auto` is the embedded model's own, or the run's, else `history`."""
     tuner: TunerName = "budget"
     """Who decides how much to draft, and when not to: `budget` (by measured cost and calibrated
     chances), `beg-mab` (TLT's bandit), `fixed` (as the next four say), `off`."""
@@ -133,9 +134,8 @@ class SpotSection(Section):
     """Training the drafter while the policy learns, on processors that would stand idle."""
 
     train: TrainingName = "spot"
-    """`spot`: workers that are done with their share of a rollout train until the last one is;
-    `serial`: after each rollout, for a tenth of its time; `never`. Drafters without weights of the
-    EAGLE kind are never trained."""
+    """`spot`: workers that are done with their share of a rollout, until the last one is; `serial`:
+    after each rollout, for a tenth of its time; `never`. Only EAGLE drafters are trained."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """AdamW's, of vectors and norms; of all weights where `matrix_rate` is 0."""
     matrix_rate: Annotated[float, Field(ge=0)] = 0.005
@@ -144,6 +144,8 @@ class SpotSection(Section):
     """Tokens of one update; small, since nobody waits for an update that is not done."""
     buffer_mb: Annotated[int, Field(ge=1)] = 64
     """Most memory for texts to learn from."""
+    features_mb: Annotated[int, Field(ge=0)] = 64
+    """Most memory for the features of texts just written, to learn from; 0 computes them anew."""
 
 
 class ClusterSection(Section):
@@ -197,6 +199,8 @@ class LearnerSection(Section):
     """bfloat16 matrix products over float32 weights."""
     dtype: Literal["float32", "float64"] = "float32"
     """Of the master weights; float64 is the reference."""
+    moment_copies: Annotated[int, Field(ge=0)] = 0
+    """Workers that keep AdamW's moments of a parameter; 0: all. With 1, a lost one ends the run."""
 
 
 class EvalSection(Section):
@@ -249,8 +253,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "RunConfig":
-        problems = [*_rollout_problems(self), *_learner_problems(self)]
-        if problems:
+        if problems := [*_rollout_problems(self), *_learner_problems(self)]:
             raise ValueError("\n".join(problems))
         return self
 
@@ -354,10 +357,7 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
     rollout, data = config.rollout, config.data
     longest = data.max_prompt_len + rollout.max_tokens
     if rollout.temperature == 0:
-        yield (
-            "rollout.temperature = 0: training explores by sampling, and greedy answers of a group "
-            "are all alike; give a temperature above 0"
-        )
+        yield "rollout.temperature = 0: greedy answers of a group are alike; give one above 0"
     if 0 < rollout.kv_tokens < longest:
         yield (
             f"rollout.kv_tokens = {rollout.kv_tokens}: one longest request takes {longest} "

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longtail.card import Card
-from longtail.cluster.worker import Progress
+from longtail.cluster.records import Progress
 from longtail.engine.report import StepReport
 from longtail.rollout_log import RolloutSeries
 
@@ -38,24 +38,22 @@ class Console:
         print(text, file=sys.stderr, flush=True)
 
     def begin_rollout(self, label: str, num_requests: int) -> None:
-        """Announce a rollout; `rollout_step` then keeps its live line."""
+        """Announce a rollout; `rollout_progress` then keeps its live line."""
         self._label, self._total = label, num_requests
         self._done, self._tokens, self._began = 0, 0, time.perf_counter()
 
     def rollout_step(self, report: StepReport) -> None:
-        """Redraw the live line, a few times a second."""
+        """Count one engine step of a single engine, and redraw the live line."""
         self._done += len(report.finished)
         self._tokens += len(report.emitted)
-        now = time.perf_counter()
-        if self._live and now - self._drawn > _REFRESH_S:
-            self._drawn = now
-            speed = self._tokens / max(now - self._began, 1e-9)
-            drafts = "drafting, " if report.verified else "plain, "
-            line = (
-                f"{self._label}: {self._done}/{self._total} done, {report.num_running} running, "
-                f"{drafts if report.readings else ''}{speed:,.0f} tokens/s"
+        self.rollout_progress(
+            Progress(
+                num_finished=self._done,
+                num_generated=self._tokens,
+                num_running=report.num_running,
+                drafts=bool(report.verified) if report.readings else None,
             )
-            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+        )
 
     def rollout_progress(self, progress: Progress) -> None:
         """Redraw the live line, a few times a second."""

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,8 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "wandb": (("wandb",), "run.writers = wandb"),
     "plots": (("matplotlib",), "longtail report, drafter eval --plot"),
     "cluster": (("ray",), "cluster.workers above 1"),
+    "serve": (("fastapi", "uvicorn", "prometheus_client"), "longtail serve, bench serve"),
+    "gpu": (("triton",), "kernels of an NVIDIA GPU; comes with PyTorch's CUDA build"),
 }
 
 
@@ -70,7 +73,8 @@ def examine(run_dir: str | None = None) -> list[Finding]:
     """Look at everything, in the order in which it is printed; at a run's cost model, too."""
     findings = [*_software(), *_hardware(), *_extras()]
     if all(finding.level != "missing" for finding in findings):
-        findings += [attempt("matrix product", _matrix_product), attempt("generation", _generation)]
+        findings += [attempt("matrix product", _matrix_product), attempt("generation", generation)]
+        findings += _gpu_generation()
         findings += cost_model(newest_run() if run_dir is None else Path(run_dir))
     return findings
 
@@ -141,7 +145,12 @@ def _torch_facts(fact: Callable[..., Finding]) -> Iterator[Finding]:
         yield fact("GPU", "none; everything runs on the CPU")
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        yield fact(f"GPU {index}", f"{properties.name}, {_gigabytes(properties.total_memory)}")
+        free = _gigabytes(torch.cuda.mem_get_info(index)[0])
+        size, level = _gigabytes(properties.total_memory), f"{properties.major}.{properties.minor}"
+        yield fact(
+            f"GPU {index}",
+            f"{properties.name}, {free} of {size} free, compute capability {level}",
+        )
 
 
 def _extras() -> Iterator[Finding]:
@@ -191,8 +200,16 @@ def _matrix_product() -> str:
     return f"{2 * size**3 / seconds / 1e9:.0f} GFLOP/s in float32"
 
 
-def _generation() -> str:
-    """Let a random tiny model write a few tokens, twice the same."""
+def _gpu_generation() -> Iterator[Finding]:
+    """Let the engine write on the GPU that a run would use, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield attempt("generation on the GPU", partial(generation, "cuda"))
+
+
+def generation(device: str = "cpu") -> str:
+    """Let a random tiny model write a few tokens on a device, twice the same."""
     import torch
 
     from longtail.engine.engine import RolloutEngine
@@ -206,6 +223,7 @@ def _generation() -> str:
     )  # fmt: skip
     model = Transformer(shape)
     model.initialize(torch.Generator().manual_seed(0))
+    model.to(device)
     limits = EngineLimits(max_running=2, max_step_tokens=16, max_len=64)
     engine = RolloutEngine(model, lambda tokens: " ".join(map(str, tokens)), limits)
     requests = [

@@ -12,6 +12,9 @@ from pydantic import Field, model_validator
 from longtail import configfile
 from longtail.config import Device, Dtype, Name, Schedule, Section, Seed, Share, WriterName
 
+UNROLL_STEPS = {"eagle1": 2, "eagle3": 5}
+"""Depths that are trained where none are asked for."""
+
 
 class TargetSection(Section):
     """The model whose drafter is trained; it is only read."""
@@ -36,13 +39,16 @@ class DrafterSection(Section):
     unroll_steps: Annotated[int, Field(ge=0, le=16)] = 0
     """Depths that are trained, each on the drafter's own outputs of the one before; 0 takes 2 for
     eagle1, whose predictions then hold at any depth, and 5 for eagle3."""
+    init: Name | None = None
+    """Drafter to go on from, as `speculation.drafter` of train names it; its recipe, layers, window
+    and vocabulary are kept, so leave those out. Unset draws a fresh one."""
     draft_vocab_size: Annotated[int, Field(ge=0)] = 0
     """eagle3: tokens the drafter can propose, the commonest of the texts; 0 is all."""
 
     @property
     def num_unrolled(self) -> int:
         """Depths that are trained, the recipe's own if none are asked for."""
-        return self.unroll_steps or (2 if self.recipe == "eagle1" else 5)
+        return self.unroll_steps or UNROLL_STEPS[self.recipe]
 
 
 class TextSection(Section):
@@ -153,6 +159,9 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> DrafterTrainConfig
 
 def _problems(config: DrafterTrainConfig) -> Iterator[str]:
     own, data = config.drafter, config.data
+    given = own.model_fields_set & {"recipe", "layers", "window", "draft_vocab_size"}
+    if own.init is not None and given:
+        yield f"drafter.{min(given)}: drafter.init brings its own; leave it out"
     if own.recipe == "eagle1" and (own.layers or own.draft_vocab_size):
         field = "layers" if own.layers else "draft_vocab_size"
         yield f"drafter.{field}: only drafter.recipe = 'eagle3' has it; leave it out"

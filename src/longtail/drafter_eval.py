@@ -17,9 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longtail.assemble import TINY_REASONER, model_directory
-from longtail.checkpoint import policy_directory
-from longtail.device import DTYPES, set_threads
+from longtail.assemble import TINY_REASONER
+from longtail.checkpoint import CONFIG_FILE
+from longtail.config import load
+from longtail.device import set_threads
+from longtail.drafter_store import run_drafters
 from longtail.drafters import Target, open_drafter
 from longtail.engine.acceptance import POSITIONS, Acceptance
 from longtail.engine.engine import RolloutEngine
@@ -28,9 +30,11 @@ from longtail.engine.speculate import Speculation
 from longtail.errors import ConfigError
 from longtail.machine import pip_install
 from longtail.model import hf
+from longtail.opened import locate_model, open_model
 from longtail.rl.data import Encoder, make_prompts
 from longtail.rl.sources import load_rows
 from longtail.sampling import noise_key
+from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 
@@ -82,15 +86,12 @@ class Measured:
 def run(args: argparse.Namespace) -> int:
     """Measure as the command line says; see `cli` for the options."""
     set_threads(args.threads)
-    temperatures = _numbers("--temperatures", args.temperatures)
-    for option, value in (("--n", args.n), ("--max-tokens", args.max_tokens)):
-        if value < 1:
-            raise ConfigError(f"{option} = {value}: it must be at least 1")
+    temperatures = numbers("--temperatures", args.temperatures)
     strategies = (
         Strategy(depth=args.depth, size=args.depth),
         Strategy(depth=args.depth, width=args.width, size=args.size),
     )
-    target, prompts = _target(args)
+    target, prompts = open_target(args)
     found: list[Measured] = []
     for temperature in temperatures:
         sampling = SamplingParams(
@@ -99,9 +100,10 @@ def run(args: argparse.Namespace) -> int:
             stop_token_ids=target.tokenizer.eos_ids,
         )
         _say(f"temperature {temperature:g}: plain decoding")
-        plain = _answer(target, prompts, sampling, None)[0]
+        plain = answer(target, prompts, sampling, None)[0]
         for strategy, coupled in product(strategies, (True, False) if temperature else (True,)):
-            measured = _measure(args.drafter, target, prompts, sampling, strategy, coupled, plain)
+            own = open_drafter(args.drafter, target, _say)
+            measured = measure(own, target, prompts, sampling, strategy, coupled, plain)
             found.append(measured)
             _say(
                 f"temperature {temperature:g}, {measured.shape}, "
@@ -121,33 +123,51 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _target(args: argparse.Namespace) -> tuple[Target, list[tuple[int, ...]]]:
-    """Open the target and its prompts; what cannot be is said before anything is measured."""
-    directory = model_directory(args.target)
-    directory = directory if args.target == TINY_REASONER else policy_directory(directory)
-    tokenizer = hf.load_tokenizer(directory)
-    model = hf.load_model(directory, DTYPES[args.dtype] if args.dtype else None)
-    hf.check_vocabulary(tokenizer, model.config)
-    target = Target(model=model, tokenizer=tokenizer, directory=directory, name=args.target)
-    source = args.prompts
-    if source is None:
-        if args.target != TINY_REASONER:
+def _usual_target(drafter: str) -> str:
+    place = run_drafters(Path(drafter))
+    return TINY_REASONER if place is None else str(place.parent)
+
+
+def _usual_prompts(target: str) -> str:
+    """Return the prompts that a run was evaluated with, and for the embedded model its own."""
+    source = target
+    if target != TINY_REASONER:
+        resolved = Path(target) / CONFIG_FILE
+        if not resolved.is_file():
             raise ConfigError("--prompts is needed: a source of prompts, as data.source of train")
-        source = f"{TINY_REASONER}:heldout"
+        own = load(resolved, []).data
+        source = own.heldout or own.source
+    return f"{TINY_REASONER}:heldout" if source == TINY_REASONER else source
+
+
+def open_target(args: argparse.Namespace) -> tuple[Target, list[tuple[int, ...]]]:
+    """Open the target and its prompts; what cannot be is said before anything is measured.
+
+    Of the arguments: target, drafter, prompts, n, max_tokens, dtype, seed. Where no target is given
+    it is the policy of the run that the drafter is from, and is filled in.
+    """
+    for option, value in (("--n", args.n), ("--max-tokens", args.max_tokens)):
+        if value < 1:
+            raise ConfigError(f"{option} = {value}: it must be at least 1")
+    args.target = args.target or _usual_target(args.drafter)
+    directory = locate_model(args.target)
+    tokenizer = hf.load_tokenizer(directory)
+    target = open_model(args.target, directory, tokenizer, args.dtype)
+    source = args.prompts or _usual_prompts(args.target)
     render = tokenizer.render if tokenizer.has_chat_template else None
     prompts = make_prompts(
         load_rows(source, args.n, args.seed, field="--prompts"),
         source=source,
         encoder=Encoder(encode=tokenizer.encode, render=render),
-        max_prompt_len=model.config.max_positions - args.max_tokens,
+        max_prompt_len=target.model.config.max_positions - args.max_tokens,
         drop_long=True,
     )
     open_drafter(args.drafter, target, _say)
     return target, [prompt.tokens for prompt in prompts.prompts[: args.n]]
 
 
-def _measure(
-    drafter: str,
+def measure(
+    own: Drafter,
     target: Target,
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingParams,
@@ -155,10 +175,9 @@ def _measure(
     coupled: bool,
     plain: Sequence[Completion],
 ) -> Measured:
-    """Answer with a new drafter and compare with what plain decoding wrote."""
-    own = open_drafter(drafter, target, _say)
+    """Answer with a fresh drafter and compare with what plain decoding wrote."""
     speculation = Speculation.fixed(own, strategy, coupled=coupled)
-    written, acceptance = _answer(target, prompts, sampling, speculation)
+    written, acceptance = answer(target, prompts, sampling, speculation)
     different = sum(a.tokens != b.tokens for a, b in zip(plain, written, strict=True))
     return Measured(
         temperature=sampling.temperature,
@@ -170,12 +189,13 @@ def _measure(
     )
 
 
-def _answer(
+def answer(
     target: Target,
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingParams,
     speculation: Speculation | None,
 ) -> tuple[list[Completion], Acceptance]:
+    """Complete the prompts, always with the same keys; plainly without `speculation`."""
     longest = max(map(len, prompts)) + sampling.max_tokens
     limits = EngineLimits(max_running=_MAX_RUNNING, max_step_tokens=1024, max_len=longest)
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits, speculation=speculation)
@@ -267,12 +287,13 @@ def plot(found: Sequence[Measured], path: Path, *, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _numbers(option: str, text: str) -> list[float]:
+def numbers(option: str, text: str) -> list[float]:
+    """Read numbers joined by commas; ConfigError naming the option."""
     try:
-        numbers = [float(part) for part in text.split(",")]
+        found = [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"{option} = {text!r}: it must be numbers, as in 0,0.6,1") from None
-    return numbers
+    return found
 
 
 def _say(text: str) -> None:

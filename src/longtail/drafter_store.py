@@ -1,6 +1,7 @@
 """The drafter of a run on disk: what it has learned survives, and nobody waits for the disk.
 
     runs/example/drafter/
+      initial/                  the drafter that the run began with: a drafter directory
       step_000010/
         tensors.safetensors     the drafter's own weights, and the texts it learns from
         state.json              version and cursors; size and digest of the file above
@@ -10,27 +11,36 @@ Weights that were published are never modified, so a background thread writes th
 goes on: selective (nothing of the target, no optimizer moments) and asynchronous, as in TLT (arXiv
 2511.16665). One write at a time; the next waits for the last. A resumed run takes the newest one
 that is whole and not younger than its checkpoint; without one it begins with the drafter it was
-given, and only the clock can tell.
+given, and only the clock can tell. `load_run_drafter` makes one drafter of all this, for whoever
+comes later: what the first one says, with the newest weights.
 """
 
-import hashlib
 import json
 import logging
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
-from longtail.checkpoint import UNWRITABLE, load_tensors, save_tensors
+import torch
+
+from longtail.checkpoint import UNWRITABLE, load_tensors, print_of, save_tensors
 from longtail.cluster.fleet import DrafterState
-from longtail.errors import CheckpointError
+from longtail.drafter.checkpoint import LoadedDrafter, is_drafter, load_drafter
+from longtail.drafter.weights import lay_into
+from longtail.errors import CheckpointError, ConfigError
+from longtail.model.tokenizer import Tokenizer
+from longtail.model.transformer import Transformer
 
 _log = logging.getLogger("longtail")
 _NAME = re.compile(r"step_(\d{6,})")
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
+INITIAL = "initial"
 
 
 @final
@@ -88,7 +98,7 @@ class DrafterStore:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             save_tensors(state.tensors, temporary / _TENSORS)
-            document = {"numbers": dict(state.numbers), "file": _print_of(temporary / _TENSORS)}
+            document = {"numbers": dict(state.numbers), "file": print_of(temporary / _TENSORS)}
             (temporary / _STATE).write_text(json.dumps(document), encoding="utf-8")
             shutil.rmtree(place, ignore_errors=True)
             temporary.rename(place)
@@ -98,14 +108,53 @@ class DrafterStore:
             self._error = error
 
 
-def _print_of(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+def run_drafters(path: Path) -> Path | None:
+    """Return where the drafters of a run lie: of its directory, or of one of its drafter steps."""
+    for found in (path / "drafter", path, path.parent):
+        if is_drafter(found / INITIAL):
+            return found
+    return None
+
+
+def load_run_drafter(
+    path: Path, target: Transformer, tokenizer: Tokenizer, *, dtype: torch.dtype | None
+) -> LoadedDrafter:
+    """Read the newest drafter of a run, or the one of a step that `path` names.
+
+    Raises ConfigError where the target is another, or the run's weights are another drafter's.
+    """
+    place = run_drafters(path)
+    assert place is not None, "a run with a drafter"
+    match = _NAME.fullmatch(path.name)
+    loaded = load_drafter(place / INITIAL, target, tokenizer, strict_weights=False, dtype=dtype)
+    kept = None
+    if path.name != INITIAL:
+        kept = DrafterStore(place).load(int(match[1]) if match else sys.maxsize)
+    if kept is None or not kept.numbers["version"]:
+        return loaded
+    try:
+        lay_into(loaded.layer, kept.drafter())
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{place}: {error}; give {place / INITIAL}, the drafter that the run began with"
+        ) from error
+    return _trained_in(place.parent.name, kept.numbers, loaded)
+
+
+def _trained_in(run: str, numbers: Mapping[str, Any], loaded: LoadedDrafter) -> LoadedDrafter:
+    """Say what became of a drafter in a run; how it did before is true no more."""
+    name = f"{loaded.trained_on.name}, then the policy of {run} (version {numbers['version']})"
+    return replace(
+        loaded,
+        trained_on=replace(loaded.trained_on, name=name),
+        training=replace(
+            loaded.training, agreement=(), overlap=(), accept_len=numbers.get("accept_len")
+        ),
+    )
 
 
 def _read(path: Path) -> DrafterState:
     document: Mapping[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
-    if _print_of(path / _TENSORS) != document["file"]:
+    if print_of(path / _TENSORS) != document["file"]:
         raise ValueError(f"{_TENSORS} is not what was written")
     return DrafterState(tensors=load_tensors(path / _TENSORS), numbers=document["numbers"])

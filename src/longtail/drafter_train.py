@@ -17,8 +17,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from longtail import configfile
-from longtail.assemble import TINY_REASONER, model_directory
-from longtail.checkpoint import Checkpoint, RunDirectory, policy_directory
+from longtail.checkpoint import Checkpoint, RunDirectory
 from longtail.console import Console
 from longtail.device import DTYPES, choose_device, set_threads
 from longtail.drafter.checkpoint import (
@@ -32,14 +31,16 @@ from longtail.drafter.eagle import EagleConfig, EagleLayer, default_layers
 from longtail.drafter.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.texts import TextBatches, pack_texts
 from longtail.drafter.trainer import DepthReport, DrafterTrainer, TrainerReport, TrainerSettings
-from longtail.drafter_config import DrafterTrainConfig
+from longtail.drafter_config import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter_data import Corpus, generated_texts, given_texts
+from longtail.drafters import Target, read_drafter
 from longtail.engine.report import StepReport
 from longtail.errors import ConfigError
 from longtail.interrupt import Interrupted, Interruption
 from longtail.metrics import MetricWriter, open_writers
 from longtail.model import hf
 from longtail.model.transformer import ModelConfig, Transformer
+from longtail.opened import locate_model
 from longtail.rl.optim import OptimizerSettings
 
 MEASURED_DEPTHS = 6
@@ -111,8 +112,7 @@ def assemble(
     interruption: Interruption,
 ) -> Classroom:
     """Build every part; raises ConfigError for whatever the configuration and the data say."""
-    path = model_directory(config.target.path)
-    path = path if config.target.path == TINY_REASONER else policy_directory(path)
+    path = locate_model(config.target.path)
     tokenizer, shape = hf.load_tokenizer(path), hf.load_config(path)
     hf.check_vocabulary(tokenizer, shape)
     drafter = _drafter(config, shape)
@@ -137,9 +137,11 @@ def assemble(
     )
     target = load_target()
     target.fuse()
-    layer, ids = _layer(config, drafter, target, tokenizer, corpus, checkpoint)
+    source = Target(model=target, tokenizer=tokenizer, directory=path, name=config.target.path)
+    layer, ids, head = _layer(config, drafter, source, corpus, checkpoint, console)
+    settings = _settings(config, layer)
     room = Classroom(
-        trainer=DrafterTrainer(layer, target, _settings(config), draft_ids=ids),
+        trainer=DrafterTrainer(layer, target, settings, draft_ids=ids, head=head),
         batches=TextBatches(corpus.learned, config.train.batch_tokens, config.run.seed),
         corpus=corpus,
         target=identity(config.target.path, target, tokenizer),
@@ -220,27 +222,41 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> EagleConfig:
 def _layer(
     config: DrafterTrainConfig,
     drafter: EagleConfig,
-    target: Transformer,
-    tokenizer: hf.Tokenizer,
+    source: Target,
     corpus: Corpus,
     checkpoint: Checkpoint | None,
-) -> tuple[EagleLayer, torch.Tensor | None]:
-    """Draw a fresh drafter, or read the checkpoint's."""
+    console: Console,
+) -> tuple[EagleLayer, torch.Tensor | None, torch.Tensor | None]:
+    """Draw a fresh drafter, or read the checkpoint's, or the one to go on from."""
+    target, tokenizer, init = source.model, source.tokenizer, config.drafter.init
+    working = torch.float64 if target.dtype == torch.float64 else torch.float32
     if checkpoint is not None:
         loaded = load_drafter(checkpoint.policy, target, tokenizer, strict_weights=True)
-        return loaded.layer, loaded.draft_ids
+        return loaded.layer, loaded.draft_ids, loaded.head
+    if init is not None:
+        given = read_drafter(init, source, console.say, working)
+        if given is None:
+            raise ConfigError(
+                f"drafter.init = {init!r}: it has no EAGLE layer to train; give a drafter directory"
+            )
+        return given.layer, given.draft_ids, given.head
     size = drafter.draft_vocab_size
     ids = commonest_tokens(corpus.learned, size, tokenizer.eos_ids) if size else None
     sample = pack_texts(corpus.learned[:_SAMPLE], config.train.tokens_per_micro_batch)[0]
     generator = torch.Generator().manual_seed(config.run.seed)
     layer = fresh_drafter(drafter, target, sample, generator)
-    return layer.double() if target.dtype == torch.float64 else layer, ids
+    return layer.to(working), ids, None
 
 
-def _settings(config: DrafterTrainConfig) -> TrainerSettings:
+def _num_unrolled(config: DrafterTrainConfig, layer: EagleLayer) -> int:
+    """Depths that are trained; a drafter that is gone on with brings its recipe."""
+    return config.drafter.unroll_steps or UNROLL_STEPS[layer.config.recipe]
+
+
+def _settings(config: DrafterTrainConfig, layer: EagleLayer) -> TrainerSettings:
     own = config.train
     return TrainerSettings(
-        unroll_steps=config.drafter.num_unrolled,
+        unroll_steps=_num_unrolled(config, layer),
         optimizer=OptimizerSettings(
             learning_rate=own.learning_rate,
             schedule=own.schedule,
@@ -260,7 +276,8 @@ def _measure(config: DrafterTrainConfig, room: Classroom) -> DepthReport | None:
     if not texts:
         return None
     packed = pack_texts(texts, config.train.tokens_per_micro_batch)
-    return room.trainer.evaluate(packed, max(MEASURED_DEPTHS, config.drafter.num_unrolled))
+    depths = max(MEASURED_DEPTHS, _num_unrolled(config, room.trainer.layer))
+    return room.trainer.evaluate(packed, depths)
 
 
 def _save(
@@ -273,14 +290,15 @@ def _save(
     record = TrainingRecord(
         steps=room.trainer.steps,
         tokens=progress.tokens,
-        unroll_steps=config.drafter.num_unrolled,
+        unroll_steps=_num_unrolled(config, room.trainer.layer),
         agreement=() if depths is None else depths.agreement,
         overlap=() if depths is None else depths.overlap,
         accept_len=None if depths is None else depths.accept_len,
     )
 
     def save_policy(path: Path) -> None:
-        save_drafter(path, room.trainer.layer, room.trainer.draft_ids, room.target, record)
+        trainer = room.trainer
+        save_drafter(path, trainer.layer, trainer.draft_ids, room.target, record, trainer.head)
 
     state = {"cursor": room.batches.state(), "tokens": progress.tokens}
     directory.save(room.trainer.steps, save_policy, room.trainer.tensors(), state)

@@ -1,10 +1,12 @@
 """From the name of a drafter to a drafter at work; what a name may be is said in `config`.
 
-auto               the embedded model's own where it is the target, else history
+auto               the embedded model's own where it is the target, that of a run for the run's
+                   policy, else history
 history            suffixes of what was written, no weights
 tiny-reasoner      the embedded model's own, taught here once (recipe eagle1; tiny-reasoner:eagle3)
-a directory        a drafter that `longtail drafter train` made, or its run directory; or a
-                   Hugging Face directory of a small model with the target's tokenizer
+a directory        a drafter, by what lies there: one of `longtail drafter train` or its run, the
+                   newest of a run of `longtail train`, one in a layout of vLLM, SGLang or
+                   speculators; or a small model with the target's tokenizer
 """
 
 from collections.abc import Callable
@@ -14,10 +16,11 @@ from pathlib import Path
 import torch
 
 from longtail.checkpoint import RunDirectory, policy_directory
-from longtail.drafter import checkpoint
+from longtail.drafter import checkpoint, published
 from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.eagle_drafter import EagleDrafter
 from longtail.drafter.history import HistoryDrafter
+from longtail.drafter_store import load_run_drafter, run_drafters
 from longtail.errors import ConfigError
 from longtail.model import hf
 from longtail.model.transformer import Transformer
@@ -51,22 +54,46 @@ def open_drafter(
     """
     if name == HISTORY:
         return HistoryDrafter()
-    path = Path(name)
+    loaded = read_drafter(name, target, say, target.model.dtype)
+    if loaded is None:
+        return _small_model(name, Path(name), target)
+    return at_work(loaded, target, window=window)
+
+
+def at_work(
+    loaded: checkpoint.LoadedDrafter, target: Target, *, window: int | None = None
+) -> EagleDrafter:
+    """Let a drafter that was read draft; its layer is the drafter's from then on."""
+    return EagleDrafter(
+        loaded.layer, target.model, draft_ids=loaded.draft_ids, head=loaded.head, window=window
+    )
+
+
+def read_drafter(
+    name: str, target: Target, say: Callable[[str], None], dtype: torch.dtype | None
+) -> checkpoint.LoadedDrafter | None:
+    """Read the EAGLE drafter that a name means, whatever its form, in `dtype` or as it is stored.
+
+    None where the name means history or a small model. Raises ConfigError for all else.
+    """
     embedded, _, recipe = name.partition(":")
-    if embedded == TINY_REASONER:
-        path = taught(target, recipe or "eagle1", say)
-    elif not path.is_dir():
+    if name == HISTORY:
+        return None
+    path = taught(target, recipe or "eagle1", say) if embedded == TINY_REASONER else Path(name)
+    if not path.is_dir():
         raise ConfigError(
             f"speculation.drafter = {name!r}: it is neither {HISTORY}, {TINY_REASONER} nor a "
             "directory; train one with `longtail drafter train`"
         )
+    model, tokenizer = target.model, target.tokenizer
+    if run_drafters(path) is not None:
+        return load_run_drafter(path, model, tokenizer, dtype=dtype)
+    if published.is_published(path):
+        return published.load_published(path, target.name, model, tokenizer, dtype=dtype)
     if _is_model(path):
-        return _small_model(name, path, target)
-    path = drafter_directory(path)
-    loaded = checkpoint.load_drafter(
-        path, target.model, target.tokenizer, strict_weights=False, dtype=target.model.dtype
-    )
-    return EagleDrafter(loaded.layer, target.model, draft_ids=loaded.draft_ids, window=window)
+        return None
+    found = drafter_directory(path)
+    return checkpoint.load_drafter(found, model, tokenizer, strict_weights=False, dtype=dtype)
 
 
 def open_trainable(
@@ -74,20 +101,10 @@ def open_trainable(
 ) -> checkpoint.LoadedDrafter | None:
     """Read the weights of the first drafter that can be trained, in float32; None if none can."""
     for name in _names(names, target):
-        path = _trainable_path(name, target, say)
-        if path is not None:
-            return checkpoint.load_drafter(
-                path, target.model, target.tokenizer, strict_weights=False, dtype=torch.float32
-            )
+        loaded = read_drafter(name, target, say, torch.float32)
+        if loaded is not None:
+            return loaded
     return None
-
-
-def _trainable_path(name: str, target: Target, say: Callable[[str], None]) -> Path | None:
-    embedded, _, recipe = name.partition(":")
-    if embedded == TINY_REASONER:
-        return taught(target, recipe or "eagle1", say)
-    path = Path(name)
-    return None if name == HISTORY or _is_model(path) else drafter_directory(path)
 
 
 def open_drafters(names: str, target: Target, say: Callable[[str], None]) -> tuple[Drafter, ...]:
@@ -103,13 +120,20 @@ def _names(names: str, target: Target) -> list[str]:
     if names == NONE:
         return []
     if names == AUTO:
-        names = TINY_REASONER if target.name == TINY_REASONER else HISTORY
+        names = TINY_REASONER if target.name == TINY_REASONER else _own_of_run(target) or HISTORY
     parts = [names] if Path(names).is_dir() else names.split("+")
     if not all(parts):
         raise ConfigError(
             f"speculation.drafter = {names!r}: a name is missing beside +; as in DIR+{HISTORY}"
         )
     return parts
+
+
+def _own_of_run(target: Target) -> str | None:
+    """Return the run whose policy, or one of whose checkpoints, the target is, if it drafts."""
+    path = Path(target.name)
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    return None if run_drafters(run) is None else str(run)
 
 
 def drafter_directory(path: Path) -> Path:

@@ -10,6 +10,8 @@
     +-- GradingError            (RuntimeError)     a grader failed; the completion has no reward
     +-- TeamError               (ConnectionError)  a member of the learner's team is gone or late
     +-- ClusterError            (RuntimeError)     workers cannot do what the step wants
+    +-- OverloadedError         (RuntimeError)     too many completions wait; ask again later
+    +-- UnavailableError        (RuntimeError)     the engine behind a service failed or stops
 
 Each class also inherits the standard exception it refines, so callers may catch either. All of
 them carry a single message, hence pickle and cross process boundaries.
@@ -54,3 +56,11 @@ class TeamError(LongtailError, ConnectionError):
 
 class ClusterError(LongtailError, RuntimeError):
     """Workers are lost, late, or in no state for what is asked of them. The message names them."""
+
+
+class OverloadedError(LongtailError, RuntimeError):
+    """As many completions as may wait do; the message says how many."""
+
+
+class UnavailableError(LongtailError, RuntimeError):
+    """A service cannot write: its engine failed, hangs, or the service is shutting down."""

@@ -6,39 +6,36 @@ it trains nothing and grades nothing.
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import torch
-
-from longtail.assemble import TINY_REASONER, model_directory
-from longtail.checkpoint import policy_directory
-from longtail.device import DTYPES, set_threads
-from longtail.drafters import Target, open_drafters
+from longtail.device import set_threads
+from longtail.drafters import Target
 from longtail.engine.acceptance import Acceptance, AcceptLength
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.engine.speculate import Speculation
-from longtail.engine.text import find_stop
+from longtail.engine.report import Piece
 from longtail.errors import ConfigError
 from longtail.model import hf
-from longtail.sampling import noise_key
-from longtail.tuner.budget import BudgetTuner
+from longtail.opened import completion_key, locate_model, open_engine, open_model
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 64
+_DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"
+"""What a terminal is told before and after text that a draft foretold: green."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate as the command line says; see `cli` for the options."""
     if args.n < 1:
         raise ConfigError(f"--n = {args.n}: it must be at least 1")
+    if args.show_drafts and (args.n > 1 or args.json):
+        raise ConfigError("--show-drafts colours a completion that is streamed: one, not --json")
     set_threads(args.threads)
-    path = model_directory(args.model)
-    path = path if args.model == TINY_REASONER else policy_directory(path)
+    path = locate_model(args.model)
     tokenizer = hf.load_tokenizer(path)
     tokens = _prompt_tokens(tokenizer, args)
     sampling = SamplingParams(
@@ -50,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
         stop_token_ids=tokenizer.eos_ids,
     )
-    engine = _engine(args, path, tokenizer, len(tokens))
-    _speculate(args, engine, path, tokenizer)
+    target = open_model(args.model, path, tokenizer, args.dtype, args.device)
+    engine = open_engine(target, _limits(args, target, len(tokens)), args.drafter)
     acceptance = Acceptance()
     requests = [
         Request(
             request_id=f"{index}",
             prompt_tokens=tokens,
-            noise_key=noise_key(args.seed, "generate", index),
+            noise_key=completion_key(args.seed, index),
             sampling=sampling,
             group_id="prompt" if args.n > 1 else "",
         )
@@ -65,30 +62,12 @@ def run(args: argparse.Namespace) -> int:
     ]
     started = time.perf_counter()
     if args.n == 1 and not args.json:
-        completions = [_stream(engine, requests[0], acceptance)]
+        completions = [_stream(engine, requests[0], acceptance, _shows(args.show_drafts))]
     else:
         completions = engine.generate(requests, lambda step: acceptance.add(step.verified))
         _print(completions, as_json=args.json)
     _summarize(completions, time.perf_counter() - started, acceptance.overall)
     return 0
-
-
-def visible(pieces: Iterator[str | Completion], stop: Sequence[str]) -> Iterator[str]:
-    """Turn a stream into the text of its completion, piece by piece, nothing of a stop string.
-
-    What may be the beginning of a stop string is held back until it is known not to be one.
-    """
-    held_len = max((len(s) for s in stop), default=1) - 1
-    text, shown = "", 0
-    for piece in pieces:
-        if isinstance(piece, Completion):
-            yield piece.text[shown:]
-            return
-        text += piece
-        end = len(text[: find_stop(text, stop)]) if stop else len(text)
-        end = max(shown, min(end, len(text) - held_len))
-        yield text[shown:end]
-        shown = end
 
 
 def _prompt_tokens(tokenizer: hf.Tokenizer, args: argparse.Namespace) -> tuple[int, ...]:
@@ -100,51 +79,43 @@ def _prompt_tokens(tokenizer: hf.Tokenizer, args: argparse.Namespace) -> tuple[i
     return tokenizer.encode(prompt)
 
 
-def _engine(
-    args: argparse.Namespace, path: Path, tokenizer: hf.Tokenizer, prompt_len: int
-) -> RolloutEngine:
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    device = best if args.device == "auto" else args.device
-    model = hf.load_model(path, DTYPES[args.dtype] if args.dtype else None, device)
-    hf.check_vocabulary(tokenizer, model.config)
-    room = model.config.max_positions - prompt_len
+def _limits(args: argparse.Namespace, target: Target, prompt_len: int) -> EngineLimits:
+    positions = target.model.config.max_positions
+    room = positions - prompt_len
     if args.max_tokens > room:
         raise ConfigError(
             f"--max-tokens = {args.max_tokens}: after a prompt of {prompt_len} tokens the model "
-            f"has {max(room, 0)} of its {model.config.max_positions} positions left"
+            f"has {max(room, 0)} of its {positions} positions left"
         )
     running = min(args.n, _MAX_RUNNING)
-    limits = EngineLimits(
+    return EngineLimits(
         max_running=running, max_step_tokens=512, max_len=prompt_len + args.max_tokens
     )
-    return RolloutEngine(model, tokenizer.decode, limits)
 
 
-def _speculate(
-    args: argparse.Namespace, engine: RolloutEngine, path: Path, tokenizer: hf.Tokenizer
-) -> None:
-    """Let the engine draft ahead, as far as it pays."""
-    target = Target(model=engine.model, tokenizer=tokenizer, directory=path, name=args.model)
-    drafters = open_drafters(args.drafter, target, lambda text: print(text, file=sys.stderr))
-    if drafters:
-        engine.speculate(Speculation(drafters=drafters, tuner=BudgetTuner()))
+def _shows(show_drafts: str | None) -> bool:
+    """Tell whether drafts are coloured: `auto` only where someone sees colours, and wants them."""
+    seen = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return show_drafts == "always" or (show_drafts == "auto" and seen)
 
 
-def _stream(engine: RolloutEngine, request: Request, acceptance: Acceptance) -> Completion:
+def _stream(
+    engine: RolloutEngine, request: Request, acceptance: Acceptance, shows_drafts: bool
+) -> Completion:
     """Write one completion to the terminal while it is made."""
-    last: list[Completion] = []
-
-    def pieces() -> Iterator[str | Completion]:
-        for piece in engine.stream(request, lambda step: acceptance.add(step.verified)):
-            if isinstance(piece, Completion):
-                last.append(piece)
-            yield piece
-
-    for text in visible(pieces(), request.sampling.stop):
-        sys.stdout.write(text)
+    pieces = engine.stream(request, lambda step: acceptance.add(step.verified))
+    for piece in pieces:
+        if isinstance(piece, Completion):
+            print()
+            return piece
+        sys.stdout.write(coloured(piece) if shows_drafts else piece.text)
         sys.stdout.flush()
-    print()
-    return last[0]
+    raise AssertionError("a stream ends with its completion")
+
+
+def coloured(piece: Piece) -> str:
+    """Return a piece as a terminal shows it where drafts are marked."""
+    return f"{_DRAFTED}{piece.text}{_PLAIN}" if piece.drafted else piece.text
 
 
 def _print(completions: Sequence[Completion], *, as_json: bool) -> None:

@@ -16,17 +16,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from longtail.ask import Asked, ask_groups, ask_heldout, regroup
+from longtail.ask import Asked, ask_groups, ask_heldout, ask_probe, regroup
 from longtail.assemble import assemble, model_directory
 from longtail.card import finished_card, make_card, read_metrics
 from longtail.checkpoint import Checkpoint, RunDirectory
+from longtail.cluster.records import Progress
 from longtail.cluster.rollout import Rolled
 from longtail.cluster.timeline import Timeline
-from longtail.cluster.worker import Progress
 from longtail.config import RunConfig, dump
 from longtail.console import Console
 from longtail.device import set_threads, threads_each
-from longtail.drafter_store import DrafterStore
+from longtail.drafter_store import INITIAL, DrafterStore
 from longtail.errors import GradingError, NonFiniteError
 from longtail.interrupt import Interrupted, Interruption
 from longtail.journal import Journal
@@ -90,8 +90,13 @@ class Trainer:
         directory = model_directory(config.model.path, console.say)
         warm_start_s = time.perf_counter() - self._began
         self._parts = assemble(config, directory, console.say, self._listen)
-        self._fleet = self._parts.fleet
+        self.fleet = self._parts.fleet
+        """All workers as one."""
         self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints)
+        if self.fleet.published is not None:
+            self.fleet.save_drafter(run.path / "drafter" / INITIAL)
+        if checkpoint is None and config.speculation.tuner != "off":
+            self._probe_drafter()
         warm_start_s += self._parts.drafter_s
         self._progress = Standing(
             step=0,
@@ -108,7 +113,7 @@ class Trainer:
         last_step = None if checkpoint is None else checkpoint.step
         self._journal = Journal(config, run.path, last_step=last_step)
         console.say(
-            f"{config.model.path}: {self._fleet.num_parameters:,} parameters, "
+            f"{config.model.path}: {self.fleet.num_parameters:,} parameters, "
             f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
             f"{run.path}" + (f", resumed after step {last_step}" if last_step is not None else "")
         )
@@ -139,12 +144,12 @@ class Trainer:
 
     def begin(self) -> None:
         """Hand the policy to everybody who writes."""
-        self._fleet.publish()
+        self.fleet.publish()
 
     def close(self) -> None:
         """Write out what is pending and end the workers."""
         self._journal.close()
-        self._fleet.close()
+        self.fleet.close()
         self._drafters.wait()
 
     def advance(self) -> dict[str, float]:
@@ -152,7 +157,7 @@ class Trainer:
         config, parts, before = self._config, self._parts, self._progress
         step = before.step + 1
         evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
-        self._journal.trace(step, self._fleet.timeline())
+        self._journal.trace(step, self.fleet.timeline())
         watch = Stopwatch()
         asked = ask_groups(
             parts.source.take(config.rollout.prompts_per_step),
@@ -165,11 +170,11 @@ class Trainer:
         with watch.section("reward"):
             graded = self._grade(asked, rolled.completions)
         groups = regroup(graded.rollouts)
-        learned = self._fleet.learn(self._batches(groups))
+        learned = self.fleet.learn(self._batches(groups))
         with watch.section("publish"):
-            self._fleet.publish()
+            self.fleet.publish()
         with watch.section("drafter"):
-            self._fleet.offer_drafter()
+            self.fleet.offer_drafter()
         metrics = step_metrics(
             rollout=rolled.report,
             series=rolled.series,
@@ -179,10 +184,10 @@ class Trainer:
             learned=learned,
             seconds=watch.lap(),
         )
-        self.timeline = timeline = self._fleet.timeline()
-        metrics |= timeline.metrics()
+        self.timeline = timeline = self.fleet.timeline()
+        metrics |= timeline.metrics() | {"cluster/reused_share": rolled.reused_share}
         self._journal.write(step, evaluated | metrics, graded.rollouts, rolled.costs)
-        self._journal.log_workers(step, timeline, self._fleet.decisions)
+        self._journal.log_workers(step, timeline, self.fleet.decisions)
         self._console.step(step, config.run.steps, metrics, rolled.series)
         self._progress = replace(before, step=step, cursor=parts.source.state())
         return metrics
@@ -192,9 +197,9 @@ class Trainer:
         self._console.begin_rollout(label, len(asked.requests))
         step = self._progress.step + 1
         try:
-            rolled = self._fleet.rollout(step, asked.requests, trains=kind == TRAINING)
+            rolled = self.fleet.rollout(step, asked.requests, trains=kind == TRAINING)
         except Interrupted:
-            self._fleet.abandon()
+            self.fleet.abandon()
             raise
         for logged in rolled.logged(step, kind):
             self._journal.log(logged)
@@ -230,6 +235,7 @@ class Trainer:
             sampling=self._parts.sampling,
             budget=config.tokens_per_micro_batch,
             mini_batches=config.mini_batches,
+            keep_idle=config.kl_coef > 0,
         )
 
     def _evaluation_is_due(self, after: int) -> bool:
@@ -256,13 +262,24 @@ class Trainer:
         )
         return {"eval/reward_mean": mean, "eval/failures": float(len(graded.failures))}
 
+    def _probe_drafter(self) -> None:
+        """Say what the drafter that was given is worth here."""
+        asked = ask_probe(
+            self._parts.heldout or self._parts.source.prompts,
+            seed=self._config.run.seed,
+            sampling=self._parts.sampling,
+        )
+        found = self.fleet.probe_drafter(asked.requests)
+        for line in [] if found is None else found.lines(self._config.spot.train):
+            self._console.say(line)
+
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Put learners, prompt source and drafter where they were when it was taken."""
         learner = LearnerState(tensors=checkpoint.tensors(), numbers=checkpoint.state["learner"])
-        self._fleet.restore(checkpoint.policy, learner)
+        self.fleet.restore(checkpoint.policy, learner)
         self._parts.source.restore(checkpoint.state["cursor"])
-        if self._fleet.published is not None and (kept := self._drafters.load(checkpoint.step)):
-            self._fleet.restore_drafter(kept)
+        if self.fleet.published is not None and (kept := self._drafters.load(checkpoint.step)):
+            self.fleet.restore_drafter(kept)
 
     def _checkpoint_if_due(self) -> None:
         step = self._progress.step
@@ -274,15 +291,15 @@ class Trainer:
         progress = self._progress
         if progress.step == self._saved_step:
             return
-        learner = self._fleet.learner_state()
+        learner = self.fleet.learner_state()
         state = {
             "cursor": dict(progress.cursor),
             "seconds": self._seconds(),
             "warm_start_s": progress.warm_start_s,
             "learner": dict(learner.numbers),
         }
-        self._run.save(progress.step, self._fleet.save_policy, learner.tensors, state)
-        if (drafter := self._fleet.drafter_state()) is not None:
+        self._run.save(progress.step, self.fleet.save_policy, learner.tensors, state)
+        if (drafter := self.fleet.drafter_state()) is not None:
             self._drafters.save(progress.step, drafter)
         self._saved_step = progress.step
 

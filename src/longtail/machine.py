@@ -24,11 +24,22 @@ class Memory:
     available: int | None
 
 
+def usable_cpus() -> list[int]:
+    """Number the CPUs that this process may run on; empty where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+
+
 def usable_cores() -> int:
     """Count the cores that this process may run on."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(usable_cpus()) or os.cpu_count() or 1
+
+
+def resident_bytes() -> int | None:
+    """Return the main memory that this process holds now; None where that is unknown."""
+    file = Path("/proc/self/statm")
+    if not file.exists():
+        return None
+    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory() -> Memory:

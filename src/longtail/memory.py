@@ -6,6 +6,7 @@ The table is printed by `longtail train --dry-run`.
     weights that generate    parameters x rollout.dtype    (+ oneDNN's packed copies, bfloat16 CPU)
     KV cache                 2 x layers x kv heads x head_dim x tokens x rollout.dtype
     master weights, gradients, AdamW's two moments     4 x parameters x learner.dtype
+                             (moments: a worker's share, by learner.moment_copies)
     activations              one micro-batch, kept for the backward pass
     scores                   rows x vocabulary, bounded by `rl.logprobs.MAX_LOGITS`
 """
@@ -24,6 +25,7 @@ from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+_THERE_FIRST = ("rollout weights", "packed matrices", "master weights", "KV cache")
 _SCORE_COPIES = 4
 """Logits, log-probabilities, their exponentials and one gradient."""
 
@@ -52,6 +54,11 @@ class Estimate:
         """Sum in bytes."""
         return sum(item.bytes for item in self.items)
 
+    @property
+    def learning(self) -> int:
+        """Bytes that come on top of weights and KV when learning begins."""
+        return sum(item.bytes for item in self.items if item.name not in _THERE_FIRST)
+
 
 def count_parameters(shape: ModelConfig) -> int:
     """Count the weights of a decoder of this shape; a tied head is counted once."""
@@ -70,13 +77,14 @@ def estimate(config: RunConfig, shape: ModelConfig, *, packs_bfloat16: bool = Fa
     longest = config.data.max_prompt_len + rollout.max_tokens
     kv_tokens = rollout.kv_tokens or rollout.max_running * longest
     tokens = max(learner.tokens_per_micro_batch, longest)
+    moments, shared = _moments(config, parameters * master)
     rows = min(tokens, max(1, MAX_LOGITS // shape.vocab_size))
     items = [
         Item(name="rollout weights", bytes=parameters * small, why=rollout.dtype),
         Item(name="KV cache", bytes=kv_tokens * kv_bytes(shape, small), why=f"{kv_tokens} tokens"),
         Item(name="master weights", bytes=parameters * master, why=learner.dtype),
         Item(name="gradients", bytes=parameters * master, why=learner.dtype),
-        Item(name="optimizer moments", bytes=2 * parameters * master, why="AdamW, two of them"),
+        Item(name="optimizer moments", bytes=moments, why=f"AdamW, two of them{shared}"),
         Item(name="published weights", bytes=parameters * master, why="a copy in passing"),
         Item(
             name="activations",
@@ -95,7 +103,18 @@ def estimate(config: RunConfig, shape: ModelConfig, *, packs_bfloat16: bool = Fa
     if learner.kl_coef > 0:
         why = f"learner.kl_coef = {learner.kl_coef}"
         items.append(Item(name="reference model", bytes=parameters * master, why=why))
+    if config.cluster.workers > 1 and learner.mini_batches > 1:
+        undo = parameters * master + moments
+        items.append(Item(name="undo of a step", bytes=undo, why="of several updates, in a team"))
     return Estimate(parameters=parameters, items=tuple(items))
+
+
+def _moments(config: RunConfig, weights: int) -> tuple[int, str]:
+    """Bytes that a worker keeps of AdamW's two moments, as if shares were even; and who keeps."""
+    workers = config.cluster.workers
+    copies = min(config.learner.moment_copies or workers, workers)
+    shared = f", {copies} of {workers} workers keep each" if copies < workers else ""
+    return -(-2 * weights * copies // workers), shared
 
 
 def kv_bytes(shape: ModelConfig, element: int) -> int:

@@ -44,6 +44,14 @@ def _mix64(x: Int[Tensor, "rows"]) -> Int[Tensor, "rows"]:
     return x ^ _shifted(x, 31, 64)
 
 
+def row_keys(
+    keys: Int[Tensor, "rows"], positions: Int[Tensor, "rows"]
+) -> tuple[Int[Tensor, "rows"], Int[Tensor, "rows"]]:
+    """Return the lower and the upper half of each row's 64-bit key (int32)."""
+    row = _mix64(_mix64(keys + 0x1F83D9ABFB41BD6B) + positions * -0x61C8864680B583EB)
+    return row.to(torch.int32), (row >> 32).to(torch.int32)
+
+
 def gumbel_noise(
     keys: Int[Tensor, "rows"], positions: Int[Tensor, "rows"], vocab_size: int
 ) -> Float[Tensor, "rows vocab"]:
@@ -55,11 +63,10 @@ def gumbel_noise(
     precision where it matters, at the small exponentials that win the argmax; u has 31 bits, so
     events below 5e-10 are not resolved.
     """
-    row = _mix64(_mix64(keys + 0x1F83D9ABFB41BD6B) + positions * -0x61C8864680B583EB)
-    low, high = row.to(torch.int32)[:, None], (row >> 32).to(torch.int32)[:, None]
+    low, high = row_keys(keys, positions)
     entries = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    x = (entries * -0x61C88647) + low
-    x.bitwise_xor_(_shifted(x, 16, 32)).mul_(0x21F0AAAD).add_(high)
+    x = (entries * -0x61C88647) + low[:, None]
+    x.bitwise_xor_(_shifted(x, 16, 32)).mul_(0x21F0AAAD).add_(high[:, None])
     x.bitwise_xor_(_shifted(x, 15, 32)).mul_(-0x2CA5D269)
     x.bitwise_xor_(_shifted(x, 15, 32)).bitwise_and_(0x7FFFFFFF)
     uniform = x.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)

@@ -5,24 +5,30 @@ configuration into numbers, and nothing else does.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from longtail import memory
 from longtail.cluster.worker import Drafting, Machines, Worker
-from longtail.config import RunConfig, SpeculationSection
+from longtail.config import RunConfig, SpotSection
 from longtail.device import DTYPES, choose_device, rollout_threads, set_threads, to_stderr
 from longtail.drafter.buffer import DrafterBuffer
 from longtail.drafter.eagle_drafter import EagleDrafter
+from longtail.drafter.reader import taught_taps
 from longtail.drafter.spot import SpotSettings, SpotTrainer
 from longtail.drafter.trainer import TrainerSettings
 from longtail.drafter.weights import DrafterWeights, own_tensors
 from longtail.drafters import Target, open_drafters, open_trainable
 from longtail.engine.engine import RolloutEngine
+from longtail.engine.features import FeatureStore
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculate import Speculation
 from longtail.model import hf
 from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.optim import OptimizerSettings
+from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.budget import BudgetTuner
@@ -67,11 +73,15 @@ def build_machines(
     device, tokenizer = choose_device(config.run.device), hf.load_tokenizer(directory)
     policy = hf.load_model(directory, DTYPES[config.learner.dtype], device)
     rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
+    rollout_model.batch_invariant = config.rollout.batch_invariant
     target = Target(
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
     )
+    if device.type == "cuda":  # KV takes what is free; learning, later, wants its own
+        learning = memory.estimate(config, policy.config).learning
+        limits = replace(limits, reserved_bytes=learning)
     began = time.perf_counter()
-    speculation = _speculation(config.speculation, config.run.seed, target, say)
+    speculation = _speculation(config, target, say)
     drafter_s = time.perf_counter() - began
     return Machines(
         engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
@@ -79,6 +89,7 @@ def build_machines(
         policy=policy,
         tokenizer=tokenizer,
         drafting=_drafting(config, target, speculation, say, number),
+        read_drafter=partial(open_trainable, config.speculation.drafter, target, say),
         rollout_threads=rollout_threads(policy.config),
         drafter_s=drafter_s,
     )
@@ -94,7 +105,7 @@ def _drafting(
     """Make the trainer of the first drafter that can be trained."""
     if speculation is None or config.spot.train == "never":
         return None
-    served = [each for each in speculation.drafters if isinstance(each, EagleDrafter)]
+    served = _eagles(speculation.drafters)
     loaded = open_trainable(config.speculation.drafter, target, say)
     if not served or loaded is None:
         return None
@@ -113,9 +124,17 @@ def _drafting(
         min_gain=_MIN_GAIN,
         patience=_PATIENCE,
     )
+    features = speculation.features
     return Drafting(
         drafter=served[0],
-        trainer=SpotTrainer(loaded.layer, target.model, settings, draft_ids=loaded.draft_ids),
+        trainer=SpotTrainer(
+            loaded.layer,
+            target.model,
+            settings,
+            draft_ids=loaded.draft_ids,
+            head=loaded.head,
+            recall=None if features is None else features.find,
+        ),
         served=DrafterWeights(version=0, tensors=own_tensors(loaded.layer)),
         # Each worker draws in an order of its own, or all would train the same replica.
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
@@ -123,8 +142,9 @@ def _drafting(
 
 
 def _speculation(
-    own: SpeculationSection, seed: int, target: Target, say: Callable[[str], None]
+    config: RunConfig, target: Target, say: Callable[[str], None]
 ) -> Speculation | None:
+    own, seed = config.speculation, config.run.seed
     drafters = open_drafters(own.drafter, target, say)
     if not drafters:
         return None
@@ -135,7 +155,24 @@ def _speculation(
         "fixed": lambda: FixedTuner(fixed, max_running=own.max_running),
         "off": OffTuner,
     }
-    return Speculation(drafters=drafters, tuner=tuners[own.tuner](), coupled=own.coupled)
+    return Speculation(
+        drafters=drafters,
+        tuner=tuners[own.tuner](),
+        coupled=own.coupled,
+        features=_feature_store(config.spot, drafters),
+    )
+
+
+def _feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore | None:
+    """Make room for what the trainer reads while others write; later it is the old policy's."""
+    eagles = _eagles(drafters)
+    if not (eagles and own.train == "spot" and own.features_mb):
+        return None
+    return FeatureStore(taught_taps(eagles[0].taps), own.features_mb * 2**20)
+
+
+def _eagles(drafters: Sequence[Drafter]) -> list[EagleDrafter]:
+    return [each for each in drafters if isinstance(each, EagleDrafter)]
 
 
 def _learner_settings(config: RunConfig) -> LearnerSettings:
@@ -157,4 +194,5 @@ def _learner_settings(config: RunConfig) -> LearnerSettings:
         importance_cap=own.importance_cap,
         recompute=own.gradient_checkpointing,
         autocast=own.autocast,
+        moment_copies=own.moment_copies,
     )

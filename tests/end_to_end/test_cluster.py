@@ -7,14 +7,24 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from end_to_end import processes
-from end_to_end.workshop import Workshop, build
+from end_to_end.workshop import Workshop, build, save_untaught
+from longtail.cluster.roster import State
+from longtail.cluster.shift import Shift
 from longtail.cluster.timeline import read_trace
+from longtail.cluster.worker import Worker
+from longtail.errors import ClusterError
 
 pytest.importorskip("ray")
+
+from ray.exceptions import ObjectStoreFullError
+
+from longtail.cluster import ray_crew
 
 WORDS = (
     "--rollout.dtype=float64",
@@ -77,6 +87,14 @@ def test_two_workers_write_and_learn_what_one_does(workshop, tmp_path):
     assert workers == {0, 1}
 
 
+def test_shares_of_two_workers_make_a_checkpoint_that_one_goes_on_from(workshop, tmp_path):
+    log, shared = tmp_path / "log", ("--learner.moment_copies=1", *WORDS)
+    process = processes.start(workshop.words("shared", "--run.steps=2", *shared, *TWO), log)
+    assert processes.finish(process) == 0, log.read_text()
+    assert workshop.train("shared", "--run.steps=3", *shared).code == 0
+    assert texts(workshop, "shared") == texts(workshop, "one")
+
+
 def test_a_worker_and_then_the_driver_are_killed_and_nothing_is_lost(workshop, tmp_path):
     log = tmp_path / "log"
     words = workshop.words("killed", "--run.steps=3", *WORDS, *TWO)
@@ -92,3 +110,53 @@ def test_a_worker_and_then_the_driver_are_killed_and_nothing_is_lost(workshop, t
     again = processes.start(words, log)
     assert processes.finish(again) == 0, log.read_text()
     assert texts(workshop, "killed") == texts(workshop, "one")
+
+
+def test_workers_killed_while_they_train_learn_and_publish_change_nothing(workshop, monkeypatch):
+    drafter = save_untaught(workshop.model, workshop.path / "drafter")
+    # Two at a time, and one worker has twice as many: the other is idle for a while.
+    uneven = ("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150")
+    words = ("--run.steps=4", *WORDS, f"--speculation.drafter={drafter}", *uneven)
+    assert workshop.train("calm", *words, "--spot.train=never").code == 0
+    fatal = {Worker.spot: 1, Worker.learn: 4, Worker.publish: 6}
+    """Which begin of a task is its worker's last: two workers, the second step and the third."""
+    start = Shift.start
+
+    def deadly(shift: Shift, worker: int, state: State, task: Any, *args: Any) -> None:
+        start(shift, worker, state, task, *args)
+        if task in fatal:
+            fatal[task] -= 1
+            if fatal[task] == 0:
+                os.kill(shift.crew.ask(worker, lambda own: os.getpid()), signal.SIGKILL)
+
+    monkeypatch.setattr(Shift, "start", deadly)
+    said = workshop.train("deadly", *words, *TWO)
+    assert said.code == 0
+    assert all(begins <= 0 for begins in fatal.values()), fatal
+    assert said.err.count("it is replaced") == 3
+    assert texts(workshop, "deadly") == texts(workshop, "calm")
+
+
+def test_a_full_object_store_loses_nothing_and_ends_a_worker_at_most(monkeypatch):
+    def find_no_room(own: Worker) -> None:
+        raise ObjectStoreFullError("no room is left")
+
+    monkeypatch.setattr(ray_crew, "_STORE_BYTES", 80 * 2**20)
+    crew = ray_crew.RayCrew(lambda number: None, 2)  # only processes matter
+    try:
+        begun = [ended for _ in range(2) for ended in crew.wait(60.0)]
+        assert [ended.error for ended in begun] == [None, None]
+        sent = np.arange(25_000_000, dtype=np.float32)  # 100 MB each, on their way together
+        for worker in range(2):
+            crew.start(worker, lambda own, data: data.copy(), sent + worker)
+        came = {ended.worker: ended.value() for _ in range(2) for ended in crew.wait(60.0)}
+        assert all(np.array_equal(came[worker], sent + worker) for worker in range(2))
+        crew.start(0, find_no_room)  # not even on disk
+        (ended,) = crew.wait(60.0)
+        assert ended.is_lost
+        with pytest.raises(ClusterError, match="worker 0 is gone: no room is left"):
+            ended.value()
+        crew.replace(0)
+        assert [ended.error for ended in crew.wait(60.0)] == [None]
+    finally:
+        crew.close()

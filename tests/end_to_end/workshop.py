@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from longtail import cli
+from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.drafter.eagle import EagleConfig, EagleLayer
 from longtail.model import hf
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -103,6 +107,16 @@ class Workshop:
             "state": {name: state[name] for name in state if name != "seconds"},
             "card": {name: self.card(run)[name] for name in ("reward_before", "reward_after")},
         }
+
+
+def save_untaught(model: Path, place: Path) -> Path:
+    """Write an EAGLE drafter of a model that was never trained."""
+    target, tokenizer = hf.load_model(model), hf.load_tokenizer(model)
+    layer = EagleLayer(EagleConfig(recipe="eagle1", target=target.config, layers=(), window=8))
+    layer.initialize(torch.Generator().manual_seed(0))
+    record = TrainingRecord(steps=0, tokens=0, unroll_steps=2)
+    save_drafter(place, layer, None, identity("tiny", target, tokenizer), record)
+    return place
 
 
 def build(path: Path) -> Workshop:

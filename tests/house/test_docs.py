@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from house.tree import ROOT, SOURCES, module_name
-from longtail import cli, cli_docs, configfile
+from longtail import cli_docs, cli_parsers, configfile
 from longtail.config import RunConfig, SftConfig
 from longtail.drafter_config import DrafterTrainConfig
 
@@ -46,7 +46,7 @@ def _commands(page: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_a_page_names_only_commands_that_exist(page: Path) -> None:
-    verbs = {name.split()[0] for name in cli.parsers()}
+    verbs = {name.split()[0] for name in cli_parsers.parsers()}
     for words in _commands(page):
         if len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]):
             assert words[1] in verbs, " ".join(words)

@@ -42,16 +42,24 @@ DOORS = {
     "wandb": ("metrics",),
     "tensorboard": ("metrics",),
     "torch.utils.tensorboard": ("metrics",),
-    "pydantic": ("config", "drafter_config", "configfile"),
+    "pydantic": ("config", "drafter_config", "configfile", "serve.wire"),
+    "fastapi": ("serve.*",),
+    "starlette": ("serve.*",),
+    "uvicorn": ("serve.*",),
+    "prometheus_client": ("serve.metrics",),
     "tomli_w": ("configfile",),
     "ctypes": ("model.*",),
     "pickle": ("rl.grader", "rl.grading"),  # over a pipe to their own processes, never a file
     "ray": ("cluster.ray_crew",),
-    "triton": (),
+    "triton": ("model.triton_*",),
 }
 """One door per heavy dependency."""
 
-TORCH_FREE = ("", "cli", "config", "drafter_config", "configfile", "errors", "machine", "doctor")
+TORCH_FREE = (
+    *("", "cli", "cli_parsers", "config", "drafter_config", "configfile"),
+    *("errors", "machine", "doctor"),
+    *("serve.setting", "serve.command"),
+)
 
 
 def _fits(module: str, pattern: str) -> bool:

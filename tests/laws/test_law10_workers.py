@@ -30,7 +30,9 @@ def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]
     one = st.builds(
         Fault,
         worker=st.integers(first, last),
-        task=st.sampled_from(("generate", "spot", "learn", "publish", "restore", "ready", "join")),
+        task=st.sampled_from(
+            ("generate", "spot", "learn", "gather", "join", "publish", "restore", "ready")
+        ),
         nth=st.integers(0, 2),
         after_s=st.sampled_from((0.0, 0.3, 1.0, 2.2, 2.7, 6.0)),
         kind=st.sampled_from(("lost", *kinds)),

@@ -20,16 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters import RIGHT, WRONG, Script, ScriptedDrafter, Sketch, chain, listed, ragged, silent
+from fake_graphs import FakeGraphs
 from fakes import decode_pieces, scripted_model, unchecked_shapes
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.speculate import Speculation
+from longtail.model.graphs import GraphPool
 from longtail.model.linear import Linear
 from longtail.model.transformer import Family
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, FinishReason, Request, SamplingParams
+from paged import use_pages
 from tiny_models import tiny_model
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -209,6 +212,31 @@ def test_tight_limits_change_no_text(family, limits, name):
         assert (counts.num_preemptions > 0) == (limits == "little memory")
     assert drafter.num_restarts <= counts.num_preemptions
     assert counts.num_shared_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["silent", "all right", "ragged"])
+@pytest.mark.parametrize("limits", ["roomy", *LIMITS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pages_change_no_text(family, limits, name, monkeypatch):
+    """The KV layout of a GPU: blocks shared by a group, copied before they are written, taken
+
+    away by preemption, accepted nodes moved between them; short steps are replayed from graphs.
+    """
+    given = task(family)  # written by the contiguous cache
+    use_pages(monkeypatch)
+    tight = {**LIMITS, "little memory": dataclasses.replace(LIMITS["little memory"], kv_tokens=88)}
+    model, graphs = tiny_model(family, dtype=torch.float64), FakeGraphs()
+    model.graphs = GraphPool(graphs)
+    engine = RolloutEngine(model, decode, {"roomy": ROOMY, **tight}[limits])
+    drafter = ScriptedDrafter(given.texts, DRAFTERS[name])
+    engine.speculate(Speculation.fixed(drafter, TREE))
+    written, steps = write(engine, given.requests)
+    assert_same_texts(written, given.plain)
+    assert 0 < graphs.num_captures <= graphs.num_replays < len(steps)
+    counts = engine.scheduler_counts()
+    assert counts.num_shared_tokens > 0
+    if name != "all right":
+        assert (counts.num_preemptions > 0) == (limits == "little memory")
 
 
 def test_what_lies_behind_the_end_of_a_text_is_not_written():

@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from drafters import Script, ScriptedDrafter, Sketch, ragged
 from fakes import LedgerKV, unchecked_shapes
-from longtail.engine.batch import FlatBatch, Scheduled, Segment
+from kv_machine import BLOCK, CacheMachine, blocks, contiguous_cache, paged_cache
+from longtail.engine.batch import Scheduled
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.kv_cache import ContiguousKVCache, KeptPath
+from longtail.engine.kv_cache import KeptPath
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.request import ActiveRequest
@@ -23,214 +24,15 @@ from longtail.engine.speculate import Speculation
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import EMPTY, DraftTree, depths
 from longtail.types import Completion, Request, SamplingParams
-from tiny_models import tiny_config, tiny_model
-
-CPU = torch.device("cpu")
-CONFIG = tiny_config("llama")
-BLOCK = 4
-LAYERS, HEADS, KV_HEADS, DIM = 2, CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
-# What token i looks like in each layer: queries, keys, values.
-LOOKS = torch.randn(
-    LAYERS,
-    4000,
-    HEADS + 2 * KV_HEADS,
-    DIM,
-    dtype=torch.float64,
-    generator=torch.Generator().manual_seed(0),
-)
-
-
-def make_cache(num_tokens: int, max_rows: int, max_len: int) -> ContiguousKVCache:
-    return ContiguousKVCache(
-        CONFIG,
-        num_tokens=num_tokens,
-        max_rows=max_rows,
-        max_len=max_len,
-        dtype=torch.float64,
-        device=CPU,
-        block_size=BLOCK,
-    )
-
-
-def blocks(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK)
-
-
-def seen_by_last(tokens: list[int], layer: int, window: int) -> torch.Tensor:
-    """Attention of the last token over all of them, written out."""
-    first = max(0, len(tokens) - window) if window else 0
-    _, keys, values = LOOKS[layer, tokens[first:]].split([HEADS, KV_HEADS, KV_HEADS], 1)
-    query, out = LOOKS[layer, tokens[-1], :HEADS], []
-    for head in range(HEADS):
-        shared = head // (HEADS // KV_HEADS)
-        weights = (keys[:, shared] @ query[head] * DIM**-0.5).softmax(0)
-        out.append(weights @ values[:, shared])
-    return torch.stack(out)
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """The contiguous cache against a dict of token lists."""
-
-    TOTAL, ROWS, MAX_LEN = 80, 4, 60
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv = make_cache(self.TOTAL, self.ROWS, self.MAX_LEN)
-        self.blocks: dict[str, int] = {}
-        self.held: dict[str, list[int]] = {}
-        self.names = (f"r{i}" for i in itertools.count())
-        self.fresh = itertools.count()
-
-    def grow(self, name: str, num_tokens: int) -> bool:
-        """Ask for room; the model knows what the answer must be."""
-        missing = max(0, blocks(num_tokens) - self.blocks.get(name, 0))
-        free = self.TOTAL // BLOCK - sum(self.blocks.values())
-        fits = missing <= free and (name in self.blocks or len(self.blocks) < self.ROWS)
-        assert self.kv.try_grow(name, num_tokens) == fits
-        if fits:
-            self.blocks[name] = self.blocks.get(name, 0) + missing
-            self.held.setdefault(name, [])
-        return fits
-
-    def compute(
-        self,
-        counts: dict[str, int],
-        window: int,
-        *,
-        again: bool = False,
-        drafts: dict[str, DraftTree] | None = None,
-    ) -> None:
-        """Store new tokens (or the last ones again) and compare what every one of them sees.
-
-        Behind them, the nodes of a draft see the whole text and their ancestors.
-        """
-        segments, tokens, seen = [], [], []
-        for name, count in sorted(counts.items(), key=lambda item: item[1]):
-            start = len(self.held[name]) - (count if again else 0)
-            if not again:
-                self.held[name] += (next(self.fresh) % len(LOOKS[0]) for _ in range(count))
-            held, draft = self.held[name], (drafts or {}).get(name, EMPTY)
-            tokens += [*held[start:], *draft.tokens]
-            seen += [held[:end] for end in range(start + 1, len(held) + 1)]
-            lines = [held]
-            for token, parent in zip(draft.tokens, draft.parents, strict=True):
-                lines.append([*lines[parent], token])
-            seen += lines[1:]
-            segments.append(
-                Segment(request_id=name, num_context=start, num_tokens=count, draft=draft)
-            )
-        batch = FlatBatch(
-            tokens=torch.tensor(tokens),
-            positions=torch.zeros(len(tokens), dtype=torch.int64),  # nothing is rotated here
-            segments=tuple(segments),
-            drawing=None,
-        )
-        attention = self.kv.attention(batch)
-        for layer in range(LAYERS):
-            parts = LOOKS[layer, tokens].split([HEADS, KV_HEADS, KV_HEADS], 1)
-            for row, line in zip(attention.attend(layer, *parts, window), seen, strict=True):
-                expected = seen_by_last(line, layer, window)
-                torch.testing.assert_close(row, expected, rtol=0.0, atol=1e-12)
-
-    @rule(num_tokens=st.integers(1, 30))
-    def admit(self, num_tokens):
-        self.grow(next(self.names), num_tokens)
-
-    @precondition(lambda self: self.blocks)
-    @rule(data=st.data(), window=st.sampled_from([0, 0, 3]))
-    def append(self, data, window):
-        counts = {}
-        for name in data.draw(st.sets(st.sampled_from(sorted(self.blocks)), min_size=1)):
-            count = data.draw(st.integers(1, 12))
-            wanted = len(self.held[name]) + count
-            if wanted <= self.MAX_LEN and self.grow(name, wanted):
-                counts[name] = count
-        if counts:
-            self.compute(counts, window)
-
-    @precondition(lambda self: self.blocks)
-    @rule(data=st.data(), window=st.sampled_from([0, 0, 3]), seed=st.integers(0, 2**31))
-    def verify(self, data, window, seed):
-        """Drafts behind the next tokens of some; then a path of each stays, the rest is free."""
-        rng, counts, drafts = random.Random(seed), {}, {}
-        for name in sorted(data.draw(st.sets(st.sampled_from(sorted(self.blocks)), min_size=1))):
-            count, size = rng.randint(1, 3), rng.randint(0, 9)
-            wanted = len(self.held[name]) + count + size
-            if wanted <= self.MAX_LEN and self.grow(name, wanted):
-                parents = tuple(rng.randint(0, i) for i in range(size))
-                if window and size:  # a draft is no deeper than its window
-                    parents = tuple(0 if i >= window - 1 else p for i, p in enumerate(parents))
-                    assert max(depths(parents)) < window
-                new = tuple(next(self.fresh) % len(LOOKS[0]) for _ in range(size))
-                counts[name] = count
-                drafts[name] = DraftTree(tokens=new, parents=parents, margins=(0.0,) * size)
-        if not counts:
-            return
-        self.compute(counts, window, drafts=drafts)
-        paths = []
-        for name, draft in drafts.items():
-            node, path = rng.randint(0, draft.size), []
-            while node:
-                path.insert(0, node)
-                node = draft.parents[node - 1]
-            text = self.held[name]
-            paths.append(KeptPath(request_id=name, num_tokens=len(text), path=tuple(path)))
-            text += [draft.tokens[node - 1] for node in path]
-            self.blocks[name] = blocks(len(text))
-        self.kv.keep(paths)
-
-    @precondition(lambda self: any(self.held.values()))
-    @rule(data=st.data())
-    def share(self, data):
-        source = data.draw(st.sampled_from(sorted(n for n, h in self.held.items() if h)))
-        num_tokens = data.draw(st.integers(1, len(self.held[source])))
-        target = next(self.names)
-        if self.grow(target, num_tokens + data.draw(st.integers(0, 5))):
-            self.kv.share(source, target, num_tokens)
-            self.held[target] = self.held[source][:num_tokens]
-
-    @precondition(lambda self: any(self.held.values()))
-    @rule(data=st.data())
-    def hand_over(self, data):
-        source = data.draw(st.sampled_from(sorted(n for n, h in self.held.items() if h)))
-        num_tokens = data.draw(st.integers(1, len(self.held[source])))
-        target = next(self.names)
-        self.kv.hand_over(source, target, num_tokens)
-        del self.blocks[source]
-        self.blocks[target] = blocks(num_tokens)
-        self.held[target] = self.held.pop(source)[:num_tokens]
-
-    @precondition(lambda self: self.blocks)
-    @rule(data=st.data())
-    def release(self, data):
-        name = data.draw(st.sampled_from(sorted(self.blocks)))
-        self.kv.release(name)
-        del self.blocks[name], self.held[name]
-
-    @invariant()
-    def free_and_owned_are_the_total(self):
-        usage = self.kv.usage()
-        assert usage.owned == BLOCK * sum(self.blocks.values())
-        assert usage.free + usage.owned == usage.total == self.TOTAL
-
-    @rule(window=st.sampled_from([0, 3]))
-    def everyone_reads_its_own(self, window=0):
-        if counts := {name: 1 for name, held in self.held.items() if held}:
-            self.compute(counts, window, again=True)
-
-    def teardown(self):
-        self.everyone_reads_its_own()
-        for name in list(self.blocks):
-            self.kv.release(name)
-        assert self.kv.usage().free == self.TOTAL
+from tiny_models import tiny_model
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """The scheduler over a real cache; every step's arithmetic is played by writing down tokens."""
 
     MAX_LEN = 40
+    PAGED = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +45,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, max_running, spare, num_tokens):
         self.budget, self.max_running = max_running + spare, max_running
-        self.kv = LedgerKV(make_cache(num_tokens * BLOCK, max_running + 1, self.MAX_LEN))
+        make = paged_cache if self.PAGED else contiguous_cache
+        self.kv = LedgerKV(make(num_tokens * BLOCK, max_running + 1, self.MAX_LEN))
         self.scheduler = Scheduler(self.kv, max_running=max_running, max_step_tokens=self.budget)
 
     @rule(
@@ -334,7 +137,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, active in self.scheduler.running.items():
             assert self.kv.held[name] == active.tokens[: active.num_computed]
         usage = self.kv.usage()
-        assert usage.owned == BLOCK * sum(map(blocks, self.kv.room.values()))
+        promised = BLOCK * sum(map(blocks, self.kv.room.values()))
+        assert usage.owned <= promised if self.PAGED else usage.owned == promised
         assert usage.free + usage.owned == usage.total
 
     def teardown(self):
@@ -347,6 +151,34 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.kv.usage().free == self.kv.usage().total
 
 
+class PagedCacheMachine(CacheMachine):
+    """Full blocks of a prefix have several owners; nobody reads what another writes."""
+
+    PAGED = True
+
+    @invariant()
+    def the_same_blocks_are_shared(self):
+        """Names of the model and blocks of the cache stand for each other, one to one."""
+        pairs = {
+            pair
+            for name, named in self.blocks.items()
+            for pair in zip(named, self.kv._pool.blocks(name), strict=True)
+        }
+        assert len(pairs) == len({name for name, _ in pairs}) == len({block for _, block in pairs})
+
+
+class PagedSchedulerMachine(SchedulerMachine):
+    PAGED = True
+
+
+test_paged_kv_is_conserved_and_read_by_its_owners = PagedCacheMachine.TestCase
+test_paged_kv_is_conserved_and_read_by_its_owners.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None
+)
+test_the_scheduler_keeps_its_invariants_over_pages = PagedSchedulerMachine.TestCase
+test_the_scheduler_keeps_its_invariants_over_pages.settings = settings(
+    max_examples=30, stateful_step_count=30, deadline=None
+)
 test_kv_is_conserved_and_read_by_its_owner = CacheMachine.TestCase
 test_kv_is_conserved_and_read_by_its_owner.settings = settings(
     max_examples=40, stateful_step_count=30, deadline=None

@@ -17,12 +17,12 @@ from longtail.engine.limits import EngineLimits
 from longtail.engine.row_attention import FEW_TOKENS
 from longtail.model import native
 from longtail.model.attention import PackedAttention
+from longtail.model.kernel_choice import select_kernels
 from longtail.model.kernels import (
     Kernels,
     NativeKernels,
     Places,
     TorchKernels,
-    select_kernels,
     text_places,
 )
 from longtail.model.rope import Rope, RopeConfig, Rotation

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +10,7 @@ from longtail.model import native
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import TorchKernels
 from longtail.model.rope import Rope, RopeConfig
-from longtail.model.training_kernels import NativeTrainingKernels
+from longtail.model.training_kernels import NativeTrainingKernels, training_product
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -115,3 +116,40 @@ def test_a_fused_model_has_the_gradients_of_the_plain_one(family: str, recompute
     for name, definition in found[0].items():
         ours, limit = found[1][name], float(definition.abs().max()) * 1e-4 + 1e-6
         torch.testing.assert_close(ours, definition, rtol=1e-4, atol=limit, msg=name)
+
+
+@settings(deadline=None)
+@given(rows=SIZES, inputs=SIZES, outputs=SIZES, biased=st.booleans(), seed=st.integers(0, 99))
+def test_a_trained_product_and_its_gradients_are_those_of_linear(
+    rows: int, inputs: int, outputs: int, biased: bool, seed: int
+) -> None:
+    own = tensors(seed, (rows, inputs), (outputs, inputs), *([(outputs,)] if biased else []))
+    bias = own[2] if biased else None
+    fast = training_product(own[0], own[1], bias)
+    plain = F.linear(own[0], own[1], bias)
+    torch.testing.assert_close(fast, plain, **TOLERANCE)
+    for found, expected in zip(
+        gradients(fast, own, seed), gradients(plain, own, seed), strict=True
+    ):
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_a_product_of_no_rows_is_empty_and_has_no_gradient() -> None:
+    x, weight = tensors(0, (0, 8), (5, 8))
+    product = training_product(x, weight, None)
+    assert product.shape == (0, 5)
+    (grad,) = torch.autograd.grad(product.sum(), [weight])
+    assert not grad.any()
+
+
+def test_a_product_under_autocast_is_made_in_its_dtype() -> None:
+    x, weight = tensors(0, (3, 8), (5, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert training_product(x, weight, None).dtype == torch.bfloat16
+
+
+def test_a_frozen_weight_of_a_product_gets_no_gradient() -> None:
+    x, weight = tensors(0, (3, 8), (5, 8))
+    training_product(x, weight.detach(), None).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None

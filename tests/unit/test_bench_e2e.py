@@ -4,13 +4,19 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from fakes import do_without
 from longtail.bench import e2e_card as card
-from longtail.bench.e2e_arms import ArmResult, differing_share
+from longtail.bench.e2e_arms import ArmResult, SaveTimes, differing_share
+from longtail.bench.e2e_outlook import outlook, plain_step, speedup_by_running
+from longtail.bench.e2e_picture import draw_curves
 from longtail.bench.e2e_setting import Setting, add_arguments, read_setting
 from longtail.errors import ConfigError
+from longtail.rollout_log import RolloutSeries
+from longtail.tuner.cost import CostModel, TimeCurve
 
 
 def parse(*words: str) -> Setting:
@@ -30,6 +36,7 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
             "cluster/idle_s": rollout / 2,
             "cluster/spot_s": rollout / 2,
             "cluster/harvested_share": 0.5,
+            "cluster/reused_share": 0.25,
             "cluster/stolen_s": 0.1 * index,
             "speculation/accept_length": 3.0 + index,
         }
@@ -51,6 +58,7 @@ def test_ratios_are_taken_step_by_step() -> None:
     assert found["differing_share"] == {"spot": 0.5}
     assert found["rewards_agree"] is True
     assert found["harvested_share"] == 0.5
+    assert found["reused_share"] == 0.25
     assert found["stop_latency_s"] == {"median": 0.1, "max": 0.2}
     assert found["accept_length"] == {"spot": [3.0, 4.0, 5.0]}
     assert found["idle_share"]["off"] == 0.5
@@ -99,3 +107,82 @@ def test_an_impossible_option_is_refused_by_name(words: tuple[str, ...], message
 def test_declaring_the_options_needs_no_torch() -> None:
     code = "import sys, longtail.bench.e2e; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- more workers
+
+FLAT = CostModel(TimeCurve((1, 64), (0.001, 0.001)), pair_s=0.0, node_pair_s=0.0)
+"""A step takes a millisecond, whatever is in it."""
+
+
+def drafting(running: tuple[int, ...], accepted: tuple[int, ...], step_s: float) -> RolloutSeries:
+    return RolloutSeries(
+        seconds=tuple(step_s * (index + 1) for index in range(len(running))),
+        running=running,
+        drafts=running,
+        nodes=accepted,
+        accepted=accepted,
+        readings=((),) * len(running),
+        switches=(),
+    )
+
+
+def test_a_speedup_is_tokens_a_second_over_those_of_plain_steps() -> None:
+    # 4 running: 4 + 12 tokens in 2 ms, plainly 4 in 1 ms; 1 running: 1 + 1 in 2 ms, 1 in 1 ms.
+    series = [drafting((4, 4), (12, 12), 0.002), drafting((1,), (1,), 0.002)]
+    faster = speedup_by_running(series, plain_step(FLAT, [10]))
+    assert faster(4) == pytest.approx(2.0)
+    assert faster(1) == pytest.approx(1.0)
+    assert 1.0 < faster(2) < 2.0
+    assert faster(100) == faster(4)
+
+
+def test_a_plain_step_reads_the_context_of_a_token_drawn_at_random() -> None:
+    costs = CostModel(TimeCurve((1, 64), (0.001, 0.001)), pair_s=1e-6, node_pair_s=0.0)
+    # Of 30 tokens, 10 have 5 behind them on average, 20 have 10: 25 / 3.
+    assert plain_step(costs, [10, 20])(3) == pytest.approx(0.001 + 3e-6 * 25 / 3)
+
+
+def test_learning_dilutes_what_the_rollout_gains() -> None:
+    (few, many) = outlook(
+        [10, 1000],
+        [drafting((1,), (1,), 0.001)],
+        FLAT,
+        requests_per_worker=4,
+        learning_s=1.0,
+        workers=(1, 16),
+    )
+    assert few.rollout_gain == pytest.approx(2.0)
+    assert many.rollout_gain == pytest.approx(2.0)
+    # Both wait for 1,000 tokens of a millisecond: a second, half a second with drafts.
+    assert many.step_gain == pytest.approx(2.0 / 1.5, rel=0.05)
+    assert few.idle_share == 0.0
+    assert many.idle_share > 0.0
+
+
+def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None:
+    cold, frozen = arm([1.0] * 3, 1.0), arm([1.0] * 3, 1.0)
+    for row, length in zip(cold.metrics, (1.0, 4.5, 4.0), strict=True):
+        row["speculation/accept_length"] = length
+    found = {"off": FOUND["off"], "frozen": frozen, "cold": cold}
+    assert card.as_json(parse("--arms", "off"), found)["steps_until_frozen"] == 1
+
+
+def test_checkpoint_times_are_compared_save_by_save() -> None:
+    spot = arm([2.0, 2.0, 2.0], 2.0, a="one", b="two")
+    spot.saves = [SaveTimes(own_s=0.001, full_s=0.010), SaveTimes(own_s=0.001, full_s=0.020)]
+    ratio = card.as_json(parse("--quick"), {**FOUND, "spot": spot})["checkpoint_ratio"]
+    assert ratio == pytest.approx({"median": 0.075, "low": 0.05, "high": 0.1})
+
+
+def test_curves_are_drawn_of_arms_that_draft(tmp_path: Path) -> None:
+    draw_curves({"off": [0.0, 0.0], "spot": [2.0, 2.5], "frozen": [2.0, 1.9]}, tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_want_matplotlib_and_say_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_without(monkeypatch, "matplotlib")
+    with pytest.raises(ConfigError, match="the picture wants matplotlib"):
+        draw_curves({"spot": [2.0]}, tmp_path / "c.png")

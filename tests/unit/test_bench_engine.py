@@ -115,7 +115,7 @@ def test_every_way_of_attending_is_softmax_attention_over_the_whole_row() -> Non
 
 
 def test_a_step_of_the_floor_multiplies_by_every_weight_matrix_once() -> None:
-    model = make_model(TINY, torch.float32)  # not packed: torch counts only its own products
+    model = make_model(TINY, torch.float64)  # torch counts only its own products
     floor = Floor(model, rows=3, context=8)
     with FlopCounterMode(display=False) as counter:
         floor.measure(2)

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -7,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from longtail import cli, generate
+from longtail import cli, cli_parsers, generate
 from longtail.config import RunConfig, dump
+from longtail.engine.report import Piece
 from longtail.model import hf
-from longtail.types import Completion, FinishReason
 from tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -54,7 +55,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_verb_has_a_line_in_the_summary() -> None:
-    for name in cli.parsers():
+    for name in cli_parsers.parsers():
         assert f"\n  {name.split()[0]} " in cli.summary()
 
 
@@ -69,7 +70,7 @@ def test_no_words_show_the_summary_and_fail(capsys: pytest.CaptureFixture[str]) 
         (["trian"], "trian: no such verb; did you mean train?"),
         (
             ["qqq"],
-            "qqq: no such verb; the verbs are train, sft, drafter, generate, bench, report, ",
+            "qqq: no such verb; the verbs are train, sft, drafter, generate, serve, bench, ",
         ),
         (["train", "no.toml"], "no.toml: no such file"),
         (["train", "--learner.los", "dapo"], "--learner.los: unknown key; the nearest known one"),
@@ -181,17 +182,31 @@ def test_generate_refuses_what_cannot_be_served(
     assert message in capsys.readouterr().err
 
 
-def test_nothing_of_a_stop_string_is_shown() -> None:
-    completion = Completion(
-        request_id="0",
-        tokens=(1,),
-        logprobs=(-1.0,),
-        text="a <b c ",
-        finish_reason=FinishReason.STOP,
-        policy_version=0,
-    )
-    pieces = ["a ", "<b c", " <", "/b", ">d"]
-    shown = list(generate.visible(iter([*pieces, completion]), ["</b>", "zz"]))
-    assert "".join(shown) == "a <b c "
-    assert shown[:2] == ["", "a <"]  # the last three characters may begin a stop string
-    assert "".join(generate.visible(iter([*pieces, completion]), [])).startswith("a <b c </b>d")
+def test_generate_colours_what_drafts_foretold_and_changes_no_text(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    words = ["generate", str(model_path), "--prompt=1+1=", "--max-tokens=120", "--temperature=0"]
+    words += ["--drafter=history", "--threads=1"]
+
+    def text(*more: str) -> str:
+        assert cli.main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    plain = text()
+    coloured = text("--show-drafts=always")
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+    assert text("--show-drafts") == plain  # no terminal
+
+
+def test_only_what_a_draft_foretold_is_coloured() -> None:
+    assert generate.coloured(Piece(text="42", drafted=True)) == "\x1b[32m42\x1b[0m"
+    assert generate.coloured(Piece(text="42", drafted=False)) == "42"
+
+
+def test_drafts_are_shown_of_one_streamed_completion_only(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    for more in (["--n=2"], ["--json"]):
+        words = ["generate", str(model_path), "--prompt=x", "--show-drafts", "always", *more]
+        assert cli.main(words) == 2
+        assert "--show-drafts" in capsys.readouterr().err

@@ -7,11 +7,14 @@ import math
 import pytest
 import torch
 
+from drafters import RIGHT, ScriptedDrafter
 from fakes import decode_pieces, markov_model, scripted_model
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.engine.report import RolloutMeter, StepReport
+from longtail.engine.report import Piece, RolloutMeter, StepReport
+from longtail.engine.speculate import Speculation
 from longtail.errors import NonFiniteError, RequestError
+from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, FinishReason, PolicyWeights, Request, SamplingParams
 from tiny_models import tiny_model
 
@@ -30,6 +33,10 @@ def ask(name: str = "a", prompt: tuple[int, ...] = (0,), **sampling: object) -> 
     return Request(
         request_id=name, prompt_tokens=prompt, noise_key=7, sampling=SamplingParams(**sampling)
     )
+
+
+def joined(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
 
 
 def is_idle(engine: RolloutEngine) -> bool:
@@ -71,15 +78,29 @@ def test_streamed_pieces_join_to_the_text_and_the_completion_comes_last():
     engine = scripted_engine()
     *pieces, done = engine.stream(ask(stop_token_ids=(EOS,)))
     assert isinstance(done, Completion)
-    assert "".join(pieces) == done.text == " answer is <b>42</b>, \u65e5 done!"
+    assert joined(pieces) == done.text == " answer is <b>42</b>, \u65e5 done!"
     assert len(pieces) > 5
     assert is_idle(engine)
+
+
+def test_a_stream_tells_what_drafts_foretold_from_what_the_target_added():
+    text = (0, *range(1, len(PIECES)))
+    drafter = ScriptedDrafter({"a": text}, RIGHT, vocab_size=len(PIECES))
+    engine = scripted_engine()
+    engine.speculate(Speculation.fixed(drafter, Strategy(depth=2, size=2)))
+    *pieces, done = engine.stream(ask(stop_token_ids=(EOS,)))
+    assert joined(pieces) == done.text
+    # two drafted tokens a step, then the target's own
+    assert [(piece.text, piece.drafted) for piece in pieces] == [
+        (" answer is <", True), ("b>4", False), ("2</b", True), (">, ", False),
+        ("\u65e5", True), (" done", False), ("!", True),
+    ]  # fmt: skip
 
 
 def test_a_stream_that_ends_inside_a_character_hands_out_what_it_has():
     *pieces, done = scripted_engine().stream(ask(prompt=(5,), max_tokens=2))
     assert isinstance(done, Completion)
-    assert "".join(pieces) == done.text == ">, \ufffd"
+    assert joined(pieces) == done.text == ">, \ufffd"
 
 
 def test_a_reader_who_goes_away_frees_the_request():
@@ -96,7 +117,7 @@ def test_a_stream_ends_when_someone_aborts_its_request():
     engine = scripted_engine()
     engine.submit(ask("other"))
     stream = engine.stream(ask())
-    assert next(stream) == " ans"
+    assert next(stream) == Piece(text=" ans", drafted=False)
     engine.abort("a")
     assert list(stream) == []
     assert engine.num_unfinished == 1

@@ -92,8 +92,7 @@ def test_a_prefix_is_shared_by_copy():
     values = torch.arange(1.0, 11.0, dtype=torch.float64)
     assert kv.try_grow("a", 10)
     put(kv, "a", 0, values)
-    assert kv.try_grow("b", 7)
-    kv.share("a", "b", 6)
+    assert kv.try_share("a", "b", num_shared=6, num_tokens=7)
     assert put(kv, "b", 6, torch.tensor([100.0]).double()).item() == pytest.approx((21 + 100) / 7)
     kv.release("a")
     assert put(kv, "b", 6, torch.tensor([7.0]).double()).item() == pytest.approx(4.0)
@@ -176,8 +175,10 @@ def test_memory_is_given_only_to_who_owns_it():
     kv = make_cache()
     assert kv.try_grow("a", 8)
     assert kv.try_grow("b", 4)
-    with pytest.raises(AssertionError, match="not owned"):
-        kv.share("a", "b", 5)
+    with pytest.raises(AssertionError, match="not asked for"):
+        kv.try_share("a", "c", num_shared=5, num_tokens=4)
+    with pytest.raises(AssertionError, match="already owns"):
+        kv.try_share("a", "b", num_shared=4, num_tokens=4)
     with pytest.raises(AssertionError, match="already owns"):
         kv.hand_over("a", "b", 4)
     with pytest.raises(AssertionError, match="more than is owned"):

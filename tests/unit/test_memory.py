@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -75,6 +77,17 @@ def test_each_part_follows_its_own_field() -> None:
     assert _bytes(exact, "rollout weights") == 2 * parameters
     # the embedding is looked up, not multiplied, so it is not packed: 128 x 32
     assert _bytes(exact, "packed matrices") == 2 * (parameters - 128 * 32)
+
+
+def test_moments_are_a_share_of_so_many_copies_over_the_workers() -> None:
+    moments = 8 * memory.count_parameters(tiny_config("llama"))
+    shares = {(4, 0): 1.0, (4, 1): 1 / 4, (4, 2): 2 / 4, (2, 2): 1.0, (2, 5): 1.0, (1, 1): 1.0}
+    for (workers, copies), share in shares.items():
+        config = load(None, [f"--cluster.workers={workers}", f"--learner.moment_copies={copies}"])
+        assert _bytes(config, "optimizer moments") == math.ceil(moments * share)
+        assert _bytes(config, "undo of a step") == 0
+    several = load(None, ["--cluster.workers=2", "--learner.mini_batches=2"])
+    assert _bytes(several, "undo of a step") == moments // 2 + moments
 
 
 def test_the_total_is_the_sum_and_a_misfit_says_what_to_lower() -> None:

@@ -9,8 +9,9 @@ from fake_worker import drafter
 from longtail.ask import ask_groups
 from longtail.assemble import Parts, assemble
 from longtail.cluster.crew import OwnProcess
+from longtail.cluster.records import Progress
 from longtail.cluster.roster import State
-from longtail.cluster.worker import Progress, Worker
+from longtail.cluster.worker import Worker
 from longtail.config import load
 from longtail.errors import ClusterError
 from longtail.interrupt import Interrupted

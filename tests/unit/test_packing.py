@@ -126,3 +126,20 @@ def test_mini_batches_cut_the_rollouts_in_order(count, sizes):
 
 def test_no_rollouts_give_no_mini_batches():
     assert pack_mini_batches([], [], sampling=SamplingParams(), budget=8, mini_batches=2) == []
+
+
+def test_rollouts_of_no_advantage_are_counted_and_not_computed():
+    made = [rollout(2, 3), rollout(2, 5), rollout(1, 2), rollout(1, 4)]
+    batch = pack_rollouts(
+        made, [0.0, 1.5, -0.5, 0.0], sampling=SamplingParams(), budget=100, keep_idle=False
+    )
+    assert (batch.num_sequences, batch.num_generated) == (4, 14)
+    (one,) = batch.micro_batches
+    assert sorted(one.packed.cu_seqlens) == [0, 3, 10] or sorted(one.packed.cu_seqlens) == [
+        0,
+        7,
+        10,
+    ]
+    assert set(one.advantages.tolist()) == {0.0, 1.5, -0.5}
+    nothing = pack_rollouts(made, [0.0] * 4, sampling=SamplingParams(), budget=100, keep_idle=False)
+    assert (nothing.micro_batches, nothing.num_generated) == ((), 14)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fake_worker import drafter
 from longtail.cluster.publisher import MIN_GAIN, Publisher
-from longtail.cluster.worker import Verdict
+from longtail.cluster.records import Verdict
 from longtail.drafter.buffer import DrafterBuffer, Written
 from longtail.drafter.spot import Replica
 

@@ -1,10 +1,10 @@
-import builtins
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fakes import do_without
 from longtail.engine.report import Switch
 from longtail.errors import ConfigError
 from longtail.rollout_log import RolloutSeries
@@ -51,14 +51,7 @@ def test_plain_time_is_counted_by_seconds_not_by_steps() -> None:
 def test_without_matplotlib_the_remedy_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = builtins.__import__
-
-    def refuse(name: str, *rest: object) -> object:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return found(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    do_without(monkeypatch, "matplotlib")
     with pytest.raises(ConfigError, match=rf"matplotlib: {sys.executable} -m pip install"):
         draw(_series(2, lambda _: 1), tmp_path / "rollout.png")
     assert not list(tmp_path.iterdir())

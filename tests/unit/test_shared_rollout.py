@@ -1,5 +1,6 @@
 """A rollout by several workers, in simulated time: who does what when, and who is waited for."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,10 +9,11 @@ from crews import ScriptedCrew, batch, begun, requests
 from fake_worker import HANG_S, READY_S, Fault, Teaching, text
 from longtail.cluster.fleet import Fleet
 from longtail.cluster.harvest import LOOK_S
+from longtail.cluster.records import Progress
+from longtail.cluster.rollout import Rolled
 from longtail.cluster.roster import State
 from longtail.cluster.shift import STOP_S
 from longtail.cluster.timeline import Span
-from longtail.cluster.worker import Progress
 from longtail.drafter.spot import SpotEnd
 from longtail.errors import ClusterError
 from longtail.interrupt import Interrupted
@@ -41,6 +43,16 @@ def test_idle_workers_train_while_others_generate_and_only_then():
     assert rolled.seconds == pytest.approx(10.0)
     assert rolled.stop_s < POLL_S
     assert fleet.shift.roster.workers(State.IDLE) == [0, 1, 2]
+
+
+def test_the_share_that_was_reused_is_counted_in_tokens_over_all_workers():
+    spot, *_ = begun(ScriptedCrew(3)).rollout(1, TAIL).spots
+    few, many = (replace(spot, num_tokens=n, num_reused=m) for n, m in ((100, 0), (300, 300)))
+    none = replace(spot, num_tokens=0, num_reused=0)
+    rolled = Rolled(completions=(), served=(), spots=(few, many, none), seconds=1.0, stop_s=0.0)
+    assert rolled.reused_share == 0.75
+    assert replace(rolled, spots=()).reused_share == replace(rolled, spots=(none,)).reused_share
+    assert replace(rolled, spots=()).reused_share == 0.0
 
 
 def test_a_worker_without_a_shard_trains_once_there_are_texts():

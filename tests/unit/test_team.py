@@ -208,6 +208,9 @@ class Scripted(Team):
             for tensor, other in zip(tensors, brought, strict=True):
                 tensor += other
 
+    def take(self, owner: int, tensors: Sequence[torch.Tensor]) -> None:
+        raise AssertionError("gradients are added up, nothing else")
+
 
 def brought(*values: float, void_rank: int | None = None) -> list[torch.Tensor]:
     """Gradients of a linear layer, all of one value, and the flags behind them."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from fakes import decode_pieces
-from longtail.engine.text import Decode, Detokenizer, ends_in_stop, final_text, find_stop
+from longtail.engine.text import Decode, Detokenizer, Reader, ends_in_stop, final_text, find_stop
 
 TEXTS = st.text(alphabet="ab <>/\u00e9\u65e5\u672c\U0001f600\u2581", max_size=30)
 BYTES = decode_pieces([bytes([value]) for value in range(256)])
@@ -124,3 +124,25 @@ def test_long_texts_are_decoded_a_window_at_a_time():
     text = "ab\u65e5" * 100
     assert in_steps(list(text.encode()), decode) == text
     assert longest < 20
+
+
+def test_nothing_of_a_stop_string_is_shown() -> None:
+    pieces = ["a ", "<b c", " <", "/b", ">d"]
+    reader = Reader(decode_pieces(pieces), ["</b>", "zz"])
+    shown = [reader.feed([token]) for token in range(len(pieces))]
+    assert shown[:2] == ["", "a <"]  # the last three characters may begin a stop string
+    assert "".join([*shown, reader.finish("a <b c ")]) == "a <b c "
+
+
+@given(text=TEXTS, stops=st.lists(TEXTS.filter(bool), max_size=3))
+def test_what_a_reader_is_shown_is_the_final_text_and_never_taken_back(text, stops):
+    """Tokens come until the engine sees a stop, as `ends_in_stop` tells it."""
+    reader, written, shown = Reader(BYTES, stops), [], ""
+    for token in text.encode():
+        written.append(token)
+        shown += reader.feed([token])
+        if ends_in_stop(written, stops, BYTES):
+            break
+    final = final_text(written, stops, BYTES)
+    assert final.startswith(shown)
+    assert shown + reader.finish(final) == final

@@ -1,4 +1,3 @@
-import builtins
 import sys
 from pathlib import Path
 
@@ -6,6 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from fakes import do_without
 from longtail.cluster.roster import State
 from longtail.cluster.timeline import Mark, Span, Timeline
 from longtail.errors import ConfigError
@@ -66,14 +66,7 @@ def test_a_picture_shows_each_state_in_its_own_colour(tmp_path: Path) -> None:
 def test_without_matplotlib_the_remedy_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = builtins.__import__
-
-    def refuse(name: str, *rest: object) -> object:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return found(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    do_without(monkeypatch, "matplotlib")
     with pytest.raises(ConfigError, match=rf"matplotlib: {sys.executable} -m pip install"):
         draw([("off", PLAIN)], tmp_path / "timeline.png")
     assert not list(tmp_path.iterdir())

@@ -18,12 +18,13 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the card, and end with one JSON line."""
     setting = read_setting(args)
     from longtail.bench import e2e_card as card
-    from longtail.bench.e2e_arms import measure
+    from longtail.bench.e2e_arms import ACCEPT, measure
+    from longtail.bench.e2e_picture import draw_curves
     from longtail.bench.report import finish, show
     from longtail.timeline_picture import draw
 
     with tempfile.TemporaryDirectory(prefix="longtail-e2e-") as place:
-        found = measure(setting.arms, Path(place), setting.words, setting.steps, _say)
+        found = measure(setting, Path(place), _say)
     tables = card.tables(setting, found)
     for table in tables[:-1] if not args.json else []:
         show(*table)
@@ -31,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         pictured = [(name, found[name].timeline) for name in ("off", "spot") if name in found]
         draw([(name, line) for name, line in pictured if line is not None], Path(args.plot))
+    if args.curves is not None:
+        draw_curves({name: each.column(ACCEPT) for name, each in found.items()}, Path(args.curves))
     return 0
 
 

@@ -12,40 +12,57 @@ differ. They take turns, a step each, in one run.
 """
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-import torch
+from torch import Tensor
 
-from longtail import config
+from longtail import config, configfile, cost_file, rollout_log
 from longtail.assemble import TINY_REASONER, model_directory
-from longtail.checkpoint import RunDirectory
+from longtail.bench.e2e_setting import Setting
+from longtail.bench.grown import LARGE, grow_drafter, grow_target
+from longtail.checkpoint import RunDirectory, save_tensors
 from longtail.cluster.timeline import Timeline
 from longtail.console import Console
-from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
-from longtail.drafter.eagle import EagleConfig
-from longtail.drafter.fresh import fresh_drafter
-from longtail.drafter.texts import pack_texts
+from longtail.drafter.checkpoint import identity, load_drafter, save_drafter
+from longtail.drafter_store import DrafterStore
 from longtail.loop import Trainer
 from longtail.model import hf
-from longtail.rl.examples import Example
 from longtail.rl.grading import GraderPool
-from longtail.tiny import task
-from longtail.tiny.drafter import LESSONS
+from longtail.rollout_log import RolloutSeries
+from longtail.tiny import drafter as tiny_drafter
+from longtail.tuner.cost import CostModel
 
-OFF, COLD = "off", "cold"
+OFF, SPOT, COLD = "off", "spot", "cold"
+_SAVES = 5
+ACCEPT = "speculation/accept_length"
 ARMS: Mapping[str, tuple[str, ...]] = {
     OFF: ("--speculation.drafter=none", "--spot.train=never"),
     "history": ("--speculation.drafter=history", "--spot.train=never"),
     "frozen": ("--spot.train=never",),
     "serial": ("--spot.train=serial",),
-    "spot": ("--spot.train=spot",),
+    SPOT: ("--spot.train=spot",),
     COLD: ("--spot.train=spot", "--spot.learning_rate=0.01", "--spot.matrix_rate=0.03"),
 }
 """A drafter that knows nothing learns at the rates with which the embedded one was taught."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTimes:
+    """Seconds that saving the drafter keeps a run.
+
+    Example: SaveTimes(own_s=0.001, full_s=0.02)
+    """
+
+    own_s: float
+    """As it is done: its own weights and texts, in the background."""
+    full_s: float
+    """All of it and its optimizer, embedding and head included, on disk before anything goes on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +72,13 @@ class ArmResult:
     metrics: list[dict[str, float]] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     """What was written, by request."""
+    lengths: list[int] = field(default_factory=list)
+    """Of all completions, in tokens."""
+    series: list[RolloutSeries] = field(default_factory=list)
+    """Of all rollouts that speculated."""
+    costs: CostModel | None = None
+    """What engine steps cost, as known at the end."""
+    saves: list[SaveTimes] = field(default_factory=list)
     timeline: Timeline | None = None
     """Of the last step."""
 
@@ -67,13 +91,13 @@ class ArmResult:
 class Arm:
     """A run in progress, in a directory of its own."""
 
-    def __init__(self, name: str, place: Path, words: Sequence[str]) -> None:
+    def __init__(self, name: str, place: Path, words: Sequence[str], model: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
         words = [*words, *ARMS[name], f"--run.dir={place / 'run'}"]
         if name == COLD:
-            words.append(f"--speculation.drafter={_untaught(place / 'drafter')}")
-        place = place / "run"
-        own = config.load(None, words)
+            words.append(f"--speculation.drafter={_untaught(model, place / 'drafter')}")
+        place, self._model = place / "run", model
+        own = config.load(configfile.locate("quickstart"), words)
         self.name, self.result, self._place = name, ArmResult(), place
         self._run = RunDirectory(place)
         self._run.start(config.dump(own), resume=False)
@@ -92,21 +116,49 @@ class Arm:
 
     def close(self) -> ArmResult:
         """End the run and read what it wrote."""
+        if self.name == SPOT and self._trainer.fleet.published is not None:
+            target = hf.load_model(self._model)
+            frozen = {"embedding": target.embedding.weight, "head": target.head.weight}
+            self.result.saves = [self._save(frozen) for _ in range(_SAVES)]
         self._trainer.close()
         self._grader.close()
         self._run.close()
-        self.result.texts = _texts(self._place / "rollouts.jsonl")
+        rows = _lines(self._place / "rollouts.jsonl")
+        self.result.texts = {row["request_id"]: row["text"] for row in rows}
+        self.result.lengths = [row["num_tokens"] for row in rows]
+        if (self._place / rollout_log.FILE).exists():
+            logged = _lines(self._place / rollout_log.FILE)
+            self.result.series = [RolloutSeries.of_json(row) for row in logged]
+            self.result.costs = cost_file.load_costs(self._place / cost_file.FILE)
         return self.result
 
+    def _save(self, frozen: Mapping[str, Tensor]) -> SaveTimes:
+        """Time a save of the drafter both ways; `frozen` are the parts that are the target's."""
+        store, began = DrafterStore(self._place / "saves"), time.perf_counter()
+        state = self._trainer.fleet.drafter_state()
+        assert state is not None, "a drafter is published"
+        store.save(1, state)
+        own_s = time.perf_counter() - began
+        store.wait()
+        moments = {f"{name}/{k}": each for name, each in state.drafter().items() for k in "mv"}
+        began = time.perf_counter()
+        path = self._place / "full.safetensors"
+        save_tensors({**state.tensors, **moments, **frozen}, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return SaveTimes(own_s=own_s, full_s=time.perf_counter() - began)
 
-def measure(
-    arms: Sequence[str], place: Path, words: Sequence[str], steps: int, say: Callable[[str], None]
-) -> dict[str, ArmResult]:
+
+def measure(setting: Setting, place: Path, say: Callable[[str], None]) -> dict[str, ArmResult]:
     """Let all arms make so many steps, in turn."""
     running: list[Arm] = []
+    model, words, steps = model_directory(TINY_REASONER), setting.words, setting.steps
+    if setting.model != "tiny":
+        model, drafter = grow(model, place)
+        words = (f"--model.path={model}", f"--speculation.drafter={drafter}", *words)
     try:
-        for name in arms:
-            running.append(Arm(name, place / name, words))
+        for name in setting.arms:
+            running.append(Arm(name, place / name, words, model))
         for step in range(1, steps + 1):
             took = []
             # Forward, then backward: who goes first is not always the same.
@@ -125,24 +177,25 @@ def differing_share(one: ArmResult, other: ArmResult) -> float:
     return sum(one.texts[name] != other.texts[name] for name in both) / max(len(both), 1)
 
 
-def _untaught(place: Path) -> Path:
-    """Write a drafter of the embedded model with random weights."""
-    directory = model_directory(TINY_REASONER)
-    target, tokenizer = hf.load_model(directory, torch.float32), hf.load_tokenizer(directory)
-    prompts = [tokenizer.chat(row["prompt"]) for row in task.problems(16, 0, "train")]
-    sample = pack_texts([Example(tokens=tokens, prompt_len=1) for tokens in prompts], 4096)[0]
-    lessons = LESSONS["eagle1"]
-    layer = fresh_drafter(
-        EagleConfig(recipe="eagle1", target=target.config, layers=(), window=lessons.window),
-        target,
-        sample,
-        torch.Generator().manual_seed(0),
-    )
-    record = TrainingRecord(steps=0, tokens=0, unroll_steps=lessons.unroll_steps)
-    save_drafter(place, layer, None, identity(TINY_REASONER, target, tokenizer), record)
+def grow(small: Path, place: Path) -> tuple[Path, Path]:
+    """Write the embedded model and its drafter, grown to 100M parameters, as directories."""
+    tokenizer, model = hf.load_tokenizer(small), hf.load_model(small)
+    loaded = load_drafter(tiny_drafter.ensure(small), model, tokenizer, strict_weights=False)
+    target = grow_target(model, LARGE)
+    hf.save_model(target, place / "model", eos_ids=tokenizer.eos_ids)
+    tokenizer.save(place / "model")
+    layer = grow_drafter(loaded.layer, LARGE)
+    own = identity(str(place / "model"), target, tokenizer)
+    save_drafter(place / "drafter", layer, loaded.draft_ids, own, loaded.training)
+    return place / "model", place / "drafter"
+
+
+def _untaught(model: Path, place: Path) -> Path:
+    """Write a drafter of a model with random weights."""
+    lessons = replace(tiny_drafter.LESSONS["eagle1"], problems=4, heldout=1, steps=0)
+    tiny_drafter.train(lessons, model, place)
     return place
 
 
-def _texts(path: Path) -> dict[str, str]:
-    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return {row["request_id"]: row["text"] for row in rows}
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,13 +1,16 @@
 """How `longtail bench e2e` shows its arms: tables for people, one object for programs."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from longtail.bench.e2e_arms import OFF, ArmResult, differing_share
+from longtail.bench.e2e_arms import ACCEPT, OFF, ArmResult, differing_share
+from longtail.bench.e2e_outlook import Outlook, outlook
 from longtail.bench.e2e_setting import Setting
 from longtail.bench.report import Spread, ratios
 
 Table = tuple[str, tuple[str, ...], list[list[str]]]
+_MORE_WORKERS, LEARNING = (8, 32, 128), ("logprob", "update")
 _PARTS = ("rollout", "reward", "logprob", "update", "publish", "drafter")
 
 
@@ -20,12 +23,46 @@ def tables(setting: Setting, found: Mapping[str, ArmResult]) -> list[Table]:
             ("arm", "step, x of off", "rollout, x of off", "accept", "harvested", "texts differ"),
             [_row(name, found) for name in found],
         ),
+        *_expected(setting, found),
         (
             "Seconds of a step, medians",
             ("arm", *_PARTS, "step", "stolen s"),
             [_parts(name, result) for name, result in found.items()],
         ),
     ]
+
+
+def _expected(setting: Setting, found: Mapping[str, ArmResult]) -> list[Table]:
+    columns = ("workers", "idle without drafts", "rollout, x of off", "step, x of off")
+    rows = [
+        [
+            f"{each.workers}",
+            f"{each.idle_share:.0%}",
+            f"{each.rollout_gain:.2f}",
+            f"{each.step_gain:.2f}",
+        ]
+        for each in _outlook(setting, found)
+    ]
+    title = "Predicted from the measured lengths and costs, the measured workers first"
+    return [(title, columns, rows)] if rows else []
+
+
+def _outlook(setting: Setting, found: Mapping[str, ArmResult]) -> list[Outlook]:
+    """Predict what spot does with more workers; nothing if it was not measured."""
+    off, spot = found[OFF], found.get("spot")
+    if spot is None or spot.costs is None or not off.lengths:
+        return []
+    learning = [
+        a + b for a, b in zip(*(off.column(f"timing_s/{p}") for p in LEARNING), strict=True)
+    ]
+    return outlook(
+        off.lengths,
+        spot.series,
+        spot.costs,
+        requests_per_worker=max(len(off.lengths) // (setting.steps * setting.workers), 1),
+        learning_s=_median_of(learning),
+        workers=(setting.workers, *_MORE_WORKERS),
+    )
 
 
 def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
@@ -38,6 +75,7 @@ def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
     stolen = [] if spot is None else spot.column("cluster/stolen_s")
     return {
         "bench": "e2e",
+        "model": setting.model,
         "workers": setting.workers,
         "steps": setting.steps,
         "step_speedup": {name: spread.numbers() for name, spread in step.items()},
@@ -47,11 +85,13 @@ def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
             each.column("reward/mean") == off.column("reward/mean") for each in others.values()
         ),
         "harvested_share": None if spot is None else _median(spot, "cluster/harvested_share"),
+        "reused_share": None if spot is None else _median(spot, "cluster/reused_share"),
         "stolen_share": None if spot is None else _median(spot, "cluster/stolen_share"),
+        "checkpoint_ratio": None if spot is None else _checkpoint_ratio(spot),
         "stop_latency_s": {"median": _median_of(stolen), "max": max(stolen, default=0.0)},
-        "accept_length": {
-            name: each.column("speculation/accept_length") for name, each in others.items()
-        },
+        "accept_length": {name: each.column(ACCEPT) for name, each in others.items()},
+        "steps_until_frozen": _steps_until_frozen(found),
+        "predicted": [asdict(each) for each in _outlook(setting, found)],
         "reward": {name: each.column("reward/mean") for name, each in found.items()},
         "step_s": {name: each.column("timing_s/step") for name, each in found.items()},
         "rollout_s": {name: each.column("timing_s/rollout") for name, each in found.items()},
@@ -59,9 +99,24 @@ def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
     }
 
 
+def _checkpoint_ratio(spot: ArmResult) -> dict[str, float] | None:
+    """Blocking time of the drafter's checkpoint, of that of a full one that is waited for."""
+    if not spot.saves:
+        return None
+    return ratios([s.own_s for s in spot.saves], [s.full_s for s in spot.saves]).numbers()
+
+
+def _steps_until_frozen(found: Mapping[str, ArmResult]) -> int | None:
+    """Steps after which a cold start accepts as much as the drafter that was trained before."""
+    if "cold" not in found or "frozen" not in found:
+        return None
+    both = zip(found["cold"].column(ACCEPT), found["frozen"].column(ACCEPT), strict=True)
+    return next((step for step, (cold, frozen) in enumerate(both) if cold >= frozen), None)
+
+
 def _row(name: str, found: Mapping[str, ArmResult]) -> list[str]:
     off, own = found[OFF], found[name]
-    accept = _median(own, "speculation/accept_length")
+    accept = _median(own, ACCEPT)
     return [
         name,
         _speedup(off, own, "step").text(),

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from longtail.errors import ConfigError
 
+MODELS, DTYPES = ("tiny", "100m"), ("float32", "float64", "bfloat16")
+_GROUP = 8
+"""Completions of a prompt. Many arms share this machine's memory: each has room for its share."""
 _ARMS = ("off", "history", "frozen", "serial", "spot", "cold")
 
 
@@ -12,14 +15,16 @@ _ARMS = ("off", "history", "frozen", "serial", "spot", "cold")
 class Setting:
     """What is measured.
 
-    Example: Setting(arms=("off", "spot"), workers=2, steps=20, words=("--run.threads=1",))
+    Example: Setting(arms=("off", "spot"), model="tiny", workers=2, steps=20, words=())
     """
 
     arms: tuple[str, ...]
+    model: str
+    """Of MODELS."""
     workers: int
     steps: int
     words: tuple[str, ...]
-    """Of the configuration, the same for all arms."""
+    """On top of the quickstart's recipe, the same for all arms."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,10 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--arms", metavar="A,B", help=f"of {', '.join(_ARMS)} (default: all of them)")
     add("--steps", metavar="N", type=int, help="training steps of every arm (default 20)")
     add("--workers", metavar="N", type=int, default=2, help="worker processes (default 2)")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="(default float32)")
+    add(
+        "--prompts", metavar="N", type=int, default=16, help="a step, of 8 completions (default 16)"
+    )
+    add("--model", choices=MODELS, default="tiny", help="100m: its function in a larger shape")
+    add("--dtype", choices=DTYPES, default="float32", help="bfloat16: with float32 master weights")
     add("--drafter", metavar="DIR", help="of frozen, serial, spot (default: the model's own)")
     add("--learning-rate", metavar="X", type=float, default=3e-4, help="policy's (default 3e-4)")
     add("--plot", metavar="FILE", help="draw the last step of off and spot (PNG)")
+    add("--curves", metavar="FILE", help="draw accept length by step, arm by arm (PNG)")
     add("--quick", action="store_true", help="2 steps of 16 completions, off and spot")
     add("--json", action="store_true", help="print the JSON line only")
 
@@ -45,7 +55,10 @@ def read_setting(args: argparse.Namespace) -> Setting:
     if arms[0] != "off":
         raise ConfigError(f"--arms = {args.arms!r}: off comes first, all others are compared to it")
     steps = args.steps or (2 if args.quick else 20)
-    for option, value in (("--steps", steps), ("--workers", args.workers)):
+    if args.drafter and args.model != "tiny":
+        raise ConfigError(f"--drafter = {args.drafter!r}: --model {args.model} has its own")
+    numbers = (("--steps", steps), ("--workers", args.workers), ("--prompts", args.prompts))
+    for option, value in numbers:
         if value < 1:
             raise ConfigError(f"{option} = {value}: it must be at least 1")
     words = [
@@ -53,16 +66,19 @@ def read_setting(args: argparse.Namespace) -> Setting:
         "--run.threads=1",
         f"--run.steps={steps}",
         "--run.checkpoint_every=1000000",
-        "--data.shuffle=false",
         "--data.heldout_size=0",
-        "--rollout.max_running=128",
+        f"--rollout.prompts_per_step={args.prompts}",
+        f"--rollout.group_size={_GROUP}",
+        f"--rollout.max_running={_GROUP * (-(-args.prompts // args.workers) + 1)}",
         f"--rollout.dtype={args.dtype}",
-        f"--learner.dtype={args.dtype}",
+        f"--learner.dtype={'float32' if args.dtype == 'bfloat16' else args.dtype}",
+        f"--learner.autocast={str(args.dtype == 'bfloat16').lower()}",
         f"--learner.learning_rate={args.learning_rate}",
-        "--learner.tokens_per_micro_batch=3072",
     ]
     if args.drafter:
         words.append(f"--speculation.drafter={args.drafter}")
     if args.quick:
         words += ["--rollout.prompts_per_step=2", "--rollout.max_tokens=256"]
-    return Setting(arms=arms, workers=args.workers, steps=steps, words=tuple(words))
+    return Setting(
+        arms=arms, model=args.model, workers=args.workers, steps=steps, words=tuple(words)
+    )

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.model.kernels import select_kernels, text_places
+from longtail.model.kernel_choice import select_kernels
+from longtail.model.kernels import text_places
 from longtail.model.transformer import DecoderLayer, ModelConfig, Transformer
 
 Rows = Float[Tensor, "rows row_len kv_heads head_dim"]

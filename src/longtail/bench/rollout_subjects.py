@@ -39,7 +39,7 @@ def make_subject(name: str, setting: Setting, say: Say) -> Subject:
     """Load or make a model, its drafters and its prompts."""
     if name == "text":
         return _text_subject(setting, say)
-    target, layers = _tiny(setting.dtype_of(name), setting.drafters, say)
+    target, layers = tiny_reasoner(setting.dtype_of(name), setting.drafters, say)
     model = target.model
     if name == "100m":
         model = grown.grow_target(model, grown.LARGE)
@@ -48,8 +48,8 @@ def make_subject(name: str, setting: Setting, say: Say) -> Subject:
         name=name,
         model=model,
         decode=target.tokenizer.decode,
-        prompts=_hailstones(target.tokenizer),
-        sampling=_sampling(target),
+        prompts=hailstones(target.tokenizer),
+        sampling=tiny_sampling(target),
         drafters={
             each: HistoryDrafter if each == "history" else _eagle(layers[each], model)
             for each in setting.drafters
@@ -57,7 +57,7 @@ def make_subject(name: str, setting: Setting, say: Say) -> Subject:
     )
 
 
-def _tiny(
+def tiny_reasoner(
     dtype_name: str, drafters: Sequence[str], say: Say
 ) -> tuple[Target, dict[str, EagleLayer]]:
     """Load the tiny reasoner and its drafters, teaching what was never taught here."""
@@ -81,11 +81,12 @@ def _eagle(
     return lambda: EagleDrafter(copy.deepcopy(layer), model, window=window)
 
 
-def _sampling(target: Target) -> SamplingParams:
+def tiny_sampling(target: Target) -> SamplingParams:
+    """Plain sampling up to the end of an answer."""
     return SamplingParams(max_tokens=_MAX_TOKENS, stop_token_ids=target.tokenizer.eos_ids)
 
 
-def _hailstones(tokenizer: hf.Tokenizer, *, at_least: int = 0) -> list[tuple[int, ...]]:
+def hailstones(tokenizer: hf.Tokenizer, *, at_least: int = 0) -> list[tuple[int, ...]]:
     """Held-out problems with walks of at least so many steps, a group of each."""
     rows = [row for row in task.problems(4096, 1, "heldout") if int(row["answer"]) >= at_least][
         :_PROMPTS
@@ -114,14 +115,14 @@ def _text_subject(setting: Setting, say: Say) -> Subject:
 
 def length_decay(setting: Setting, say: Say) -> dict[str, Any]:
     """Accept length early and late in long texts, with the bounded window and without one."""
-    target, layers = _tiny(setting.dtype_of("tiny"), ("eagle1", "eagle3"), say)
-    prompts = _hailstones(target.tokenizer, at_least=_LONG_STEPS)[::4]
+    target, layers = tiny_reasoner(setting.dtype_of("tiny"), ("eagle1", "eagle3"), say)
+    prompts = hailstones(target.tokenizer, at_least=_LONG_STEPS)[::4]
     subject = Subject(
         name="tiny",
         model=target.model,
         decode=target.tokenizer.decode,
         prompts=prompts,
-        sampling=replace(_sampling(target), max_tokens=2048),
+        sampling=replace(tiny_sampling(target), max_tokens=2048),
         drafters={},
     )
     found: dict[str, Any] = {}

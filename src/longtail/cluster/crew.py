@@ -2,18 +2,20 @@
 
     start(worker, Worker.generate, requests)     a task; one at a time for each worker
     wait(seconds) -> [Ended(worker, result)]     what has come to its end since
-    ask(worker, Worker.progress)                 a message, answered beside the task
+    ask(worker, Worker.written, step)            a message, answered beside the task
+    progress(workers)                            how far they are, of those who say so at once
 
 Whatever waits, waits for a bounded time. A worker that is gone says so as the end of its task; a
 task that raised hands out what it raised.
 """
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
-from longtail.cluster.worker import Progress, Stopped, Worker
+from longtail.cluster.records import Progress
+from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError
 from longtail.interrupt import Interrupted
 
@@ -74,6 +76,10 @@ class Crew(abc.ABC):
         """Deliver a message and return the answer. Raises ClusterError if none comes in time."""
 
     @abc.abstractmethod
+    def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
+        """Return how far they are; who does not say so at once is left out."""
+
+    @abc.abstractmethod
     def replace(self, worker: int) -> None:
         """End what is left of a worker, and begin another: ready once its first task ends."""
 
@@ -131,6 +137,10 @@ class OwnProcess(Crew):
     ) -> R:
         """Ask it."""
         return message(self._worker, *args, **kwargs)
+
+    def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
+        """Ask it."""
+        return {worker: self._worker.progress() for worker in workers}
 
     def replace(self, worker: int) -> None:
         """Raise ClusterError: who shares this process goes with it."""

@@ -18,12 +18,14 @@ from torch import Tensor
 from longtail.cluster.crew import Crew, Ended
 from longtail.cluster.harvest import Harvest
 from longtail.cluster.placement import LengthBook
+from longtail.cluster.probe import Probe
 from longtail.cluster.publisher import Decision, Publisher
+from longtail.cluster.records import Progress
 from longtail.cluster.rollout import Rolled, Rollout
 from longtail.cluster.roster import State
 from longtail.cluster.shift import Shift
 from longtail.cluster.timeline import Mark, Timeline
-from longtail.cluster.worker import Progress, Worker
+from longtail.cluster.worker import Worker
 from longtail.drafter.buffer import DrafterBuffer
 from longtail.drafter.weights import DrafterWeights
 from longtail.errors import CheckpointError, ClusterError, TeamError
@@ -60,6 +62,10 @@ class DrafterState:
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Any]
+
+    def drafter(self) -> dict[str, Tensor]:
+        """Return the drafter's own parameters."""
+        return _part(self.tensors, _DRAFTER)
 
 
 @final
@@ -134,7 +140,7 @@ class Fleet:
         """Make one learner step on all workers together; again, if it is lost with one of them.
 
         A learner that loses its team changes nothing. So either nobody has made the step, or those
-        who have pass it on: it is made once.
+        who have pass it on as they meet again: it is made once.
         """
         size = self._crew.size
         for _ in range(_ATTEMPTS):
@@ -148,8 +154,7 @@ class Fleet:
                 self.shift.is_team_stale = True
             if done:
                 report: LearnerReport = found[done[0]].result  # the same of all
-                if len(done) < size:
-                    self._pass_on(done)
+                self._complete(report.version)
                 return report
         raise ClusterError(
             f"a learner step failed {_ATTEMPTS} times; start again: the run resumes from its "
@@ -184,13 +189,29 @@ class Fleet:
         self._one(Worker.save_policy, path)
 
     def learner_state(self) -> LearnerState:
-        """Copy what the next step depends on beside the weights."""
-        state: LearnerState = self._one(Worker.policy_state).learner
-        return state
+        """Copy what the next step depends on beside the weights: what everybody keeps of it."""
+        for _ in range(_ATTEMPTS):
+            self._meet()
+            tensors: dict[str, Tensor] = {}
+            for worker in range(self._crew.size):
+                state: LearnerState = self._each((worker,), Worker.learner_state, list(tensors))[0]
+                tensors |= state.tensors
+            if self._crew.size == 1 or not self.shift.is_team_stale:
+                return LearnerState(tensors=tensors, numbers=state.numbers)
+        raise ClusterError(f"the learner's state could not be copied in {_ATTEMPTS} attempts")
 
     def restore(self, policy: Path, learner: LearnerState) -> None:
         """Put every learner where the checkpoint was taken."""
         self._all(Worker.restore_saved, policy, learner)
+
+    def save_drafter(self, path: Path) -> None:
+        """Write the drafter that the workers were given as a drafter directory."""
+        self._one(Worker.save_drafter, path)
+
+    def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
+        """Have one worker measure the drafter that it was given on what the policy writes now."""
+        found: Probe | None = self._one(Worker.probe_drafter, requests)
+        return found
 
     def drafter_state(self) -> DrafterState | None:
         """Copy the published drafter, its texts, and the lengths of prompts; None without one."""
@@ -202,6 +223,7 @@ class Fleet:
             | {_BUFFER + name: tensor for name, tensor in texts.items()},
             numbers={
                 "version": weights.version,
+                "accept_len": self._publisher.accept_len,
                 "buffer": self._buffer.state(),
                 "lengths": self._lengths.state(),
             },
@@ -213,23 +235,15 @@ class Fleet:
         Raises CheckpointError if it is another drafter's.
         """
         assert self._publisher is not None, "somebody drafts"
-        tensors = {
-            name.removeprefix(_DRAFTER): tensor
-            for name, tensor in state.tensors.items()
-            if name.startswith(_DRAFTER)
-        }
+        tensors = state.drafter()
         mine = {name: tensor.shape for name, tensor in self._publisher.published.tensors.items()}
         if mine != {name: tensor.shape for name, tensor in tensors.items()}:
             raise CheckpointError("the drafter of the checkpoint is of another shape")
-        texts = {
-            name.removeprefix(_BUFFER): tensor
-            for name, tensor in state.tensors.items()
-            if name.startswith(_BUFFER)
-        }
-        self._buffer.restore(texts, state.numbers["buffer"])
+        self._buffer.restore(_part(state.tensors, _BUFFER), state.numbers["buffer"])
         self._lengths.restore(state.numbers["lengths"])
         weights = DrafterWeights(version=state.numbers["version"], tensors=tensors)
-        self._all(Worker.adopt, self._publisher.restore(weights))
+        offer = self._publisher.restore(weights, state.numbers.get("accept_len"))
+        self._all(Worker.adopt, offer)
         self._told(self._publisher, weights.version)
 
     def close(self) -> None:
@@ -265,8 +279,11 @@ class Fleet:
         for worker in range(self._crew.size):
             publisher.told(worker, version)
 
-    def _meet(self) -> None:
-        """Have the learners find each other, if somebody is new."""
+    def _meet(self, version: int | None = None) -> None:
+        """Have the learners find each other, if somebody is new, and all be where the newest is.
+
+        Raises ClusterError if that is not the version that somebody had, where one is given.
+        """
         size = self._crew.size
         self.shift.wait_ready()
         for _ in range(_ATTEMPTS):
@@ -281,6 +298,13 @@ class Fleet:
             )
             _raise_own_errors(found)
             self.shift.is_team_stale = any(ended.error is not None for ended in found.values())
+            if version is not None and any(
+                e.result != version for e in found.values() if not e.error
+            ):
+                raise ClusterError(
+                    "whoever had made the learner step is lost; start again: the run resumes from "
+                    "its newest checkpoint"
+                )
             self.shift.wait_ready()
         if self.shift.is_team_stale:
             raise ClusterError("the workers cannot find each other; see that they share a network")
@@ -295,18 +319,14 @@ class Fleet:
             self.shift.wait_ready()
             return None
 
-    def _pass_on(self, done: Sequence[int]) -> None:
-        """Let everybody have the policy of those who have made the step."""
-        self.shift.wait_ready()
-        for worker in done:
-            policy = self.shift.asked(worker, Worker.policy_state, None)
-            if policy is not None:
-                self._all(Worker.restore, policy)
-                return
-        raise ClusterError(
-            "whoever had made the learner step is lost; start again: the run resumes from its "
-            "newest checkpoint"
-        )
+    def _complete(self, version: int) -> None:
+        """Have everybody hold the policy that some have learned, each a share of it."""
+        size = self._crew.size
+        if size > 1 and not self.shift.is_team_stale:
+            found = self.shift.run(State.LEARNING, Worker.gather, dict.fromkeys(range(size), ()))
+            _raise_own_errors(found)
+            self.shift.is_team_stale |= any(ended.error is not None for ended in found.values())
+        self._meet(version)
 
     def _one(self, task: Callable[..., Any], *args: object) -> Any:
         """Have the first worker do something that all could."""
@@ -330,6 +350,10 @@ def _raise_own_errors(found: Mapping[int, Ended]) -> None:
     for ended in found.values():
         if not ended.is_lost and not isinstance(ended.error, TeamError):
             ended.value()
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def _prompt_id(request: Request) -> str:

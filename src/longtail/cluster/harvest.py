@@ -71,16 +71,9 @@ class Harvest:
 
     def take(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
         """Take in the texts of a shard."""
-        prompts = {each.request_id: each.prompt_tokens for each in requests}
+        asked = {request.request_id: request for request in requests}
         self._texts.take(
-            Written(
-                request_id=each.request_id,
-                tokens=(*prompts[each.request_id], *each.tokens),
-                prompt_len=len(prompts[each.request_id]),
-                step=self._step,
-                is_finished=True,
-            )
-            for each in completions
+            Written.of(asked[each.request_id], each, self._step) for each in completions
         )
 
     def feed(self, worker: int) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from longtail.cluster.worker import Offer, Verdict
+from longtail.cluster.records import Offer, Verdict
 from longtail.drafter.buffer import DrafterBuffer
 from longtail.drafter.spot import Replica, merge
 from longtail.drafter.weights import DrafterWeights, are_finite
@@ -53,6 +53,8 @@ class Publisher:
 
     def __init__(self, published: DrafterWeights, buffer: DrafterBuffer) -> None:
         self._published, self._buffer = published, buffer
+        self.accept_len: float | None = None
+        """Expected, of the published drafter on recent texts when it was adopted; None: unknown."""
         self._first = self._last = published.version
         """Versions that workers begin with, and that was given last."""
         self._has: dict[int, int] = {}
@@ -69,9 +71,9 @@ class Publisher:
         """The newest drafter that anybody serves."""
         return self._published
 
-    def restore(self, published: DrafterWeights) -> Offer:
+    def restore(self, published: DrafterWeights, accept_len: float | None = None) -> Offer:
         """Go on from a drafter that was published; offer it to everybody."""
-        self._published = published
+        self._published, self.accept_len = published, accept_len
         self._last = max(self._last, published.version)
         self.begin()
         return self._as_offer(published)
@@ -140,6 +142,7 @@ class Publisher:
             is_news = weights.version > self._published.version
             if verdict.is_adopted and is_news:
                 self._published = weights
+                self.accept_len = verdict.after if math.isfinite(verdict.after) else None
             if is_news or not verdict.is_adopted:
                 self._decide(
                     "published" if verdict.is_adopted else "refused",

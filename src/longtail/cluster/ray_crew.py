@@ -10,14 +10,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from longtail.cluster.crew import Crew, Ended
+from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError
 
@@ -26,6 +26,9 @@ R = TypeVar("R")
 
 _PATIENCE_S = 20.0
 """For the answer to a message: an engine step and a garbage collection are far shorter."""
+_MESSAGES = "messages"
+_MOMENT_S = 2.0
+"""For word of how far everybody is. Who is late is heard the next time."""
 _STORE_BYTES = 512 * 2**20
 
 
@@ -43,30 +46,16 @@ class _Actor:
         """Do a task."""
         return task(self._worker, *args, **kwargs)
 
-    @ray.method(concurrency_group="messages")  # type: ignore[untyped-decorator, unused-ignore]
     def tell(self, message: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Deliver a message."""
         return message(self._worker, *args, **kwargs)
 
-    @ray.method(concurrency_group="messages")  # type: ignore[untyped-decorator, unused-ignore]
-    def whereabouts(self) -> tuple[int, str, int]:
-        """Return process id, address, and a port that is free there."""
+    def whereabouts(self) -> tuple[str, int]:
+        """Return its address, and a port that is free there."""
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return os.getpid(), address, probe.getsockname()[1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """Where a worker is.
-
-    Example: Process(pid=4711, address="tcp://127.0.0.1:41235")
-    """
-
-    pid: int
-    address: str
-    """At which others can meet it."""
+            return address, probe.getsockname()[1]
 
 
 @final
@@ -89,6 +78,8 @@ class RayCrew(Crew):
         self._sharers.add(id(self))
         self._begin_ray(address)
         self._running: dict[Any, int] = {}
+        self._looks: dict[int, Any] = {}
+        """Questions how far a worker is that are not answered yet."""
         self._actors = [self._actor(worker) for worker in range(size)]
 
     @property
@@ -105,7 +96,7 @@ class RayCrew(Crew):
     ) -> None:
         """Send the task off."""
         assert worker not in self._running.values(), f"worker {worker} is at work"
-        self._running[self._actors[worker].run.remote(task, args, kwargs)] = worker
+        self._running[self._sent(worker, self._actors[worker].run, task, args, kwargs)] = worker
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """Return what has ended; at once if something has."""
@@ -123,21 +114,35 @@ class RayCrew(Crew):
         **kwargs: P.kwargs,
     ) -> R:
         """Ask, with patience for some seconds. Raises ClusterError."""
-        return self._answer(worker, self._actors[worker].tell.remote(message, args, kwargs))
+        tell = self._beside(self._actors[worker].tell)
+        return self._answer(worker, self._sent(worker, tell, message, args, kwargs))
 
-    def whereabouts(self, worker: int) -> Process:
-        """Tell where a worker is. Raises ClusterError."""
-        pid, host, port = self._answer(worker, self._actors[worker].whereabouts.remote())
-        host = "127.0.0.1" if self._is_local else host
-        return Process(pid=pid, address=f"tcp://{host}:{port}")
+    def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
+        """Ask all at once, and wait a moment."""
+        for worker in workers:
+            if worker not in self._looks:
+                tell = self._beside(self._actors[worker].tell)
+                self._looks[worker] = tell.remote(Worker.progress, (), {})
+        asked = {self._looks[worker]: worker for worker in workers}
+        done = ray.wait(list(asked), num_returns=len(asked), timeout=_MOMENT_S)[0] if asked else ()
+        found: dict[int, Progress] = {}
+        for reference in done:
+            del self._looks[asked[reference]]
+            try:
+                found[asked[reference]] = ray.get(reference)
+            except RayError:  # it is gone: then its task ends
+                continue
+        return found
 
     def meeting_point(self) -> str:
-        """Return an address at which all can meet the first."""
-        return self.whereabouts(0).address
+        """Return an address at which all can meet the first. Raises ClusterError."""
+        host, port = self._answer(0, self._beside(self._actors[0].whereabouts).remote())
+        return f"tcp://{'127.0.0.1' if self._is_local else host}:{port}"
 
     def replace(self, worker: int) -> None:
         """Kill what is left of it and begin another."""
         ray.kill(self._actors[worker])
+        self._looks.pop(worker, None)
         self._running = {ref: each for ref, each in self._running.items() if each != worker}
         self._actors[worker] = self._actor(worker)
 
@@ -154,6 +159,9 @@ class RayCrew(Crew):
         if ray.is_initialized():
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray's own default lets anything else on the machine go first: workers wait for it, and
+        # whoever learns together waits for the slowest.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             if address:
                 ray.init(address=address, logging_level=logging.ERROR)
@@ -169,13 +177,14 @@ class RayCrew(Crew):
         except (ConnectionError, RayError, OSError, ValueError) as error:
             what = f"cluster.address = {address!r}" if address else "cluster.workers"
             raise ClusterError(
-                f"{what}: Ray cannot be reached or begun ({error}); see that it runs there, or "
-                "set cluster.workers = 1 to do without"
+                f"{what}: Ray cannot be reached or begun ({error}); see that it runs there (if it "
+                "asks for a token, RAY_AUTH_MODE=token is wanted here, too), or set "
+                "cluster.workers = 1 to do without"
             ) from error
 
     def _actor(self, worker: int) -> Any:
         remote: Any = ray.remote  # its stubs do not know concurrency groups
-        remote = remote(concurrency_groups={"messages": 2}, max_restarts=0)
+        remote = remote(concurrency_groups={_MESSAGES: 2}, max_restarts=0)
         own = remote(_Actor).options(
             num_cpus=0 if self._is_local else 1,  # several crews may share this machine
             num_gpus=self._gpus,
@@ -188,16 +197,29 @@ class RayCrew(Crew):
         worker = self._running.pop(reference)
         try:
             return Ended(worker=worker, result=ray.get(reference))
-        except RayActorError as error:
-            reason = ClusterError(f"worker {worker} is gone: {_first_line(error)}")
-            return Ended(worker=worker, error=reason, is_lost=True)
         except RayTaskError as error:
             cause = error.cause
-            known = isinstance(cause, LongtailError | Stopped)
-            return Ended(
-                worker=worker,
-                error=cause if known else ClusterError(f"worker {worker}: {error}"),
-            )
+            if isinstance(cause, LongtailError | Stopped):
+                return Ended(worker=worker, error=cause)
+            if isinstance(cause, RayError):  # no room for the result, say
+                return _lost(worker, cause)
+            return Ended(worker=worker, error=ClusterError(f"worker {worker}: {error}"))
+        except RayError as error:  # the process is gone, or the result: as good as gone
+            return _lost(worker, error)
+
+    @staticmethod
+    def _beside(method: Any) -> Any:
+        """Have a method called in the thread of messages, whatever the other one does."""
+        return method.options(concurrency_group=_MESSAGES)
+
+    def _sent(self, worker: int, method: Any, *args: object) -> Any:
+        """Send something off. Raises ClusterError if it finds no room on its way."""
+        try:
+            return method.remote(*args)
+        except RayError as error:
+            raise ClusterError(
+                f"what is for worker {worker} cannot be sent: {_first_line(error)}"
+            ) from error
 
     def _answer(self, worker: int, reference: Any) -> Any:
         try:
@@ -208,6 +230,11 @@ class RayCrew(Crew):
             ) from error
         except RayError as error:
             raise ClusterError(f"worker {worker} is gone: {_first_line(error)}") from error
+
+
+def _lost(worker: int, error: Exception) -> Ended:
+    reason = ClusterError(f"worker {worker} is gone: {_first_line(error)}")
+    return Ended(worker=worker, error=reason, is_lost=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -18,9 +18,10 @@ from longtail.cluster.crew import Ended
 from longtail.cluster.harvest import Harvest
 from longtail.cluster.placement import Siblings, place
 from longtail.cluster.publisher import Publisher
+from longtail.cluster.records import Progress, Served
 from longtail.cluster.roster import State
 from longtail.cluster.shift import Shift
-from longtail.cluster.worker import Progress, Served, Stopped, Worker
+from longtail.cluster.worker import Stopped, Worker
 from longtail.drafter.spot import SpotReport
 from longtail.engine.report import RolloutReport, together
 from longtail.rollout_log import LoggedRollout, RolloutSeries
@@ -54,6 +55,12 @@ class Rolled:
     """From handing out the first shard to the end of the last one."""
     stop_s: float
     """From then until the last spot worker was free."""
+
+    @property
+    def reused_share(self) -> float:
+        """Of the tokens that spot training learned, those whose features its engine had."""
+        learned = sum(spot.num_tokens for spot in self.spots)
+        return sum(spot.num_reused for spot in self.spots) / learned if learned else 0.0
 
     @property
     def report(self) -> RolloutReport:

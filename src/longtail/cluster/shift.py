@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from longtail.cluster.crew import Crew, Ended
+from longtail.cluster.records import PolicyState, Progress
 from longtail.cluster.roster import Roster, State
-from longtail.cluster.worker import PolicyState, Progress, Worker
+from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError
 
 READY_S = 600.0
-"""For a worker to begin: a large model is read from disk."""
+"""For a worker to begin, or a task that shows no beats: a large model is read from disk."""
 STOP_S = 15.0
 """For a worker to stop: a step is far shorter."""
 MOST_LOSSES = 5
@@ -28,6 +29,7 @@ MOST_LOSSES = 5
 _POLL_S = 0.5
 _NO_BEATS, _UNHEARD = -1, object()
 _AT_WORK = (State.GENERATING, State.SPOT, State.LEARNING)
+_BEATING = (Worker.generate, Worker.spot, Worker.learn)
 _HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT)
 """Whoever learns has it, too, but may be changing it."""
 
@@ -48,6 +50,8 @@ class Shift:
         self._hang_s = hang_s
         self._seen = dict.fromkeys(range(crew.size), (_NO_BEATS, clock()))
         """Beats, and when there was the last sign of life, or a task was begun."""
+        self._silence_s = dict.fromkeys(range(crew.size), READY_S)
+        """That the present task may last without a sign of life."""
         self._told_to_stop: dict[int, float] = {}
         """Since when."""
         self._stopped: set[int] = set()
@@ -133,6 +137,7 @@ class Shift:
 
     def _send(self, worker: int, task: Callable[..., object], *args: object) -> None:
         self._seen[worker] = (_NO_BEATS, self.clock())
+        self._silence_s[worker] = self._hang_s if task in _BEATING else READY_S
         try:
             self.crew.start(worker, task, *args)
         except ClusterError as error:
@@ -157,22 +162,21 @@ class Shift:
     def look(self) -> dict[int, Progress]:
         """Return how far everybody at work is; give up who hangs, or does not stop.
 
-        Who generates or trains shows life by its beats, who learns by answering at all.
+        A sign of life is a beat, or word from who waits for others.
         """
-        found: dict[int, Progress] = {}
-        for worker in self.roster.workers(*_AT_WORK):
-            if self.clock() - self._told_to_stop.get(worker, math.inf) > STOP_S:
-                self.give_up(worker, f"worker {worker} did not stop within {STOP_S:.0f} s")
-                continue
-            progress: Progress | None = self.asked(worker, Worker.progress, None)
+        at_work = self.roster.workers(*_AT_WORK)
+        found = self.crew.progress(at_work)
+        now = self.clock()
+        for worker in at_work:
             beats, since = self._seen[worker]
-            if progress is not None:
-                found[worker] = progress
-                if progress.beats != beats or self.roster.state(worker) is State.LEARNING:
-                    self._seen[worker] = (progress.beats, self.clock())
-                    continue
-            if self.clock() - since > self._hang_s:
-                self.give_up(worker, f"worker {worker} made no step for {self._hang_s:.0f} s")
+            told = found.get(worker)
+            silence_s = self._silence_s[worker]
+            if now - self._told_to_stop.get(worker, math.inf) > STOP_S:
+                self.give_up(worker, f"worker {worker} did not stop within {STOP_S:.0f} s")
+            elif told is not None and (told.beats != beats or told.is_waiting):
+                self._seen[worker] = (told.beats, now)
+            elif now - since > silence_s:
+                self.give_up(worker, f"worker {worker} made no step for {silence_s:.0f} s")
         return found
 
     # ---- losses

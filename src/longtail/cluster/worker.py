@@ -9,29 +9,29 @@ two engine steps or two micro-steps of training; what it tells is copied, so nob
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, Literal, final
+from typing import Literal, NamedTuple, final
 
-from torch import Tensor
-
+from longtail.cluster.probe import Probe, probe
+from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdict
 from longtail.device import compute_threads
 from longtail.drafter.buffer import DrafterBuffer, Written
+from longtail.drafter.checkpoint import LoadedDrafter
 from longtail.drafter.eagle_drafter import EagleDrafter
 from longtail.drafter.spot import Replica, SpotReport, SpotTrainer
 from longtail.drafter.weights import DrafterWeights, are_finite
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import RolloutMeter, RolloutReport, StepReport
+from longtail.engine.report import RolloutMeter, StepReport
 from longtail.errors import ClusterError, NonFiniteError
 from longtail.model import hf
 from longtail.model.transformer import Transformer
-from longtail.rl.examples import Example
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.tally import LearnerReport
-from longtail.rl.team import Alone, TorchTeam
-from longtail.rollout_log import RolloutLog, RolloutSeries
+from longtail.rl.team import TorchTeam
+from longtail.rollout_log import RolloutLog
 from longtail.types import Completion, Request, TrainBatch
 
 
@@ -61,74 +61,17 @@ class Machines:
     tokenizer: hf.Tokenizer
     drafting: Drafting | None
     """None where nothing is drafted by a drafter that can be trained."""
+    read_drafter: Callable[[], LoadedDrafter | None]
     rollout_threads: int
     drafter_s: float
     """Seconds that opening the drafter took: the embedded one may have been taught."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a worker's task is; counts are of the present rollout.
+class _Shard(NamedTuple):
+    """What is being written; swapped as a whole, since another thread reads it."""
 
-    Example: Progress(beats=812, num_finished=30, num_generated=9120, num_running=34, drafts=True)
-    """
-
-    beats: int = 0
-    """Engine steps and training steps since the worker began: while it works, they rise."""
-    num_finished: int = 0
-    num_generated: int = 0
-    num_running: int = 0
-    drafts: bool | None = None
-    """Whether the last step drafted; None if the engine never does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What came of a worker's share of a rollout."""
-
-    completions: tuple[Completion, ...]
-    report: RolloutReport
-    series: RolloutSeries | None
-    costs: Mapping[str, Any] | None
-    """What steps cost, as JSON holds it."""
-    known_costs: Mapping[str, Any] | None
-    """What they were thought to cost before the worker's first rollout; None of later ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """Drafter weights on their way to those who draft, and texts to see how they do.
-
-    Example: Offer(weights=weights, digest=weights.digest, texts=texts)
-    """
-
-    weights: DrafterWeights
-    digest: str
-    texts: tuple[Example, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What became of drafter weights that were offered.
-
-    Example: Verdict(version=4, is_adopted=True, before=2.31, after=2.52)
-    """
-
-    version: int
-    is_adopted: bool
-    before: float
-    """Expected accept length of what was served; nan where there was no text to tell."""
-    after: float
-    reason: str = ""
-    """Why not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyState:
-    """The policy in the middle of a run: its weights and what its next update depends on."""
-
-    weights: Mapping[str, Tensor]
-    learner: LearnerState
+    requests: Mapping[str, Request]
+    finished: list[Completion]
 
 
 @final
@@ -144,8 +87,7 @@ class Worker:
         self._fed: list[Written] = []
         self._verdicts: list[Verdict] = []
         self._candidate: Replica | None = None
-        self._finished: list[Completion] = []
-        self._shard: Mapping[str, Request] = {}
+        self._shard = _Shard({}, [])
         self._progress = Progress()
         self._beats = 0
         self._has_served = False
@@ -153,6 +95,17 @@ class Worker:
         """For who shares the worker's process: called after every engine step; may raise."""
 
     # ---- tasks
+
+    def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
+        """Measure the drafter that was given on what the policy writes; None without an EAGLE."""
+        own, given = self._machines, self._machines.read_drafter()
+        with compute_threads(own.rollout_threads):
+            return None if given is None else probe(given, own.engine, own.tokenizer, requests)
+
+    def save_drafter(self, path: Path) -> None:
+        """Write the drafter that was given, where it is an EAGLE."""
+        if (given := self._machines.read_drafter()) is not None:
+            given.save(path)
 
     def ready(self) -> float:
         """Return the seconds that opening the drafter took."""
@@ -163,8 +116,7 @@ class Worker:
         engine, meter, log = self._machines.engine, RolloutMeter(), RolloutLog()
         known = None if engine.costs is None or self._has_served else engine.costs.numbers()
         self._has_served = True
-        self._shard = {request.request_id: request for request in requests}
-        self._finished = []
+        self._shard = _Shard({request.request_id: request for request in requests}, [])
         self._progress = Progress(beats=self._beats)
 
         def note(step: StepReport) -> None:
@@ -173,9 +125,12 @@ class Worker:
             self._note(step)
             self._take_offers()
 
-        with compute_threads(self._machines.rollout_threads):
-            self._take_offers()
-            completions = engine.generate(requests, note)
+        try:
+            with compute_threads(self._machines.rollout_threads):
+                self._take_offers()
+                completions = engine.generate(requests, note)
+        finally:  # whoever asks later means another rollout
+            self._shard = _Shard({}, [])
         costs = engine.costs
         return Served(
             completions=tuple(completions),
@@ -187,7 +142,15 @@ class Worker:
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step, together with the team if there is one."""
-        return self._machines.learner.step(batches)
+
+        def note(is_waiting: bool) -> None:
+            self._beats += 1
+            self._progress = Progress(beats=self._beats, is_waiting=is_waiting)
+
+        try:
+            return self._machines.learner.step(batches, note)
+        finally:
+            self._progress = Progress(beats=self._beats)
 
     def publish(self) -> int:
         """Hand the learner's weights to the engine; return their version.
@@ -223,9 +186,8 @@ class Worker:
 
     def adopt(self, offer: Offer) -> Verdict:
         """Draft with the offered weights, unless they are damaged or do worse on the texts."""
-        drafting, weights = self._drafting(), offer.weights
+        drafting, weights, reason = self._drafting(), offer.weights, ""
         before = after = math.nan
-        reason = ""
         if weights.digest != offer.digest:
             reason = "they are not what was sent"
         elif not are_finite(weights.tensors):
@@ -258,24 +220,29 @@ class Worker:
         """Return the drafter that is served, None if there is none that can be trained."""
         return self._served
 
-    def join(self, rank: int, size: int, address: str, timeout_s: float) -> None:
-        """Learn together with others from now on; alone if `size` is 1."""
+    def join(self, rank: int, size: int, address: str, timeout_s: float) -> int:
+        """Learn together with others from now on; return the version, the newest of them all."""
         device = self._machines.policy.device
         backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
-        self._machines.learner.join(
-            Alone()
-            if size == 1
-            else TorchTeam(rank, size, address, backend=backend, timeout_s=timeout_s)
-        )
+        team = TorchTeam(rank, size, address, backend=backend, timeout_s=timeout_s)
+        return self._machines.learner.join(team)
+
+    def gather(self) -> None:
+        """After a learner step, take the weights that others have updated."""
+        self._machines.learner.gather()
 
     def policy_state(self) -> PolicyState:
         """Copy the policy; while nobody learns, a message as well as a task."""
         learner = self._machines.learner
         return PolicyState(weights=learner.weights().tensors, learner=learner.state())
 
+    def learner_state(self, known: Collection[str]) -> LearnerState:
+        """Copy what the next step depends on beside the weights, but for tensors known already."""
+        return self._machines.learner.state(known)
+
     def restore(self, state: PolicyState) -> None:
         """Go on from a policy; the weights that the worker was built with stay the KL reference."""
-        self._machines.learner.restore(state.learner, state.weights)
+        self._machines.learner.restore(state.learner, state.weights, part=True)
 
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         """Go on from weights on disk. Raises CheckpointError if they are of another model."""
@@ -306,25 +273,15 @@ class Worker:
         """Copy the texts of the present rollout: finished ones from `first` on, and all others."""
         shard = self._shard
         texts = [
-            Written(
-                request_id=each.request_id,
-                tokens=(*shard[each.request_id].prompt_tokens, *each.tokens),
-                prompt_len=len(shard[each.request_id].prompt_tokens),
-                step=step,
-                is_finished=True,
-            )
-            for each in list(self._finished)[first:]
+            Written.of(shard.requests[each.request_id], each, step)
+            for each in list(shard.finished)[first:]
         ]
-        for request_id, tokens, prompt_len in self._machines.engine.unfinished():
-            texts.append(
-                Written(
-                    request_id=request_id,
-                    tokens=tokens,
-                    prompt_len=prompt_len,
-                    step=step,
-                    is_finished=False,
-                )
+        texts += [
+            Written(
+                request_id=name, tokens=tokens, prompt_len=prompt_len, step=step, is_finished=False
             )
+            for name, tokens, prompt_len in self._machines.engine.unfinished()
+        ]
         return texts
 
     def feed(self, texts: Sequence[Written]) -> None:
@@ -351,11 +308,11 @@ class Worker:
 
     def _note(self, step: StepReport) -> None:
         self._beats += 1
-        self._finished.extend(step.finished)
+        self._shard.finished.extend(step.finished)
         before = self._progress
         self._progress = Progress(
             beats=self._beats,
-            num_finished=len(self._finished),
+            num_finished=len(self._shard.finished),
             num_generated=before.num_generated + len(step.emitted),
             num_running=step.num_running,
             drafts=bool(step.verified) if step.readings else None,
@@ -369,7 +326,10 @@ class Worker:
         if self._offers:
             with self._lock:
                 offers, self._offers = self._offers, []
-            self.adopt(offers[-1])
+            newest = max(offers, key=lambda offer: offer.weights.version)
+            # One that came as a rollout ended may be older than what was adopted since.
+            if self._served is None or newest.weights.version > self._served.version:
+                self.adopt(newest)
 
     def _take_fed(self) -> None:
         if self._fed:

@@ -7,7 +7,8 @@
 
 While a step is being written, what is finished is short: learned alone, it would teach a drafter to
 expect ends. So the long texts of the step before are mixed in (one step off), and the stragglers'
-texts are there as far as they are written. Features are not kept: whoever learns computes them.
+texts are there as far as they are written. Features are not kept here: whoever learns has them, or
+computes them.
 """
 
 import statistics
@@ -24,6 +25,7 @@ from torch import Tensor
 from longtail.errors import CheckpointError
 from longtail.rl.examples import Example
 from longtail.sampling import noise_key
+from longtail.types import Completion, Request
 
 _TOKEN_BYTES, _TEXT_BYTES = 4, 256
 """What a token takes, and what a text takes beside them."""
@@ -51,6 +53,17 @@ class Written:
     step: int
     """Policy step whose rollout it belongs to."""
     is_finished: bool
+
+    @staticmethod
+    def of(request: Request, completion: Completion, step: int) -> "Written":
+        """Join a completion to its prompt."""
+        return Written(
+            request_id=request.request_id,
+            tokens=(*request.prompt_tokens, *completion.tokens),
+            prompt_len=len(request.prompt_tokens),
+            step=step,
+            is_finished=True,
+        )
 
 
 @dataclass(slots=True, kw_only=True)

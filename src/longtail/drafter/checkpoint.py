@@ -3,7 +3,8 @@
     drafter/
       drafter.json             recipe, taps, window; the target's shape, tokenizer and weights;
                                how it was trained and how it did on held-out text
-      drafter.safetensors      the layer, and `draft_ids` with a reduced vocabulary
+      drafter.safetensors      the layer, `draft_ids` with a reduced vocabulary, and the `head` of
+                               a published drafter that has its own
 
 The target's embedding and head are never written: whoever loads a drafter has them. A drafter is of
 one shape and one tokenizer for good. Weights are another matter: during RL the policy moves on, and
@@ -20,23 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longtail.drafter.eagle import EagleConfig, EagleLayer
 from longtail.errors import CheckpointError, ConfigError
+from longtail.model.rope import RopeConfig
 from longtail.model.tokenizer import Tokenizer
-from longtail.model.transformer import Transformer
+from longtail.model.transformer import ModelConfig, Transformer
 
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
 _FORMAT = 1
-_DRAFT_IDS = "draft_ids"
+_DRAFT_IDS, _HEAD = "draft_ids", "head"
 _SAMPLE = 4096
 """Values of a tensor, and tokens of a vocabulary, that its digest reads, evenly spread."""
 _MAY_DIFFER = ("max_positions",)
 _FIELDS = ("recipe", "layers", "window", "draft_vocab_size", "feature_scale")
+_LATER_FIELDS = ("own_shape", "norm_before_residual")
 _REMEDY = "give the drafter of this target, or train one: longtail drafter train"
 
 
@@ -77,8 +80,14 @@ class LoadedDrafter:
     layer: EagleLayer
     draft_ids: Int[Tensor, "draft"] | None
     """Target tokens the drafter can propose; None: all."""
+    head: Float[Tensor, "draft hidden"] | None = None
+    """What scores them, where that is not the target's head."""
     trained_on: TargetIdentity
     training: TrainingRecord
+
+    def save(self, path: Path) -> None:
+        """Write it as `save_drafter` does."""
+        save_drafter(path, self.layer, self.draft_ids, self.trained_on, self.training, self.head)
 
 
 def identity(name: str, target: Transformer, tokenizer: Tokenizer) -> TargetIdentity:
@@ -113,6 +122,7 @@ def save_drafter(
     draft_ids: Int[Tensor, "draft"] | None,
     trained_on: TargetIdentity,
     training: TrainingRecord,
+    head: Float[Tensor, "draft hidden"] | None = None,
 ) -> None:
     """Write a drafter directory, whole or not at all; one that lies there is replaced.
 
@@ -121,13 +131,15 @@ def save_drafter(
     config = layer.config
     description = {
         "format": _FORMAT,
-        **{name: value for name, value in asdict(config).items() if name in _FIELDS},
+        **{name: value for name, value in asdict(config).items() if name != "target"},
         "target": {**asdict(trained_on), "shape": asdict(config.target)},
         "training": asdict(training),
     }
     tensors = {n: p.detach().cpu().contiguous().clone() for n, p in layer.named_parameters()}
     if draft_ids is not None:
         tensors[_DRAFT_IDS] = draft_ids.cpu().clone()
+    if head is not None:
+        tensors[_HEAD] = head.detach().cpu().contiguous().clone()
     temporary = path.with_name(f".new-{path.name}-{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
@@ -161,26 +173,37 @@ def load_drafter(
         trained_on = description["target"]
         theirs = dict(trained_on.pop("shape"))
         found = TargetIdentity(**trained_on)
-        training = _training(description["training"])
+        training = read_record(description["training"])
         fields = {name: description[name] for name in _FIELDS}
+        fields |= {name: description[name] for name in _LATER_FIELDS if name in description}
+        fields["own_shape"] = _shape(fields.get("own_shape"))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path / DESCRIPTION} is malformed ({error!r}): {_REMEDY}") from error
     _require_target(path, theirs, found, target, tokenizer, strict_weights=strict_weights)
     fields["layers"] = tuple(fields["layers"])
     config = EagleConfig(**fields, target=target.config)
     tensors = _tensors(path)
-    draft_ids = tensors.pop(_DRAFT_IDS, None)
+    draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
     _require_draft_ids(path, config, draft_ids)
     layer = _layer(path, config, tensors)
     return LoadedDrafter(
         layer=layer.to(target.device, dtype or next(iter(tensors.values())).dtype),
         draft_ids=None if draft_ids is None else draft_ids.to(target.device),
+        head=None if head is None else head.to(target.device),
         trained_on=found,
         training=training,
     )
 
 
-def _training(record: Mapping[str, Any]) -> TrainingRecord:
+def _shape(described: Mapping[str, Any] | None) -> ModelConfig | None:
+    if described is None:
+        return None
+    fields = {**described, "windows": tuple(described["windows"])}
+    return ModelConfig(**{**fields, "rope": RopeConfig(**described["rope"])})
+
+
+def read_record(record: Mapping[str, Any]) -> TrainingRecord:
+    """Make a record of what JSON holds of one; KeyError or TypeError if it is none."""
     fields: dict[str, Any] = dict(record)
     fields |= {name: tuple(record[name]) for name in ("agreement", "overlap")}
     return TrainingRecord(**fields)

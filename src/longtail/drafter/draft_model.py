@@ -18,7 +18,8 @@ from torch import Tensor
 
 from longtail.drafter.nodes import NodePlaces
 from longtail.model.attention import Attention
-from longtail.model.kernels import Kernels, Places, select_kernels, text_places
+from longtail.model.kernel_choice import select_kernels
+from longtail.model.kernels import Kernels, Places, text_places
 from longtail.model.transformer import NO_TAPS, ModelConfig, Taps, Transformer
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen

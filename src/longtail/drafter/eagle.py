@@ -28,7 +28,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longtail.model.kernels import Kernels, QueryKeyValue, TorchKernels, select_kernels
+from longtail.model.kernel_choice import select_kernels
+from longtail.model.kernels import Kernels, QueryKeyValue, TorchKernels
 from longtail.model.linear import Linear
 from longtail.model.rope import Rope, Rotation
 from longtail.model.training_kernels import select_training_kernels
@@ -47,6 +48,11 @@ class EagleConfig:
     recipe: Recipe
     target: ModelConfig
     """Of the target; the drafter's layer has its width, heads and rope."""
+    own_shape: ModelConfig | None = None
+    """Of the drafter's layer, where its heads, inner size or rope are not the target's; the width
+    and the vocabulary are. Only published drafters have one."""
+    norm_before_residual: bool = False
+    """eagle3: the residual is the normed feature, as some published drafters have it."""
     layers: tuple[int, ...] = ()
     """eagle3: where the residual stream is tapped (low, middle, high)."""
     window: int = 64
@@ -56,6 +62,11 @@ class EagleConfig:
     feature_scale: float = 1.0
     """eagle3: multiplies the features before `fc`. A residual stream grows with depth, and a fresh
     layer learns several times faster where what enters it has a size of about 1."""
+
+    @property
+    def shape(self) -> ModelConfig:
+        """Of the drafter's layer."""
+        return self.own_shape or self.target
 
     @property
     def taps(self) -> Taps:
@@ -106,7 +117,7 @@ class EagleLayer(nn.Module):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        shape = config.target
+        shape = config.shape
         hidden, heads, kv_heads = shape.hidden_size, shape.num_heads, shape.num_kv_heads
         self.config = config
         fused = 2 * hidden if config.recipe == "eagle1" else len(config.layers) * hidden
@@ -160,7 +171,7 @@ class EagleLayer(nn.Module):
     def pack(self) -> None:
         """Prepare for drafting only; again after the weights change."""
         device = self.fc.weight.device
-        self._kernels = select_kernels(self.dtype, device, self.config.target.head_dim)
+        self._kernels = select_kernels(self.dtype, device, self.config.shape.head_dim)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
@@ -188,9 +199,10 @@ class EagleLayer(nn.Module):
         if self.config.recipe == "eagle1":
             stream = self.fc(torch.cat((embeddings, features), -1)).to(features.dtype)
             return LayerInput(stream=stream, attended=stream)
-        add_norm, eps = self._kernels.add_norm, self.config.target.norm_eps
+        add_norm, eps = self._kernels.add_norm, self.config.shape.norm_eps
         embedded = add_norm(embeddings, None, self.embedding_norm.weight, eps).normed
         stream, normed = add_norm(features, None, self.feature_norm.weight, eps)
+        stream = normed if self.config.norm_before_residual else stream
         return LayerInput(stream=stream, attended=torch.cat((embedded, normed), -1))
 
     def rotation(self, positions: Tensor) -> Rotation:
@@ -199,7 +211,7 @@ class EagleLayer(nn.Module):
 
     def heads(self, attended: Float[Tensor, "pairs inputs"], rotation: Rotation) -> QueryKeyValue:
         """Project and rotate."""
-        shape = self.config.target
+        shape = self.config.shape
         qkv = self.qkv(attended).view(attended.shape[0], -1, shape.head_dim)
         return self._kernels.rotate(qkv, shape.num_heads, None, None, shape.norm_eps, rotation)
 
@@ -209,7 +221,7 @@ class EagleLayer(nn.Module):
         attended: Float[Tensor, "pairs heads head_dim"],
     ) -> LayerOutput:
         """Finish the layer behind attention."""
-        add_norm, eps = self._kernels.add_norm, self.config.target.norm_eps
+        add_norm, eps = self._kernels.add_norm, self.config.shape.norm_eps
         projected = self.output(attended.reshape(stream.shape[0], -1))
         stream, normed = add_norm(stream, projected, self.feed_forward_norm.weight, eps)
         delta = self.feed_forward(normed, self._kernels)

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle import EagleLayer
-from longtail.drafter.eagle_walker import EagleParts, EagleWalker
+from longtail.drafter.eagle_walker import EagleParts, EagleWalker, NodePass
 from longtail.drafter.weights import lay_into
 from longtail.drafter.windows import Windows
 from longtail.model import native
@@ -38,7 +38,8 @@ class EagleDrafter(Drafter):
     """Drafts with an EAGLE layer for one target.
 
     `window` replaces the layer's own (0: unbounded); `draft_ids` names the target's tokens of a
-    reduced draft vocabulary. The layer is packed for drafting and belongs to the drafter.
+    reduced draft vocabulary; `head`, of a published drafter, scores them in the place of the
+    target's. The layer is packed for drafting and belongs to the drafter.
     """
 
     def __init__(
@@ -47,17 +48,18 @@ class EagleDrafter(Drafter):
         target: Transformer,
         *,
         draft_ids: Int[Tensor, "draft_vocab"] | None = None,
+        head: Float[Tensor, "draft_vocab hidden"] | None = None,
         window: int | None = None,
     ) -> None:
         self._config = config = layer.config
-        self._target, self._draft_ids = target, draft_ids
+        self._target, self._draft_ids, self._own_head = target, draft_ids, head
         self._window = config.window if window is None else window
         self.windows = Windows(
             window=self._window,
             max_len=target.config.max_positions,
             feature_size=config.feature_size,
-            kv_heads=config.target.num_kv_heads,
-            head_dim=config.target.head_dim,
+            kv_heads=config.shape.num_kv_heads,
+            head_dim=config.shape.head_dim,
             dtype=target.dtype,
             device=target.device,
         )
@@ -65,6 +67,8 @@ class EagleDrafter(Drafter):
         self._forward_s = 0.0
         self._layer = self._prepared(layer)
         self._head = target.head
+        self._pass: NodePass | None = None
+        """Refers to the layer and the head; stays when the target's weights change in place."""
         self.refresh()
 
     @property
@@ -81,11 +85,15 @@ class EagleDrafter(Drafter):
     def refresh(self) -> None:
         """Forget features of the old weights, and read the rows of the new head."""
         self.windows.clear()
-        if self._draft_ids is not None:  # derived, never saved: the target's rows of the draft ids
-            head = Linear(self._target.config.hidden_size, len(self._draft_ids))
-            head.weight.data = self._target.head.weight[self._draft_ids]
+        rows = self._own_head
+        if rows is None and self._draft_ids is not None:  # derived, never saved
+            rows = self._target.head.weight[self._draft_ids]
+        if rows is not None:
+            head = Linear(rows.shape[1], len(rows))
+            head.weight.data = rows.to(self._target.device, self._target.dtype)
             head.pack()
             self._head = head
+            self._pass = None
         self._forget_kernel()
 
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
@@ -100,6 +108,7 @@ class EagleDrafter(Drafter):
         lay_into(layer, weights)
         self._layer = self._prepared(layer)
         self.windows.restart()
+        self._pass = None
         self._forget_kernel()
 
     def _prepared(self, layer: EagleLayer) -> EagleLayer:
@@ -117,11 +126,13 @@ class EagleDrafter(Drafter):
     def _chain_kernel(self) -> ChainKernel | None:
         """Return the native round for the present weights, where this machine has one."""
         own, eagle3 = self._layer, self._layer.config.recipe == "eagle3"
-        mlp, shape = own.feed_forward, self._layer.config.target
+        mlp, shape = own.feed_forward, self._layer.config.shape
         packed = [each.native for each in (own.fc, own.qkv, own.output, mlp.gate_up, mlp.down)]
         packed.append(self._head.native)
         fc, qkv, output, gate_up, down, head = packed
         if native.chains(self._target.dtype) is None or shape.head_dim not in NATIVE_HEAD_DIMS:
+            return None
+        if own.config.norm_before_residual:
             return None
         if not (fc and qkv and output and gate_up and down and head):
             return None
@@ -196,13 +207,16 @@ class EagleDrafter(Drafter):
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
         """Draft level by level, for requests that are ready: any shape, any device."""
-        parts = EagleParts(
-            layer=self._layer,
-            embedding=self._target.embedding,
-            head=self._head,
-            window=self._window,
-        )
-        walker = EagleWalker(parts, self.windows, requests, deepest(requests, strategy))
+        if self._pass is None:
+            parts = EagleParts(
+                layer=self._layer,
+                embedding=self._target.embedding,
+                head=self._head,
+                window=self._window,
+                graphs=self._target.graphs,
+            )
+            self._pass = NodePass(parts, self.windows)
+        walker = EagleWalker(self._pass, self.windows, requests, deepest(requests, strategy))
         scoring = Scoring(requests=requests, noise=noise, draft_ids=self._draft_ids)
         trees = grow(walker, scoring, strategy, self._curve)
         self._forward_s += walker.seconds

@@ -25,7 +25,7 @@ def fresh_drafter(
     measured, the same accuracy then needs several times the steps.
     """
     if config.recipe == "eagle3":
-        config = replace(config, feature_scale=1 / _feature_size(config, target, sample))
+        config = replace(config, feature_scale=1 / feature_size(config, target, sample))
     with torch.device(target.device):
         layer = EagleLayer(config)
     drawn = EagleLayer(config)  # on the CPU: the same numbers on every device
@@ -55,8 +55,8 @@ def commonest_tokens(
     return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
-def _feature_size(config: EagleConfig, target: Transformer, sample: PackedSequences) -> float:
-    """Root mean square of the target's features, rounded so that it does not depend on machines."""
+def feature_size(config: EagleConfig, target: Transformer, sample: PackedSequences) -> float:
+    """Return the root mean square of the target's features, rounded: the same on all machines."""
     device = target.device
     with torch.no_grad():
         features = target.tapped(

@@ -44,13 +44,23 @@ class RowScores:
 class Teacher:
     """What the target says about some rows: its final states, and the head that reads them.
 
-    The head also reads the drafter; with `draft_ids` the drafter knows those tokens only.
+    The head also reads the drafter, unless that has its own; with `draft_ids` the drafter knows
+    those tokens only.
     """
 
     hidden: Float[Tensor, "rows hidden"]
     head: Float[Tensor, "vocab hidden"]
     draft_ids: Int[Tensor, "draft"] | None = None
     """Target tokens that the drafter can propose; None: all."""
+    drafter_head: Float[Tensor, "draft hidden"] | None = None
+    """What reads the drafter where that is not the target's head: a published drafter's own."""
+
+    @property
+    def drafted(self) -> Float[Tensor, "draft hidden"]:
+        """The head that reads the drafter."""
+        if self.drafter_head is not None:
+            return self.drafter_head.to(self.head)
+        return self.head if self.draft_ids is None else self.head[self.draft_ids]
 
 
 def depth_weights(num_depths: int, decay: float = DECAY) -> tuple[float, ...]:
@@ -102,7 +112,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         found = torch.empty(3, depths, rows, dtype=working, device=scored.device)
         gradient = torch.empty_like(scored) if scored.requires_grad else None
         head, ids = teacher.head, teacher.draft_ids
-        drafted = head if ids is None else head[ids]
+        drafted = teacher.drafted
         for part in _chunks(rows, max_logits // head.shape[0]):
             logits = F.linear(teacher.hidden[part].to(head.dtype), head).to(working)
             target = _target(logits, ids)

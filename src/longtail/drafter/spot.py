@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import final
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.buffer import DrafterBuffer
 from longtail.drafter.eagle import EagleLayer
+from longtail.drafter.reader import Recall
 from longtail.drafter.texts import pack_texts
 from longtail.drafter.trainer import DrafterTrainer, TrainerSettings
 from longtail.drafter.weights import DrafterWeights, are_finite, weighted_mean
@@ -101,13 +102,15 @@ class SpotEnd(StrEnum):
 class SpotReport:
     """What a stretch of spot training did.
 
-    Example: SpotReport(num_steps=41, num_tokens=80_000, seconds=9.7, max_micro_step_s=0.06,
-                        reason=SpotEnd.STOPPED, replica=replica)
+    Example: SpotReport(num_steps=41, num_tokens=80_000, num_reused=60_000, seconds=9.7,
+                        max_micro_step_s=0.06, reason=SpotEnd.STOPPED, replica=replica)
     """
 
     num_steps: int
     num_tokens: int
     """Learned."""
+    num_reused: int
+    """Of these, those whose features the engine had; the others' were computed again."""
     seconds: float
     max_micro_step_s: float
     """The longest time for which nobody was asked whether to stop."""
@@ -126,7 +129,7 @@ class _Stretch:
         """Accept length relative to the base, when it last rose enough."""
         self._flat = 0
         """Measurements since."""
-        self.num_steps = self.num_tokens = 0
+        self.num_steps = self.num_tokens = self.num_reused = 0
         self.best: Replica | None = None
         self.base_texts: tuple[Example, ...] = ()
         self.base_accept_len: float | None = math.nan
@@ -192,8 +195,12 @@ class SpotTrainer:
         settings: SpotSettings,
         *,
         draft_ids: Int[Tensor, "draft"] | None = None,
+        head: Float[Tensor, "draft hidden"] | None = None,
+        recall: Recall | None = None,
     ) -> None:
-        self._trainer = DrafterTrainer(layer, target, settings.trainer, draft_ids=draft_ids)
+        self._trainer = DrafterTrainer(
+            layer, target, settings.trainer, draft_ids=draft_ids, head=head, recall=recall
+        )
         self._settings = settings
         self._shortest = settings.trainer.unroll_steps + 2
         """A text of so many tokens, the last one generated, is learned at every depth."""
@@ -244,6 +251,7 @@ class SpotTrainer:
         return SpotReport(
             num_steps=stretch.num_steps,
             num_tokens=stretch.num_tokens,
+            num_reused=stretch.num_reused,
             seconds=time.perf_counter() - started,
             max_micro_step_s=watch.longest_s,
             reason=reason,
@@ -293,6 +301,7 @@ class SpotTrainer:
             self._unmeasured += 1
             stretch.num_steps += 1
             stretch.num_tokens += report.num_learned
+            stretch.num_reused += report.num_reused
         return SpotEnd.STOPPED
 
     def _measure(

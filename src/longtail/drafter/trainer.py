@@ -10,7 +10,7 @@ the drafter is kept, is the caller's business.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -28,10 +28,10 @@ from longtail.drafter.loss import (
     feature_loss,
     score_rows,
 )
+from longtail.drafter.reader import Recall, TargetReader
 from longtail.drafter.unroll import Pairs, unroll
 from longtail.drafter.weights import lay_into, own_tensors, require_own
 from longtail.errors import DataError, NonFiniteError
-from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
 from longtail.rl.muon import MuonOptimizer
 from longtail.rl.optim import Optimizer, OptimizerSettings
@@ -89,26 +89,17 @@ class TrainerReport:
     num_tokens: int
     num_learned: int
     """Tokens whose prediction at depth 1 was learned."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What the target says about pairs."""
-
-    features: Float[Tensor, "pairs features"]
-    """Of the first token."""
-    embeddings: Float[Tensor, "pairs hidden"]
-    """Of the second."""
-    after: Float[Tensor, "pairs hidden"]
-    """Final state at the second: what the head reads to predict the token after the pair."""
+    num_reused: int = 0
+    """Of these, those for which the target's states were recalled, not computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums over rows: of the loss, and of each score by depth."""
+    """Sums over rows: of the loss, of each score by depth, and how many were recalled."""
 
     loss: Float[Tensor, ""]
     scores: Float[Tensor, "3 depths"]
+    num_reused: int = 0
 
 
 @final
@@ -127,12 +118,16 @@ class DrafterTrainer:
         settings: TrainerSettings,
         *,
         draft_ids: Int[Tensor, "draft"] | None = None,
+        head: Float[Tensor, "draft hidden"] | None = None,
+        recall: Recall | None = None,
     ) -> None:
         assert layer.config.target == target.config, "a drafter is of one target's shape"
         size = layer.config.draft_vocab_size
         assert size == (0 if draft_ids is None else len(draft_ids)), "one id a draft token"
         self._layer, self._target, self._settings = layer, target, settings
+        self._reader = TargetReader(target, layer, recall)
         self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
+        self._head = None if head is None else head.to(target.device)
         layer.requires_grad_(True)
         layer.fuse()
         self._optimizer = _optimizer(layer, settings)
@@ -153,6 +148,11 @@ class DrafterTrainer:
         """Target tokens that the drafter can propose; None: all."""
         return self._draft_ids
 
+    @property
+    def head(self) -> Float[Tensor, "draft hidden"] | None:
+        """What scores the drafter's tokens where that is not the target's; never learned."""
+        return self._head
+
     def step(self, batch: Sequence[PackedSequences]) -> TrainerReport:
         """Make one update on a batch of micro-batches."""
         report = self.try_step(batch, _never)
@@ -172,7 +172,8 @@ class DrafterTrainer:
                 f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
                 f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
             )
-        loss, scores = 0.0, torch.zeros(3, len(counts), dtype=torch.float64)
+        loss, num_reused = 0.0, 0
+        scores = torch.zeros(3, len(counts), dtype=torch.float64)
         try:
             for packed in batch:
                 if stopped():
@@ -188,6 +189,7 @@ class DrafterTrainer:
                 torch.autograd.backward(sums.loss)
                 loss += float(sums.loss.detach())
                 scores += sums.scores
+                num_reused += sums.num_reused
             if stopped():
                 self._optimizer.discard()
                 return None
@@ -203,6 +205,7 @@ class DrafterTrainer:
             learning_rate=update.learning_rate,
             num_tokens=sum(packed.num_tokens for packed in batch),
             num_learned=counts[0],
+            num_reused=num_reused,
         )
 
     def evaluate(
@@ -282,29 +285,18 @@ class DrafterTrainer:
         depths = range(len(counts))
         autocast, device = self._settings.autocast, self._target.device.type
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            seen = self._read_target(here, pairs)
+            seen = self._reader.read(here, pairs)
             outputs = unroll(self._layer, seen.features, seen.embeddings, pairs, len(counts))
             teacher = Teacher(
                 hidden=seen.after.index_select(0, chosen),
                 head=self._target.head.weight.detach(),
                 draft_ids=self._draft_ids,
+                drafter_head=self._head,
             )
             scored = torch.stack([output.scored.index_select(0, chosen) for output in outputs])
             exist = torch.stack([pairs.exist(depth)[chosen] for depth in depths])
-            return self._sums(scored, teacher, exist, counts)
-
-    def _read_target(self, packed: PackedSequences, pairs: Pairs) -> _Seen:
-        target, dtype = self._target, self._layer.dtype
-        with torch.no_grad():
-            attention = PackedAttention(packed.cu_seqlens)
-            taps = self._layer.config.taps
-            tapped = target.tapped(packed.tokens, packed.positions, attention, taps)
-            assert tapped.features is not None, "every recipe taps something"
-            return _Seen(
-                tapped.features.index_select(0, pairs.rows).to(dtype),
-                target.embedding(packed.tokens[pairs.rows + 1]).to(dtype),
-                tapped.hidden.index_select(0, pairs.rows + 1),
-            )
+            sums = self._sums(scored, teacher, exist, counts)
+            return replace(sums, num_reused=int(seen.reused[chosen].sum()))
 
     def _sums(
         self,

@@ -85,6 +85,11 @@ class Windows:
         self.keys = self.values = torch.empty(0, dtype=dtype, device=device)
         self._grow_rows(8)
 
+    @property
+    def spare_slot(self) -> int:
+        """The slot of keys and values behind those of any draft: what padding writes."""
+        return self._room + MAX_NODES
+
     def get(self, request_id: str) -> Window | None:
         """Return the request's window, None if nothing was seen of it."""
         return self._of.get(request_id)
@@ -212,7 +217,7 @@ class Windows:
     def _grow_rows(self, more: int) -> None:
         old = self.features.shape[0]
         feature_size, kv_heads, head_dim = self._sizes
-        slots = self._room + MAX_NODES
+        slots = self.spare_slot + 1
         shapes = (
             (self._room, feature_size),
             (slots, kv_heads, head_dim),

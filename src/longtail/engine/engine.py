@@ -16,18 +16,18 @@ import torch
 
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.drafts import DraftClock, accept_drafts
-from longtail.engine.kv_cache import ContiguousKVCache, KeptPath, KVCache, KVUsage
+from longtail.engine.kv_cache import KeptPath, KVUsage
+from longtail.engine.kv_choice import make_kv
 from longtail.engine.limits import EngineLimits
 from longtail.engine.profile import measure_costs
-from longtail.engine.report import Emitted, StepReport
+from longtail.engine.report import Emitted, Piece, StepReport
 from longtail.engine.request import ActiveRequest
 from longtail.engine.runner import ModelRunner
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
 from longtail.engine.speculate import NOTHING_SAID, Speculation, Speculator
-from longtail.engine.text import Decode, Detokenizer, ends_in_stop, final_text
+from longtail.engine.text import Decode, Reader, ends_in_stop, final_text
 from longtail.errors import NonFiniteError, RequestError
 from longtail.model.transformer import NO_TAPS, Transformer
-from longtail.speculation.tree import MAX_NODES
 from longtail.speculation.verify import Accepted
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, FinishReason, PolicyWeights, Request
@@ -54,7 +54,7 @@ class RolloutEngine:
         self._model, self._decode, self._limits = model, decode, limits
         self._model.eval().pack()
         self._policy_version = policy_version
-        self._kv: KVCache = _make_kv(model, limits)
+        self._kv = make_kv(model, limits)
         self._scheduler = Scheduler(
             self._kv, max_running=limits.max_running, max_step_tokens=limits.max_step_tokens
         )
@@ -189,14 +189,14 @@ class RolloutEngine:
         assert scheduled, "step() needs an unfinished request"
         speculator = self._speculator
         drafts = DraftClock(() if speculator is None else speculator.speculation.drafters)
-        noise_s = -self._runner.noise.seconds
+        noise_s = -self._runner.sampler.noise.seconds
         if speculator is not None:
             with drafts:
                 spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
                 scheduled = speculator.draft(
-                    scheduled, self._runner.noise, spare, self._kv.try_grow
+                    scheduled, self._runner.sampler.noise, spare, self._kv.try_grow
                 )
-        noise_s += self._runner.noise.seconds
+        noise_s += self._runner.sampler.noise.seconds
         batch = flatten(scheduled, self._model.device)
         drawing = [each for each in scheduled if each.draws]
         out = self._runner.run(batch, drawing, NO_TAPS if speculator is None else speculator.taps)
@@ -284,29 +284,33 @@ class RolloutEngine:
 
     def stream(
         self, request: Request, on_step: Callable[[StepReport], None] | None = None
-    ) -> Iterator[str | Completion]:
+    ) -> Iterator[Piece | Completion]:
         """Yield the text of one request as it is written, then its completion.
 
-        With stop strings the pieces may run past the cut; the completion's `text` is exact.
+        The pieces joined are the completion's `text`: nothing of a stop string is among them.
         """
-        detokenizer = Detokenizer(self._decode)
+        name, reader = request.request_id, Reader(self._decode, request.sampling.stop)
         self.submit(request)
         try:
-            while request.request_id in self._active:  # until it ends, or someone aborts it
+            while name in self._active:  # until it ends, or someone aborts it
                 report = self.step()
                 if on_step is not None:
                     on_step(report)
-                mine = [e.token for e in report.emitted if e.request_id == request.request_id]
-                if piece := detokenizer.feed(mine):
-                    yield piece
+                mine = [each.token for each in report.emitted if each.request_id == name]
+                drafted = sum(
+                    each.num_accepted for each in report.verified if each.request_id == name
+                )
+                for tokens, foretold in ((mine[:drafted], True), (mine[drafted:], False)):
+                    if text := reader.feed(tokens):
+                        yield Piece(text=text, drafted=foretold)
                 for completion in report.finished:
-                    if completion.request_id == request.request_id:
-                        if piece := detokenizer.flush():
-                            yield piece
+                    if completion.request_id == name:
+                        if text := reader.finish(completion.text):
+                            yield Piece(text=text, drafted=False)
                         yield completion
         finally:  # the reader went away
-            if request.request_id in self._active:
-                self.abort(request.request_id)
+            if name in self._active:
+                self.abort(name)
 
     def _check(self, request: Request) -> None:
         longest = len(request.prompt_tokens) + request.sampling.max_tokens
@@ -373,18 +377,3 @@ class RolloutEngine:
 
     def _text(self, active: ActiveRequest) -> str:
         return final_text(active.generated, active.request.sampling.stop, self._decode)
-
-
-def _make_kv(model: Transformer, limits: EngineLimits) -> KVCache:
-    block = 32
-    longest = -(-limits.max_len // block) * block
-    total = limits.kv_tokens or longest * limits.max_running
-    return ContiguousKVCache(
-        model.config,
-        num_tokens=-(-total // block) * block,
-        max_rows=limits.max_running,
-        max_len=-(-(limits.max_len + MAX_NODES) // block) * block,
-        dtype=model.dtype,
-        device=model.device,
-        block_size=block,
-    )

@@ -2,7 +2,7 @@
 
 `KVCache` is what the scheduler and the runner know: who owns room for how many tokens, and an
 `Attention` for one step. `ContiguousKVCache` is the CPU layout: every request a contiguous row, so
-attention reads views and gathers nothing. A paged layout for GPUs fits the same seam.
+attention reads views and gathers nothing. The GPU's layout is `paged_cache.PagedKVCache`.
 
     row 0  | request a : k k k k k k . . |
     row 1  | request b : k k . . . . . . |
@@ -23,7 +23,7 @@ from torch import Tensor
 from longtail.engine.batch import FlatBatch
 from longtail.engine.row_attention import LayerRows, RowAttention
 from longtail.model.attention import Attention
-from longtail.model.kernels import select_kernels
+from longtail.model.kernel_choice import select_kernels
 from longtail.model.transformer import ModelConfig
 
 
@@ -59,8 +59,13 @@ class KVCache(abc.ABC):
         """Own room for at least `num_tokens` tokens; False, with nothing changed, when short."""
 
     @abc.abstractmethod
-    def share(self, source_id: str, target_id: str, num_tokens: int) -> None:
-        """Give the target the source's first `num_tokens` tokens; it must own room for them."""
+    def try_share(
+        self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int
+    ) -> bool:
+        """Give a new target room for `num_tokens`, the first `num_shared` of them the source's.
+
+        False, with nothing changed, when short.
+        """
 
     @abc.abstractmethod
     def hand_over(self, source_id: str, target_id: str, num_tokens: int) -> None:
@@ -156,11 +161,17 @@ class ContiguousKVCache(KVCache):
             self._storage[:, :, row, :held] = old[:, :, row, :held]
         self._layers = _layers(self._storage)
 
-    def share(self, source_id: str, target_id: str, num_tokens: int) -> None:
+    def try_share(
+        self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int
+    ) -> bool:
         """Copy the tokens: in a contiguous layout a prefix cannot have two owners."""
+        assert target_id not in self._rows, f"{target_id} already owns a row"
+        assert num_shared <= num_tokens, "share into room not asked for"
+        if not self.try_grow(target_id, num_tokens):
+            return False
         source, target = self._rows[source_id], self._rows[target_id]
-        assert self._blocks_for(num_tokens) <= self._blocks[target_id], "share into room not owned"
-        self._storage[:, :, target, :num_tokens] = self._storage[:, :, source, :num_tokens]
+        self._storage[:, :, target, :num_shared] = self._storage[:, :, source, :num_shared]
+        return True
 
     def hand_over(self, source_id: str, target_id: str, num_tokens: int) -> None:
         """Rename the row; nothing is copied."""

@@ -18,7 +18,9 @@ class EngineLimits:
     max_len: int
     """Longest prompt plus completion, tokens."""
     kv_tokens: int = 0
-    """Tokens of KV memory; 0 is enough for `max_running` requests of `max_len`."""
+    """Tokens of KV memory; 0 is enough for `max_running` requests of `max_len`, or what fits."""
+    reserved_bytes: int = 0
+    """Memory of a GPU that is to stay free for others in this process."""
 
     def __post_init__(self) -> None:
         """Refuse limits under which the engine could stall."""

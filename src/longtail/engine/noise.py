@@ -5,6 +5,7 @@ many small ones. Values are those of `sampling.gumbel_noise`, whatever the group
 and drafting read the same table.
 """
 
+import abc
 import time
 from collections.abc import Sequence
 from typing import final
@@ -18,8 +19,25 @@ from longtail.sampling import gumbel_noise
 from longtail.speculation.drafter import Noise
 
 
+class NoiseSource(abc.ABC):
+    """Noise of places that are still to be written."""
+
+    @property
+    @abc.abstractmethod
+    def seconds(self) -> float:
+        """Spent making noise so far."""
+
+    @abc.abstractmethod
+    def reach(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
+        """Make the next `ahead` + 1 places of each request ready, as far as that is worth it."""
+
+    @abc.abstractmethod
+    def ahead(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
+        """Noise for drafts of at most `depth`, good until the requests get their next tokens."""
+
+
 @final
-class NoiseAhead:
+class NoiseAhead(NoiseSource):
     """A table of noise: for each request in progress, its next places."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, max_entries: int = 2**19) -> None:
@@ -29,8 +47,12 @@ class NoiseAhead:
         self._starts: dict[ActiveRequest, int] = {}
         self._rows: dict[ActiveRequest, int] = {}
         self._table = torch.empty(0, 0, vocab_size, device=device)
-        self.seconds = 0.0
-        """Spent making noise."""
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Spent making noise so far."""
+        return self._seconds
 
     def rows(
         self, requests: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
@@ -105,7 +127,7 @@ class NoiseAhead:
         self._table = table
         self._rows = {active: place for place, active in enumerate(requests)}
         self._starts = dict(zip(requests, starts, strict=True))
-        self.seconds += time.perf_counter() - started
+        self._seconds += time.perf_counter() - started
 
 
 @final

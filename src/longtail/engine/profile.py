@@ -13,11 +13,11 @@ from typing import final
 import torch
 
 from longtail.engine.batch import Scheduled, flatten
-from longtail.engine.kv_cache import ContiguousKVCache
+from longtail.engine.kv_choice import make_kv
 from longtail.engine.limits import EngineLimits
-from longtail.engine.noise import NoiseAhead
 from longtail.engine.request import ActiveRequest
 from longtail.engine.runner import ModelRunner
+from longtail.engine.sampler import make_sampler
 from longtail.model.transformer import NO_TAPS, Transformer
 from longtail.speculation.drafter import Draftable, Drafter, Seen
 from longtail.speculation.strategy import Strategy
@@ -50,7 +50,7 @@ def measure_costs(
 @torch.inference_mode()
 def _measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
     """Time steps of several sizes with short contexts, then some with long ones."""
-    bench = _Bench(model, limits)
+    bench = MadeUpSteps(model, min(limits.max_running, 32), limits.max_step_tokens)
     deadline = time.perf_counter() + _SECONDS
     most = min(limits.max_step_tokens, limits.max_running * (1 + MAX_NODES))
     counts = [min(count, most) for count in _COUNTS]
@@ -91,15 +91,15 @@ def without_stalls(counts: Sequence[int], seconds: Sequence[float]) -> list[floa
 def _measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) -> DraftCost:
     """Time proposals for few and many requests, shallow and deep."""
     deadline = time.perf_counter() + _DRAFT_SECONDS
-    noise = NoiseAhead(model.config.vocab_size, model.device)
+    noise = make_sampler(model).noise
     rounds: list[tuple[int, int, int, float]] = []
     for num in dict.fromkeys((1, min(8, limits.max_running), min(32, limits.max_running))):
-        actives = [_made_up(f"profile-{i}", 0) for i in range(num)]
-        _introduce(drafter, model, actives, _SHORT)
-        asked = [_draftable(active) for active in actives]  # their texts grow
+        actives = [made_up_request(f"profile-{i}", 0) for i in range(num)]
+        introduce(drafter, model, actives, _SHORT)
+        asked = [made_up_draftable(active) for active in actives]  # their texts grow
         for turn in range(1 + _REPEATS):
             for shape in _SHAPES:
-                _introduce(drafter, model, actives, _A_STEP)
+                introduce(drafter, model, actives, _A_STEP)
                 started = time.perf_counter()
                 trees = drafter.propose(asked, shape, noise.ahead(actives, shape.depth))
                 took = time.perf_counter() - started
@@ -112,21 +112,19 @@ def _measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) 
 
 
 @final
-class _Bench:
+class MadeUpSteps:
     """Steps of made-up requests."""
 
-    def __init__(self, model: Transformer, limits: EngineLimits) -> None:
+    def __init__(self, model: Transformer, num_requests: int, max_step_tokens: int) -> None:
         positions = model.config.max_positions - MAX_NODES - 1
         self.short, self.long = min(_SHORT, positions), min(_LONG, positions)
-        self.num_requests = self._num = min(limits.max_running, 32)
-        self._kv = ContiguousKVCache(
-            model.config,
-            num_tokens=self._num * 32 * -(-(self.long + MAX_NODES + 32) // 32),
-            max_rows=self._num,
-            max_len=32 * -(-(self.long + MAX_NODES + 32) // 32),
-            dtype=model.dtype,
-            device=model.device,
+        self.num_requests = self._num = num_requests
+        own = EngineLimits(
+            max_running=num_requests,
+            max_step_tokens=max_step_tokens,
+            max_len=self.long + MAX_NODES + 1,
         )
+        self._kv = make_kv(model, own)
         self._model, self._runner = model, ModelRunner(model, self._kv)
 
     def longer(self, num_tokens: int) -> float:
@@ -143,7 +141,7 @@ class _Bench:
         sizes = [num_tokens // num - 1 + (i < num_tokens % num) for i in range(num)]
         scheduled = []
         for i, size in enumerate(sizes):
-            active = _made_up(f"{i}", context)
+            active = made_up_request(f"{i}", context)
             assert self._kv.try_grow(active.request_id, context + 1 + size), "sized for this"
             scheduled.append(Scheduled(active=active, num_tokens=1, draft=_chain(size)))
         started = time.perf_counter()
@@ -156,7 +154,7 @@ def _chain(size: int) -> DraftTree:
     return DraftTree(tokens=(0,) * size, parents=tuple(range(size)), margins=(0.0,) * size)
 
 
-def _made_up(name: str, context: int) -> ActiveRequest:
+def made_up_request(name: str, context: int) -> ActiveRequest:
     """A request whose last token is to be computed behind `context` others."""
     sampling = SamplingParams(max_tokens=4 * MAX_NODES)
     tokens = [0] * (context + 1)
@@ -164,7 +162,8 @@ def _made_up(name: str, context: int) -> ActiveRequest:
     return ActiveRequest(request=request, tokens=tokens, policy_version=0, num_computed=context)
 
 
-def _draftable(active: ActiveRequest) -> Draftable:
+def made_up_draftable(active: ActiveRequest) -> Draftable:
+    """The request as a drafter is asked about it."""
     return Draftable(
         request_id=active.request_id,
         tokens=active.tokens,
@@ -174,7 +173,7 @@ def _draftable(active: ActiveRequest) -> Draftable:
     )
 
 
-def _introduce(
+def introduce(
     drafter: Drafter, model: Transformer, actives: Sequence[ActiveRequest], count: int
 ) -> None:
     """Let each request grow by so many tokens, and the drafter know all but the last one."""

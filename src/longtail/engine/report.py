@@ -16,6 +16,18 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some text of one completion, as it is streamed.
+
+    Example: Piece(text=" the same", drafted=True)
+    """
+
+    text: str
+    drafted: bool
+    """A draft foretold it; the last token of every step is the target's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
     """How the draft of one request fared in a step.
 
@@ -73,6 +85,10 @@ class StepReport:
     readings: tuple[float, ...] = ()
     """Of the clock that the tuner goes by: before the proposals, after each, and at the end."""
     switch: Switch | None = None
+
+
+_PARTS_S = ("forward_s", "sample_s", "draft_s", "draft_forward_s", "tuner_s")
+"""Times of parts of the work, one after the other in each engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,29 +157,10 @@ def together(reports: Sequence[RolloutReport], seconds: float) -> RolloutReport:
     Counts and places are those of all; times of a part of the work are the mean engine's, so that
     they are shares of `seconds`.
     """
-
-    def mean(name: str) -> float:
-        return sum(asdict(report)[name] for report in reports) / len(reports)
-
-    def total(name: str) -> int:
-        return sum(asdict(report)[name] for report in reports)
-
-    return RolloutReport(
-        seconds=seconds,
-        forward_s=mean("forward_s"),
-        sample_s=mean("sample_s"),
-        draft_s=mean("draft_s"),
-        draft_forward_s=mean("draft_forward_s"),
-        tuner_s=mean("tuner_s"),
-        running_s=sum(report.running_s for report in reports),
-        num_steps=total("num_steps"),
-        num_generated=total("num_generated"),
-        num_computed=total("num_computed"),
-        num_drafted=total("num_drafted"),
-        num_accepted=total("num_accepted"),
-        num_verified=total("num_verified"),
-        max_running=total("max_running"),
-    )
+    rows = [asdict(report) for report in reports]
+    totals = {name: sum(row[name] for row in rows) for name in rows[0]}
+    means = {name: totals[name] / len(rows) for name in _PARTS_S}
+    return RolloutReport(**totals | means | {"seconds": seconds})
 
 
 @dataclass(slots=True)

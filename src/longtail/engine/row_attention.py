@@ -54,7 +54,7 @@ class RowAttention(Attention):
         rows: Sequence[int],
     ) -> None:
         self._layers, self._kernels = layers, kernels
-        self._places = _places(segments, rows, layers[0].keys.device)
+        self._places = token_places(segments, rows, layers[0].keys.device)
         self._long: list[LongSegment] = []
         self._num_few = start = 0
         for segment, row in zip(segments, rows, strict=True):
@@ -118,8 +118,8 @@ class RowAttention(Attention):
         return out[0].transpose(0, 1)
 
 
-def _places(segments: Sequence[Segment], rows: Sequence[int], device: torch.device) -> Places:
-    """Say of every token and node where it is kept and what it sees.
+def token_places(segments: Sequence[Segment], rows: Sequence[int], device: torch.device) -> Places:
+    """Say of every token and node where it is kept and what it sees; `rows` are the segments'.
 
     Nodes lie behind the text in the order of their numbers, whatever their depth.
     """

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from longtail.engine.batch import FlatBatch, Scheduled
 from longtail.engine.kv_cache import KVCache
-from longtail.engine.noise import NoiseAhead
+from longtail.engine.paged_cache import PagedKVCache
+from longtail.engine.sampler import make_sampler
+from longtail.engine.step_graphs import StepGraphs
 from longtail.model.transformer import Taps, Transformer
-from longtail.sampling import draw_rows
-from longtail.speculation.tree import depths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +34,17 @@ class ModelRunner:
 
     def __init__(self, model: Transformer, kv: KVCache) -> None:
         self._model, self._kv = model, kv
-        self.noise = NoiseAhead(model.config.vocab_size, model.device)
+        self._graphs = None
+        if model.graphs is not None and isinstance(kv, PagedKVCache):
+            self._graphs = StepGraphs(model, kv, model.graphs)
+        self.sampler = make_sampler(model)
 
     @torch.inference_mode()
     def run(self, batch: FlatBatch, drawing: Sequence[Scheduled], taps: Taps) -> RunnerOutput:
         """Compute the batch and draw at every request of `drawing` and its draft, in order."""
         started = time.perf_counter()
-        attention = self._kv.attention(batch)
-        tapped = self._model.tapped(batch.tokens, batch.positions, attention, taps)
-        hidden, features = tapped.hidden, tapped.features
-        if not drawing:
+        logits, features = self._forward(batch, taps)
+        if logits is None:
             return RunnerOutput(
                 tokens=[],
                 logprobs=[],
@@ -51,16 +52,8 @@ class ModelRunner:
                 forward_s=time.perf_counter() - started,
                 sample_s=0.0,
             )
-        logits = self._model.logits(hidden if batch.drawing is None else hidden[batch.drawing])
         forwarded = time.perf_counter()
-        noise = self.noise.rows(
-            [each.active for each in drawing],
-            [[0, *depths(each.draft.parents)] for each in drawing],
-        )
-        params = [
-            each.active.request.sampling for each in drawing for _ in range(1 + each.draft.size)
-        ]
-        drawn = draw_rows(logits, noise, params)
+        drawn = self.sampler.draw(logits, drawing)
         tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
         return RunnerOutput(
             tokens=tokens,
@@ -69,3 +62,14 @@ class ModelRunner:
             forward_s=forwarded - started,
             sample_s=time.perf_counter() - forwarded,
         )
+
+    def _forward(
+        self, batch: FlatBatch, taps: Taps
+    ) -> tuple[Float[Tensor, "drawing vocab"] | None, Float[Tensor, "tokens features"] | None]:
+        """Return the logits of all tokens that draw, if any, and what the taps gave of all."""
+        if self._graphs is not None and self._graphs.fits(batch):
+            return self._graphs.run(batch, taps)
+        attention = self._kv.attention(batch)
+        tapped = self._model.tapped(batch.tokens, batch.positions, attention, taps)
+        hidden = tapped.hidden if batch.drawing is None else tapped.hidden[batch.drawing]
+        return self._model.logits(hidden) if len(hidden) else None, tapped.features

@@ -122,15 +122,23 @@ class Scheduler:
                 continue
             shared = shared if source is not None else 0
             num_tokens = min(len(active.tokens) - shared, budget)
-            if not self._kv.try_grow(active.request_id, shared + num_tokens):
+            if not self._has_room(active, source, shared, shared + num_tokens):
                 self.waiting.appendleft(active)
                 break
-            if source is not None:
-                self._kv.share(source.request_id, active.request_id, shared)
             self._start(active, shared)
             chosen.append(Scheduled(active=active, num_tokens=num_tokens))
             budget -= num_tokens
         self.waiting.extendleft(reversed(passed_over))
+
+    def _has_room(
+        self, active: ActiveRequest, source: ActiveRequest | None, num_shared: int, num_tokens: int
+    ) -> bool:
+        """Own room for a newcomer, who starts with what a sibling has computed of their prompt."""
+        if source is None:
+            return self._kv.try_grow(active.request_id, num_tokens)
+        return self._kv.try_share(
+            source.request_id, active.request_id, num_shared=num_shared, num_tokens=num_tokens
+        )
 
     def _start(self, active: ActiveRequest, num_shared: int) -> None:
         active.num_computed = num_shared

@@ -20,7 +20,8 @@ from torch import Tensor
 from longtail.engine.backlog import Backlog, Computed
 from longtail.engine.batch import Scheduled
 from longtail.engine.clock import StepClock, WallClock
-from longtail.engine.noise import NoiseAhead
+from longtail.engine.features import FeatureStore
+from longtail.engine.noise import NoiseSource
 from longtail.engine.report import Switch, Verified
 from longtail.engine.request import ActiveRequest
 from longtail.model.transformer import NO_TAPS, Transformer
@@ -48,6 +49,8 @@ class Speculation:
     guarded: bool = True
     """Pause drafting that loses against plain decoding; off only to compare."""
     clock: StepClock = field(default_factory=WallClock)
+    features: FeatureStore | None = None
+    """Keeps what the target computes, for whoever trains a drafter."""
 
     @staticmethod
     def fixed(
@@ -116,6 +119,11 @@ class Speculator:
         self.taps = NO_TAPS
         for drafter in speculation.drafters:
             self.taps = self.taps.union(drafter.taps)
+        self._features = speculation.features
+        if self._features is not None:
+            self.taps = self.taps.union(self._features.taps)
+            if before is None or before.speculation.features is not self._features:
+                self._features.clear()  # the weights may have changed meanwhile
         lookbacks = [drafter.lookback for drafter in speculation.drafters]
         self._backlog = Backlog(max(lookbacks) if all(lookbacks) else 0)
         if before is not None and before.taps == self.taps:
@@ -141,6 +149,8 @@ class Speculator:
         """Tell that the target's weights have changed; no request is in progress."""
         for drafter in self.speculation.drafters:
             drafter.refresh()
+        if self._features is not None:
+            self._features.clear()
 
     def look_again(self) -> None:
         """Note that a drafter was changed: it may be worth what it was not."""
@@ -165,7 +175,7 @@ class Speculator:
     def draft(
         self,
         scheduled: Sequence[Scheduled],
-        noise: NoiseAhead,
+        noise: NoiseSource,
         spare_tokens: int,
         try_grow: Callable[[str, int], bool],
     ) -> list[Scheduled]:
@@ -222,6 +232,9 @@ class Speculator:
         step = self._step
         ends = [each.active.num_computed for each in scheduled]
         self._backlog.add(Computed(scheduled, ends, accepted, features))
+        if self._features is not None:
+            wanted = self.taps.pick(self._features.taps, features)
+            self._features.add(Computed(scheduled, ends, accepted, wanted))
         if step is None:
             return Reviewed(readings=(self.speculation.clock.read(),))
         verified = tuple(

@@ -6,6 +6,7 @@ front.
 """
 
 from collections.abc import Callable, Sequence
+from typing import final
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -77,3 +78,32 @@ class Detokenizer:
         while len(self._ends) > 2 and self._ends[1] <= read - _CONTEXT:
             del self._ends[0]
         return now[len(before) :]
+
+
+@final
+class Reader:
+    """The text of one request as it may be shown while it is written: nothing of a stop string.
+
+    What may be the beginning of a stop string is held back until it is known not to be one.
+    Lifecycle: feed* -> finish; the pieces joined are the text of the completion.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(decode)
+        self._stops = stops
+        self._held_len = max((len(stop) for stop in stops), default=1) - 1
+        self._held = ""
+        self._shown = 0
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Take new tokens, return the text that may be shown now (maybe empty)."""
+        self._held += self._detokenizer.feed(tokens)
+        cut = find_stop(self._held, self._stops)
+        end = max(len(self._held) - self._held_len, 0) if cut is None else cut
+        piece, self._held = self._held[:end], self._held[end:]
+        self._shown += len(piece)
+        return piece
+
+    def finish(self, text: str) -> str:
+        """Return what was held back, given the text of the completion."""
+        return text[self._shown :]

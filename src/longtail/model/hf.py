@@ -15,7 +15,15 @@ import torch
 
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf_config import Fields, emit, parse
-from longtail.model.hf_weights import from_hf, read_weights, to_hf, write_weights
+from longtail.model.hf_weights import (
+    from_hf,
+    read_tensors,
+    read_weights,
+    tensor_names,
+    to_hf,
+    write_tensors,
+    write_weights,
+)
 from longtail.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
 
@@ -26,9 +34,13 @@ __all__ = [
     "load_config",
     "load_model",
     "load_tokenizer",
+    "read_fields",
+    "read_tensors",
     "save_model",
     "stored_dtype",
+    "tensor_names",
     "to_hf",
+    "write_tensors",
 ]
 
 _DTYPES = {
@@ -45,12 +57,12 @@ def load_config(path: Path | str) -> ModelConfig:
     Raises UnsupportedModelError for an architecture, rope or activation that is not ours, and
     ConfigError for whatever is missing or impossible.
     """
-    return parse(_read(Path(path)))
+    return parse(read_fields(Path(path)))
 
 
 def stored_dtype(path: Path | str) -> torch.dtype:
     """Return the dtype that config.json gives for the weights; float32 where it gives none."""
-    fields = _read(Path(path))
+    fields = read_fields(Path(path))
     name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     if name not in _DTYPES:
         raise ConfigError(f"{fields.where}: dtype = {name!r}: it must be one of {list(_DTYPES)}")
@@ -115,7 +127,8 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _read(path: Path) -> Fields:
+def read_fields(path: Path) -> Fields:
+    """Read config.json, whatever it describes; ConfigError where it is none."""
     if not path.is_dir():
         raise ConfigError(
             f"model.path = {str(path)!r} is not a directory: give the directory of a Hugging Face "

@@ -38,6 +38,10 @@ class Fields:
         """Return the value as it stands; null counts as a value."""
         return self._raw.get(key, default)
 
+    def everything(self) -> dict[str, Any]:
+        """Return a copy of the object."""
+        return dict(self._raw)
+
     def section(self, key: str) -> "Fields":
         """Return the object under `key`, an empty one where it is absent or null."""
         value = self._raw.get(key)

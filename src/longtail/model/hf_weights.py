@@ -165,6 +165,41 @@ def write_weights(
         (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a directory as they are stored; for a single layer, not for a model.
+
+    Raises ConfigError where there are none, NonFiniteError for NaN or infinity, by name.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(path):
+        with _open(file) as handle:
+            for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
+                tensor = handle.get_tensor(name)
+                tensors[name] = (
+                    _finite(tensor, name, file) if tensor.is_floating_point() else tensor
+                )
+    return tensors
+
+
+def tensor_names(path: Path) -> frozenset[str]:
+    """Name the tensors of a directory without reading them; none where there are no weights."""
+    if not ((path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()):
+        return frozenset()
+    names: set[str] = set()
+    for file in _weight_files(path):
+        with _open(file) as handle:
+            names.update(handle.keys())
+    return frozenset(names)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write one model.safetensors with tensors of any dtype."""
+    from safetensors.torch import save_file
+
+    content = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    save_file(content, path / SINGLE_FILE, metadata={"format": "pt"})
+
+
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     """Cut the names, in order, into runs that fit; a tensor above the limit is a shard alone."""
     shards: list[list[str]] = [[]]

@@ -2,7 +2,7 @@
 
 `TorchKernels` is the definition: any dtype, any device, differentiable. `NativeKernels` is the same
 arithmetic in C for inference on a CPU, where a step of few tokens is otherwise ruled by the cost of
-calling some thirty operations a layer. `select_kernels` decides; nobody else asks.
+calling some thirty operations a layer. `kernel_choice.select_kernels` decides between them.
 """
 
 import abc
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.model import native
 from longtail.model.rope import Rotation
 
 NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128)
@@ -119,9 +118,8 @@ class Kernels(abc.ABC):
         """Let each token see what its place says, at most `window` tokens back (0: all)."""
 
 
-@final
 class TorchKernels(Kernels):
-    """The definition, in PyTorch operations."""
+    """The definition, in PyTorch operations. Whoever does some of them faster overrides those."""
 
     def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Rotate in the dtype the model computes in."""
@@ -323,12 +321,3 @@ class NativeKernels(Kernels):
             torch.get_num_threads(),
         )
         return out
-
-
-def select_kernels(dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernels:
-    """Choose the kernels for inference: native where they exist for this dtype and shape."""
-    if device.type == "cpu" and head_dim in NATIVE_HEAD_DIMS:
-        functions = native.functions(dtype)
-        if functions is not None:
-            return NativeKernels(functions)
-    return TorchKernels()

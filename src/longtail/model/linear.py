@@ -6,7 +6,8 @@ product is used depends on what the machine has:
     float32, AVX-512 and a C compiler       product.c: a row's bits do not depend on its batch
     bfloat16, AMX or AVX512-BF16, compiler  product.c, the same
     bfloat16, oneDNN with bfloat16          oneDNN, weight in its blocked layout
-    anything else                           F.linear
+    a GPU, batch-invariant                  triton_product.py, the same
+    anything else                           as when training: oneDNN in float32, else F.linear
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.model import native
+from longtail.model.training_kernels import training_product
 
 Product = Callable[[Tensor], Tensor]
 
@@ -56,10 +58,15 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         self._packed: Product | None = None
 
-    def pack(self) -> None:
-        """Pack the present weight for inference; call again after the weight changed."""
+    def pack(self, *, batch_invariant: bool = False) -> None:
+        """Pack the present weight for inference; call again after the weight changed.
+
+        `batch_invariant` has a GPU multiply so that a row's bits do not depend on its batch, too.
+        """
         weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
         self._packed = _native(weight, bias) or _blocked(weight, bias)
+        if batch_invariant and weight.device.type == "cuda":
+            self._packed = invariant_product(weight, bias)
 
     @property
     def native(self) -> NativeProduct | None:
@@ -70,7 +77,14 @@ class Linear(nn.Module):
         """Apply the layer to a flat list of rows."""
         if self._packed is not None:
             return self._packed(x)
-        return F.linear(x, self.weight, self.bias)
+        return training_product(x, self.weight, self.bias)
+
+
+def invariant_product(weight: Tensor, bias: Tensor | None) -> Product:
+    """Return the product of a GPU in which all rows are summed alike."""
+    from longtail.model.triton_product import TritonProduct
+
+    return TritonProduct(weight, bias)
 
 
 def _native(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:

@@ -63,6 +63,12 @@ class Tokenizer:
         """Tell whether `render` and `chat` can be used."""
         return self._inner.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template as it is written; None where there is none."""
+        template = self._inner.chat_template
+        return template if template is None or isinstance(template, str) else json.dumps(template)
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text, none added."""
         return tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))

@@ -1,20 +1,22 @@
-"""Fused small operations for training on a CPU: NativeKernels with gradients.
+"""Faster operations for training on a CPU, with gradients: fused small ones, and products.
 
-Each operation is one pass forward and one backward where PyTorch makes some ten, most of them over
-memory; a small model spends a third of its training time there. Same arithmetic as `TorchKernels`
-(tests/parity), in float32; other dtypes, and machines without a compiler, use that.
+Each small operation is one pass forward and one backward where PyTorch makes some ten, most of them
+over memory; a small model spends a third of its training time there. Same arithmetic as
+`TorchKernels` (tests/parity), in float32; other dtypes, and machines without a compiler, use that.
+Products are oneDNN's: PyTorch takes MKL's in float32, which on AMD leaves half the width unused.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longtail.model import native
-from longtail.model.kernels import Kernels, Places, QueryKeyValue, Residual, TorchKernels
+from longtail.model.kernels import Kernels, QueryKeyValue, Residual, TorchKernels
 from longtail.model.rope import Rotation
 
 Functions = Mapping[str, Callable[..., None]]
@@ -134,16 +136,53 @@ class _SwiGLU(torch.autograd.Function):
 
 
 @final
-class NativeTrainingKernels(Kernels):
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        return (
+            _onednn(grad, weight.t(), None) if for_x else None,
+            _onednn(grad.t(), x.t(), None) if for_weight else None,
+            grad.sum(0) if for_bias else None,
+        )
+
+
+def _onednn(
+    x: Float[Tensor, "rows inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, "outputs"] | None,
+) -> Float[Tensor, "rows outputs"]:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def training_product(
+    x: Float[Tensor, "rows inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, "outputs"] | None,
+) -> Float[Tensor, "rows outputs"]:
+    """Return x W^T + bias of float32 rows on a CPU with oneDNN, of anything else by PyTorch."""
+    usable = (
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and len(x) > 0
+        and torch._C._has_mkldnn
+        and not torch.is_autocast_enabled("cpu")
+    )
+    return _apply(_Product, x, weight, bias) if usable else F.linear(x, weight, bias)
+
+
+class NativeTrainingKernels(TorchKernels):
     """Fused operations with gradients, float32 on a CPU; under autocast, PyTorch's."""
 
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
-        self._plain = TorchKernels()
-
-    def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Rotate in the dtype the model computes in."""
-        return dtype
 
     def add_norm(
         self,
@@ -167,38 +206,15 @@ class NativeTrainingKernels(Kernels):
     ) -> QueryKeyValue:
         """Norm and rotate in one pass."""
         if qkv.dtype != torch.float32:
-            return self._plain.rotate(qkv, num_heads, q_weight, k_weight, eps, rotation)
+            return super().rotate(qkv, num_heads, q_weight, k_weight, eps, rotation)
         arguments = (qkv, num_heads, q_weight, k_weight, eps, rotation)
         return QueryKeyValue(*_apply(_Rotate, self._functions, *arguments))
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
         """silu(first half) * second half, in one pass."""
         if gate_up.dtype != torch.float32:
-            return self._plain.swiglu(gate_up)
+            return super().swiglu(gate_up)
         return _apply(_SwiGLU, self._functions, gate_up)
-
-    def store_rows(
-        self,
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        rows: Int[Tensor, "tokens"],
-        slots: Int[Tensor, "tokens"],
-    ) -> None:
-        """As PyTorch does: training keeps no cache."""
-        self._plain.store_rows(keys, values, key_rows, value_rows, rows, slots)
-
-    def attend_rows(
-        self,
-        queries: Float[Tensor, "tokens heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        places: Places,
-        window: int,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
-        """As PyTorch does: training keeps no cache."""
-        return self._plain.attend_rows(queries, key_rows, value_rows, places, window)
 
 
 def select_training_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import Attention
-from longtail.model.kernels import Kernels, TorchKernels, select_kernels
+from longtail.model.graphs import CudaGraphs, GraphPool
+from longtail.model.kernel_choice import select_kernels
+from longtail.model.kernels import Kernels, TorchKernels
 from longtail.model.linear import Linear
 from longtail.model.rope import Rope, RopeConfig, Rotation
 from longtail.model.training_kernels import select_training_kernels
@@ -205,6 +207,11 @@ class Transformer(nn.Module):
             self.head.weight = embedding
         self._rope = Rope(config.head_dim, config.rope)
         self._kernels: Kernels = TorchKernels()
+        self.graphs: GraphPool | None = None
+        """Captured passes, of this model and of who drafts for it; None: passes run as they are."""
+        self.batch_invariant = False
+        """Multiply so on a GPU, too, that a row's bits do not depend on its batch; set it before
+        `pack`. On a CPU they never do, where product.c runs."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -237,9 +244,11 @@ class Transformer(nn.Module):
     def pack(self) -> None:
         """Prepare for inference only: packed weights, fused kernels. Again after weights change."""
         self._kernels = select_kernels(self.dtype, self.device, self.config.head_dim)
+        if self.device.type == "cuda" and self.graphs is None:
+            self.graphs = GraphPool(CudaGraphs(self.device))
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack()
+                module.pack(batch_invariant=self.batch_invariant)
 
     def forward(
         self,

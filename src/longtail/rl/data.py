@@ -178,6 +178,11 @@ class PromptSource:
         self._position = 0
         self._order = self._order_of(0)
 
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """All of them, as they were given."""
+        return self._prompts
+
     def take(self, num_prompts: int) -> tuple[Taken, ...]:
         """Return the next prompts, crossing into new epochs as needed."""
         taken = []

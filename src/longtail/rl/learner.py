@@ -9,28 +9,34 @@ rollouts come from, who reads its weights, or where a checkpoint lies.
 
 In a team every member is given the same batches, computes its share of the micro-batches, and makes
 the update of the whole batch: gradients are summed, so that weights stay the same bits everywhere.
+Where members keep a share of the optimizer's moments each (`rl/shares.py`), they update that share,
+and `gather` fetches the rest.
 """
 
 import copy
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.errors import CheckpointError, ConfigError, NonFiniteError, TeamError
+from longtail.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, TeamError
 from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
 from longtail.rl.optim import Optimizer, OptimizerSettings
 from longtail.rl.packing import moved
+from longtail.rl.shares import Doubt, Shares, versions_of
 from longtail.rl.tally import LearnerReport, Tally
 from longtail.rl.team import ALONE, Team, spread, sum_gradients
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
+
+_NOWHERE = -1
+"""The version of who was being given another and never got all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,8 @@ class LearnerSettings:
     autocast: bool = False
     """bfloat16 matrix products over float32 weights."""
     max_logits: int = MAX_LOGITS
+    moment_copies: int = 0
+    """How many members of the team keep the moments of a parameter; 0 is all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +79,8 @@ class Learner:
     run goes on from a checkpoint, then `step` and `weights` in turn. An update whose loss or
     gradient is not finite is not made and raises NonFiniteError, on all members of the team;
     earlier updates of the same step, if it has several, stand. A step that loses its team raises
-    TeamError and changes nothing: `join` another team and make it again.
+    TeamError and changes nothing: `join` another team and make it again, unless the version tells
+    that somebody had made it. After a step in a team, `gather`; if that raises TeamError, `join`.
     """
 
     def __init__(
@@ -87,8 +96,10 @@ class Learner:
             )
         self._model = model.requires_grad_(True)
         self._settings, self._team = settings, team
+        self._doubt: Doubt | None = None
         self._spec = LOSSES[settings.loss]
         self._optimizer = Optimizer(model, settings.optimizer)
+        self._shares = Shares(team, model, self._optimizer, settings.moment_copies)
         self._reference = (
             copy.deepcopy(model).requires_grad_(False) if settings.kl_coef > 0 else None
         )
@@ -96,17 +107,23 @@ class Learner:
             if each is not None:
                 each.fuse()
         self._version = 0
+        self._shares.keep_own()
 
     @property
     def version(self) -> int:
         """Steps done, which is the version of the present weights."""
         return self._version
 
-    def step(self, batches: Sequence[TrainBatch]) -> LearnerReport:
+    def step(
+        self,
+        batches: Sequence[TrainBatch],
+        on_progress: Callable[[bool], None] = lambda is_waiting: None,
+    ) -> LearnerReport:
         """Make one optimizer update for each mini-batch that generated a token.
 
         Logprobs of the old policy come from a pass of their own only where there are several
-        updates; before the first, the current logprobs are the old ones.
+        updates; before the first, the current logprobs are the old ones. `on_progress` is called
+        after every micro-batch, and with True when this member has to wait for the others.
         """
         batches = [batch for batch in batches if batch.num_generated]
         for batch in batches:
@@ -114,29 +131,43 @@ class Learner:
         undo = (self.state(), self.weights()) if self._team.size > 1 < len(batches) else None
         tally = Tally()
         try:
-            self._updates(batches, tally)
+            self._updates(batches, tally, on_progress)
         except TeamError:
             if undo is not None:
-                self.restore(undo[0], undo[1].tensors)
+                if self._doubt is not None:
+                    self._doubt = replace(
+                        self._doubt,
+                        moments=self._optimizer.tensors(),
+                        weights=self.weights().tensors,
+                    )
+                self.restore(undo[0], undo[1].tensors, part=True)
             raise
         self._version += 1
         return tally.report(self._version, batches)
 
-    def _updates(self, batches: Sequence[TrainBatch], tally: Tally) -> None:
+    def _updates(
+        self, batches: Sequence[TrainBatch], tally: Tally, on_progress: Callable[[bool], None]
+    ) -> None:
         several = len(batches) > 1
-        old = [self._old_logprobs(batch, tally) if several else None for batch in batches]
+        old = [
+            self._old_logprobs(batch, tally, on_progress) if several else None for batch in batches
+        ]
         try:
             for index, batch in enumerate(batches):
-                self._gradient(batch, old[index], tally)
+                self._gradient(batch, old[index], tally, on_progress)
                 if index == len(batches) - 1:
                     # NOTE: before the last update, so that whoever loses the team here, too, has
-                    # not made a step that others lack.
+                    # not made a step that others lack; if they did not, it may yet be told.
+                    self._doubt = Doubt(gradients=[p.grad for p in self._model.parameters()])
                     tally.pool(self._team)
+                    self._doubt = None
                 start = self._now()
                 update = self._optimizer.update(self._version)
                 tally.update_seconds += self._now() - start
                 tally.grad_norms.append(update.grad_norm)
                 tally.learning_rate = update.learning_rate
+                if index < len(batches) - 1:
+                    self.gather()
         finally:
             self._optimizer.discard()  # what a failure left behind
 
@@ -145,18 +176,27 @@ class Learner:
         tokens = [one.packed.num_tokens for one in batch.micro_batches]
         return spread(tokens, self._team.size)[self._team.rank]
 
-    def _old_logprobs(self, batch: TrainBatch, tally: Tally) -> dict[int, Tensor]:
+    def _old_logprobs(
+        self, batch: TrainBatch, tally: Tally, on_progress: Callable[[bool], None]
+    ) -> dict[int, Tensor]:
         """Score this member's micro-batches under the policy before this step's first update."""
         start = self._now()
+        logprobs: dict[int, Tensor] = {}
         with torch.no_grad():
-            logprobs = {
-                index: self._score(batch.micro_batches[index].packed, batch.sampling).logprobs
-                for index in self._share(batch)
-            }
+            for index in self._share(batch):
+                packed = batch.micro_batches[index].packed
+                logprobs[index] = self._score(packed, batch.sampling).logprobs
+                on_progress(False)
         tally.logprob_seconds += self._now() - start
         return logprobs
 
-    def _gradient(self, batch: TrainBatch, old: dict[int, Tensor] | None, tally: Tally) -> None:
+    def _gradient(
+        self,
+        batch: TrainBatch,
+        old: dict[int, Tensor] | None,
+        tally: Tally,
+        on_progress: Callable[[bool], None],
+    ) -> None:
         """Accumulate the gradient of this member's share, then of everyone's."""
         share = self._share(batch)
         failure: NonFiniteError | None = None
@@ -170,8 +210,10 @@ class Learner:
                 torch.autograd.backward(output.loss)
                 tally.logprob_seconds += forwarded - start
                 tally.update_seconds += self._now() - forwarded
+                on_progress(False)
         except NonFiniteError as error:
             failure = error
+        on_progress(True)
         start = self._now()
         void = sum_gradients(
             self._team, self._model, computed=bool(share), void=failure is not None
@@ -267,24 +309,63 @@ class Learner:
             digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
-    def join(self, team: Team) -> None:
-        """Step with another team from now on."""
+    def join(self, team: Team) -> int:
+        """Step with another team from now on, from the newest version of any member; return it.
+
+        Raises TeamError if the team is lost meanwhile, ClusterError if moments are lost for good.
+        """
+        newest = max(versions_of(team, self._version))
+        if newest == _NOWHERE:
+            raise ClusterError("the policy is lost; start again from the newest checkpoint")
+        if self._doubt is not None and newest == self._version + 1:
+            self._make_up(self._doubt)
+        self._doubt = None
         self._team = team
+        self._shares = Shares(team, self._model, self._optimizer, self._settings.moment_copies)
+        is_current = self._version == newest
+        if not is_current:
+            self._version = _NOWHERE  # until all has come: half of it is nothing to go on from
+            self._optimizer.keep(())
+        self._shares.level(is_current=is_current)
+        self._version = newest
+        return newest
 
-    def state(self) -> LearnerState:
-        """Copy everything but the weights that the next step depends on."""
-        return LearnerState(tensors=self._optimizer.tensors(), numbers={"version": self._version})
+    def gather(self) -> None:
+        """After a step, take the weights that others have updated; TeamError as from a step."""
+        self._shares.gather()
 
-    def restore(self, state: LearnerState, weights: Mapping[str, Tensor]) -> None:
+    def _make_up(self, doubt: Doubt) -> None:
+        """Make the update that others turn out to have made."""
+        if doubt.moments is not None and doubt.weights is not None:
+            state = LearnerState(tensors=doubt.moments, numbers={"version": self._version})
+            self.restore(state, doubt.weights, part=True)
+        for parameter, gradient in zip(self._model.parameters(), doubt.gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.update(self._version)
+        self._version += 1
+
+    def state(self, known: Collection[str] = ()) -> LearnerState:
+        """Copy what the next step depends on beside the weights, tensors of known names left out.
+
+        In a team whose members keep a share each, the whole is what all of them return together.
+        """
+        return LearnerState(
+            tensors=self._optimizer.tensors(known), numbers={"version": self._version}
+        )
+
+    def restore(
+        self, state: LearnerState, weights: Mapping[str, Tensor], *, part: bool = False
+    ) -> None:
         """Go on exactly where `state` and the weights saved with it were taken.
 
-        Raises CheckpointError if they belong to another model.
+        `part`: it is the state of one member. Raises CheckpointError if it is of another model.
         """
         parameters = dict(self._model.named_parameters())
         for name, parameter in parameters.items():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise CheckpointError(f"weights of another model: {name} is missing or misshapen")
-        self._optimizer.load(state.tensors)
+        self._optimizer.load(state.tensors, part=part)
+        self._shares.keep_own()
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])

@@ -104,23 +104,29 @@ def pack_rollouts(
     *,
     sampling: SamplingParams,
     budget: int,
+    keep_idle: bool = True,
 ) -> TrainBatch:
     """Pack graded rollouts, each with its advantage, into one batch of the learner.
 
-    No rollouts make a batch without micro-batches, from which the learner learns nothing.
+    Without `keep_idle`, rollouts whose advantage is 0 are counted and not computed: no loss has a
+    gradient there, unless a KL term gives it one. They are those of groups in which all did equally
+    well, and often the longest of all. No rollouts make a batch without micro-batches.
     """
     assert len(rollouts) == len(advantages), (
         f"{len(rollouts)} rollouts with {len(advantages)} advantages"
     )
+    taught = [i for i, advantage in enumerate(advantages) if advantage or keep_idle]
     packs = pack(
-        [rollout.prompt.tokens + rollout.completion.tokens for rollout in rollouts],
-        [len(rollout.prompt.tokens) for rollout in rollouts],
+        [rollouts[i].prompt.tokens + rollouts[i].completion.tokens for i in taught],
+        [len(rollouts[i].prompt.tokens) for i in taught],
         budget,
     )
     return TrainBatch(
         micro_batches=tuple(
             _micro_batch(
-                one.packed, [rollouts[i] for i in one.indices], [advantages[i] for i in one.indices]
+                one.packed,
+                [rollouts[taught[i]] for i in one.indices],
+                [advantages[taught[i]] for i in one.indices],
             )
             for one in packs
         ),
@@ -137,6 +143,7 @@ def pack_mini_batches(
     sampling: SamplingParams,
     budget: int,
     mini_batches: int,
+    keep_idle: bool = True,
 ) -> list[TrainBatch]:
     """Cut a step's rollouts into runs of nearly equal number, one optimizer update each; pack each.
 
@@ -148,7 +155,9 @@ def pack_mini_batches(
     count = min(mini_batches, len(rollouts))
     cuts = [index * len(rollouts) // max(count, 1) for index in range(count + 1)]
     return [
-        pack_rollouts(rollouts[a:b], advantages[a:b], sampling=sampling, budget=budget)
+        pack_rollouts(
+            rollouts[a:b], advantages[a:b], sampling=sampling, budget=budget, keep_idle=keep_idle
+        )
         for a, b in pairwise(cuts)
     ]
 

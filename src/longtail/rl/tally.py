@@ -16,7 +16,7 @@ from longtail.types import TrainBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerReport:
-    """What one step did. Means are over generated tokens, or over updates where there are several.
+    """What one step did. Means are over scored tokens, or over updates where there are several.
 
     The rollout gap compares the learner's logprobs before the update with the rollout engine's.
     All members of a team report the same, of the whole batch; only seconds may differ.
@@ -29,6 +29,8 @@ class LearnerReport:
     num_tokens: int
     """Prompts included."""
     num_generated: int
+    num_scored: int
+    """Of those, the ones that the learner has computed; the others' advantage is 0."""
     loss: float
     grad_norm: float
     """Before clipping."""
@@ -57,6 +59,7 @@ class LearnerReport:
         """Named values for the metrics file, in verl's names where it has one."""
         return {
             "actor/loss": self.loss,
+            "actor/scored_share": self.num_scored / max(self.num_generated, 1),
             "actor/grad_norm": self.grad_norm,
             "actor/lr": self.learning_rate,
             "actor/entropy": self.entropy,
@@ -87,6 +90,7 @@ class Tally:
     ratio: float = 0.0
     ratio_min: float = float("inf")
     ratio_max: float = 0.0
+    num_scored: float = 0.0
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
     logprob_seconds: float = 0.0
@@ -94,6 +98,7 @@ class Tally:
 
     def add(self, inputs: LossInputs, output: LossOutput, scores: TokenScores) -> None:
         """Count one micro-batch."""
+        self.num_scored += len(scores.rows)
         self.loss += output.loss.item()
         self.entropy += scores.entropy.sum().item()
         self.clipped += output.sums.clipped.item()
@@ -116,7 +121,7 @@ class Tally:
         Seconds become the slowest member's. Gradient norms and the rate are the same for all.
         """
         sums = [self.loss, self.entropy, self.clipped, self.capped]
-        sums += [self.old_kl, self.reference_kl, self.gap, self.ratio]
+        sums += [self.old_kl, self.reference_kl, self.gap, self.ratio, self.num_scored]
         most = [self.gap_max, self.ratio_max, -self.ratio_min]
         most += [self.logprob_seconds, self.update_seconds]
         rows = torch.zeros(team.size, len(sums) + len(most), dtype=torch.float64)
@@ -124,20 +129,22 @@ class Tally:
         team.sum([rows])  # all other rows are zeros here: now everyone has all of them
         sums, most = rows[:, : len(sums)].sum(0).tolist(), rows[:, len(sums) :].amax(0).tolist()
         self.loss, self.entropy, self.clipped, self.capped = sums[:4]
-        self.old_kl, self.reference_kl, self.gap, self.ratio = sums[4:]
+        self.old_kl, self.reference_kl, self.gap, self.ratio, self.num_scored = sums[4:]
         self.gap_max, self.ratio_max, self.ratio_min = most[0], most[1], -most[2]
         self.logprob_seconds, self.update_seconds = most[3:]
 
     def report(self, version: int, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Turn sums into means; a step that had nothing to learn reports zeros and a ratio of 1."""
         generated = sum(batch.num_generated for batch in batches)
-        updates, tokens = max(len(batches), 1), max(generated, 1)
+        updates, scored = max(len(batches), 1), int(self.num_scored)
+        tokens = max(scored, 1)
         return LearnerReport(
             step=version - 1,
             version=version,
             num_updates=len(batches),
             num_tokens=sum(m.packed.num_tokens for b in batches for m in b.micro_batches),
             num_generated=generated,
+            num_scored=scored,
             loss=self.loss / updates,
             grad_norm=sum(self.grad_norms) / updates,
             learning_rate=self.learning_rate,
@@ -148,9 +155,9 @@ class Tally:
             capped_fraction=self.capped / tokens,
             gap_mean=self.gap / tokens,
             gap_max=self.gap_max,
-            rollout_ratio_mean=self.ratio / tokens if generated else 1.0,
-            rollout_ratio_min=self.ratio_min if generated else 1.0,
-            rollout_ratio_max=self.ratio_max if generated else 1.0,
+            rollout_ratio_mean=self.ratio / tokens if scored else 1.0,
+            rollout_ratio_min=self.ratio_min if scored else 1.0,
+            rollout_ratio_max=self.ratio_max if scored else 1.0,
             logprob_seconds=self.logprob_seconds,
             update_seconds=self.update_seconds,
         )

@@ -63,6 +63,13 @@ class Team(abc.ABC):
         Raises TeamError if that cannot be done; the tensors then hold anything.
         """
 
+    @abc.abstractmethod
+    def take(self, owner: int, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by that of member `owner`, bit for bit.
+
+        Raises TeamError if that cannot be done; the tensors then hold anything, but the owner's.
+        """
+
 
 @final
 class Alone(Team):
@@ -80,6 +87,9 @@ class Alone(Team):
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Leave the tensors as they are."""
+
+    def take(self, owner: int, tensors: Sequence[Tensor]) -> None:
+        """Leave the tensors as they are: they are the owner's."""
 
 
 ALONE = Alone()
@@ -155,15 +165,27 @@ class TorchTeam(Team):
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.flatten() for tensor in alike]).to(self._device)
-            if self._group is None:
-                raise TeamError(f"{self._name}: the team is closed; form another one")
             with self._waiting_for(f"the sum of {flat.numel():,} numbers"):
                 # NOTE: named, the work would live on in the error's traceback, and with it the
                 # connections: others would wait for a member that has left.
-                self._group.allreduce([flat]).wait(self._timeout)
+                self._open_group().allreduce([flat]).wait(self._timeout)
             parts = torch.split(flat, [tensor.numel() for tensor in alike])
             for tensor, part in zip(alike, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+    def take(self, owner: int, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by that of member `owner`, bit for bit; errors are those of `sum`."""
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().to(self._device)
+            with self._waiting_for(f"{flat.numel():,} numbers of member {owner}"):
+                self._open_group().broadcast(flat, owner).wait(self._timeout)
+            if self._rank != owner:
+                tensor.detach().copy_(flat)
+
+    def _open_group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise TeamError(f"{self._name}: the team is closed; form another one")
+        return self._group
 
     def close(self) -> None:
         """Leave the team; members that still wait for this one raise TeamError."""

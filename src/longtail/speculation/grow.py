@@ -173,9 +173,12 @@ def _is_worth_a_level(
     follows: Bool[Tensor, "requests followed"],
     worth: Worth,
 ) -> bool:
-    """Tell whether the nodes to be drafted on promise enough, together, for a pass."""
-    promised = float(((reach - worth.extend) * follows).sum())
-    return bool(follows.any()) and promised >= worth.level
+    """Tell whether the nodes to be drafted on promise enough, together, for a pass.
+
+    One read of the device a level, where a strategy asks; others are launched without a look.
+    """
+    promised = ((reach - worth.extend) * follows).sum()
+    return bool(follows.any() & (promised >= worth.level))
 
 
 def _children(

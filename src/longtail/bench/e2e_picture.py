@@ -1,0 +1,42 @@
+"""Accept length by step as a picture: who follows the changing policy, and who falls behind."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from longtail.errors import ConfigError
+from longtail.machine import pip_install
+
+_COLORS = {
+    "history": "#8a94a0",
+    "frozen": "#3b6ea8",
+    "serial": "#7a5195",
+    "spot": "#f0a830",
+    "cold": "#d1495b",
+}
+
+
+def draw_curves(by_arm: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Draw a line for each arm that drafts, into a PNG.
+
+    Raises ConfigError where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ConfigError(f"the picture wants matplotlib: {pip_install('plots')}") from error
+    figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for name, color in _COLORS.items():
+        if name in by_arm:
+            steps = range(1, len(by_arm[name]) + 1)
+            axes.plot(steps, by_arm[name], label=name, color=color, marker="o", markersize=3)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("tokens a verify step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=1.0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=5, loc="upper left", bbox_to_anchor=(0, 1.12))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,87 @@
+"""How well a drafter that was trained elsewhere does for the policy at hand, before a run begins.
+
+A few texts are written plainly, by an engine of their own, so nothing of the run notices: no cost
+is learned, no noise drawn, no KV of the run's taken. Then the drafter is read on them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longtail.drafter.checkpoint import LoadedDrafter
+from longtail.drafter.texts import pack_texts
+from longtail.drafter.trainer import DrafterTrainer, TrainerSettings
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.model.tokenizer import Tokenizer
+from longtail.rl.examples import Example
+from longtail.types import Request
+
+PAYS_BELOW = 0.95
+"""Of the accept length where it was trained: with less, training is worth its time."""
+PROBED_DEPTHS = 6
+"""As deep as a drafter is measured when it is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """How a drafter does on what the policy writes now, and how it did where it was trained.
+
+    Example: Probe(accept_len=3.1, trained_accept_len=4.4, trained_on="base", num_tokens=512)
+    """
+
+    accept_len: float
+    """Expected, of a chain; NaN where no text was long enough."""
+    trained_accept_len: float | None
+    """Of the same, on held-out text when it was trained; None where that is not known."""
+    trained_on: str
+    num_tokens: int
+
+    @property
+    def would_pay(self) -> bool:
+        """Whether it has lost so much that training it would pay."""
+        known = self.trained_accept_len
+        return known is not None and self.accept_len < PAYS_BELOW * known
+
+    def lines(self, training: str) -> list[str]:
+        """Say it; `training` is the run's spot.train."""
+        if math.isnan(self.accept_len):
+            return []
+        known = self.trained_accept_len
+        then = "" if known is None else f", {known:.2f} where it was trained ({self.trained_on})"
+        found = [
+            f"drafter: expected accept length {self.accept_len:.2f} on {self.num_tokens} tokens of "
+            f"this policy{then}"
+        ]
+        if self.would_pay:
+            cure = {"never": "set spot.train = spot", "spot": "it is trained while workers idle"}
+            found.append(
+                "warning: the drafter has lost acceptance on this policy, so training it would "
+                f"pay: {cure.get(training, 'it is trained after each rollout')}; or beforehand, "
+                "with longtail drafter train --drafter.init"
+            )
+        return found
+
+
+def probe(
+    given: LoadedDrafter, engine: RolloutEngine, tokenizer: Tokenizer, requests: Sequence[Request]
+) -> Probe:
+    """Write texts with the policy of an engine, not with the engine, and measure the drafter."""
+    model = engine.model
+    longest = max(len(each.prompt_tokens) + each.sampling.max_tokens for each in requests)
+    limits = EngineLimits(max_running=len(requests), max_step_tokens=512, max_len=longest)
+    written = RolloutEngine(model, tokenizer.decode, limits).generate(requests)
+    texts = [
+        Example(tokens=request.prompt_tokens + done.tokens, prompt_len=len(request.prompt_tokens))
+        for request, done in zip(requests, written, strict=True)
+    ]
+    reader = DrafterTrainer(
+        given.layer, model, TrainerSettings(), draft_ids=given.draft_ids, head=given.head
+    )
+    depths = reader.evaluate(pack_texts(texts, limits.max_step_tokens), PROBED_DEPTHS)
+    return Probe(
+        accept_len=depths.accept_len if depths.overlap else math.nan,
+        trained_accept_len=given.training.accept_len,
+        trained_on=given.trained_on.name,
+        num_tokens=sum(len(done.tokens) for done in written),
+    )

@@ -1,0 +1,38 @@
+"""The decoder's small operations on a GPU: PyTorch's, but for the attention of a drafter.
+
+A drafter's window is a row of a contiguous cache. A row is a page, so the attention over pages
+reads it; nothing waits for the host, and a whole draft is launched without a look at it.
+"""
+
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longtail.model.kernels import Places, TorchKernels
+from longtail.model.pages import PageKernels, Pages, Tiles
+
+
+@final
+class GpuKernels(TorchKernels):
+    """No gradients; dtypes are those of the attention over pages."""
+
+    def __init__(self, pages: PageKernels) -> None:
+        self._pages = pages
+
+    def attend_rows(
+        self,
+        queries: Float[Tensor, "tokens heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        places: Places,
+        window: int,
+    ) -> Float[Tensor, "tokens heads head_dim"]:
+        """Attend over one page a row, every token by itself."""
+        device = queries.device
+        tables = torch.arange(len(key_rows), dtype=torch.int32, device=device)[:, None]
+        tokens = torch.arange(len(queries), device=device)
+        tiles = Tiles(tokens, torch.ones_like(tokens))
+        pages = Pages(key_rows, value_rows)
+        return self._pages.attend(queries, pages, tables, places, tiles, window, long=False)

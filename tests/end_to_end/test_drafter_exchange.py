@@ -1,0 +1,266 @@
+"""Drafters change hands: exported, imported, taken from one run to the next."""
+
+import json
+import os
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from end_to_end.workshop import Said, Workshop, build, say
+from longtail import drafter_export
+from longtail.drafter.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
+from longtail.drafter.eagle import EagleConfig, EagleLayer
+from longtail.drafter.layouts import to_tensors
+from longtail.drafter_eval import answer, open_target
+from longtail.drafter_store import DrafterStore, load_run_drafter
+from longtail.drafters import Target, open_drafters, read_drafter
+from longtail.model import hf
+from longtail.types import SamplingParams
+
+DRAFTED = ("--speculation.tuner=fixed", "--speculation.depth=3", "--run.steps=2")
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Holds `drafter`, an EAGLE-3 drafter that claims more than it can, and `first`, a run."""
+    shop = build(tmp_path_factory.mktemp("exchange"))
+    target, tokenizer = hf.load_model(shop.model), hf.load_tokenizer(shop.model)
+    layer = EagleLayer(EagleConfig(recipe="eagle3", target=target.config, layers=(0, 1), window=16))
+    layer.initialize(torch.Generator().manual_seed(1))
+    record = TrainingRecord(steps=7, tokens=99, unroll_steps=2, overlap=(0.9,), accept_len=5.0)
+    path = shop.path / "drafter"
+    save_drafter(path, layer, None, identity("elsewhere", target, tokenizer), record)
+    said = shop.train("first", f"--speculation.drafter={path}", *DRAFTED)
+    assert said.code == 0, said.err
+    (shop.path / "first.err").write_text(said.err)
+    return shop
+
+
+@pytest.fixture(autouse=True)
+def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_export, "_REPLAYED_TOKENS", 16)
+
+
+def export(shop: Workshop, name: str, *more: str, drafter: str = "drafter") -> Said:
+    return say(
+        *("drafter", "export", str(shop.path / drafter), "--out", str(shop.path / name)),
+        *("--target", str(shop.model), "--prompts", str(shop.prompts)),
+        *("--n", "4", "--max-tokens", "24", "--depth", "3", *more),
+    )
+
+
+def card_of(shop: Workshop, name: str) -> tuple[dict, str]:
+    _, front, body = (shop.path / name / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(front), body
+
+
+def test_a_card_holds_what_was_measured_and_where_it_came_from(workshop):
+    more = ("--to", "sglang", "--temperatures", "0,1", "--base-model", "org/tiny", "--license")
+    said = export(workshop, "out", *more, "apache-2.0", drafter="three-taps")
+    assert said.code == 2  # no such directory
+    assert "three-taps" in said.err
+    assert not (workshop.path / "out").exists()
+    more = ("--to", "vllm", *more[2:])
+    said = export(workshop, "out", *more, "apache-2.0")
+    assert said.code == 0, said.err
+    front, body = card_of(workshop, "out")
+    assert front["base_model"] == "org/tiny"
+    assert front["license"] == "apache-2.0"
+    assert front["library_name"] == "vllm"
+    assert {"speculative-decoding", "eagle3"} <= set(front["tags"])
+    figures = json.loads(said.out.splitlines()[-1])["figures"]
+    assert [each["temperature"] for each in figures] == [0.0, 1.0]
+    for each in figures:
+        assert each["differing_share"] == 0.0
+        row = f"| {each['temperature']:g} | 16 | {each['accept_length']:.3f} |"
+        assert row in body
+    target, tokenizer = hf.load_model(workshop.model), hf.load_tokenizer(workshop.model)
+    mine = identity("x", target, tokenizer)
+    assert f"`{mine.weights}`" in body
+    assert f"`{mine.tokenizer}`" in body
+    assert "7 steps, 99 tokens" in body
+    assert "vllm serve org/tiny --speculative-config" in body
+
+
+def test_without_measuring_a_card_has_no_figures_and_says_so(workshop):
+    said = export(workshop, "bare", "--to", "hf", "--no-measure")
+    assert said.code == 0, said.err
+    front, body = card_of(workshop, "bare")
+    assert front["license"] == "unknown"
+    assert "Not measured" in body
+    assert "accept length |" not in body
+    assert "has no field for one" in body  # the window
+    assert json.loads(said.out.splitlines()[-1])["figures"] == []
+
+
+def test_what_cannot_be_exported_leaves_nothing_behind(workshop):
+    before = sorted(path.name for path in workshop.path.iterdir())
+    for words, message in (
+        (("--to", "sglang"), "SGLang taps three"),
+        (("--to", "hf", "--temperatures", "hot"), "--temperatures = 'hot'"),
+        (("--to", "hf", "--n", "0"), "--n = 0: it must be at least 1"),
+        (("--to", "hf", "--depth", "0"), "speculation.depth = 0"),
+    ):
+        said = export(workshop, "nothing", *words)
+        assert said.code == 2
+        assert message in said.err
+    assert export(workshop, "drafter", "--to", "hf").code == 2  # it exists
+    said = export(workshop, "nothing", "--to", "hf", drafter="model")
+    assert "no EAGLE layer" in said.err
+    assert sorted(path.name for path in workshop.path.iterdir()) == before
+
+
+def test_an_export_that_fails_its_check_is_not_put_in_its_place(workshop, monkeypatch):
+    def spoil(layout, layer, *rest):
+        tensors = to_tensors(layout, layer, *rest)
+        return tensors | {"norm.weight": tensors["norm.weight"] * 1.001}
+
+    monkeypatch.setattr(drafter_export, "to_tensors", spoil)
+    said = export(workshop, "spoilt", "--to", "vllm", "--no-measure")
+    assert said.code == 1
+    assert "score tokens otherwise than the drafter" in said.err
+    assert "free space" not in said.err
+    assert not [path for path in workshop.path.iterdir() if "spoilt" in path.name]
+
+
+def test_an_exported_drafter_is_imported_and_opens_by_either_name(workshop):
+    assert export(workshop, "away", "--to", "speculators", "--no-measure").code == 0
+    words = ("--target", str(workshop.model), "--out", str(workshop.path / "back"))
+    said = say("drafter", "import", str(workshop.path / "away"), *words)
+    assert said.code == 0, said.err
+    assert is_drafter(workshop.path / "back")
+    assert "the inputs of layers [0, 1]; window 16" in said.out
+    target = _target(workshop, str(workshop.model))
+    for name in ("away", "back", "drafter", "first", "first/drafter/step_000002"):
+        (drafter,) = open_drafters(str(workshop.path / name), target, print)
+        assert drafter.taps.layers == (0, 1)
+    said = say("drafter", "import", str(workshop.model), *words[:3], str(workshop.path / "no"))
+    assert said.code == 2
+    assert "no drafter lies there" in said.err
+    said = say("drafter", "import", "away", "--out", str(workshop.path / "no"), "--window", "-1")
+    assert "--window = -1: it must be at least 0" in said.err
+
+
+def _target(shop: Workshop, name: str) -> Target:
+    model, tokenizer = hf.load_model(shop.model), hf.load_tokenizer(shop.model)
+    return Target(model=model, tokenizer=tokenizer, directory=shop.model, name=name)
+
+
+def test_a_run_says_what_its_drafter_is_worth_here_and_when_training_would_pay(workshop):
+    err = " ".join((workshop.path / "first.err").read_text().split())
+    assert "expected accept length" in err
+    assert "5.00 where it was trained (elsewhere)" in err
+    assert "warning: the drafter has lost acceptance" in err
+    assert "it is trained while workers idle" in err
+
+
+def test_a_run_keeps_the_drafter_it_began_with_and_gives_the_newest(workshop):
+    run, target = workshop.path / "first", _target(workshop, "x")
+    kept = DrafterStore(run / "drafter").load(99)
+    assert kept is not None
+    newest = load_run_drafter(run, target.model, target.tokenizer, dtype=None)
+    for name, tensor in newest.layer.named_parameters():
+        assert torch.equal(tensor, kept.drafter()[name])
+    first = run / "drafter" / "initial"
+    began = load_run_drafter(first, target.model, target.tokenizer, dtype=None)
+    assert began.trained_on.name == "elsewhere"
+    if version := kept.numbers["version"]:
+        assert newest.trained_on.name == f"elsewhere, then the policy of first (version {version})"
+        assert newest.training.accept_len == kept.numbers["accept_len"]
+        assert newest.training.overlap == ()
+    assert began.layer.config.window == newest.layer.config.window == 16
+
+
+def test_auto_is_the_runs_own_drafter_for_its_policy_and_checkpoints(workshop):
+    run = workshop.path / "first"
+    for name in (run, workshop.policy("first", 2).parent):
+        (drafter,) = open_drafters("auto", _target(workshop, str(name)), print)
+        assert drafter.taps.layers == (0, 1)
+    words = ("--prompt", "say 3", "--max-tokens", "12", "--temperature", "0", "--threads", "1")
+    said = say("generate", str(run), *words)
+    assert said.code == 0, said.err
+    assert say("generate", str(run), *words, "--drafter", "none").out == said.out
+
+
+def test_a_drafter_goes_from_a_run_to_the_next_and_writes_the_same_texts(workshop):
+    words = (f"--model.path={workshop.policy('first', 2)}", *DRAFTED)
+    name = f"--speculation.drafter={workshop.path / 'first'}"
+    assert workshop.train("second", name, *words).code == 0
+    assert workshop.train("alone", "--speculation.drafter=none", *words).code == 0
+    assert workshop.outcome("second", 2)["weights"] == workshop.outcome("alone", 2)["weights"]
+
+
+def test_training_goes_on_from_a_drafter_of_any_form(workshop):
+    words = (
+        *("drafter", "train", f"--target.path={workshop.model}"),
+        f"--data.source={workshop.prompts}",
+        *("--data.size=12", "--data.heldout_size=4", "--data.max_tokens=24"),
+        *("--train.batch_tokens=100", "--train.steps=2", "--run.threads=1", "--run.device=cpu"),
+        f"--drafter.init={workshop.path / 'first'}",
+    )
+    said = say(*words, f"--run.dir={workshop.path / 'gone-on'}")
+    assert said.code == 0, said.err
+    path = workshop.path / "gone-on" / "checkpoints" / "step_000002" / "policy"
+    described = json.loads((path / "drafter.json").read_text())
+    assert (described["window"], described["layers"]) == (16, [0, 1])
+    said = say(*words, "--drafter.window=8", f"--run.dir={workshop.path / 'not'}")
+    assert said.code == 2
+    assert "drafter.window: drafter.init brings its own" in said.err
+    said = say(*words[:-1], "--drafter.init=history", f"--run.dir={workshop.path / 'not'}")
+    assert said.code == 2
+    assert "no EAGLE layer to train" in said.err
+
+
+@pytest.mark.skipif(
+    "LONGTAIL_VLLM_PYTHON" not in os.environ,
+    reason="LONGTAIL_VLLM_PYTHON names the python of an environment with vLLM",
+)
+def test_a_real_vllm_accepts_an_exported_drafter_as_often_as_we_do(tmp_path: Path) -> None:
+    # A reduced vocabulary with gaps: a wrong offset would cost nearly all acceptance.
+    asked = {"target": "tiny-reasoner", "drafter": "history", "prompts": None, "dtype": "float32"}
+    target, prompts = open_target(Namespace(**asked, n=4, max_tokens=128, seed=0))
+    sampling = SamplingParams(max_tokens=128, stop_token_ids=target.tokenizer.eos_ids)
+    written, _ = answer(target, prompts, sampling, None)
+    ids = torch.tensor(sorted({token for each in written for token in each.tokens}))
+    loaded = read_drafter("tiny-reasoner:eagle3", target, print, None)
+    assert loaded is not None
+    loaded.layer.config = replace(loaded.layer.config, draft_vocab_size=len(ids))
+    replace(loaded, draft_ids=ids).save(tmp_path / "reduced")
+    said = say(
+        *("bench", "vllm", "--python", os.environ["LONGTAIL_VLLM_PYTHON"], "--n", "4"),
+        *("--max-tokens", "128", "--drafters", f"tiny-reasoner:eagle1,{tmp_path / 'reduced'}"),
+    )
+    assert said.code == 0, said.err
+    compared = json.loads(said.out.splitlines()[-1])["compared"]
+    assert [each["layout"] for each in compared] == ["vllm", "vllm", "speculators"]
+    assert all(each["ours"] > 2 for each in compared)
+
+
+def test_a_python_without_vllm_is_named_with_its_last_words(workshop: Workshop, tmp_path: Path):
+    words = ("--target", str(workshop.model), "--prompts", str(workshop.prompts), "--n", "1")
+    words += ("--drafters", str(workshop.path / "drafter"), "--max-tokens", "4")
+    said = say("bench", "vllm", "--python", str(tmp_path / "python"), *words)
+    assert said.code == 2
+    assert "--python" in said.err
+
+
+@pytest.mark.parametrize(("accepted", "code"), [(0, 0), (30, 1)])
+def test_accept_lengths_that_disagree_are_a_failure(workshop, tmp_path, accepted, code):
+    fake = tmp_path / "python"  # stands in for the interpreter of an environment with vLLM
+    answer = {"engine": "vllm 0", "num_drafts": 10, "num_accepted": accepted, "tokens": [[1]]}
+    fake.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked\necho '{json.dumps(answer)}'\n")
+    fake.chmod(0o755)
+    words = ("--target", str(workshop.model), "--prompts", str(workshop.prompts), "--n", "1")
+    words += ("--drafters", str(workshop.path / "drafter"), "--max-tokens", "8")
+    said = say("bench", "vllm", "--python", str(fake), *words)
+    assert said.code == code, said.err
+    asked = json.loads((tmp_path / "asked").read_text())
+    assert (asked["method"], asked["depth"], asked["max_tokens"]) == ("eagle3", 4, 8)
+    for each in json.loads(said.out.splitlines()[-1])["compared"]:
+        assert each["theirs"] == 1 + accepted / 10
+        assert each["ratio"] == each["theirs"] / each["ours"]
+        assert each["window"] == 16

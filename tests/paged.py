@@ -1,0 +1,46 @@
+"""The engine as it is on a GPU, on a CPU: with PyTorch's kernels, or with interpreted ones."""
+
+import pytest
+
+from longtail.engine import engine, runner
+from longtail.engine.kv_cache import KVCache
+from longtail.engine.limits import EngineLimits
+from longtail.engine.paged_cache import PagedKVCache
+from longtail.engine.sampler import KeyedSampler, Sampler
+from longtail.model.draws import Draws, TorchDraws
+from longtail.model.pages import PageKernels, TorchPageKernels
+from longtail.model.transformer import Transformer
+from longtail.speculation.tree import MAX_NODES
+
+
+def use_pages(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    block_size: int = 8,
+    kernels: PageKernels | None = None,
+    draws: Draws | None = None,
+) -> None:
+    """Give engines that are made from now on pages, and noise that is not written down.
+
+    With `model.graphs = GraphPool(FakeGraphs())` their short steps are captured, too.
+    """
+
+    def make_paged(model: Transformer, limits: EngineLimits) -> KVCache:
+        longest = -(-limits.max_len // block_size) * block_size
+        total = limits.kv_tokens or longest * limits.max_running
+        return PagedKVCache(
+            model.config,
+            num_tokens=-(-total // block_size) * block_size,
+            max_rows=limits.max_running,
+            max_len=limits.max_len + MAX_NODES,
+            dtype=model.dtype,
+            device=model.device,
+            kernels=kernels or TorchPageKernels(),
+            block_size=block_size,
+        )
+
+    def make_keyed(model: Transformer) -> Sampler:
+        return KeyedSampler(draws or TorchDraws(), model.config.vocab_size, model.device)
+
+    monkeypatch.setattr(engine, "make_kv", make_paged)
+    monkeypatch.setattr(runner, "make_sampler", make_keyed)

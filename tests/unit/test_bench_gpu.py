@@ -1,0 +1,106 @@
+"""`longtail bench gpu`: that it tries itself on a CPU, says what it needs, and arranges figures."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+import interpreted
+from fakes import unchecked_shapes
+from longtail.bench import gpu_card, gpu_parts
+from longtail.bench.gpu_setting import PARTS, Setting, add_arguments, read_setting
+from longtail.bench.gpu_speculation import grown_shape
+from longtail.bench.grown import _places
+from longtail.cli import main
+from longtail.errors import ConfigError
+from longtail.memory import count_parameters
+from longtail.tiny import model_config
+
+assert interpreted.DEVICE.type in ("cpu", "cuda"), "kernels are interpreted where there is no GPU"
+
+
+def parse(*words: str) -> Setting:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return read_setting(parser.parse_args(words))
+
+
+def test_everything_is_measured_on_a_gpu_unless_said_otherwise():
+    expected = Setting(parts=PARTS, device="cuda", quick=False, repeats=10)
+    assert parse() == expected
+    quick = parse("--parts", "steps,checks", "--device", "cpu", "--quick")
+    assert quick == Setting(parts=("steps", "checks"), device="cpu", quick=True, repeats=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--parts", "steps,walks"), "--parts: 'walks' is not one of checks, attention"),
+        (("--repeats", "0"), "--repeats = 0: it must be from 1"),
+        (("--device", "cpu"), "--device cpu: .* add --quick"),
+        (("--device", "tpu"), "--device = 'tpu': it must be cuda"),
+    ],
+)
+def test_an_option_that_is_wrong_is_named_with_its_remedy(words, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(*words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_it_would_need(capsys):
+    assert main(["bench", "gpu"]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert "sees no GPU here" in said.err
+    assert "--device cpu --quick" in said.err
+
+
+def test_the_bench_tries_itself_on_a_cpu(capsys):
+    """Every part: kernels are right, rollouts write the same texts, the last line is JSON."""
+    with unchecked_shapes():
+        assert main(["bench", "gpu", "--device", "cpu", "--quick", "--repeats", "1"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["checks"]["ok"] is True
+    assert {cell["batch"] for cell in found["decode"]} == {1, 3}
+    assert found["graphs"] is None, "no graphs on a CPU"
+    for cell in found["speculation"]:
+        assert cell["differing_share"] == 0.0
+        assert cell["accept_length"] >= 1.0
+    assert found["sampling_share"] == pytest.approx(
+        found["sampling"]["fused_us"] / 1e3 / found["decode"][1]["step_ms"]
+    )
+
+
+def test_a_check_that_fails_is_a_failure():
+    checks = gpu_parts.kernels.checks
+    heads = gpu_parts.Heads(queries=2, keys=1, dim=16)
+    sound = checks(heads, 50, torch.device("cpu"), long=20)
+    assert sound["ok"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_parts.kernels, "_TOLERANCES", {torch.float32: 1e-12})
+        assert not checks(heads, 50, torch.device("cpu"), long=20)["ok"]
+
+
+def test_figures_that_were_not_measured_are_not_there():
+    setting = parse("--parts", "sampling")
+    found = {
+        "device": "X",
+        "copy_gb_per_s": 4000.0,
+        "sampling": {"rows": 256, "vocab_size": 9, "fused_us": 80.0, "in_memory_us": 800.0},
+    }
+    assert gpu_card.as_json(setting, found)["sampling_share"] is None
+    decode = {"batch": 256, "step_ms": 8.0, "bound_ms": 7.0, "step_over_bound": 8 / 7}
+    measured = gpu_card.as_json(setting, {**found, "decode": [decode]})
+    assert measured["sampling_share"] == pytest.approx(0.01)
+    assert "graphs" not in measured
+    assert [row[0] for row in gpu_card.rows({**found, "decode": [decode]})] == [
+        "copy within the device",
+        "sampling, 256 x 9",
+        "decode step, 256",
+    ]
+
+
+def test_the_shape_is_qwens_and_the_tiny_reasoner_can_grow_into_it():
+    assert count_parameters(gpu_parts.QWEN_7B) == 7_615_616_512, "as its model card has it"
+    _places(model_config(), grown_shape(model_config(), gpu_parts.QWEN_7B))  # refuses what cannot

@@ -1,0 +1,133 @@
+"""What runs on a GPU mixes no devices and asks for no value before its end.
+
+Played on PyTorch's meta device: it has shapes but no values, so whoever reads one, or joins a
+tensor of it with one of the host, is refused.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fake_graphs import tensors
+from longtail.drafter import eagle
+from longtail.drafter.eagle import EagleConfig, EagleLayer, Recipe
+from longtail.drafter.eagle_drafter import EagleDrafter
+from longtail.engine.batch import Scheduled, flatten
+from longtail.engine.kv_cache import KeptPath
+from longtail.engine.paged_cache import PagedKVCache
+from longtail.engine.request import ActiveRequest
+from longtail.engine.sampler import KeyedSampler
+from longtail.engine.step_graphs import StepGraphs
+from longtail.model import transformer
+from longtail.model.draws import TorchDraws
+from longtail.model.gpu_kernels import GpuKernels
+from longtail.model.graphs import GraphBackend, GraphPool, Outputs
+from longtail.model.pages import TorchPageKernels
+from longtail.model.transformer import Taps, Transformer
+from longtail.speculation import grow
+from longtail.speculation.drafter import Draftable, Seen
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import DraftTree
+from longtail.types import Request, SamplingParams
+from tiny_models import tiny_config
+
+DEVICE = torch.device("meta")
+VOCAB = tiny_config().vocab_size
+
+
+class NoGraphs(GraphBackend):
+    def capture(self, body: object) -> tuple[object, Outputs]:
+        return (lambda: None), body()
+
+    def reserved_bytes(self) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    kernels = GpuKernels(TorchPageKernels())
+    for module in (transformer, eagle):
+        monkeypatch.setattr(module, "select_kernels", lambda *_: kernels)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # meta has none to ask
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda *_: torch.float32)
+    with torch.inference_mode():
+        yield
+
+
+def make_model() -> Transformer:
+    with torch.device(DEVICE):
+        model = Transformer(tiny_config())
+    model.graphs = GraphPool(NoGraphs())
+    model.pack()
+    return model
+
+
+def active(name: str, computed: int, total: int, **sampling: float) -> ActiveRequest:
+    request = Request(
+        request_id=name, prompt_tokens=(1, 2), noise_key=3, sampling=SamplingParams(**sampling)
+    )
+    return ActiveRequest(
+        request=request, tokens=[1] * total, policy_version=0, num_computed=computed
+    )
+
+
+def test_a_step_stays_on_its_device():
+    """A captured one with a draft, its draws with and without a truncation, one that prefills."""
+    model = make_model()
+    kv = PagedKVCache(
+        model.config,
+        num_tokens=256,
+        max_rows=4,
+        max_len=128,
+        dtype=model.dtype,
+        device=DEVICE,
+        kernels=TorchPageKernels(),
+    )
+    drafted, plain, new = active("a", 4, 5, top_k=5), active("b", 6, 7), active("c", 0, 20)
+    for each in (drafted, plain, new):
+        assert kv.try_grow(each.request_id, 40)
+    tree = DraftTree(tokens=(1, 2), parents=(0, 0), margins=(0.0, 0.0))
+    scheduled = [
+        Scheduled(active=drafted, num_tokens=1, draft=tree),
+        Scheduled(active=plain, num_tokens=1),
+    ]
+    graphs, batch = StepGraphs(model, kv, model.graphs), flatten(scheduled, DEVICE)
+    assert graphs.fits(batch)
+    logits, features = graphs.run(batch, Taps(layers=(1,), final=True))
+    drawn = KeyedSampler(TorchDraws(), VOCAB, DEVICE).draw(logits, scheduled)
+    assert (logits.shape, drawn.tokens.shape) == ((4, VOCAB), (4,))
+    kv.keep([KeptPath(request_id="a", num_tokens=5, path=(2,))])
+
+    prefills = flatten([scheduled[1], Scheduled(active=new, num_tokens=20)], DEVICE)
+    assert not graphs.fits(prefills)
+    tapped = model.tapped(
+        prefills.tokens, prefills.positions, kv.attention(prefills), Taps(final=True)
+    )
+    everything = tensors([logits, features, drawn.tokens, drawn.logprobs, tapped.hidden])
+    assert all(each.device == DEVICE for each in everything)
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+def test_a_draft_stays_on_its_device_until_it_is_read(recipe: Recipe, monkeypatch):
+    model = make_model()
+    layers = (0, 1) if recipe == "eagle3" else ()
+    config = EagleConfig(recipe=recipe, target=model.config, layers=layers)
+    with torch.device(DEVICE):
+        layer = EagleLayer(config)
+    drafter, one = EagleDrafter(layer, model), active("a", 4, 5)
+    seen = Seen(request_id="a", tokens=one.tokens, start=0, num_tokens=4, prompt_len=2)
+    drafter.observe([seen], torch.zeros(4, config.feature_size, device=DEVICE))
+    noise = KeyedSampler(TorchDraws(), VOCAB, DEVICE).noise.ahead([one], 4)
+    asked = Draftable(
+        request_id="a",
+        tokens=one.tokens,
+        prompt_len=2,
+        sampling=SamplingParams(temperature=0.5),
+        max_depth=9,
+    )
+    levels = []
+    monkeypatch.setattr(grow, "_trees", lambda found, _: levels.extend(found) or [])
+    drafter.grow([asked], Strategy(depth=4, width=2, size=9, beam=2), noise)
+    assert len(levels) == 4
+    assert all(level.tokens.device == DEVICE for level in levels)
