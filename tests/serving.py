@@ -1,6 +1,7 @@
 """Services over a tiny random model, and engines that misbehave, for the tests of serving."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -9,6 +10,7 @@ import httpx
 import torch
 
 from longtail.engine.engine import RolloutEngine
+from longtail.engine.kv_cache import KVUsage
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.speculate import Speculation
@@ -54,6 +56,14 @@ class FailingEngine(RolloutEngine):
         if self.steps < 0:
             raise RuntimeError("a part of the machine is gone")
         return super().step()
+
+
+class SlowlyCountedEngine(RolloutEngine):
+    """Takes its time to count its KV."""
+
+    def kv_usage(self) -> KVUsage:
+        time.sleep(0.05)
+        return super().kv_usage()
 
 
 @cache

@@ -14,7 +14,17 @@ import pytest
 
 from longtail.engine.engine import RolloutEngine
 from longtail.serve.server import running
-from serving import LIMITS, NAME, FailingEngine, HeldEngine, is_free, live, make_engine, make_served
+from serving import (
+    LIMITS,
+    NAME,
+    FailingEngine,
+    HeldEngine,
+    SlowlyCountedEngine,
+    is_free,
+    live,
+    make_engine,
+    make_served,
+)
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -263,6 +273,15 @@ def test_health_has_a_token_written_and_metrics_count_what_was_done() -> None:
     assert float(counts['longtail_responses_total{route="other",status="404"}']) == 1
     assert float(counts["longtail_running_completions"]) == 0
     assert counts["longtail_kv_free_tokens"] == counts["longtail_kv_total_tokens"]
+
+
+def test_kv_counts_as_free_before_the_caller_hears_of_the_end() -> None:
+    with live(make_served(make_engine(SlowlyCountedEngine))) as client:
+        for _ in range(3):
+            assert client.post(TEXT, json=prompt(n=2)).status_code == 200
+            lines = client.get("/metrics").text.splitlines()
+            counts = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+            assert counts["longtail_kv_free_tokens"] == counts["longtail_kv_total_tokens"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

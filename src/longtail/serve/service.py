@@ -250,10 +250,10 @@ class Service:
             self._progress = time.monotonic()
             todo()
             wait = False
+        self._usage = self._engine.kv_usage()
         if self._engine.num_unfinished:
             self._step()
             self._progress = time.monotonic()
-        self._usage = self._engine.kv_usage()
         return True
 
     def _begin(self, tickets: Sequence[_Ticket]) -> None:
@@ -281,6 +281,7 @@ class Service:
 
     def _step(self) -> None:
         report = self._engine.step()
+        self._usage = self._engine.kv_usage()  # before anybody hears that a completion ended
         self._metrics.stepped(report)
         now = time.monotonic()
         touched: dict[str, _Ticket] = {}
