@@ -172,6 +172,15 @@ class LedgerKV(KVCache):
         self._kv.release(request_id)
         del self.room[request_id], self.held[request_id]
 
+    def sleep(self) -> None:
+        """Nobody may lose anything."""
+        assert not self.held, "what requests hold would be gone"
+        self._kv.sleep()
+
+    def wake(self) -> None:
+        """Nothing to note."""
+        self._kv.wake()
+
     def usage(self) -> KVUsage:
         """Ask the real one."""
         return self._kv.usage()

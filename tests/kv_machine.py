@@ -236,6 +236,12 @@ class CacheMachine(RuleBasedStateMachine):
         del self.blocks[name], self.held[name]
         self.begun.pop(name, None)
 
+    @precondition(lambda self: not self.blocks)
+    @rule()
+    def sleep(self):
+        self.kv.sleep()
+        self.kv.wake()
+
     @invariant()
     def free_and_owned_are_the_total(self):
         usage = self.kv.usage()

@@ -25,7 +25,7 @@ from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-_THERE_FIRST = ("rollout weights", "packed matrices", "master weights", "KV cache")
+_MADE_LATER = ("optimizer moments", "reference model")
 _SCORE_COPIES = 4
 """Logits, log-probabilities, their exponentials and one gradient."""
 
@@ -55,9 +55,9 @@ class Estimate:
         return sum(item.bytes for item in self.items)
 
     @property
-    def learning(self) -> int:
-        """Bytes that come on top of weights and KV when learning begins."""
-        return sum(item.bytes for item in self.items if item.name not in _THERE_FIRST)
+    def made_later(self) -> int:
+        """Bytes that stay once learning has begun; a KV cache that lends its memory leaves them."""
+        return sum(item.bytes for item in self.items if item.name in _MADE_LATER)
 
 
 def count_parameters(shape: ModelConfig) -> int:

@@ -77,9 +77,9 @@ def build_machines(
     target = Target(
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
     )
-    if device.type == "cuda":  # KV takes what is free; learning, later, wants its own
-        learning = memory.estimate(config, policy.config).learning
-        limits = replace(limits, reserved_bytes=learning)
+    if device.type == "cuda":  # KV takes what is free, but for what learning keeps later
+        made_later = memory.estimate(config, policy.config).made_later
+        limits = replace(limits, reserved_bytes=made_later)
     began = time.perf_counter()
     speculation = _speculation(config, target, say)
     drafter_s = time.perf_counter() - began

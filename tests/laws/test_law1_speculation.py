@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from drafters import RIGHT, WRONG, Script, ScriptedDrafter, Sketch, chain, listed, ragged, silent
 from fake_graphs import FakeGraphs
 from fakes import decode_pieces, scripted_model, unchecked_shapes
+from longtail.engine import engine as engine_module
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
@@ -237,6 +238,33 @@ def test_pages_change_no_text(family, limits, name, monkeypatch):
     assert counts.num_shared_tokens > 0
     if name != "all right":
         assert (counts.num_preemptions > 0) == (limits == "little memory")
+
+
+def test_memory_lent_between_rollouts_changes_no_text(monkeypatch):
+    """Graphs serve on where it comes back to its place, and are made anew where it does not."""
+    given, caches = task("qwen3"), []
+    use_pages(monkeypatch)
+    make = engine_module.make_kv
+    monkeypatch.setattr(
+        engine_module, "make_kv", lambda *of: caches.append(make(*of)) or caches[-1]
+    )
+    model, graphs = tiny_model("qwen3", dtype=torch.float64), FakeGraphs()
+    model.graphs = GraphPool(graphs)
+    engine = RolloutEngine(model, decode, ROOMY)
+    engine.speculate(Speculation.fixed(ScriptedDrafter(given.texts, DRAFTERS["ragged"]), TREE))
+    written, _ = write(engine, given.requests)
+    squatters, moved = [], []
+    for _ in range(3):
+        (cache,), before, captured = caches, caches[0].address, graphs.num_captures
+        engine.sleep()
+        assert cache.address == 0, "nothing is held while it is lent"
+        squatters.append(torch.empty(cache.num_bytes, dtype=torch.uint8))
+        again, _ = write(engine, given.requests)
+        assert again == written
+        moved.append(cache.address != before)
+        assert (graphs.num_captures > captured) == moved[-1]
+    assert_same_texts(written, given.plain)
+    assert any(moved), "whoever squats in its place drives it away"
 
 
 def test_what_lies_behind_the_end_of_a_text_is_not_written():

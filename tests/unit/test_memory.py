@@ -71,7 +71,10 @@ def test_each_part_follows_its_own_field() -> None:
     assert _bytes(config, "rollout weights") == 4 * parameters
     assert _bytes(config, "optimizer moments") == 8 * parameters
     assert _bytes(config, "reference model") == 0
-    assert _bytes(load(None, ["--learner.kl_coef=0.1"]), "reference model") == 4 * parameters
+    drifting = load(None, ["--learner.kl_coef=0.1"])
+    assert _bytes(drifting, "reference model") == 4 * parameters
+    # what KV may take while nothing is learned, but for what learning leaves behind
+    assert memory.estimate(drifting, tiny_config("llama")).made_later == (4 + 8) * parameters
     exact = load(None, ["--learner.dtype=float64", "--rollout.dtype=bfloat16"])
     assert _bytes(exact, "master weights") == 8 * parameters
     assert _bytes(exact, "rollout weights") == 2 * parameters

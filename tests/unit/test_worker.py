@@ -9,7 +9,9 @@ from longtail.config import load
 from longtail.drafter.buffer import Written
 from longtail.drafter.spot import SpotReport
 from longtail.drafter.weights import DrafterWeights
+from longtail.engine.kv_cache import ContiguousKVCache as KV
 from longtail.engine.limits import EngineLimits
+from longtail.rl.learner import Learner
 from longtail.types import Request, SamplingParams
 from longtail.worker_parts import build_machines
 from team_members import Plan
@@ -90,6 +92,20 @@ def test_learning_shows_a_beat_for_every_micro_batch(machines, worker):
     assert [progress.beats for progress in heard] == list(range(len(batch.micro_batches)))
     # After the last of them it waited for others, of which there are none, and is done.
     assert worker.progress() == Progress(beats=len(batch.micro_batches) + 1)
+
+
+def test_while_it_learns_the_engine_lends_its_memory(machines, worker, asked, monkeypatch):
+    calls: list[str] = []
+    for of, name in ((type(machines.engine), "sleep"), (Learner, "step"), (KV, "wake")):
+        real = getattr(of, name)
+        monkeypatch.setattr(
+            of, name, lambda *given, real=real, name=name: calls.append(name) or real(*given)
+        )
+    worker.learn(Plan(seed=1).batches())
+    worker.publish()
+    assert calls == ["sleep", "step"]
+    worker.generate(asked)
+    assert calls == ["sleep", "step", *["wake"] * len(asked)]
 
 
 def test_texts_are_told_of_the_rollout_that_is_under_way_only(worker, asked):

@@ -147,6 +147,7 @@ class Worker:
             self._beats += 1
             self._progress = Progress(beats=self._beats, is_waiting=is_waiting)
 
+        self._machines.engine.sleep()
         try:
             return self._machines.learner.step(batches, note)
         finally:

@@ -161,9 +161,15 @@ class RolloutEngine:
             self._speculator.refresh()
         self._policy_version = weights.version
 
+    def sleep(self) -> None:
+        """Lend KV memory to whoever learns, until a request comes; the engine must be idle."""
+        assert not self._active, "requests in progress need their keys and values"
+        self._kv.sleep()
+
     def submit(self, request: Request) -> None:
         """Queue a request; RequestError if this engine can never serve it."""
         self._check(request)
+        self._kv.wake()
         active = ActiveRequest(
             request=request,
             tokens=list(request.prompt_tokens),

@@ -84,6 +84,14 @@ class KVCache(abc.ABC):
         """Count tokens."""
 
     @abc.abstractmethod
+    def sleep(self) -> None:
+        """Give memory back to the device, where it is missed; nobody owns anything."""
+
+    @abc.abstractmethod
+    def wake(self) -> None:
+        """Take back what `sleep` gave; nothing if awake."""
+
+    @abc.abstractmethod
     def attention(self, batch: FlatBatch) -> Attention:
         """Attend as `batch` says: each token is stored, then sees its request up to itself."""
 
@@ -210,6 +218,12 @@ class ContiguousKVCache(KVCache):
         return KVUsage(
             free=self._free_blocks * size, owned=owned * size, total=self._num_blocks * size
         )
+
+    def sleep(self) -> None:
+        """Keep it: on a CPU it is only what tokens were written to."""
+
+    def wake(self) -> None:
+        """It never sleeps."""
 
     def attention(self, batch: FlatBatch) -> Attention:
         """Attend over views of the rows."""

@@ -47,6 +47,8 @@ class PagedKVCache(KVCache):
         num_blocks = num_tokens // block_size
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self._storage = torch.zeros(config.num_layers, 2, *shape, dtype=dtype, device=device)
+        self.num_bytes = self._storage.untyped_storage().nbytes()
+        """Of all blocks, when awake."""
         self._layers = [Pages(*layer.unbind(0)) for layer in self._storage.unbind(0)]
         self._pool = BlockPool(
             num_blocks=num_blocks,
@@ -108,6 +110,24 @@ class PagedKVCache(KVCache):
         """Count blocks, in tokens; a shared one once."""
         return self._pool.usage()
 
+    def sleep(self) -> None:
+        """Give the blocks' memory to whoever works while nothing is generated."""
+        assert not self.usage().owned, "a request would lose its keys and values"
+        self._storage.untyped_storage().resize_(0)
+        _return_unused(self._device)  # in one piece, before something small settles in it
+
+    def wake(self) -> None:
+        """Have the memory again, perhaps elsewhere: `address` tells."""
+        if self._storage.untyped_storage().nbytes() < self.num_bytes:
+            _return_unused(self._device)
+            self._storage.untyped_storage().resize_(self.num_bytes)
+            self._storage.zero_()
+
+    @property
+    def address(self) -> int:
+        """Where the blocks lie; captured passes know no other place."""
+        return self._storage.data_ptr()
+
     def attention(self, batch: FlatBatch) -> Attention:
         """Attend through the table."""
         segments = batch.segments
@@ -162,3 +182,9 @@ class PagedKVCache(KVCache):
             return None
         tiles = cut_tiles(counts, self._kernels.tile_size(self._group, long=long))
         return Tiles(*torch.tensor(tiles, device=self._device))
+
+
+def _return_unused(device: torch.device) -> None:
+    """Give the device what PyTorch keeps for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
