@@ -9,7 +9,7 @@ from longtail.config import load
 from longtail.drafter.buffer import Written
 from longtail.drafter.spot import SpotReport
 from longtail.drafter.weights import DrafterWeights
-from longtail.engine.kv_cache import ContiguousKVCache as KV
+from longtail.engine.kv_cache import ContiguousKVCache
 from longtail.engine.limits import EngineLimits
 from longtail.rl.learner import Learner
 from longtail.types import Request, SamplingParams
@@ -96,7 +96,11 @@ def test_learning_shows_a_beat_for_every_micro_batch(machines, worker):
 
 def test_while_it_learns_the_engine_lends_its_memory(machines, worker, asked, monkeypatch):
     calls: list[str] = []
-    for of, name in ((type(machines.engine), "sleep"), (Learner, "step"), (KV, "wake")):
+    for of, name in (
+        (type(machines.engine), "sleep"),
+        (Learner, "step"),
+        (ContiguousKVCache, "wake"),
+    ):
         real = getattr(of, name)
         monkeypatch.setattr(
             of, name, lambda *given, real=real, name=name: calls.append(name) or real(*given)
