@@ -239,14 +239,15 @@ for kernel in (triton_draws._normalise, triton_draws._best):
     build(kernel, types, sizes)
 build(triton_draws._noise, types, dict(VOCAB=152064, BLOCK=1024))
 
-class Halves(dict):
-    def get(self, name, _):
-        return "fp32" if name == "eps" else "constexpr" if name.isupper() else "*bf16"
-
-build(triton_small._swiglu, Halves(), dict(INNER=18944, BLOCK=1024))
+halves = ("stream", "delta", "weight", "total", "normed", "qkv", "q_weight", "k_weight", "cos",
+          "sin", "gate_up", "out", "keys", "values", "key_pages", "value_pages")
+types = {**dict.fromkeys(halves, "*bf16"), "addresses": "*i64", "eps": "fp32",
+         "key_stride": "i32", "value_stride": "i32"}
+build(triton_pages._store, types, dict(SIZE=512, BLOCK=512))
+build(triton_small._swiglu, types, dict(INNER=18944, BLOCK=1024))
 for yes in (True, False):
-    build(triton_small._add_norm, Halves(), dict(HIDDEN=3584, BLOCK=4096, ADD=yes))
-    build(triton_small._rotate, Halves(), dict(QUERIES=28, ROTATED=32, ALL=36, HALF=64, HEADS=8,
+    build(triton_small._add_norm, types, dict(HIDDEN=3584, BLOCK=4096, ADD=yes))
+    build(triton_small._rotate, types, dict(QUERIES=28, ROTATED=32, ALL=36, HALF=64, HEADS=8,
           WIDTH=64, NORM=yes))
 """
 

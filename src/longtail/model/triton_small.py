@@ -50,21 +50,20 @@ def _add_norm(stream, delta, weight, total, normed, eps, HIDDEN: tl.constexpr,
 
 @triton.jit
 @no_type_check
-def _weighted(x, scale, q_weight, k_weight, at, real, is_query, like):
+def _weighted(x, scale, q_weight, k_weight, at, mask, is_query, like):
     """Half of some normed heads, rounded; queries and keys have a weight each."""
-    of_queries = tl.load(q_weight + at, mask=real, other=0.0).to(tl.float32)
-    of_keys = tl.load(k_weight + at, mask=real, other=0.0).to(tl.float32)
-    weight = tl.where(is_query[:, None], of_queries[None, :], of_keys[None, :])
-    return (x * scale[:, None] * weight).to(like.dtype.element_ty).to(tl.float32)
+    of_queries, of_keys = tl.load(q_weight + at, mask=mask), tl.load(k_weight + at, mask=mask)
+    weight = tl.where(is_query, of_queries, of_keys).to(tl.float32)
+    return (x * scale * weight).to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
-def _turned(x, other, cos, sin, at, real, like):
+def _turned(x, other, cos, sin, at, mask, like):
     """x cos + other sin of half of some heads, the first product rounded."""
-    c = tl.load(cos + at, mask=real, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + at, mask=real, other=0.0).to(tl.float32)[None, :]
-    return (x * c).to(like.dtype.element_ty).to(tl.float32) + other * s
+    c, s = tl.load(cos + at, mask=mask), tl.load(sin + at, mask=mask)
+    turned = (x * c.to(tl.float32)).to(like.dtype.element_ty).to(tl.float32)
+    return (turned + other * s.to(tl.float32)).to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -74,22 +73,21 @@ def _rotate(qkv, q_weight, k_weight, cos, sin, out, eps, QUERIES: tl.constexpr,
             WIDTH: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
     """Norm and rotate some heads of one token, queries first, then keys."""
     token = tl.program_id(0).to(tl.int64)
-    head, at = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDTH)
-    real = at < HALF
-    mask = (head < ROTATED)[:, None] & real[None, :]
-    place = head[:, None] * (2 * HALF) + at[None, :]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    # As wide as the heads at once: threads then read of an angle or a weight what is theirs.
+    at = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], [HEADS, WIDTH])
+    mask, place = (head < ROTATED) & (at < HALF), head * (2 * HALF) + at
     heads, angle = qkv + token * ALL * (2 * HALF) + place, token * (2 * HALF) + at
     low = tl.load(heads, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(heads + HALF, mask=mask, other=0.0).to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / (2 * HALF) + eps)
-        low = _weighted(low, scale, q_weight, k_weight, at, real, head < QUERIES, out)
-        high = _weighted(high, scale, q_weight, k_weight, at + HALF, real, head < QUERIES, out)
+        squares = tl.sum(low * low + high * high, 1, keep_dims=True)
+        scale, is_query = tl.rsqrt(squares / (2 * HALF) + eps), head < QUERIES
+        low = _weighted(low, scale, q_weight, k_weight, at, mask, is_query, out)
+        high = _weighted(high, scale, q_weight, k_weight, at + HALF, mask, is_query, out)
     to = out + token * ROTATED * (2 * HALF) + place
-    first = _turned(low, high, cos, sin, angle, real, out)
-    second = _turned(high, low, cos, sin, angle + HALF, real, out)
-    tl.store(to, first.to(out.dtype.element_ty), mask=mask)
-    tl.store(to + HALF, second.to(out.dtype.element_ty), mask=mask)
+    tl.store(to, _turned(low, high, cos, sin, angle, mask, out), mask=mask)
+    tl.store(to + HALF, _turned(high, low, cos, sin, angle + HALF, mask, out), mask=mask)
 
 
 @triton.jit
