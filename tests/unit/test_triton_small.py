@@ -13,6 +13,8 @@ from fakes import unchecked_shapes
 from interpreted import DEVICE
 from longtail.model import transformer, triton_small
 from longtail.model.attention import PackedAttention
+from longtail.model.gpu_kernels import GpuKernels
+from longtail.model.kernel_choice import select_kernels
 from longtail.model.kernels import TorchKernels
 from longtail.model.rope import Rope, RopeConfig
 from longtail.model.transformer import Family, Taps, Transformer
@@ -135,6 +137,15 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, monkeypatch):
     for part in (slice(0, 1), slice(4, 5), slice(8, 9), slice(2, 7)):
         for alone, all_of_it in zip(compute(part), together, strict=True):
             assert alone.equal(all_of_it[part])
+
+
+def test_a_gpu_computes_with_them_unless_in_float64():
+    device = torch.device("cuda")
+    for dtype in ROUNDINGS:
+        assert isinstance(select_kernels(dtype, device, 80), TritonKernels)
+    exact = select_kernels(torch.float64, device, 80)
+    assert isinstance(exact, GpuKernels)
+    assert not isinstance(exact, TritonKernels)
 
 
 def test_no_tokens_are_no_trouble_to_anybody():

@@ -213,9 +213,9 @@ class TritonPageKernels(PageKernels):
     ) -> None:
         """Keys and values in one launch."""
         size = keys.shape[1] * keys.shape[2]
-        for each in (keys, values):
-            assert each.stride()[1:] == (each.shape[2], 1), "heads of a token lie side by side"
-        assert pages.keys.is_contiguous() and pages.values.is_contiguous(), "pages are dense"
+        for new, kept in zip((keys, values), pages, strict=True):
+            assert new.stride()[1:] == (new.shape[2], 1), "heads of a token lie side by side"
+            assert kept.is_contiguous(), "pages lie end to end"
         _store[len(keys),](
             keys, values, *pages, addresses, keys.stride(0), values.stride(0), size,
             triton.next_power_of_2(size),

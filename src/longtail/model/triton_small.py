@@ -115,7 +115,7 @@ class TritonKernels(GpuKernels):
     ) -> Residual:
         """A program a token; its row stays in registers between sum and norm."""
         pending = stream if delta is None else delta
-        assert stream.is_contiguous() and pending.is_contiguous(), "rows lie end to end"
+        _check_dense(stream, pending)
         tokens, hidden = stream.shape
         total = stream if delta is None else torch.empty_like(stream)
         normed, block = torch.empty_like(stream), triton.next_power_of_2(hidden)
@@ -137,8 +137,8 @@ class TritonKernels(GpuKernels):
         """Queries and keys are written side by side; values stay where they are."""
         cos, sin = rotation.cos, rotation.sin
         tokens, all_heads, dim = qkv.shape
-        assert len(cos) == tokens and dim % 2 == 0, "an angle for each token and pair"
-        assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+        assert cos.shape == sin.shape == (tokens, 1, dim), "every token has its angles"
+        _check_dense(qkv, cos, sin)
         kv_heads = (all_heads - num_heads) // 2
         rotated = num_heads + kv_heads
         out, width = qkv.new_empty(tokens, rotated, dim), triton.next_power_of_2(dim // 2)
@@ -149,17 +149,21 @@ class TritonKernels(GpuKernels):
             qkv, *weights, cos, sin, out, eps, num_heads, rotated, all_heads, dim // 2, heads,
             width, norm, num_warps=_warps(heads * width),
         )  # fmt: skip
-        return QueryKeyValue(*out.split([num_heads, kv_heads], 1), qkv[:, rotated:])
+        return QueryKeyValue(out[:, :num_heads], out[:, num_heads:], qkv[:, rotated:])
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
         """Blocks of a token are programs of their own."""
-        assert gate_up.is_contiguous(), "rows lie end to end"
+        _check_dense(gate_up)
         tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, inner)
         _swiglu[tokens, triton.cdiv(inner, _BLOCK)](
             gate_up, out, inner, _BLOCK, num_warps=_warps(_BLOCK)
         )
         return out
+
+
+def _check_dense(*tensors: Tensor) -> None:
+    assert all(each.is_contiguous() for each in tensors), "rows lie end to end"
 
 
 def _warps(block: int) -> int:
