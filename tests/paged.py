@@ -7,7 +7,9 @@ from longtail.engine.kv_cache import KVCache
 from longtail.engine.limits import EngineLimits
 from longtail.engine.paged_cache import PagedKVCache
 from longtail.engine.sampler import KeyedSampler, Sampler
+from longtail.model import transformer
 from longtail.model.draws import Draws, TorchDraws
+from longtail.model.kernels import Kernels
 from longtail.model.pages import PageKernels, TorchPageKernels
 from longtail.model.transformer import Transformer
 from longtail.speculation.tree import MAX_NODES
@@ -19,6 +21,7 @@ def use_pages(
     block_size: int = 8,
     kernels: PageKernels | None = None,
     draws: Draws | None = None,
+    small: Kernels | None = None,
 ) -> None:
     """Give engines that are made from now on pages, and noise that is not written down.
 
@@ -42,5 +45,7 @@ def use_pages(
     def make_keyed(model: Transformer) -> Sampler:
         return KeyedSampler(draws or TorchDraws(), model.config.vocab_size, model.device)
 
+    if small is not None:
+        monkeypatch.setattr(transformer, "select_kernels", lambda *_: small)
     monkeypatch.setattr(engine, "make_kv", make_paged)
     monkeypatch.setattr(runner, "make_sampler", make_keyed)

@@ -2,19 +2,22 @@
 
 import argparse
 import json
+from typing import final
 
 import pytest
 import torch
+from torch import Tensor
 
 import interpreted
 from fakes import unchecked_shapes
-from longtail.bench import gpu_card, gpu_parts
+from longtail.bench import gpu_card, gpu_kernels, gpu_parts, gpu_small
 from longtail.bench.gpu_setting import PARTS, Setting, add_arguments, read_setting
 from longtail.bench.gpu_speculation import grown_shape
 from longtail.bench.grown import _places
 from longtail.cli import main
 from longtail.errors import ConfigError
 from longtail.memory import count_parameters
+from longtail.model.kernels import Kernels, TorchKernels
 from longtail.tiny import model_config
 
 assert interpreted.DEVICE.type in ("cpu", "cuda"), "kernels are interpreted where there is no GPU"
@@ -62,6 +65,11 @@ def test_the_bench_tries_itself_on_a_cpu(capsys):
         assert main(["bench", "gpu", "--device", "cpu", "--quick", "--repeats", "1"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["checks"]["ok"] is True
+    assert [(cell["operation"], cell["tokens"]) for cell in found["small"]] == [
+        (name, tokens)
+        for tokens in (1, 3)
+        for name in ("add_norm", "rotate", "swiglu", "store_rows")
+    ]
     assert {cell["batch"] for cell in found["decode"]} == {1, 3}
     assert found["graphs"] is None, "no graphs on a CPU"
     for cell in found["speculation"]:
@@ -82,6 +90,28 @@ def test_a_check_that_fails_is_a_failure():
         assert not checks(heads, 50, torch.device("cpu"), long=20)["ok"]
 
 
+def test_a_small_operation_that_is_wrong_or_sees_its_neighbours_is_a_failure(monkeypatch):
+    @final
+    class Shifted(TorchKernels):
+        def __init__(self, shift: float) -> None:
+            self._shift = shift
+
+        def swiglu(self, gate_up: Tensor) -> Tensor:
+            return super().swiglu(gate_up) + self._shift * len(gate_up)
+
+    def check(small: Kernels) -> dict[str, object]:
+        here = gpu_kernels.kernels_here()._replace(small=small)
+        monkeypatch.setattr(gpu_small, "kernels_here", lambda: here)
+        return gpu_small.checks(gpu_parts.TOY, torch.device("cpu"))
+
+    assert check(TorchKernels())["small_ok"]
+    for shift, near in ((1e-7, True), (1e-3, False)):
+        found = check(Shifted(shift))
+        assert found["small_ok_float32"] == near
+        assert not found["small_bits_do_not_depend_on_the_batch"]
+        assert not found["small_ok"]
+
+
 def test_figures_that_were_not_measured_are_not_there():
     setting = parse("--parts", "sampling")
     found = {
@@ -94,11 +124,16 @@ def test_figures_that_were_not_measured_are_not_there():
     measured = gpu_card.as_json(setting, {**found, "decode": [decode]})
     assert measured["sampling_share"] == pytest.approx(0.01)
     assert "graphs" not in measured
-    assert [row[0] for row in gpu_card.rows({**found, "decode": [decode]})] == [
+    small = {"operation": "swiglu", "tokens": 32, "kernel_us": 3.21, "bandwidth_share": 0.5}
+    small |= {"torch_us": 6.0, "compiled_us": 4.0}
+    rows = gpu_card.rows({**found, "small": [small], "decode": [decode]})
+    assert [row[0] for row in rows] == [
         "copy within the device",
         "sampling, 256 x 9",
+        "swiglu, 32",
         "decode step, 256",
     ]
+    assert rows[2][1:] == ["3.2 us, 50% of the copy's bandwidth", "PyTorch 6.0 us, compiled 4.0 us"]
 
 
 def test_the_shape_is_qwens_and_the_tiny_reasoner_can_grow_into_it():

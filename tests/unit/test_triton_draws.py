@@ -11,6 +11,7 @@ from longtail.engine.limits import EngineLimits
 from longtail.model.draws import TorchDraws
 from longtail.model.triton_draws import TritonDraws
 from longtail.model.triton_pages import TritonPageKernels
+from longtail.model.triton_small import TritonKernels
 from longtail.sampling import draw, gumbel_noise
 from longtail.types import Request, SamplingParams
 from paged import use_pages
@@ -105,7 +106,8 @@ def test_an_engine_with_the_kernels_of_a_gpu_writes_what_one_without_writes(monk
     limits = EngineLimits(max_running=4, max_step_tokens=16, max_len=16)
     with unchecked_shapes():
         plain = RolloutEngine(tiny_model(), lambda _: "", limits).generate(requests)
-        use_pages(monkeypatch, kernels=TritonPageKernels(), draws=DRAWS)
+        pages = TritonPageKernels()
+        use_pages(monkeypatch, kernels=pages, draws=DRAWS, small=TritonKernels(pages))
         model = tiny_model().to(DEVICE)
         written = RolloutEngine(model, lambda _: "", limits).generate(requests)
     for one, other in zip(plain, written, strict=True):

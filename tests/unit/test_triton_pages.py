@@ -109,6 +109,23 @@ def test_it_is_the_definition_for_every_size_of_head_and_every_dtype(dim, dtype)
     Case(MIXED, dim=dim).check(dtype)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("kv_heads", "dim"), [(1, 16), (4, 80)])
+def test_keys_and_values_are_written_where_they_belong_and_nowhere_else(kv_heads, dim, dtype):
+    """As the decoder makes them: keys and values are slices of a projection, of a width each."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(5, 3 + kv_heads, dim, generator=generator).to(DEVICE, dtype)[:, 3:]
+    values = torch.randn(5, 6 + kv_heads, dim, generator=generator).to(DEVICE, dtype)[:, 6:]
+    addresses = torch.tensor([7, 31, 0, 16, 8], device=DEVICE)
+    mine, expected = (
+        Pages(*torch.zeros(2, 4, 8, kv_heads, dim, device=DEVICE, dtype=dtype)) for _ in range(2)
+    )
+    KERNELS.store(keys, values, mine, addresses)
+    TorchPageKernels().store(keys, values, expected, addresses)
+    assert mine.keys.equal(expected.keys)
+    assert mine.values.equal(expected.values)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1), (12, 2)])
 def test_query_heads_share_their_key_head_whatever_their_number(heads, kv_heads):
     Case(MIXED, heads=heads, kv_heads=kv_heads).check()
@@ -192,8 +209,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from longtail.model import triton_pages
 
-# the draws beside it, since starting a process is what takes time
-from longtail.model import triton_draws
+# the draws and the small ones beside it, since starting a process is what takes time
+from longtail.model import triton_draws, triton_small
 
 def build(kernel, types, constants):
     names = kernel.arg_names
@@ -221,6 +238,17 @@ sizes = dict(CHUNKS=19, VOCAB=152064, CHUNK=8192, BLOCK=1024)
 for kernel in (triton_draws._normalise, triton_draws._best):
     build(kernel, types, sizes)
 build(triton_draws._noise, types, dict(VOCAB=152064, BLOCK=1024))
+
+halves = ("stream", "delta", "weight", "total", "normed", "qkv", "q_weight", "k_weight", "cos",
+          "sin", "gate_up", "out", "keys", "values", "key_pages", "value_pages")
+types = {**dict.fromkeys(halves, "*bf16"), "addresses": "*i64", "eps": "fp32",
+         "key_stride": "i32", "value_stride": "i32"}
+build(triton_pages._store, types, dict(SIZE=512, BLOCK=512))
+build(triton_small._swiglu, types, dict(INNER=18944, BLOCK=1024))
+for yes in (True, False):
+    build(triton_small._add_norm, types, dict(HIDDEN=3584, BLOCK=4096, ADD=yes))
+    build(triton_small._rotate, types, dict(QUERIES=28, ROTATED=32, ALL=36, HALF=64, HEADS=8,
+          WIDTH=64, NORM=yes))
 """
 
 

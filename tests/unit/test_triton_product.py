@@ -15,6 +15,7 @@ from longtail.model.linear import Linear
 from longtail.model.triton_draws import TritonDraws
 from longtail.model.triton_pages import TritonPageKernels
 from longtail.model.triton_product import TritonProduct
+from longtail.model.triton_small import TritonKernels
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
 from paged import use_pages
@@ -64,11 +65,12 @@ def test_a_cpu_multiplies_as_it_did():
 
 
 def test_speculation_changes_no_bit_with_the_kernels_of_a_gpu(monkeypatch):
-    """Attention, products and draws of a GPU, right and wrong drafts: tokens and logprobs."""
+    """All kernels of a GPU, right and wrong drafts: tokens and logprobs."""
     multiply_in_order(monkeypatch)
     monkeypatch.setattr(linear, "_native", lambda *_: None)
     monkeypatch.setattr(linear, "_blocked", TritonProduct)
-    use_pages(monkeypatch, kernels=TritonPageKernels(), draws=TritonDraws())
+    pages = TritonPageKernels()
+    use_pages(monkeypatch, kernels=pages, draws=TritonDraws(), small=TritonKernels(pages))
     requests = [
         Request(
             request_id=f"{i}",

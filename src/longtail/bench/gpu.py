@@ -3,6 +3,7 @@
     checks        the kernels against their definitions, and a row's bits against its batch
     attention     the attention kernel beside PyTorch's, and the share of the copy bandwidth it has
     sampling      draws over 152k entries, 256 rows
+    small         sum and norm, rotation, SwiGLU, storing: PyTorch's, torch.compile's and ours
     steps         decoding, verification and drafting in the shape of Qwen2.5-7B, random weights
     graphs        memory of the graphs of one strategy and of all
     speculation   rollouts with and without, by the tiny reasoner grown to that shape

@@ -37,6 +37,11 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
         lines.append(
             [what, f"{one['fused_us']:,.0f} us", f"noise in memory {one['in_memory_us']:,.0f} us"]
         )
+    for cell in found.get("small", ()):
+        name, share = f"{cell['operation']}, {cell['tokens']}", cell["bandwidth_share"]
+        compiled = "" if cell["compiled_us"] is None else f", compiled {cell['compiled_us']:.1f} us"
+        measured = f"{cell['kernel_us']:.1f} us, {share:.0%} of the copy's bandwidth"
+        lines.append([name, measured, f"PyTorch {cell['torch_us']:.1f} us{compiled}"])
     for cell in found.get("decode", ()):
         against = f"{cell['step_over_bound']:.2f}x the bound of {cell['bound_ms']:.2f} ms"
         lines.append([f"decode step, {cell['batch']}", f"{cell['step_ms']:.2f} ms", against])

@@ -6,7 +6,7 @@ Errors are absolute, of values of standard deviation 1.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from longtail.engine.batch import Segment
 from longtail.engine.paged_attention import cut_tiles
 from longtail.engine.row_attention import token_places
 from longtail.model.draws import Draws, TorchDraws
+from longtail.model.kernels import Kernels, TorchKernels
 from longtail.model.pages import PageKernels, Pages, Tiles, TorchPageKernels
 from longtail.sampling import gumbel_noise
 from longtail.speculation.tree import EMPTY, DraftTree
@@ -37,14 +38,24 @@ class Heads:
     dim: int
 
 
-def kernels_here() -> tuple[PageKernels, Draws]:
+class Here(NamedTuple):
+    """The kernels that are measured."""
+
+    pages: PageKernels
+    draws: Draws
+    small: Kernels
+
+
+def kernels_here() -> Here:
     """Return Triton's kernels, on a CPU interpreted; the definitions where there is no Triton."""
     if find_spec("triton") is None:
-        return TorchPageKernels(), TorchDraws()
+        return Here(TorchPageKernels(), TorchDraws(), TorchKernels())
     from longtail.model.triton_draws import TritonDraws
     from longtail.model.triton_pages import TritonPageKernels
+    from longtail.model.triton_small import TritonKernels
 
-    return TritonPageKernels(), TritonDraws()
+    pages = TritonPageKernels()
+    return Here(pages, TritonDraws(), TritonKernels(pages))
 
 
 class Case:
@@ -88,7 +99,7 @@ def _segment(context: int, count: int = 1, draft: DraftTree = EMPTY) -> Segment:
 @torch.inference_mode()
 def checks(heads: Heads, vocab_size: int, device: torch.device, *, long: int) -> dict[str, Any]:
     """Compare the kernels with their definitions; contexts of up to `long` tokens."""
-    pages, draws = kernels_here()
+    pages, draws, _ = kernels_here()
     segments = (_segment(0), _segment(37, 1, _TREE), _segment(long, 1, _TREE), _segment(long - 9))
     found: dict[str, Any] = {}
     for dtype, tolerance in _TOLERANCES.items():
@@ -132,7 +143,7 @@ def attention(
     heads: Heads, clock: DeviceClock, bandwidth: float, *, batch: int, context: int
 ) -> dict[str, Any]:
     """Decode one token each: the kernel, PyTorch's on keys laid out for it, and the bound."""
-    pages, _ = kernels_here()
+    pages = kernels_here().pages
     dtype, device = torch.bfloat16, clock.device
     case = Case([_segment(context - 1)] * batch, heads, dtype, device)
     tiles = case.tiles(pages, case.counts)
@@ -169,7 +180,7 @@ def _flex_us(clock: DeviceClock, query: Tensor, keys: Tensor, values: Tensor) ->
 @torch.inference_mode()
 def sampling(vocab_size: int, rows: int, clock: DeviceClock, bandwidth: float) -> dict[str, Any]:
     """Draw for many rows: with noise that is hashed on the way, and with noise in memory."""
-    _, draws = kernels_here()
+    draws = kernels_here().draws
     device = clock.device
     logits = torch.randn(rows, vocab_size, device=device).to(torch.bfloat16)
     keys, warm = torch.arange(rows, device=device), torch.ones(rows, device=device)

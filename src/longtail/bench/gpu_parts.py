@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 
 from longtail.bench import gpu_kernels as kernels
+from longtail.bench import gpu_small as small
 from longtail.bench import gpu_steps as steps
 from longtail.bench.gpu_clock import DeviceClock
 from longtail.bench.gpu_kernels import Heads
@@ -120,7 +121,10 @@ def measure(setting: Setting, say: Callable[[str], None]) -> dict[str, Any]:
     notes.add("copy_gb_per_s", bandwidth / 1e9)
     if "checks" in setting.parts:
         long = sizes.check_context
-        notes.add("checks", kernels.checks(heads, shape.vocab_size, device, long=long))
+        checks = small.checks(shape, device)
+        checks |= kernels.checks(heads, shape.vocab_size, device, long=long)
+        checks["ok"] = checks["ok"] and checks["small_ok"]
+        notes.add("checks", checks)
         notes.add("speculation_changes_no_bit", changes_no_bit(TOY, sizes.dtype, device))
     if "attention" in setting.parts:
         cells = [
@@ -131,6 +135,9 @@ def measure(setting: Setting, say: Callable[[str], None]) -> dict[str, Any]:
     if "sampling" in setting.parts:
         rows = sizes.sampled_rows
         notes.add("sampling", kernels.sampling(shape.vocab_size, rows, clock, bandwidth))
+    if "small" in setting.parts:
+        cells = small.operations(shape, sizes.dtype, clock, bandwidth, sizes.batches)
+        notes.add("small", cells)
     if {"steps", "graphs"} & set(setting.parts):
         _model_parts(setting, sizes, clock, bandwidth, notes)
         _free(device)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from longtail.errors import ConfigError
 
-PARTS = ("checks", "attention", "sampling", "steps", "graphs", "speculation")
+PARTS = ("checks", "attention", "sampling", "small", "steps", "graphs", "speculation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,8 +47,7 @@ class PagedAttention(Attention):
     ) -> Float[Tensor, "tokens heads head_dim"]:
         """Store, then attend: segments of few tokens in one call, the long ones in another."""
         pages, cut = self._layers[layer], self._num_few
-        for kept, new in zip(pages, (keys, values), strict=True):
-            kept.flatten(0, 1).index_copy_(0, self._addresses, new)
+        self._kernels.store(keys, values, pages, self._addresses)
         parts = []
         for long, tiles, part in (
             (False, self._few, slice(0, cut)),

@@ -1,25 +1,36 @@
-"""The decoder's small operations on a GPU: PyTorch's, but for the attention of a drafter.
+"""The decoder's small operations on a GPU: PyTorch's, but for the cache of a drafter.
 
-A drafter's window is a row of a contiguous cache. A row is a page, so the attention over pages
-reads it; nothing waits for the host, and a whole draft is launched without a look at it.
+A drafter's window is a row of a contiguous cache. A row is a page, so whoever writes and reads
+pages does so with rows; nothing waits for the host, and a whole draft is launched without a look
+at it.
 """
 
-from typing import final
-
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.model.kernels import Places, TorchKernels
 from longtail.model.pages import PageKernels, Pages, Tiles
 
 
-@final
 class GpuKernels(TorchKernels):
-    """No gradients; dtypes are those of the attention over pages."""
+    """No gradients; dtypes are those of the pages. `triton_small` does the rest faster."""
 
     def __init__(self, pages: PageKernels) -> None:
         self._pages = pages
+
+    def store_rows(
+        self,
+        keys: Float[Tensor, "tokens kv_heads head_dim"],
+        values: Float[Tensor, "tokens kv_heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        rows: Int[Tensor, "tokens"],
+        slots: Int[Tensor, "tokens"],
+    ) -> None:
+        """Write into one page a row."""
+        addresses = rows * key_rows.shape[1] + slots
+        self._pages.store(keys, values, Pages(key_rows, value_rows), addresses)
 
     def attend_rows(
         self,

@@ -1,7 +1,7 @@
 """Which kernels a model computes with for inference; nobody else asks.
 
 CPU, float32 or bfloat16    native ones, for heads of the sizes they are built for
-GPU, but not float64        Triton's attention, PyTorch's other operations
+GPU, but not float64        Triton's
 anything else               the definition
 """
 
@@ -25,7 +25,7 @@ def select_kernels(dtype: torch.dtype, device: torch.device, head_dim: int) -> K
         if functions is not None:
             return NativeKernels(functions)
     if device.type == "cuda":
-        return GpuKernels(select_page_kernels(dtype, device))
+        return _gpu_kernels(dtype, device)
     return TorchKernels()
 
 
@@ -47,6 +47,15 @@ def select_draws(dtype: torch.dtype, device: torch.device) -> Draws | None:
     from longtail.model.triton_draws import TritonDraws
 
     return TritonDraws()
+
+
+def _gpu_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
+    pages = select_page_kernels(dtype, device)
+    if dtype == torch.float64:
+        return GpuKernels(pages)
+    from longtail.model.triton_small import TritonKernels
+
+    return TritonKernels(pages)
 
 
 def _check_triton() -> None:

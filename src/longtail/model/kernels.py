@@ -2,7 +2,8 @@
 
 `TorchKernels` is the definition: any dtype, any device, differentiable. `NativeKernels` is the same
 arithmetic in C for inference on a CPU, where a step of few tokens is otherwise ruled by the cost of
-calling some thirty operations a layer. `kernel_choice.select_kernels` decides between them.
+calling some thirty operations a layer; `triton_small.TritonKernels` is that of a GPU.
+`kernel_choice.select_kernels` decides between them.
 """
 
 import abc

@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
 
 class PageKernels(abc.ABC):
-    """Attention of some tokens of a step. Each sees what its place says (`kernels.Places`)."""
+    """Writes pages, and attends some tokens: each sees what its place says (`kernels.Places`)."""
 
     @abc.abstractmethod
     def tile_size(self, group: int, *, long: bool) -> int:
@@ -44,6 +44,16 @@ class PageKernels(abc.ABC):
 
         `long` tiles are of texts without drafts: all their tokens see every slot up to their own.
         """
+
+    @abc.abstractmethod
+    def store(
+        self,
+        keys: Float[Tensor, "tokens kv_heads head_dim"],
+        values: Float[Tensor, "tokens kv_heads head_dim"],
+        pages: Pages,
+        addresses: Int[Tensor, "tokens"],
+    ) -> None:
+        """Write each token's key and value at its address (`page_addresses`)."""
 
     @abc.abstractmethod
     def attend(
@@ -67,6 +77,17 @@ class TorchPageKernels(PageKernels):
     def tile_size(self, group: int, *, long: bool) -> int:
         """Token by token."""
         return 1
+
+    def store(
+        self,
+        keys: Float[Tensor, "tokens kv_heads head_dim"],
+        values: Float[Tensor, "tokens kv_heads head_dim"],
+        pages: Pages,
+        addresses: Int[Tensor, "tokens"],
+    ) -> None:
+        """Scatter into the pages."""
+        for kept, new in zip(pages, (keys, values), strict=True):
+            kept.flatten(0, 1).index_copy_(0, addresses, new)
 
     def attend(
         self,

@@ -40,6 +40,20 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 @no_type_check
+def _store(keys, values, key_pages, value_pages, addresses, key_stride, value_stride,
+           SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write one token's key and value."""
+    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = at < SIZE
+    to = tl.load(addresses + token).to(tl.int64) * SIZE + at
+    key = tl.load(keys + token * key_stride + at, mask=inside)
+    value = tl.load(values + token * value_stride + at, mask=inside)
+    tl.store(key_pages + to, key, mask=inside)
+    tl.store(value_pages + to, value, mask=inside)
+
+
+@triton.jit
+@no_type_check
 def _load(pages, page, slots, inside, kv_head, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
           WIDTH: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
     """Read a key head's vectors at slots of one page, or of a page each; 0 where not `inside`."""
@@ -183,12 +197,29 @@ def _join(parts, stats, contexts, depths, out, window, HEADS: tl.constexpr, DIM:
 class TritonPageKernels(PageKernels):
     """float32, bfloat16 and float16; any head_dim up to 256, best a power of two.
 
-    Tensors are dense; queries may be a slice of a wider projection.
+    Tensors are dense; queries, keys and values may be slices of a wider projection.
     """
 
     def tile_size(self, group: int, *, long: bool) -> int:
         """As many tokens as fill a tile with their heads."""
         return max(1, (_LONG_ROWS if long else _ROWS) // triton.next_power_of_2(group))
+
+    def store(
+        self,
+        keys: Float[Tensor, "tokens kv_heads head_dim"],
+        values: Float[Tensor, "tokens kv_heads head_dim"],
+        pages: Pages,
+        addresses: Int[Tensor, "tokens"],
+    ) -> None:
+        """Keys and values in one launch."""
+        size = keys.shape[1] * keys.shape[2]
+        for new, kept in zip((keys, values), pages, strict=True):
+            assert new.stride()[1:] == (new.shape[2], 1), "heads of a token lie side by side"
+            assert kept.is_contiguous(), "pages lie end to end"
+        _store[len(keys),](
+            keys, values, *pages, addresses, keys.stride(0), values.stride(0), size,
+            triton.next_power_of_2(size),
+        )  # fmt: skip
 
     def attend(
         self,
