@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable
+from longtail.speculation.gauge import DepthGauge, LookingGauge
 from longtail.speculation.grow import Frontier, Scoring, Walker, grow
 from longtail.speculation.strategy import Strategy, Worth
 from longtail.speculation.tree import (
@@ -75,11 +76,15 @@ def asked(max_depths: Sequence[int]) -> list[Draftable]:
 
 
 def grown(
-    max_depths: Sequence[int], strategy: Strategy, curve: ConfidenceCurve
+    max_depths: Sequence[int],
+    strategy: Strategy,
+    curve: ConfidenceCurve,
+    gauge: DepthGauge | None = None,
 ) -> tuple[list[DraftTree], list[int]]:
     """The drafts, and how many nodes of a request each pass but the first was over."""
     walker = PathWalker(len(max_depths))
-    trees = grow(walker, Scoring(requests=asked(max_depths), noise=None), strategy, curve)
+    scoring = Scoring(requests=asked(max_depths), noise=None, device=torch.device("cpu"))
+    trees = grow(walker, scoring, strategy, curve, gauge or LookingGauge())
     return trees, walker.passes
 
 
