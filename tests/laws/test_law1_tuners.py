@@ -1,7 +1,7 @@
 """Law 1 again: whoever decides how much is drafted, by whatever clock, no token depends on it.
 
-Drafters are scripted and say how likely their nodes are, rightly or not; the clock makes up what
-steps take, so that tuners change their minds often.
+Drafters are scripted and say how likely their nodes are, rightly or not, or foresee how deep to
+draft, as on a GPU; the clock makes up what steps take, so that tuners change their minds often.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
 from fakes import unchecked_shapes
+from longtail.drafter import draft_model
 from longtail.engine import engine as engine_module
 from longtail.engine.clock import PlayedClock, StepClock
 from longtail.engine.engine import RolloutEngine
@@ -24,6 +25,7 @@ from longtail.engine.report import StepReport
 from longtail.engine.speculate import Speculation
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Draftable, Drafter
+from longtail.speculation.gauge import ForeseeingGauge
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked, reach_probabilities
 from longtail.tuner.bandit import BanditTuner
@@ -37,6 +39,7 @@ from tiny_models import tiny_model
 ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
 TIGHT = EngineLimits(max_running=6, max_step_tokens=23, max_len=80, kv_tokens=192)
 SCRIPTS: dict[str, Script] = {"right": RIGHT, "wrong": WRONG, "ragged": ragged(5)}
+FORESEEING = "foreseeing"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,6 +93,13 @@ class SureDrafter(ScriptedDrafter):
         reach = tuple(reach_probabilities(tree.parents, sure))
         tree = keep_reached(ranked(dataclasses.replace(tree, reach=reach)), strategy.worth.verify)
         return prune(tree, strategy.num_nodes)
+
+
+def make_foreseeing() -> draft_model.ModelDrafter:
+    """The target itself as drafter, that looks at nothing while it drafts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_model, "select_gauge", lambda _: ForeseeingGauge())
+        return draft_model.ModelDrafter(tiny_model(dtype=torch.float64))
 
 
 @final
@@ -174,13 +184,19 @@ def written(completions: Sequence[Completion]) -> list[object]:
 def speculation(
     tuner: Tuner, texts: dict[str, tuple[int, ...]], names: Sequence[str], clock: StepClock
 ) -> Speculation:
-    drafters = tuple(SureDrafter(texts, SCRIPTS[name], informed=False) for name in names)
+    drafters = tuple(
+        make_foreseeing()
+        if name == FORESEEING
+        else SureDrafter(texts, SCRIPTS[name], informed=False)
+        for name in names
+    )
     return Speculation(drafters=drafters, tuner=tuner, clock=clock)
 
 
 @pytest.mark.parametrize("limits", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize(
-    "names", [("right",), ("wrong",), ("ragged", "right"), ("wrong", "ragged")]
+    "names",
+    [("right",), ("wrong",), ("ragged", "right"), ("wrong", "ragged"), (FORESEEING,)],
 )
 @pytest.mark.parametrize("name", TUNERS)
 def test_no_tuner_changes_a_text(name, names, limits):
@@ -248,8 +264,9 @@ def test_switching_computes_no_token_twice_and_frees_no_kv():
     assert 0 <= counted[1][0] - counted[0][0] <= 3 * len(texts)
 
 
+@pytest.mark.parametrize("names", [("ragged", "right"), (FORESEEING,)])
 @pytest.mark.parametrize("name", ["budget", "beg-mab"])
-def test_a_run_is_decided_again_from_the_times_that_were_logged(name):
+def test_a_run_is_decided_again_from_the_times_that_were_logged(name, names):
     """The clock played back: the same plans and the same drafts, step by step."""
     _, texts = plain_texts()
     readings: list[tuple[float, ...]] = []
@@ -257,7 +274,7 @@ def test_a_run_is_decided_again_from_the_times_that_were_logged(name):
     for turn in range(2):
         clock = MadeUpClock(7) if turn == 0 else PlayedClock(readings)
         engine = make_engine()
-        engine.speculate(speculation(TUNERS[name](4), texts, ["ragged", "right"], clock))
+        engine.speculate(speculation(TUNERS[name](4), texts, names, clock))
         steps: list[StepReport] = []
         engine.generate(make_requests(), steps.append)
         if turn == 0:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from fake_graphs import tensors
-from longtail.drafter import eagle
-from longtail.drafter.eagle import EagleConfig, EagleLayer, Recipe
+from longtail.drafter import draft_model, eagle, eagle_walker
+from longtail.drafter.eagle import EagleConfig, EagleLayer
 from longtail.drafter.eagle_drafter import EagleDrafter
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.kv_cache import KeptPath
@@ -26,8 +27,9 @@ from longtail.model.graphs import GraphBackend, GraphPool, Outputs
 from longtail.model.pages import TorchPageKernels
 from longtail.model.transformer import Taps, Transformer
 from longtail.speculation import grow
-from longtail.speculation.drafter import Draftable, Seen
-from longtail.speculation.strategy import Strategy
+from longtail.speculation.drafter import Draftable, Drafter, Seen
+from longtail.speculation.grow import Walker
+from longtail.speculation.strategy import Strategy, Worth
 from longtail.speculation.tree import DraftTree
 from longtail.types import Request, SamplingParams
 from tiny_models import tiny_config
@@ -47,7 +49,7 @@ class NoGraphs(GraphBackend):
 @pytest.fixture(autouse=True)
 def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernels = GpuKernels(TorchPageKernels())
-    for module in (transformer, eagle):
+    for module in (transformer, eagle, draft_model):
         monkeypatch.setattr(module, "select_kernels", lambda *_: kernels)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # meta has none to ask
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda *_: torch.float32)
@@ -108,26 +110,58 @@ def test_a_step_stays_on_its_device():
     assert all(each.device == DEVICE for each in everything)
 
 
-@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_a_draft_stays_on_its_device_until_it_is_read(recipe: Recipe, monkeypatch):
-    model = make_model()
-    layers = (0, 1) if recipe == "eagle3" else ()
-    config = EagleConfig(recipe=recipe, target=model.config, layers=layers)
+def make_drafter(kind: str, model: Transformer) -> Drafter:
+    if kind == "model":
+        return draft_model.ModelDrafter(model)
+    layers = (0, 1) if kind == "eagle3" else ()
+    config = EagleConfig(recipe=kind, target=model.config, layers=layers)
     with torch.device(DEVICE):
-        layer = EagleLayer(config)
-    drafter, one = EagleDrafter(layer, model), active("a", 4, 5)
-    seen = Seen(request_id="a", tokens=one.tokens, start=0, num_tokens=4, prompt_len=2)
-    drafter.observe([seen], torch.zeros(4, config.feature_size, device=DEVICE))
-    noise = KeyedSampler(TorchDraws(), VOCAB, DEVICE).noise.ahead([one], 4)
-    asked = Draftable(
-        request_id="a",
-        tokens=one.tokens,
-        prompt_len=2,
-        sampling=SamplingParams(temperature=0.5),
-        max_depth=9,
-    )
-    levels = []
-    monkeypatch.setattr(grow, "_trees", lambda found, _: levels.extend(found) or [])
-    drafter.grow([asked], Strategy(depth=4, width=2, size=9, beam=2), noise)
-    assert len(levels) == 4
-    assert all(level.tokens.device == DEVICE for level in levels)
+        return EagleDrafter(EagleLayer(config), model)
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("sent to the device in the middle of a draft")
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "model"])
+def test_a_draft_stays_on_its_device_until_it_is_read(kind, monkeypatch):
+    """From the first pass on nothing is sent there, and all is read at once, at the end.
+
+    Also where it is asked whether a level is worth a pass: the depth of the third draft is foreseen
+    from the second, in which nothing seemed to pay.
+    """
+    model = make_model()
+    drafter, one = make_drafter(kind, model), active("a", 0, 1)
+    size = (len(drafter.taps.layers) + drafter.taps.final) * model.config.hidden_size
+    walker = draft_model._ModelWalker if kind == "model" else eagle_walker.EagleWalker
+    root, reads = walker.root, []
+
+    def read(tokens: Tensor, *others: Tensor) -> list[Tensor]:
+        assert all(each.device == DEVICE for each in (tokens, *others))
+        reads.append((tokens.shape[1], len(others) - 3))
+        return [torch.full(each.shape, -1.0, dtype=torch.float64) for each in (tokens, *others)]
+
+    def launch(own: Walker) -> Tensor:
+        logits = root(own)
+        during.setattr(torch, "tensor", refuse)
+        return logits
+
+    for worth in (Worth(), Worth(extend=0.1, level=0.5), Worth(extend=0.1, level=0.5)):
+        told = len(one.tokens) - 1
+        one.tokens += [1, 1, 1]
+        seen = Seen(request_id="a", tokens=one.tokens, start=told, num_tokens=3, prompt_len=2)
+        drafter.observe([seen], torch.zeros(3, size, device=DEVICE))
+        noise = KeyedSampler(TorchDraws(), VOCAB, DEVICE).noise.ahead([one], 4)
+        asked = Draftable(
+            request_id="a",
+            tokens=one.tokens,
+            prompt_len=2,
+            sampling=SamplingParams(temperature=0.5),
+            max_depth=9,
+        )
+        strategy = Strategy(depth=4, width=2, size=9, beam=2, worth=worth)
+        with monkeypatch.context() as during:
+            during.setattr(grow, "_read", read)
+            during.setattr(walker, "root", launch)
+            drafter.propose([asked], strategy, noise)
+    assert reads == [(14, 0), (14, 3), (2, 1)], "candidates, and surpluses of levels"

@@ -55,6 +55,14 @@ def test_a_replay_is_what_the_function_would_compute(counts, seed):
     assert sorted(seen) == sorted(2 * list(sizes)), "run for its effects, and to be recorded"
 
 
+def test_a_pass_runs_as_it_is_without_a_pool_or_where_it_is_large():
+    backend, seen = FakeGraphs(), []
+    for pool, counts in ((None, (1, 8)), (GraphPool(backend), (9, 500))):
+        run = GraphedPass(pool, lambda x: (x + 1,), [torch.tensor(0.0)], max_tokens=8)
+        seen += [len(run(torch.zeros(count))[0]) for count in counts]
+    assert (seen, backend.num_captures) == ([1, 8, 9, 500], 0)
+
+
 def test_passes_of_one_pool_are_counted_together():
     backend = FakeGraphs()
     pool = GraphPool(backend)

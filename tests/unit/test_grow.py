@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable
+from longtail.speculation.gauge import DepthGauge, ForeseeingGauge, LookingGauge
 from longtail.speculation.grow import Frontier, Scoring, Walker, grow
 from longtail.speculation.strategy import Strategy, Worth
 from longtail.speculation.tree import (
@@ -75,11 +76,15 @@ def asked(max_depths: Sequence[int]) -> list[Draftable]:
 
 
 def grown(
-    max_depths: Sequence[int], strategy: Strategy, curve: ConfidenceCurve
+    max_depths: Sequence[int],
+    strategy: Strategy,
+    curve: ConfidenceCurve,
+    gauge: DepthGauge | None = None,
 ) -> tuple[list[DraftTree], list[int]]:
     """The drafts, and how many nodes of a request each pass but the first was over."""
     walker = PathWalker(len(max_depths))
-    trees = grow(walker, Scoring(requests=asked(max_depths), noise=None), strategy, curve)
+    scoring = Scoring(requests=asked(max_depths), noise=None, device=torch.device("cpu"))
+    trees = grow(walker, scoring, strategy, curve, gauge or LookingGauge())
     return trees, walker.passes
 
 
@@ -217,3 +222,17 @@ def test_no_pass_is_made_where_none_is_worth_it():
     assert grown([9, 1], strategy, curve)[1] == []  # the second could not use it
     extend = Worth(extend=max(promises) * 1.001)
     assert grown([9, 9], Strategy(depth=2, worth=extend), curve)[1] == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), STRATEGIES, OUTCOMES)
+def test_what_is_foreseen_drafts_what_a_look_would_once_rounds_are_alike(
+    max_depths, strategy, outcomes
+):
+    """And the first round, of which nothing is foreseen, drafts no less."""
+    curve, gauge = taught(outcomes), ForeseeingGauge()
+    looked, passes = grown(max_depths, strategy, curve)
+    first = grown(max_depths, strategy, curve, gauge)[1]
+    assert first[: len(passes)] == passes
+    for _ in range(3):
+        assert grown(max_depths, strategy, curve, gauge) == (looked, passes)

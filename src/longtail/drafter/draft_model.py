@@ -13,16 +13,18 @@ from typing import final
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.nodes import NodePlaces
 from longtail.model.attention import Attention
+from longtail.model.graphs import GraphedPass
 from longtail.model.kernel_choice import select_kernels
 from longtail.model.kernels import Kernels, Places, text_places
 from longtail.model.transformer import NO_TAPS, ModelConfig, Taps, Transformer
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
+from longtail.speculation.gauge import select_gauge
 from longtail.speculation.grow import Frontier, Scoring, Walker, deepest, grow
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree
@@ -39,7 +41,9 @@ class ModelDrafter(Drafter):
         self._model = model.eval()
         self._model.pack()
         self._texts = _Texts(model.config, model.dtype, model.device)
+        self._passes = _Passes(model, self._texts)
         self._curve = ConfidenceCurve()
+        self._gauge = select_gauge(model.device)
         self._forward_s = 0.0
 
     @property
@@ -82,8 +86,9 @@ class ModelDrafter(Drafter):
         limit = self._model.config.max_positions
         if max(len(each.tokens) for each in requests) + deepest(requests, strategy) > limit:
             return [EMPTY] * len(requests)
-        walker = _ModelWalker(self._model, self._texts, requests)
-        trees = grow(walker, Scoring(requests=requests, noise=noise), strategy, self._curve)
+        scoring = Scoring(requests=requests, noise=noise, device=self._model.device)
+        walker = _ModelWalker(self._passes, self._texts, requests, self._model.device)
+        trees = grow(walker, scoring, strategy, self._curve, self._gauge)
         self._forward_s += walker.seconds
         return trees
 
@@ -103,13 +108,17 @@ class _Texts:
     def _allocate(self, rows: int) -> Tensor:
         """Make rows for the longest text; on a CPU memory is committed where it is written."""
         c = self._config
-        slots = c.max_positions + MAX_NODES
-        shape = (c.num_layers, 2, rows, slots, c.num_kv_heads, c.head_dim)
+        shape = (c.num_layers, 2, rows, self.spare_slot + 1, c.num_kv_heads, c.head_dim)
         if self._device.type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
         size = torch.empty((), dtype=self._dtype).element_size()
         flat = np.zeros(int(np.prod(shape)) * size, dtype=np.uint8)
         return torch.from_numpy(flat).view(self._dtype).view(shape)
+
+    @property
+    def spare_slot(self) -> int:
+        """The slot behind those of any draft: what padding writes."""
+        return self._config.max_positions + MAX_NODES
 
     def row(self, request_id: str) -> int:
         """Return the request's row, a new one if it has none."""
@@ -158,17 +167,54 @@ class _PlacedAttention(Attention):
 
 
 @final
+class _Passes:
+    """The model over tokens whose keys and values are kept, and its head; captured on a GPU."""
+
+    def __init__(self, model: Transformer, texts: _Texts) -> None:
+        config, device = model.config, model.device
+        self._model, self._texts = model, texts
+        self._kernels = select_kernels(model.dtype, device, config.head_dim)
+        nobody = torch.tensor([0, 0, 0, texts.spare_slot, 0, 0, 0], device=device)
+        hidden = torch.zeros(config.hidden_size, dtype=model.dtype, device=device)
+        self._read = GraphedPass(model.graphs, self._compute, [nobody])
+        self._score = GraphedPass(model.graphs, lambda hidden: (model.logits(hidden),), [hidden])
+
+    def read(
+        self, tokens: Int[Tensor, "tokens"], positions: Int[Tensor, "tokens"], places: Places
+    ) -> Float[Tensor, "tokens hidden"]:
+        """Keep keys and values of tokens, and return their final hidden states."""
+        numbers = torch.stack((tokens, positions, *places), 1)
+        # The storage is another one when there are more rows.
+        (hidden,) = self._read(numbers, about=self._texts.storage.shape[2])
+        return hidden
+
+    def score(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
+        """Score what may follow."""
+        (logits,) = self._score(hidden)
+        return logits
+
+    def _compute(self, numbers: Int[Tensor, "tokens 7"]) -> tuple[Tensor]:
+        tokens, positions, *places = numbers.T.contiguous()
+        attention = _PlacedAttention(self._texts.storage, self._kernels, Places(*places))
+        return (self._model(tokens, positions, attention),)
+
+
+@final
 class _ModelWalker(Walker):
     """One drafting round."""
 
-    def __init__(self, model: Transformer, texts: _Texts, requests: Sequence[Draftable]) -> None:
-        self._model, self._texts, self._requests = model, texts, requests
-        config = model.config
-        self._kernels = select_kernels(model.dtype, model.device, config.head_dim)
-        rows = [texts.row(each.request_id) for each in requests]
+    def __init__(
+        self,
+        passes: _Passes,
+        texts: _Texts,
+        requests: Sequence[Draftable],
+        device: torch.device,
+    ) -> None:
+        self._passes, self._texts, self._requests = passes, texts, requests
+        self._rows = [texts.row(each.request_id) for each in requests]
         ends = [len(each.tokens) for each in requests]
-        self._rows, self._ends = torch.tensor([rows, ends], device=model.device)
-        self._nodes = NodePlaces(self._rows, self._ends)
+        self._nodes = NodePlaces(*torch.tensor([self._rows, ends], device=device))
+        self._device = device
         self.seconds = 0.0
         """In forward passes."""
 
@@ -178,35 +224,26 @@ class _ModelWalker(Walker):
         slots: list[int] = []
         tokens: list[int] = []
         lasts: list[int] = []
-        for request, row in zip(self._requests, self._rows.tolist(), strict=True):
+        for request, row in zip(self._requests, self._rows, strict=True):
             start, end = self._texts.done[request.request_id], len(request.tokens)
             rows += [row] * (end - start)
             slots += range(start, end)
             tokens += request.tokens[start:end]
             lasts.append(len(rows) - 1)
             self._texts.done[request.request_id] = end
-        flat = torch.tensor([rows, slots, tokens], device=self._rows.device)
-        places = text_places(flat[0], flat[1])
-        hidden = self._forward(flat[2], flat[1], places)
-        return self._score(hidden[torch.tensor(lasts, device=hidden.device)])
+        flat = torch.tensor([rows, slots, tokens], device=self._device)
+        ends = torch.tensor(lasts, device=self._device)
+        started = time.perf_counter()
+        hidden = self._passes.read(flat[2], flat[1], text_places(flat[0], flat[1]))
+        logits = self._passes.score(hidden[ends])
+        self.seconds += time.perf_counter() - started
+        return logits
 
     def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
         """Read the nodes of the next level."""
         places = self._nodes.place(frontier)
         positions = places.contexts + (frontier.depth - 1)
-        return self._score(self._forward(frontier.tokens, positions, places))
-
-    def _forward(
-        self, tokens: Tensor, positions: Tensor, places: Places
-    ) -> Float[Tensor, "tokens hidden"]:
         started = time.perf_counter()
-        attention = _PlacedAttention(self._texts.storage, self._kernels, places)
-        hidden = self._model(tokens, positions, attention)
-        self.seconds += time.perf_counter() - started
-        return hidden
-
-    def _score(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
-        started = time.perf_counter()
-        logits = self._model.logits(hidden)
+        logits = self._passes.score(self._passes.read(frontier.tokens, positions, places))
         self.seconds += time.perf_counter() - started
         return logits

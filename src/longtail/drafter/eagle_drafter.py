@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle import EagleLayer
-from longtail.drafter.eagle_walker import EagleParts, EagleWalker, NodePass
+from longtail.drafter.eagle_walker import EagleParts, EaglePasses, EagleWalker
 from longtail.drafter.weights import lay_into
 from longtail.drafter.windows import Windows
 from longtail.model import native
@@ -27,6 +27,7 @@ from longtail.model.linear import Linear
 from longtail.model.transformer import Taps, Transformer
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
+from longtail.speculation.gauge import select_gauge
 from longtail.speculation.grow import Scoring, deepest, grow
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, DraftTree
@@ -64,11 +65,12 @@ class EagleDrafter(Drafter):
             device=target.device,
         )
         self._curve = ConfidenceCurve()
+        self._gauge = select_gauge(target.device)
         self._forward_s = 0.0
         self._layer = self._prepared(layer)
         self._head = target.head
-        self._pass: NodePass | None = None
-        """Refers to the layer and the head; stays when the target's weights change in place."""
+        self._passes: EaglePasses | None = None
+        """Refer to the layer and the head; stay when the target's weights change in place."""
         self.refresh()
 
     @property
@@ -93,7 +95,7 @@ class EagleDrafter(Drafter):
             head.weight.data = rows.to(self._target.device, self._target.dtype)
             head.pack()
             self._head = head
-            self._pass = None
+            self._passes = None
         self._forget_kernel()
 
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
@@ -108,7 +110,7 @@ class EagleDrafter(Drafter):
         lay_into(layer, weights)
         self._layer = self._prepared(layer)
         self.windows.restart()
-        self._pass = None
+        self._passes = None
         self._forget_kernel()
 
     def _prepared(self, layer: EagleLayer) -> EagleLayer:
@@ -207,7 +209,7 @@ class EagleDrafter(Drafter):
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
         """Draft level by level, for requests that are ready: any shape, any device."""
-        if self._pass is None:
+        if self._passes is None:
             parts = EagleParts(
                 layer=self._layer,
                 embedding=self._target.embedding,
@@ -215,10 +217,15 @@ class EagleDrafter(Drafter):
                 window=self._window,
                 graphs=self._target.graphs,
             )
-            self._pass = NodePass(parts, self.windows)
-        walker = EagleWalker(self._pass, self.windows, requests, deepest(requests, strategy))
-        scoring = Scoring(requests=requests, noise=noise, draft_ids=self._draft_ids)
-        trees = grow(walker, scoring, strategy, self._curve)
+            self._passes = EaglePasses(parts, self.windows)
+        scoring = Scoring(
+            requests=requests,
+            noise=noise,
+            device=self._target.device,
+            draft_ids=self._draft_ids,
+        )
+        walker = EagleWalker(self._passes, self.windows, requests, deepest(requests, strategy))
+        trees = grow(walker, scoring, strategy, self._curve, self._gauge)
         self._forward_s += walker.seconds
         return trees
 

@@ -13,14 +13,11 @@ from longtail.drafter.eagle import EagleLayer
 from longtail.drafter.nodes import NodePlaces
 from longtail.drafter.windows import Windows
 from longtail.model.graphs import GraphedPass, GraphPool
-from longtail.model.kernels import Places, QueryKeyValue
+from longtail.model.kernels import Places
 from longtail.model.linear import Linear
 from longtail.model.rope import Rotation
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.grow import Frontier, Walker
-
-MAX_NODES_AT_ONCE = 512
-"""More nodes keep the device busy without a graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +29,15 @@ class EagleParts:
     head: Linear
     window: int
     graphs: GraphPool | None
-    """Where passes over nodes are captured; None: they run as they are."""
+    """Where passes are captured; None: they run as they are."""
+
+
+class Entered(NamedTuple):
+    """Pairs or nodes whose keys and values are kept, as they go into attention."""
+
+    stream: Float[Tensor, "pairs hidden"]
+    """The residual stream."""
+    queries: Float[Tensor, "pairs heads head_dim"]
 
 
 class Scored(NamedTuple):
@@ -43,23 +48,37 @@ class Scored(NamedTuple):
 
 
 @final
-class NodePass:
-    """The layer and the head over the nodes of one level, for as long as the parts stay."""
+class EaglePasses:
+    """The layer and the head over pairs, roots and nodes, for as long as the parts stay.
+
+    A round enters all pairs that lack keys and values, and leaves with the last one of each
+    request, its root; each level of nodes does both at once. Padding's keys go to the spare slot.
+    """
 
     def __init__(self, parts: EagleParts, windows: Windows) -> None:
         self.parts, self._windows = parts, windows
-        self._graphed: GraphedPass | None = None
-        if parts.graphs is not None:
-            shape, like = parts.layer.config.target, windows.features
-            nobody = torch.tensor([0, 0, windows.spare_slot, 0, 0, 0], device=like.device)
-            hidden = like.new_zeros(shape.hidden_size)
-            angles = parts.layer.rotation(nobody[:1])
-            self._graphed = GraphedPass(
-                parts.graphs,
-                self._captured,
-                [nobody, hidden, angles.cos[0], angles.sin[0]],
-                max_tokens=MAX_NODES_AT_ONCE,
-            )
+        config, like, spare = parts.layer.config, windows.features, windows.spare_slot
+        pair, place, node = (
+            torch.tensor(numbers, device=like.device)
+            for numbers in ([0, spare, 0, 0], [0, spare, 0, 0, 0], [0, 0, spare, 0, 0, 0])
+        )
+        stream = like.new_zeros(config.target.hidden_size)
+        queries = like.new_zeros(config.shape.num_heads, config.shape.head_dim)
+        angles = parts.layer.rotation(pair[:1])
+        graphs = parts.graphs
+        self._pairs = GraphedPass(graphs, self._enter_pairs, [pair])
+        self._roots = GraphedPass(graphs, self._leave, [place, stream, queries])
+        self._nodes = GraphedPass(
+            graphs, self._compute_nodes, [node, stream, angles.cos[0], angles.sin[0]]
+        )
+
+    def enter(self, pairs: Int[Tensor, "4 pairs"]) -> Entered:
+        """Compute pairs up to attention, and keep their keys and values; as `Pending.pairs`."""
+        return Entered(*self._pairs(pairs.T, about=self._storage))
+
+    def leave(self, entered: Entered, places: Places) -> Scored:
+        """Attend, finish the layer, score."""
+        return Scored(*self._roots(torch.stack(places, 1), *entered, about=self._storage))
 
     def run(
         self,
@@ -68,43 +87,41 @@ class NodePass:
         features: Float[Tensor, "nodes hidden"],
         rotation: Rotation,
     ) -> Scored:
-        """Pair each node's token with the feature predicted at its parent; store, attend, score."""
-        graphed = self._graphed
-        if graphed is None or len(tokens) > graphed.max_tokens:
-            return self._compute(tokens, places, features, rotation)
+        """Pair each node's token with the feature predicted at its parent; keep, attend, score."""
         numbers = torch.stack((tokens, *places), 1)
-        # Keys and values move when there are more rows.
-        where = self._windows.keys.data_ptr()
-        return Scored(*graphed(numbers, features, rotation.cos, rotation.sin, about=where))
+        angles = rotation.cos, rotation.sin
+        return Scored(*self._nodes(numbers, features, *angles, about=self._storage))
 
-    def _captured(self, numbers: Tensor, features: Tensor, cos: Tensor, sin: Tensor) -> Scored:
-        tokens, *places = numbers.T.contiguous()
-        return self._compute(tokens, Places(*places), features, Rotation(cos=cos, sin=sin))
+    @property
+    def _storage(self) -> int:
+        """Names the tensors of the windows: there are others when there are more rows."""
+        return len(self._windows.keys)
 
-    def _compute(
-        self, tokens: Tensor, places: Places, features: Tensor, rotation: Rotation
-    ) -> Scored:
+    def _enter_pairs(self, numbers: Int[Tensor, "pairs 4"]) -> Entered:
+        rows, slots, tokens, positions = numbers.T.contiguous()
         layer = self.parts.layer
+        features = layer.fuse_features(self._windows.gather(rows, slots))
+        return self._enter(features, tokens, layer.rotation(positions), rows, slots)
+
+    def _compute_nodes(
+        self, numbers: Int[Tensor, "nodes 6"], features: Tensor, cos: Tensor, sin: Tensor
+    ) -> Scored:
+        tokens, rows, slots = numbers.T[:3].contiguous()
+        entered = self._enter(features, tokens, Rotation(cos=cos, sin=sin), rows, slots)
+        return self._leave(numbers[:, 1:], *entered)
+
+    def _enter(
+        self, features: Tensor, tokens: Tensor, rotation: Rotation, rows: Tensor, slots: Tensor
+    ) -> Entered:
+        layer, kept = self.parts.layer, self._windows
         entered = layer.enter(features, self.parts.embedding(tokens))
         heads = layer.heads(entered.attended, rotation)
-        self.store(heads, places.rows, places.slots)
-        return self.leave(entered.stream, heads.queries, places)
+        layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
+        return Entered(entered.stream, heads.queries)
 
-    def store(
-        self, heads: QueryKeyValue, rows: Int[Tensor, "pairs"], slots: Int[Tensor, "pairs"]
-    ) -> None:
-        """Keep keys and values."""
-        kept, kernels = self._windows, self.parts.layer.kernels
-        kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
-
-    def leave(
-        self,
-        stream: Float[Tensor, "nodes hidden"],
-        queries: Float[Tensor, "nodes heads head_dim"],
-        places: Places,
-    ) -> Scored:
-        """Attend, finish the layer, score."""
+    def _leave(self, numbers: Int[Tensor, "nodes 5"], stream: Tensor, queries: Tensor) -> Scored:
         layer, kept = self.parts.layer, self._windows
+        places = Places(*numbers.T.contiguous())
         attended = layer.kernels.attend_rows(
             queries, kept.keys, kept.values, places, self.parts.window
         )
@@ -121,16 +138,16 @@ class EagleWalker(Walker):
     """
 
     def __init__(
-        self, node_pass: NodePass, windows: Windows, requests: Sequence[Draftable], depth: int
+        self, passes: EaglePasses, windows: Windows, requests: Sequence[Draftable], depth: int
     ) -> None:
-        self._pass, self._windows, self._requests = node_pass, windows, requests
+        self._passes, self._windows, self._requests = passes, windows, requests
         states = [windows.of(each.request_id) for each in requests]
         rows, ends = [state.row for state in states], [state.end for state in states]
         roots = [[state.next_token - 1 + d for state in states] for d in range(depth)]
         device = windows.features.device
         self._nodes = NodePlaces(*torch.tensor([rows, ends], device=device))
         positions = torch.tensor(roots, device=device).flatten()
-        rotation = node_pass.parts.layer.rotation(positions)
+        rotation = passes.parts.layer.rotation(positions)
         shape = (depth, len(requests), 1, -1)
         self._cos, self._sin = rotation.cos.view(shape), rotation.sin.view(shape)
         self._feature = windows.features[:0, 0]
@@ -140,15 +157,10 @@ class EagleWalker(Walker):
     def root(self) -> Float[Tensor, "requests vocab"]:
         """Compute keys and values of all pairs that lack them, and score behind the last ones."""
         started = time.perf_counter()
-        parts, windows = self._pass.parts, self._windows
-        layer, pending = parts.layer, windows.catch_up(self._requests)
-        rows, slots, tokens, positions = pending.pairs
-        features = layer.fuse_features(windows.features[rows, slots])
-        entered = layer.enter(features, parts.embedding(tokens))
-        heads = layer.heads(entered.attended, layer.rotation(positions))
-        self._pass.store(heads, rows, slots)
-        stream, queries = entered.stream[pending.lasts], heads.queries[pending.lasts]
-        logits, self._feature = self._pass.leave(stream, queries, self._nodes.roots())
+        pending = self._windows.catch_up(self._requests)
+        entered = self._passes.enter(pending.pairs)
+        roots = Entered(*(each[pending.lasts] for each in entered))
+        logits, self._feature = self._passes.leave(roots, self._nodes.roots())
         self.seconds += time.perf_counter() - started
         return logits
 
@@ -165,6 +177,6 @@ class EagleWalker(Walker):
             cos, sin = cos.repeat_interleave(many, 0), sin.repeat_interleave(many, 0)
         places = self._nodes.place(frontier)
         rotation = Rotation(cos=cos, sin=sin)
-        logits, self._feature = self._pass.run(frontier.tokens, places, features, rotation)
+        logits, self._feature = self._passes.run(frontier.tokens, places, features, rotation)
         self.seconds += time.perf_counter() - started
         return logits

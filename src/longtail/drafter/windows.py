@@ -90,6 +90,12 @@ class Windows:
         """The slot of keys and values behind those of any draft: what padding writes."""
         return self._room + MAX_NODES
 
+    def gather(
+        self, rows: Int[Tensor, "pairs"], slots: Int[Tensor, "pairs"]
+    ) -> Float[Tensor, "pairs features"]:
+        """Features at these places; for the spare slot, which has none, those of another."""
+        return self.features[rows, slots.clamp(max=self._room - 1)]
+
     def get(self, request_id: str) -> Window | None:
         """Return the request's window, None if nothing was seen of it."""
         return self._of.get(request_id)

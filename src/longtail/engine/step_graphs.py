@@ -11,11 +11,8 @@ from torch import Tensor
 
 from longtail.engine.batch import FlatBatch
 from longtail.engine.paged_cache import PagedKVCache
-from longtail.model.graphs import GraphedPass, GraphPool
+from longtail.model.graphs import MAX_TOKENS, GraphedPass, GraphPool
 from longtail.model.transformer import Taps, Transformer
-
-MAX_TOKENS = 512
-"""Larger steps keep the device busy without graphs."""
 
 
 @final
@@ -52,4 +49,4 @@ class StepGraphs:
             return (logits,) if tapped.features is None else (logits, tapped.features)
 
         nobody = torch.tensor([0, 0, *self._kv.padding()], device=self._model.device)
-        return GraphedPass(self._pool, compute, [nobody], max_tokens=MAX_TOKENS)
+        return GraphedPass(self._pool, compute, [nobody])

@@ -8,12 +8,13 @@ are rounded up, so that a few dozen graphs serve all.
     sizes     1 2 4 4 8    8 16   16 24   24          verifying 4 drafts of 4, is the graph of 24
 
 All graphs of a device share one memory pool: decoding, verification and drafts, whatever the
-strategy. They are captured when first needed. Only one runs at a time, and what it returns is good
-until the next one runs.
+strategy and whichever model drafts. They are captured when first needed. Only one runs at a time,
+and what it returns is good until the next one runs.
 """
 
 import abc
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import final
 
 import torch
@@ -21,6 +22,9 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 Outputs = tuple[Tensor, ...]
+
+MAX_TOKENS = 512
+"""Larger passes keep the device busy without a graph."""
 
 
 def graph_size(count: int) -> int:
@@ -54,6 +58,7 @@ class CudaGraphs(GraphBackend):
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def capture(self, body: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         """Run once on the side, so that kernels are compiled and workspaces there; then record."""
@@ -65,6 +70,8 @@ class CudaGraphs(GraphBackend):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = body()
+        # PyTorch refuses to capture into a pool whose graphs are all gone.
+        self._first = self._first or graph
         return graph.replay, outputs
 
     def reserved_bytes(self) -> int:
@@ -92,24 +99,32 @@ class GraphPool:
         return captured
 
 
+@cache
+def pool_of(device: torch.device) -> GraphPool:
+    """Return the one pool of a GPU, whichever models share it."""
+    return GraphPool(CudaGraphs(device))
+
+
 @final
 class GraphedPass:
     """One function of tensors with a row a token, captured once for each rounded count.
 
     `padding` has the row that fills each input up; rows of outputs behind the count are cut off.
+    Without a pool, or with more than `max_tokens` rows, the function runs as it is.
     """
 
     def __init__(
         self,
-        pool: GraphPool,
+        pool: GraphPool | None,
         function: Callable[..., Outputs],
         padding: Sequence[Shaped[Tensor, "..."]],
         *,
-        max_tokens: int,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         self._pool, self._function, self._padding = pool, function, padding
-        self.max_tokens = max_tokens
-        self._buffers = [row.expand(graph_size(max_tokens), *row.shape).clone() for row in padding]
+        self._max_tokens = max_tokens
+        size = 0 if pool is None else graph_size(max_tokens)
+        self._buffers = [row.expand(size, *row.shape).clone() for row in padding]
         self._captured: dict[int, tuple[Callable[[], None], Outputs]] = {}
         self._about: Hashable = None
 
@@ -118,10 +133,12 @@ class GraphedPass:
 
         `about` names all else that the function refers to: when it changes, graphs are made anew.
         """
+        count = len(inputs[0])
+        if self._pool is None or count > self._max_tokens:
+            return self._function(*inputs)
         if about != self._about:
             self._captured.clear()
             self._about = about
-        count = len(inputs[0])
         size = graph_size(count)
         for buffer, rows, padding in zip(self._buffers, inputs, self._padding, strict=True):
             buffer[:count] = rows

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import Attention
-from longtail.model.graphs import CudaGraphs, GraphPool
+from longtail.model.graphs import GraphPool, pool_of
 from longtail.model.kernel_choice import select_kernels
 from longtail.model.kernels import Kernels, TorchKernels
 from longtail.model.linear import Linear
@@ -245,7 +245,7 @@ class Transformer(nn.Module):
         """Prepare for inference only: packed weights, fused kernels. Again after weights change."""
         self._kernels = select_kernels(self.dtype, self.device, self.config.head_dim)
         if self.device.type == "cuda" and self.graphs is None:
-            self.graphs = GraphPool(CudaGraphs(self.device))
+            self.graphs = pool_of(self.device)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack(batch_invariant=self.batch_invariant)

@@ -8,19 +8,24 @@ children are the tokens that a target which agreed with the drafter would draw t
 log q need not be normalised: neither the order nor a margin depends on it. Each level, the nodes
 likeliest to be reached are drafted on (`Strategy.beam`), those that promise enough (`Worth`); all
 nodes seen compete for the draft's size.
+
+What the host knows goes to the device before the first pass, and what was drafted comes back in one
+transfer at the end: between the two the device is only told what to do, unless the gauge looks.
 """
 
 import abc
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Noise
+from longtail.speculation.gauge import DepthGauge
 from longtail.speculation.strategy import Strategy, Worth
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked
 
@@ -54,8 +59,7 @@ class Frontier:
     """Which of its request's nodes of the frontier above is the parent."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Level:
+class _Level(NamedTuple):
     """Every candidate of one depth."""
 
     tokens: Int[Tensor, "requests candidates"]
@@ -88,39 +92,48 @@ class _Sureness:
         return self.table[torch.bucketize(margins.double(), self.edges, right=True)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@final
 class Scoring:
-    """How a drafter's logits become scores of tokens.
+    """How a drafter's logits, on `device`, become scores of tokens.
 
     `draft_ids` maps a reduced draft vocabulary to the target's tokens; None where it is the same.
     """
 
-    requests: Sequence[Draftable]
-    noise: Noise | None
-    draft_ids: Int[Tensor, "draft_vocab"] | None = None
+    def __init__(
+        self,
+        *,
+        requests: Sequence[Draftable],
+        noise: Noise | None,
+        device: torch.device,
+        draft_ids: Int[Tensor, "draft_vocab"] | None = None,
+    ) -> None:
+        self.requests, self.device, self._draft_ids = requests, device, draft_ids
+        temperatures = [each.sampling.temperature for each in requests]
+        self._noise = noise if any(temperatures) else None
+        self._uneven: Float[Tensor, "2 requests 1"] | None = None
+        """What logits are divided by, and noise multiplied; a greedy request hears none."""
+        if any(temperature != 1.0 for temperature in temperatures):
+            uneven = [[t or 1.0 for t in temperatures], [float(t > 0) for t in temperatures]]
+            self._uneven = torch.tensor(uneven, dtype=torch.float64, device=device)[:, :, None]
 
     def scores(
         self, logits: Float[Tensor, "nodes vocab"], depth: int, per_request: int
     ) -> Float[Tensor, "nodes vocab"]:
         """Divide by the temperature and add the noise of the place, where there is any."""
-        temperatures = [each.sampling.temperature for each in self.requests]
-        alike = all(temperature == 1.0 for temperature in temperatures)
-        if not alike:
-            scale = torch.tensor([t or 1.0 for t in temperatures], dtype=logits.dtype)
-            scale = scale.to(logits.device).repeat_interleave(per_request)
-            logits = logits / scale[:, None]
-        if self.noise is None or not any(temperatures):
+        if self._uneven is not None:
+            logits = logits / self._uneven[0].to(logits.dtype).repeat_interleave(per_request, 0)
+        if self._noise is None:
             return logits
-        noise = self.noise.at_depth(depth)
-        if self.draft_ids is not None:
-            noise = noise[:, self.draft_ids]
-        if not alike:  # a greedy request hears none
-            noise = noise * torch.tensor([float(t > 0) for t in temperatures]).to(noise)[:, None]
+        noise = self._noise.at_depth(depth)
+        if self._draft_ids is not None:
+            noise = noise[:, self._draft_ids]
+        if self._uneven is not None:
+            noise = noise * self._uneven[1].to(noise.dtype)
         return logits + (noise if per_request == 1 else noise.repeat_interleave(per_request, 0))
 
     def tokens(self, chosen: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Name chosen entries of the draft vocabulary by the target's tokens."""
-        return chosen if self.draft_ids is None else self.draft_ids[chosen]
+        return chosen if self._draft_ids is None else self._draft_ids[chosen]
 
 
 def deepest(requests: Sequence[Draftable], strategy: Strategy) -> int:
@@ -129,20 +142,25 @@ def deepest(requests: Sequence[Draftable], strategy: Strategy) -> int:
 
 
 def grow(
-    walker: Walker, scoring: Scoring, strategy: Strategy, curve: ConfidenceCurve
+    walker: Walker,
+    scoring: Scoring,
+    strategy: Strategy,
+    curve: ConfidenceCurve,
+    gauge: DepthGauge,
 ) -> list[DraftTree]:
-    """Draft for every request; one pass of the walker a level.
+    """Draft for every request; one pass of the walker a level, as deep as the gauge says.
 
     Requests that stop early stay in the passes, but nothing more is proposed for them.
     """
     requests, worth = scoring.requests, strategy.worth
-    last = deepest(requests, strategy)
+    last, device = deepest(requests, strategy), scoring.device
+    sure = _Sureness.of(curve, device)
+    limits = torch.tensor([[each.max_depth] for each in requests], device=device)
     logits = walker.root()
-    sure = _Sureness.of(curve, logits.device)
-    limits = torch.tensor([[each.max_depth] for each in requests], device=logits.device)
     numbers = torch.zeros_like(limits)
-    reach = torch.ones(limits.shape, dtype=torch.float64, device=logits.device)
+    reach = torch.ones(limits.shape, dtype=torch.float64, device=device)
     levels: list[_Level] = []
+    surpluses: list[Tensor] = []
     total = 0
     for depth in range(1, last + 1):
         level = _children(scoring, logits, depth, (numbers, reach), strategy.width, sure)
@@ -152,8 +170,10 @@ def grow(
         reach, best = level.reach.sort(dim=1, descending=True, stable=True)
         reach, best = reach[:, : strategy.num_followed], best[:, : strategy.num_followed]
         follows = (reach >= max(worth.extend, worth.verify, _THERE)) & (limits > depth)
-        if (worth.level or worth.extend) and not _is_worth_a_level(reach, follows, worth):
-            break
+        if worth.level or worth.extend:
+            surpluses.append(_surplus(reach, follows, worth))
+            if not gauge.goes_on(surpluses):
+                break
         reach = reach * follows
         numbers = total + 1 + best
         total += level.tokens.shape[1]
@@ -165,20 +185,24 @@ def grow(
                 parents=(best // strategy.width).reshape(-1),
             )
         )
-    return _trees(levels, strategy)
+    candidates = [torch.cat(parts, 1) for parts in zip(*levels, strict=True)]
+    tokens, margins, parents, reach, *known = _read(*candidates, *surpluses)
+    if known:
+        gauge.learn([each.item() for each in known])
+    found = _Level(tokens.long(), margins, parents.long(), reach)
+    return _trees(found, strategy)
 
 
-def _is_worth_a_level(
+def _surplus(
     reach: Float[Tensor, "requests followed"],
     follows: Bool[Tensor, "requests followed"],
     worth: Worth,
-) -> bool:
-    """Tell whether the nodes to be drafted on promise enough, together, for a pass.
+) -> Float[Tensor, ""]:
+    """By how much the nodes to be drafted on promise more, together, than a pass costs.
 
-    One read of the device a level, where a strategy asks; others are launched without a look.
+    Below zero if there are none, even where a pass costs nothing.
     """
-    promised = ((reach - worth.extend) * follows).sum()
-    return bool(follows.any() & (promised >= worth.level))
+    return ((reach - worth.extend) * follows).sum() - max(worth.level, _THERE)
 
 
 def _children(
@@ -205,16 +229,19 @@ def _children(
     )
 
 
-def _trees(levels: Sequence[_Level], strategy: Strategy) -> list[DraftTree]:
+def _read(*tensors: Shaped[Tensor, "..."]) -> list[Float[Tensor, "..."]]:
+    """Bring all to the host in one transfer; float64 holds tokens, and float32, as they are."""
+    flat = torch.cat([each.double().flatten() for each in tensors]).cpu()
+    parts = torch.split(flat, [each.numel() for each in tensors])
+    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+
+
+def _trees(found: _Level, strategy: Strategy) -> list[DraftTree]:
     """Cut each request's candidates to its draft."""
-    tokens = torch.cat([level.tokens for level in levels], 1).tolist()
-    margins = torch.cat([level.margins for level in levels], 1).tolist()
-    parents = torch.cat([level.parents for level in levels], 1).tolist()
-    reach = torch.cat([level.reach for level in levels], 1).tolist()
     trees = []
-    for some, by, above, likely in zip(tokens, margins, parents, reach, strict=True):
+    for some, margins, above, likely in zip(*(each.tolist() for each in found), strict=True):
         tree = DraftTree(
-            tokens=tuple(some), parents=tuple(above), margins=tuple(by), reach=tuple(likely)
+            tokens=tuple(some), parents=tuple(above), margins=tuple(margins), reach=tuple(likely)
         )
         tree = keep_reached(ranked(tree), max(strategy.worth.verify, _THERE))
         trees.append(prune(tree, strategy.num_nodes))
