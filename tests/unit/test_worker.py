@@ -9,7 +9,6 @@ from longtail.config import load
 from longtail.drafter.buffer import Written
 from longtail.drafter.spot import SpotReport
 from longtail.drafter.weights import DrafterWeights
-from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv_cache import ContiguousKVCache
 from longtail.engine.limits import EngineLimits
 from longtail.rl.learner import Learner
