@@ -45,7 +45,8 @@ _DRAFTER, _BUFFER = "drafter/", "buffer/"
 class FleetSettings:
     """How workers work together.
 
-    Example: FleetSettings(seed=0, training="spot", buffer_bytes=64 * 2**20, hang_s=120.0)
+    Example: FleetSettings(seed=0, training="spot", buffer_bytes=64 * 2**20, hang_s=120.0,
+                           shares_updates=False)
     """
 
     seed: int
@@ -54,6 +55,8 @@ class FleetSettings:
     buffer_bytes: int
     hang_s: float
     """A worker that makes no step for so long is replaced."""
+    shares_updates: bool
+    """Learners update a share of the policy each, and gather the rest; else everybody all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,10 +323,10 @@ class Fleet:
             return None
 
     def _complete(self, version: int) -> None:
-        """Have everybody hold the policy that some have learned, each a share of it."""
-        size = self._crew.size
-        if size > 1 and not self.shift.is_team_stale:
-            found = self.shift.run(State.LEARNING, Worker.gather, dict.fromkeys(range(size), ()))
+        """Have everybody hold the policy that was learned: some lack a share of it, or all."""
+        if self._settings.shares_updates and not self.shift.is_team_stale:
+            everybody = dict.fromkeys(range(self._crew.size), ())
+            found = self.shift.run(State.LEARNING, Worker.gather, everybody)
             _raise_own_errors(found)
             self.shift.is_team_stale |= any(ended.error is not None for ended in found.values())
         self._meet(version)
