@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from longtail.errors import ConfigError
-from longtail.machine import pip_install
+from longtail.plots import blank, write
 
 _COLORS = {
     "history": "#8a94a0",
@@ -20,12 +19,7 @@ def draw_curves(by_arm: Mapping[str, Sequence[float]], path: Path) -> None:
 
     Raises ConfigError where matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ConfigError(f"the picture wants matplotlib: {pip_install('plots')}") from error
-    figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
+    figure = blank(9.0, 4.0)
     axes = figure.subplots()
     for name, color in _COLORS.items():
         if name in by_arm:
@@ -33,10 +27,9 @@ def draw_curves(by_arm: Mapping[str, Sequence[float]], path: Path) -> None:
             axes.plot(steps, by_arm[name], label=name, color=color, marker="o", markersize=3)
     axes.set_xlabel("training step")
     axes.set_ylabel("tokens a verify step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylim(bottom=1.0)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=5, loc="upper left", bbox_to_anchor=(0, 1.12))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write(figure, path)
