@@ -14,9 +14,13 @@ from longtail.bench.e2e_arms import ArmResult, SaveTimes, differing_share
 from longtail.bench.e2e_outlook import outlook, plain_step, speedup_by_running
 from longtail.bench.e2e_picture import draw_curves
 from longtail.bench.e2e_setting import Setting, add_arguments, read_setting
+from longtail.bench.e2e_task import write_prompts
 from longtail.errors import ConfigError
+from longtail.rl.data import Encoder, make_prompts
+from longtail.rl.sources import load_rows
 from longtail.rollout_log import RolloutSeries
 from longtail.tuner.cost import CostModel, TimeCurve
+from longtail.types import Prompt
 
 
 def parse(*words: str) -> Setting:
@@ -97,6 +101,8 @@ def test_all_arms_have_the_same_seed_and_steps() -> None:
         (("--arms", "spot,off"), "--arms = 'spot,off': off comes first"),
         (("--steps", "-1"), "--steps = -1: it must be at least 1"),
         (("--workers", "0"), "--workers = 0: it must be at least 1"),
+        (("--switch-task", "1"), "--switch-task = 1: it must be 2 to 20, the last step"),
+        (("--steps=4", "--switch-task=5"), "--switch-task = 5: it must be 2 to 4, the last step"),
     ],
 )
 def test_an_impossible_option_is_refused_by_name(words: tuple[str, ...], message: str) -> None:
@@ -107,6 +113,25 @@ def test_an_impossible_option_is_refused_by_name(words: tuple[str, ...], message
 def test_declaring_the_options_needs_no_torch() -> None:
     code = "import sys, longtail.bench.e2e; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- another task in mid-run
+
+
+def prompts_of(source: str, size: int) -> tuple[Prompt, ...]:
+    encoder = Encoder(encode=lambda text: text.encode(), render=lambda chat: chat[0]["content"])
+    rows = load_rows(source, size, 0)
+    return make_prompts(rows, source=source, encoder=encoder, max_prompt_len=100).prompts
+
+
+def test_a_task_that_changes_is_the_same_problems_in_other_words(tmp_path: Path) -> None:
+    setting = parse("--steps", "5", "--prompts", "3", "--switch-task", "4")
+    found = prompts_of(str(write_prompts(tmp_path, setting)), 0)
+    usual = prompts_of("tiny-reasoner", 2048)[:15]
+    assert found[:9] == usual[:9]
+    assert not {each.text for each in found[9:]} & {each.text for each in usual}
+    for one, other in zip(found, usual, strict=True):
+        assert (one.prompt_id, one.data["answer"]) == (other.prompt_id, other.data["answer"])
 
 
 # ---- more workers
@@ -176,8 +201,13 @@ def test_checkpoint_times_are_compared_save_by_save() -> None:
 
 
 def test_curves_are_drawn_of_arms_that_draft(tmp_path: Path) -> None:
-    draw_curves({"off": [0.0, 0.0], "spot": [2.0, 2.5], "frozen": [2.0, 1.9]}, tmp_path / "c.png")
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    by_arm = {"off": [0.0, 0.0], "spot": [2.0, 2.5], "frozen": [2.0, 1.9]}
+    draw_curves(by_arm, tmp_path / "c.png")
+    draw_curves(by_arm, tmp_path / "switched.png", switch_step=2)
+    plain, switched = ((tmp_path / name).read_bytes() for name in ("c.png", "switched.png"))
+    assert plain.startswith(b"\x89PNG")
+    assert switched.startswith(b"\x89PNG")
+    assert switched != plain, "the switch is marked"
 
 
 def test_curves_want_matplotlib_and_say_how_to_get_it(

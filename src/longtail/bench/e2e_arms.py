@@ -25,6 +25,7 @@ from torch import Tensor
 from longtail import config, configfile, cost_file, rollout_log
 from longtail.assemble import TINY_REASONER, model_directory
 from longtail.bench.e2e_setting import Setting
+from longtail.bench.e2e_task import write_prompts
 from longtail.bench.grown import LARGE, grow_drafter, grow_target
 from longtail.checkpoint import RunDirectory, save_tensors
 from longtail.cluster.timeline import Timeline
@@ -156,6 +157,8 @@ def measure(setting: Setting, place: Path, say: Callable[[str], None]) -> dict[s
     if setting.model != "tiny":
         model, drafter = grow(model, place)
         words = (f"--model.path={model}", f"--speculation.drafter={drafter}", *words)
+    if setting.switch_step is not None:
+        words = (f"--data.source={write_prompts(place, setting)}", *words)
     try:
         for name in setting.arms:
             running.append(Arm(name, place / name, words, model))

@@ -78,6 +78,7 @@ def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
         "model": setting.model,
         "workers": setting.workers,
         "steps": setting.steps,
+        "switch_step": setting.switch_step,
         "step_speedup": {name: spread.numbers() for name, spread in step.items()},
         "rollout_speedup": {name: spread.numbers() for name, spread in rollout.items()},
         "differing_share": {name: differing_share(off, each) for name, each in others.items()},

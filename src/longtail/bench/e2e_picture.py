@@ -14,8 +14,10 @@ _COLORS = {
 }
 
 
-def draw_curves(by_arm: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Draw a line for each arm that drafts, into a PNG.
+def draw_curves(
+    by_arm: Mapping[str, Sequence[float]], path: Path, *, switch_step: int | None = None
+) -> None:
+    """Draw a line for each arm that drafts, and where the task changes, into a PNG.
 
     Raises ConfigError where matplotlib is not installed.
     """
@@ -25,6 +27,8 @@ def draw_curves(by_arm: Mapping[str, Sequence[float]], path: Path) -> None:
         if name in by_arm:
             steps = range(1, len(by_arm[name]) + 1)
             axes.plot(steps, by_arm[name], label=name, color=color, marker="o", markersize=3)
+    if switch_step is not None:
+        axes.axvline(switch_step - 0.5, color="#1c2530", linestyle=":", label="another task")
     axes.set_xlabel("training step")
     axes.set_ylabel("tokens a verify step")
     axes.locator_params(axis="x", integer=True)
