@@ -90,6 +90,7 @@ def test_only_texts_that_both_wrote_are_compared() -> None:
 def test_all_arms_have_the_same_seed_and_steps() -> None:
     setting = parse("--steps", "7", "--workers", "3", "--dtype", "float64")
     assert setting.arms == ("off", "history", "frozen", "serial", "spot", "cold")
+    assert "--data.size=64" in parse("--arms=off,spot,unplaced", "--problems=64").words
     assert {"--run.steps=7", "--cluster.workers=3", "--learner.dtype=float64"} <= {*setting.words}
     assert parse("--quick").arms == ("off", "spot")
 
@@ -101,6 +102,7 @@ def test_all_arms_have_the_same_seed_and_steps() -> None:
         (("--arms", "spot,off"), "--arms = 'spot,off': off comes first"),
         (("--steps", "-1"), "--steps = -1: it must be at least 1"),
         (("--workers", "0"), "--workers = 0: it must be at least 1"),
+        (("--problems", "0"), "--problems = 0: it must be at least 1"),
         (("--switch-task", "1"), "--switch-task = 1: it must be 2 to 20, the last step"),
         (("--steps=4", "--switch-task=5"), "--switch-task = 5: it must be 2 to 4, the last step"),
     ],

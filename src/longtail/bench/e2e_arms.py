@@ -6,6 +6,7 @@
     serial     trained after each rollout, while all others wait; its time counts
     spot       trained by workers that are done, while the others still write
     cold       the same from a drafter that was never trained
+    unplaced   as spot, but prompts that come again are placed as if their lengths were not known
 
 All arms have the same seeds, so they write the same texts and learn the same: only the clock may
 differ. They take turns, a step each, in one run.
@@ -28,6 +29,7 @@ from longtail.bench.e2e_setting import Setting
 from longtail.bench.e2e_task import write_prompts
 from longtail.bench.grown import LARGE, grow_drafter, grow_target
 from longtail.checkpoint import RunDirectory, save_tensors
+from longtail.cluster.placement import LengthBook
 from longtail.cluster.timeline import Timeline
 from longtail.console import Console
 from longtail.drafter.checkpoint import identity, load_drafter, save_drafter
@@ -39,7 +41,7 @@ from longtail.rollout_log import RolloutSeries
 from longtail.tiny import drafter as tiny_drafter
 from longtail.tuner.cost import CostModel
 
-OFF, SPOT, COLD = "off", "spot", "cold"
+OFF, SPOT, COLD, UNPLACED = "off", "spot", "cold", "unplaced"
 _SAVES = 5
 ACCEPT = "speculation/accept_length"
 ARMS: Mapping[str, tuple[str, ...]] = {
@@ -49,6 +51,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "serial": ("--spot.train=serial",),
     SPOT: ("--spot.train=spot",),
     COLD: ("--spot.train=spot", "--spot.learning_rate=0.01", "--spot.matrix_rate=0.03"),
+    UNPLACED: ("--spot.train=spot",),
 }
 """A drafter that knows nothing learns at the rates with which the embedded one was taught."""
 
@@ -110,6 +113,8 @@ class Arm:
 
     def advance(self) -> dict[str, float]:
         """Make a step."""
+        if self.name == UNPLACED:
+            self._trainer.fleet.lengths = LengthBook()
         metrics = self._trainer.advance()
         self.result.metrics.append(metrics)
         self.result.timeline = self._trainer.timeline

@@ -11,6 +11,7 @@ _COLORS = {
     "serial": "#7a5195",
     "spot": "#f0a830",
     "cold": "#d1495b",
+    "unplaced": "#6a994e",
 }
 
 
@@ -35,5 +36,5 @@ def draw_curves(
     axes.set_ylim(bottom=1.0)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=5, loc="upper left", bbox_to_anchor=(0, 1.12))
+    axes.legend(frameon=False, ncols=7, loc="upper left", bbox_to_anchor=(0, 1.12))
     write(figure, path)

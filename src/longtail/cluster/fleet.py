@@ -91,7 +91,8 @@ class Fleet:
         self.num_parameters = 0
         """Of the policy; known from `begin` on."""
         self._buffer = DrafterBuffer(settings.buffer_bytes, seed=settings.seed)
-        self._lengths = LengthBook()
+        self.lengths = LengthBook()
+        """Of earlier epochs: rollouts are placed by them, and add to them."""
         self._publisher: Publisher | None = None
         self._harvest: Harvest | None = None
         """Of the last rollout that was to be learned from."""
@@ -124,7 +125,7 @@ class Fleet:
         rollout = Rollout(self.shift, self._publisher, harvest, self._listen)
         rolled = rollout.run(requests, self._expected(requests))
         for request, completion in zip(requests, rolled.completions, strict=True):
-            self._lengths.note(_prompt_id(request), len(completion.tokens))
+            self.lengths.note(_prompt_id(request), len(completion.tokens))
         if harvest is not None:
             self._harvest, self._rolled_s = harvest, rolled.seconds
             self._marks += harvest.marks
@@ -228,7 +229,7 @@ class Fleet:
                 "version": weights.version,
                 "accept_len": self._publisher.accept_len,
                 "buffer": self._buffer.state(),
-                "lengths": self._lengths.state(),
+                "lengths": self.lengths.state(),
             },
         )
 
@@ -243,7 +244,7 @@ class Fleet:
         if mine != {name: tensor.shape for name, tensor in tensors.items()}:
             raise CheckpointError("the drafter of the checkpoint is of another shape")
         self._buffer.restore(_part(state.tensors, _BUFFER), state.numbers["buffer"])
-        self._lengths.restore(state.numbers["lengths"])
+        self.lengths.restore(state.numbers["lengths"])
         weights = DrafterWeights(version=state.numbers["version"], tensors=tensors)
         offer = self._publisher.restore(weights, state.numbers.get("accept_len"))
         self._all(Worker.adopt, offer)
@@ -264,7 +265,7 @@ class Fleet:
 
     def _expected(self, requests: Sequence[Request]) -> dict[str, float]:
         """Return how long the groups were in earlier epochs, where that is known."""
-        expected = {each.group_id: self._lengths.expected(_prompt_id(each)) for each in requests}
+        expected = {each.group_id: self.lengths.expected(_prompt_id(each)) for each in requests}
         return {group: length for group, length in expected.items() if length is not None}
 
     def _train_serially(self, published: DrafterWeights, harvest: Harvest) -> None:
