@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from fakes import do_without
 from longtail.bench import e2e_card as card
 from longtail.bench.e2e_arms import ArmResult, SaveTimes, differing_share
-from longtail.bench.e2e_outlook import outlook, plain_step, speedup_by_running
+from longtail.bench.e2e_outlook import Outlook, outlook, plain_step, speedup_by_running
 from longtail.bench.e2e_picture import draw_curves
 from longtail.bench.e2e_setting import Setting, add_arguments, read_setting
 from longtail.bench.e2e_task import write_prompts
@@ -170,21 +171,55 @@ def test_a_plain_step_reads_the_context_of_a_token_drawn_at_random() -> None:
     assert plain_step(costs, [10, 20])(3) == pytest.approx(0.001 + 3e-6 * 25 / 3)
 
 
-def test_learning_dilutes_what_the_rollout_gains() -> None:
-    (few, many) = outlook(
+def looked_out(costs: CostModel = FLAT, *series: RolloutSeries) -> list[Outlook]:
+    """A token in half the time, with drafts, however many are running; learning takes a second."""
+    return outlook(
         [10, 1000],
-        [drafting((1,), (1,), 0.001)],
-        FLAT,
+        series or [drafting((1,), (1,), 0.001)],
+        costs,
+        writing_s=(1.0, 0.5),
         requests_per_worker=4,
         learning_s=1.0,
         workers=(1, 16),
     )
+
+
+def test_learning_dilutes_what_the_rollout_gains() -> None:
+    few, many = looked_out()
     assert few.rollout_gain == pytest.approx(2.0)
     assert many.rollout_gain == pytest.approx(2.0)
-    # Both wait for 1,000 tokens of a millisecond: a second, half a second with drafts.
-    assert many.step_gain == pytest.approx(2.0 / 1.5, rel=0.05)
     assert few.idle_share == 0.0
     assert many.idle_share > 0.0
+    # A worker writes for a second, half a second with drafts; many wait for the last one, too.
+    assert few.step_gain == pytest.approx(2.0 / 1.5)
+    waited = 1.0 / (1.0 - many.idle_share)
+    assert many.step_gain == pytest.approx((waited + 1.0) / (waited / 2 + 1.0))
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+def test_costs_that_are_wrong_by_a_factor_change_no_prediction(factor: float) -> None:
+    right, wrong = (
+        CostModel(TimeCurve((1, 64), (0.001 * f, 0.02 * f)), pair_s=1e-7 * f, node_pair_s=0.0)
+        for f in (1.0, factor)
+    )
+    series = drafting((4, 1), (4, 3), 0.002)
+    for one, other in zip(looked_out(right, series), looked_out(wrong, series), strict=True):
+        assert asdict(one) == pytest.approx(asdict(other))
+
+
+def test_the_card_shows_how_far_the_prediction_is_from_the_measured_workers() -> None:
+    off, spot = arm([4.0] * 3, 2.0), arm([2.0] * 3, 2.0)
+    off.lengths, spot.lengths = [[50] * 48] * 2
+    spot.series, spot.costs = [drafting((1,), (1,), 0.001)], FLAT
+    for row in off.metrics:  # of 8 seconds of two workers' rollout
+        row["cluster/generating_s"] = 6.0
+    for row in spot.metrics:
+        row["cluster/generating_s"] = 4.0
+    found = {"off": off, "spot": spot}
+    # Equal lengths leave nobody waiting: 3 seconds, 2 with drafts; it was 4 and 2.
+    setting = parse("--steps=3", "--arms=off,spot")
+    assert card.as_json(setting, found)["prediction_error"] == pytest.approx(-0.25)
+    assert any(title.endswith("error -25%") for title, _, _ in card.tables(setting, found))
 
 
 def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None:
