@@ -16,7 +16,7 @@ from typing import Any, final
 
 from fake_worker import HANG_S, FakeWorker, Script, Task
 from longtail.cluster.crew import Crew, Ended
-from longtail.cluster.fleet import Fleet, FleetSettings
+from longtail.cluster.fleet import Fleet, FleetSettings, Training
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError
@@ -60,9 +60,17 @@ def batch(number: int) -> TrainBatch:
     )
 
 
-def begun(crew: "ScriptedCrew", training: str = "spot", **more: Any) -> Fleet:
+def begun(
+    crew: "ScriptedCrew", training: Training = "spot", *, shares_updates: bool = True, **more: Any
+) -> Fleet:
     """A fleet whose workers are ready, and have published."""
-    settings = FleetSettings(seed=0, training=training, buffer_bytes=10**6, hang_s=HANG_S)  # type: ignore[arg-type]
+    settings = FleetSettings(
+        seed=0,
+        training=training,
+        buffer_bytes=10**6,
+        hang_s=HANG_S,
+        shares_updates=shares_updates and crew.size > 1,
+    )
     fleet = Fleet(
         crew,
         settings,

@@ -28,9 +28,9 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculate import Speculation
 from longtail.errors import ConfigError
-from longtail.machine import pip_install
 from longtail.model import hf
 from longtail.opened import locate_model, open_model
+from longtail.plots import blank, write
 from longtail.rl.data import Encoder, make_prompts
 from longtail.rl.sources import load_rows
 from longtail.sampling import noise_key
@@ -260,11 +260,7 @@ def plot(found: Sequence[Measured], path: Path, *, title: str) -> None:
 
     Raises ConfigError where matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"--plot wants matplotlib: {pip_install('plots')}") from error
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    figure = blank(13.0, 4.2)
     bars, depths, positions = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
     for index, each in enumerate(found):
         noise = "coupled" if each.coupled else "uncoupled"
@@ -283,8 +279,7 @@ def plot(found: Sequence[Measured], path: Path, *, title: str) -> None:
         title="accept length by position", xlabel="generated tokens before", ylim=(1, None)
     )
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    write(figure, path)
 
 
 def numbers(option: str, text: str) -> list[float]:

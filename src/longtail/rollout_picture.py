@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from longtail.errors import ConfigError
-from longtail.machine import pip_install
 from longtail.metrics import Number
+from longtail.plots import blank, write
 from longtail.rollout_log import RolloutSeries, accept_lengths
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from longtail.plots import Axes
 
 _SLICES = 360
 """Of the time axis, at most."""
@@ -76,12 +75,8 @@ def draw(series: RolloutSeries, path: Path, *, title: str = "One rollout") -> No
 
     Raises ConfigError where matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"the picture wants matplotlib: {pip_install('plots')}") from error
     slices = _sliced(series)
-    figure = Figure(figsize=(11, 7.6), layout="constrained", facecolor="white")
+    figure = blank(11.0, 7.6)
     panels = running, nodes, accept = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 1.15))
     _columns(running, slices, slices.mean(series.running), _RUNNING)
     running.set_title("Requests still being written", **_TITLE)
@@ -103,8 +98,7 @@ def draw(series: RolloutSeries, path: Path, *, title: str = "One rollout") -> No
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     handles, labels = running.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write(figure, path)
 
 
 _TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5}

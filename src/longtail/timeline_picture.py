@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from longtail.cluster.roster import State
 from longtail.cluster.timeline import Timeline
-from longtail.errors import ConfigError
-from longtail.machine import pip_install
+from longtail.plots import blank, write
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from longtail.plots import Axes
 
 _LOOKS = {
     State.GENERATING: ("#3b6ea8", "writes completions"),
@@ -40,18 +39,8 @@ def draw(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
 
     Raises ConfigError where matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ConfigError(f"the picture wants matplotlib: {pip_install('plots')}") from error
     heights = [min(max(_ROW * len(timeline.workers), _LEAST), _MOST) for _, timeline in timelines]
-    figure = Figure(
-        figsize=(11, 1.5 + sum(heights) + 0.55 * len(heights)),
-        layout="constrained",
-        facecolor="white",
-    )
+    figure = blank(11.0, 1.5 + sum(heights) + 0.55 * len(heights))
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels = grid[:, 0]
     longest_s = max(timeline.end_s - timeline.begin_s for _, timeline in timelines)
@@ -71,18 +60,18 @@ def draw(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
     )  # fmt: skip
     found = {span.state for _, timeline in timelines for span in timeline.spans}
     looks = [look for state, look in _LOOKS.items() if state in found]
-    handles: list[Any] = [Patch(color=color, label=label) for color, label in looks]
-    handles.append(Line2D([], [], label="end of the step", **_END))
+    key = panels[0]
+    handles = [key.broken_barh([], (0, 0), color=color, label=label) for color, label in looks]
+    handles += key.plot([], [], label="end of the step", **_END)
     events = [f"{number}: {name}" for name, number in numbers.items()]
     for event in events if len(events) <= _NUMBERED else [f"{len(events)} kinds of events"]:
-        handles.append(Line2D([], [], linestyle="", label=event, **_EVENT))
+        handles += key.plot([], [], linestyle="", label=event, **_EVENT)
     legend = figure.legend(
         handles=handles, loc="outside lower left", ncols=4, frameon=False, fontsize=9
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write(figure, path)
 
 
 def _title(label: str, timeline: Timeline, reference: tuple[str, Timeline]) -> str:
@@ -129,8 +118,6 @@ def _marks(panel: "Axes", timeline: Timeline, numbers: Mapping[str, int]) -> Non
 
 def _frame(panel: "Axes", timeline: Timeline) -> None:
     """Name the rows, worker 0 above, and draw the end of the step."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
     workers = timeline.workers
 
     def name(row: float, _: object) -> str:
@@ -138,8 +125,8 @@ def _frame(panel: "Axes", timeline: Timeline) -> None:
         return f"worker {workers[int(row)]}" if inside else ""
 
     panel.set_ylim(len(workers) - 0.4, -0.6)
-    panel.yaxis.set_major_locator(MaxNLocator(12, integer=True))
-    panel.yaxis.set_major_formatter(FuncFormatter(name))
+    panel.locator_params(axis="y", nbins=12, integer=True)
+    panel.yaxis.set_major_formatter(name)
     panel.tick_params(axis="y", length=0)
     panel.axvline(timeline.end_s - timeline.begin_s, **_END)
     panel.spines[["top", "right", "left"]].set_visible(False)

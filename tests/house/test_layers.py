@@ -51,6 +51,7 @@ DOORS = {
     "ctypes": ("model.*",),
     "pickle": ("rl.grader", "rl.grading"),  # over a pipe to their own processes, never a file
     "ray": ("cluster.ray_crew",),
+    "matplotlib": ("plots",),
     "triton": ("model.triton_*",),
 }
 """One door per heavy dependency."""

@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,16 @@ import pytest
 from fakes import do_without
 from longtail.bench import e2e_card as card
 from longtail.bench.e2e_arms import ArmResult, SaveTimes, differing_share
-from longtail.bench.e2e_outlook import outlook, plain_step, speedup_by_running
+from longtail.bench.e2e_outlook import Outlook, outlook, plain_step, speedup_by_running
 from longtail.bench.e2e_picture import draw_curves
 from longtail.bench.e2e_setting import Setting, add_arguments, read_setting
+from longtail.bench.e2e_task import write_prompts
 from longtail.errors import ConfigError
+from longtail.rl.data import Encoder, make_prompts
+from longtail.rl.sources import load_rows
 from longtail.rollout_log import RolloutSeries
 from longtail.tuner.cost import CostModel, TimeCurve
+from longtail.types import Prompt
 
 
 def parse(*words: str) -> Setting:
@@ -86,6 +91,7 @@ def test_only_texts_that_both_wrote_are_compared() -> None:
 def test_all_arms_have_the_same_seed_and_steps() -> None:
     setting = parse("--steps", "7", "--workers", "3", "--dtype", "float64")
     assert setting.arms == ("off", "history", "frozen", "serial", "spot", "cold")
+    assert "--data.size=64" in parse("--arms=off,spot,unplaced", "--problems=64").words
     assert {"--run.steps=7", "--cluster.workers=3", "--learner.dtype=float64"} <= {*setting.words}
     assert parse("--quick").arms == ("off", "spot")
 
@@ -97,6 +103,9 @@ def test_all_arms_have_the_same_seed_and_steps() -> None:
         (("--arms", "spot,off"), "--arms = 'spot,off': off comes first"),
         (("--steps", "-1"), "--steps = -1: it must be at least 1"),
         (("--workers", "0"), "--workers = 0: it must be at least 1"),
+        (("--problems", "0"), "--problems = 0: it must be at least 1"),
+        (("--switch-task", "1"), "--switch-task = 1: it must be 2 to 20, the last step"),
+        (("--steps=4", "--switch-task=5"), "--switch-task = 5: it must be 2 to 4, the last step"),
     ],
 )
 def test_an_impossible_option_is_refused_by_name(words: tuple[str, ...], message: str) -> None:
@@ -107,6 +116,25 @@ def test_an_impossible_option_is_refused_by_name(words: tuple[str, ...], message
 def test_declaring_the_options_needs_no_torch() -> None:
     code = "import sys, longtail.bench.e2e; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- another task in mid-run
+
+
+def prompts_of(source: str, size: int) -> tuple[Prompt, ...]:
+    encoder = Encoder(encode=lambda text: text.encode(), render=lambda chat: chat[0]["content"])
+    rows = load_rows(source, size, 0)
+    return make_prompts(rows, source=source, encoder=encoder, max_prompt_len=100).prompts
+
+
+def test_a_task_that_changes_is_the_same_problems_in_other_words(tmp_path: Path) -> None:
+    setting = parse("--steps", "5", "--prompts", "3", "--switch-task", "4")
+    found = prompts_of(str(write_prompts(tmp_path, setting)), 0)
+    usual = prompts_of("tiny-reasoner", 2048)[:15]
+    assert found[:9] == usual[:9]
+    assert not {each.text for each in found[9:]} & {each.text for each in usual}
+    for one, other in zip(found, usual, strict=True):
+        assert (one.prompt_id, one.data["answer"]) == (other.prompt_id, other.data["answer"])
 
 
 # ---- more workers
@@ -143,21 +171,55 @@ def test_a_plain_step_reads_the_context_of_a_token_drawn_at_random() -> None:
     assert plain_step(costs, [10, 20])(3) == pytest.approx(0.001 + 3e-6 * 25 / 3)
 
 
-def test_learning_dilutes_what_the_rollout_gains() -> None:
-    (few, many) = outlook(
+def looked_out(costs: CostModel = FLAT, *series: RolloutSeries) -> list[Outlook]:
+    """A token in half the time, with drafts, however many are running; learning takes a second."""
+    return outlook(
         [10, 1000],
-        [drafting((1,), (1,), 0.001)],
-        FLAT,
+        series or [drafting((1,), (1,), 0.001)],
+        costs,
+        writing_s=(1.0, 0.5),
         requests_per_worker=4,
         learning_s=1.0,
         workers=(1, 16),
     )
+
+
+def test_learning_dilutes_what_the_rollout_gains() -> None:
+    few, many = looked_out()
     assert few.rollout_gain == pytest.approx(2.0)
     assert many.rollout_gain == pytest.approx(2.0)
-    # Both wait for 1,000 tokens of a millisecond: a second, half a second with drafts.
-    assert many.step_gain == pytest.approx(2.0 / 1.5, rel=0.05)
     assert few.idle_share == 0.0
     assert many.idle_share > 0.0
+    # A worker writes for a second, half a second with drafts; many wait for the last one, too.
+    assert few.step_gain == pytest.approx(2.0 / 1.5)
+    waited = 1.0 / (1.0 - many.idle_share)
+    assert many.step_gain == pytest.approx((waited + 1.0) / (waited / 2 + 1.0))
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+def test_costs_that_are_wrong_by_a_factor_change_no_prediction(factor: float) -> None:
+    right, wrong = (
+        CostModel(TimeCurve((1, 64), (0.001 * f, 0.02 * f)), pair_s=1e-7 * f, node_pair_s=0.0)
+        for f in (1.0, factor)
+    )
+    series = drafting((4, 1), (4, 3), 0.002)
+    for one, other in zip(looked_out(right, series), looked_out(wrong, series), strict=True):
+        assert asdict(one) == pytest.approx(asdict(other))
+
+
+def test_the_card_shows_how_far_the_prediction_is_from_the_measured_workers() -> None:
+    off, spot = arm([4.0] * 3, 2.0), arm([2.0] * 3, 2.0)
+    off.lengths, spot.lengths = [[50] * 48] * 2
+    spot.series, spot.costs = [drafting((1,), (1,), 0.001)], FLAT
+    for row in off.metrics:  # of 8 seconds of two workers' rollout
+        row["cluster/generating_s"] = 6.0
+    for row in spot.metrics:
+        row["cluster/generating_s"] = 4.0
+    found = {"off": off, "spot": spot}
+    # Equal lengths leave nobody waiting: 3 seconds, 2 with drafts; it was 4 and 2.
+    setting = parse("--steps=3", "--arms=off,spot")
+    assert card.as_json(setting, found)["prediction_error"] == pytest.approx(-0.25)
+    assert any(title.endswith("error -25%") for title, _, _ in card.tables(setting, found))
 
 
 def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None:
@@ -176,8 +238,13 @@ def test_checkpoint_times_are_compared_save_by_save() -> None:
 
 
 def test_curves_are_drawn_of_arms_that_draft(tmp_path: Path) -> None:
-    draw_curves({"off": [0.0, 0.0], "spot": [2.0, 2.5], "frozen": [2.0, 1.9]}, tmp_path / "c.png")
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    by_arm = {"off": [0.0, 0.0], "spot": [2.0, 2.5], "frozen": [2.0, 1.9]}
+    draw_curves(by_arm, tmp_path / "c.png")
+    draw_curves(by_arm, tmp_path / "switched.png", switch_step=2)
+    plain, switched = ((tmp_path / name).read_bytes() for name in ("c.png", "switched.png"))
+    assert plain.startswith(b"\x89PNG")
+    assert switched.startswith(b"\x89PNG")
+    assert switched != plain, "the switch is marked"
 
 
 def test_curves_want_matplotlib_and_say_how_to_get_it(

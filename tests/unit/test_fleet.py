@@ -41,6 +41,14 @@ def test_the_learners_meet_once_and_then_make_step_after_step():
     assert len(crew.begins("join")) == 3
 
 
+@pytest.mark.parametrize("shares_updates", [False, True])
+def test_updates_are_gathered_where_each_has_made_a_share_of_them(shares_updates):
+    crew = ScriptedCrew(3)
+    begun(crew, shares_updates=shares_updates).learn([batch(1)])
+    agree(crew, 1)
+    assert len(crew.begins("gather")) == (3 if shares_updates else 0)
+
+
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize("after_s", [0.0, BEFORE_THE_SUM, AFTER_IT])
 @pytest.mark.parametrize("kind", ["lost", "frozen"])

@@ -9,6 +9,7 @@ from crews import ScriptedCrew, batch, begun, requests
 from fake_worker import HANG_S, READY_S, Fault, Teaching, text
 from longtail.cluster.fleet import Fleet
 from longtail.cluster.harvest import LOOK_S
+from longtail.cluster.placement import LengthBook
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import Rolled
 from longtail.cluster.roster import State
@@ -227,3 +228,6 @@ def test_long_groups_of_earlier_epochs_begin_first():
     fleet.rollout(2, requests(5, 5, 5, 80))
     # Two requests each, the long one with one other; then it is handed out first.
     assert [each.noise_key % 1000 for each in crew.workers[0]._shard] == [80, 5]
+    fleet.lengths = LengthBook()
+    fleet.rollout(3, requests(5, 5, 5, 80))
+    assert [each.noise_key % 1000 for each in crew.workers[0]._shard] == [5, 5]

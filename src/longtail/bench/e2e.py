@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
         pictured = [(name, found[name].timeline) for name in ("off", "spot") if name in found]
         draw([(name, line) for name, line in pictured if line is not None], Path(args.plot))
     if args.curves is not None:
-        draw_curves({name: each.column(ACCEPT) for name, each in found.items()}, Path(args.curves))
+        curves = {name: each.column(ACCEPT) for name, each in found.items()}
+        draw_curves(curves, Path(args.curves), switch_step=setting.switch_step)
     return 0
 
 

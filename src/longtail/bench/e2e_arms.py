@@ -6,6 +6,7 @@
     serial     trained after each rollout, while all others wait; its time counts
     spot       trained by workers that are done, while the others still write
     cold       the same from a drafter that was never trained
+    unplaced   as spot, but prompts that come again are placed as if their lengths were not known
 
 All arms have the same seeds, so they write the same texts and learn the same: only the clock may
 differ. They take turns, a step each, in one run.
@@ -25,8 +26,10 @@ from torch import Tensor
 from longtail import config, configfile, cost_file, rollout_log
 from longtail.assemble import TINY_REASONER, model_directory
 from longtail.bench.e2e_setting import Setting
+from longtail.bench.e2e_task import write_prompts
 from longtail.bench.grown import LARGE, grow_drafter, grow_target
 from longtail.checkpoint import RunDirectory, save_tensors
+from longtail.cluster.placement import LengthBook
 from longtail.cluster.timeline import Timeline
 from longtail.console import Console
 from longtail.drafter.checkpoint import identity, load_drafter, save_drafter
@@ -38,7 +41,7 @@ from longtail.rollout_log import RolloutSeries
 from longtail.tiny import drafter as tiny_drafter
 from longtail.tuner.cost import CostModel
 
-OFF, SPOT, COLD = "off", "spot", "cold"
+OFF, SPOT, COLD, UNPLACED = "off", "spot", "cold", "unplaced"
 _SAVES = 5
 ACCEPT = "speculation/accept_length"
 ARMS: Mapping[str, tuple[str, ...]] = {
@@ -48,6 +51,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "serial": ("--spot.train=serial",),
     SPOT: ("--spot.train=spot",),
     COLD: ("--spot.train=spot", "--spot.learning_rate=0.01", "--spot.matrix_rate=0.03"),
+    UNPLACED: ("--spot.train=spot",),
 }
 """A drafter that knows nothing learns at the rates with which the embedded one was taught."""
 
@@ -109,6 +113,8 @@ class Arm:
 
     def advance(self) -> dict[str, float]:
         """Make a step."""
+        if self.name == UNPLACED:
+            self._trainer.fleet.lengths = LengthBook()
         metrics = self._trainer.advance()
         self.result.metrics.append(metrics)
         self.result.timeline = self._trainer.timeline
@@ -156,6 +162,8 @@ def measure(setting: Setting, place: Path, say: Callable[[str], None]) -> dict[s
     if setting.model != "tiny":
         model, drafter = grow(model, place)
         words = (f"--model.path={model}", f"--speculation.drafter={drafter}", *words)
+    if setting.switch_step is not None:
+        words = (f"--data.source={write_prompts(place, setting)}", *words)
     try:
         for name in setting.arms:
             running.append(Arm(name, place / name, words, model))

@@ -1,10 +1,10 @@
 """How `longtail bench e2e` shows its arms: tables for people, one object for programs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from longtail.bench.e2e_arms import ACCEPT, OFF, ArmResult, differing_share
+from longtail.bench.e2e_arms import ACCEPT, OFF, SPOT, ArmResult, differing_share
 from longtail.bench.e2e_outlook import Outlook, outlook
 from longtail.bench.e2e_setting import Setting
 from longtail.bench.report import Spread, ratios
@@ -34,6 +34,7 @@ def tables(setting: Setting, found: Mapping[str, ArmResult]) -> list[Table]:
 
 def _expected(setting: Setting, found: Mapping[str, ArmResult]) -> list[Table]:
     columns = ("workers", "idle without drafts", "rollout, x of off", "step, x of off")
+    predicted = _outlook(setting, found)
     rows = [
         [
             f"{each.workers}",
@@ -41,15 +42,16 @@ def _expected(setting: Setting, found: Mapping[str, ArmResult]) -> list[Table]:
             f"{each.rollout_gain:.2f}",
             f"{each.step_gain:.2f}",
         ]
-        for each in _outlook(setting, found)
+        for each in predicted
     ]
-    title = "Predicted from the measured lengths and costs, the measured workers first"
-    return [(title, columns, rows)] if rows else []
+    error = _prediction_error(predicted, found)
+    title = "Predicted from measured lengths and costs; the measured workers first, error"
+    return [] if error is None else [(f"{title} {error:+.0%}", columns, rows)]
 
 
 def _outlook(setting: Setting, found: Mapping[str, ArmResult]) -> list[Outlook]:
     """Predict what spot does with more workers; nothing if it was not measured."""
-    off, spot = found[OFF], found.get("spot")
+    off, spot = found[OFF], found.get(SPOT)
     if spot is None or spot.costs is None or not off.lengths:
         return []
     learning = [
@@ -59,10 +61,23 @@ def _outlook(setting: Setting, found: Mapping[str, ArmResult]) -> list[Outlook]:
         off.lengths,
         spot.series,
         spot.costs,
+        writing_s=(_writing_s(setting, off), _writing_s(setting, spot)),
         requests_per_worker=max(len(off.lengths) // (setting.steps * setting.workers), 1),
         learning_s=_median_of(learning),
         workers=(setting.workers, *_MORE_WORKERS),
     )
+
+
+def _writing_s(setting: Setting, result: ArmResult) -> float:
+    """Seconds of a rollout in which a mean worker writes."""
+    return _median(result, "cluster/generating_s") / setting.workers
+
+
+def _prediction_error(predicted: Sequence[Outlook], found: Mapping[str, ArmResult]) -> float | None:
+    """How far the rollout's gain, predicted for the measured workers, is from the measured one."""
+    if not predicted:
+        return None
+    return predicted[0].rollout_gain / _speedup(found[OFF], found[SPOT], "rollout").median - 1.0
 
 
 def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
@@ -71,13 +86,14 @@ def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
     others = {name: result for name, result in found.items() if name != OFF}
     step = {name: _speedup(off, result, "step") for name, result in others.items()}
     rollout = {name: _speedup(off, result, "rollout") for name, result in others.items()}
-    spot = found.get("spot")
+    spot, predicted = found.get(SPOT), _outlook(setting, found)
     stolen = [] if spot is None else spot.column("cluster/stolen_s")
     return {
         "bench": "e2e",
         "model": setting.model,
         "workers": setting.workers,
         "steps": setting.steps,
+        "switch_step": setting.switch_step,
         "step_speedup": {name: spread.numbers() for name, spread in step.items()},
         "rollout_speedup": {name: spread.numbers() for name, spread in rollout.items()},
         "differing_share": {name: differing_share(off, each) for name, each in others.items()},
@@ -91,7 +107,8 @@ def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
         "stop_latency_s": {"median": _median_of(stolen), "max": max(stolen, default=0.0)},
         "accept_length": {name: each.column(ACCEPT) for name, each in others.items()},
         "steps_until_frozen": _steps_until_frozen(found),
-        "predicted": [asdict(each) for each in _outlook(setting, found)],
+        "predicted": [asdict(each) for each in predicted],
+        "prediction_error": _prediction_error(predicted, found),
         "reward": {name: each.column("reward/mean") for name, each in found.items()},
         "step_s": {name: each.column("timing_s/step") for name, each in found.items()},
         "rollout_s": {name: each.column("timing_s/rollout") for name, each in found.items()},

@@ -1,9 +1,15 @@
 """What `longtail bench e2e` expects of more workers, from what its own ones wrote and took.
 
-The lengths are the measured ones; a plain step costs what the run's cost model says; a drafting
-one is as much faster as the measured rollouts were with so many requests running. The rest is
-`cluster.tail`'s, assumptions included. A prediction for as many workers as were measured stands
-beside the measurement, so that it can be judged.
+How long a worker writes is measured: plainly by off's workers, with drafts by spot's. How long it
+then waits for the last one is simulated from the measured lengths (`cluster.tail`, its assumptions
+included). Assumed beside those:
+
+    many workers    write, in the mean, as long as the measured ones did
+    a plain step    is as much shorter with few running than with many as spot's cost model says,
+                    which saw few of them: proportions are taken from it, no seconds
+    a drafting one  is as much faster as it was in spot's rollouts with so many running
+
+The prediction for as many workers as were measured is shown with its error.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +44,7 @@ def outlook(
     series: Sequence[RolloutSeries],
     costs: CostModel,
     *,
+    writing_s: tuple[float, float],
     requests_per_worker: int,
     learning_s: float,
     workers: Sequence[int],
@@ -45,6 +52,7 @@ def outlook(
     """Predict a step for each number of workers.
 
     `lengths` are those of the completions, in tokens; `series` the rollouts that drafted.
+    `writing_s` is for how long a mean worker writes in a rollout, plainly and with drafts.
     """
     plain_s = plain_step(costs, lengths)
     faster = speedup_by_running(series, plain_s)
@@ -58,13 +66,14 @@ def outlook(
             requests_per_worker=requests_per_worker,
             seed=_SEED,
         )
-        off, spot = predicted.rollout_s_off + learning_s, predicted.rollout_s_spot + learning_s
+        idle_shares = (predicted.idle_share, predicted.idle_share_spot)
+        off, spot = (s / (1.0 - idle) for s, idle in zip(writing_s, idle_shares, strict=True))
         found.append(
             Outlook(
                 workers=number,
                 idle_share=predicted.idle_share,
-                rollout_gain=predicted.gain,
-                step_gain=off / spot,
+                rollout_gain=off / spot,
+                step_gain=(off + learning_s) / (spot + learning_s),
             )
         )
     return found

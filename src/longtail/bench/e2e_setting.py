@@ -8,14 +8,17 @@ from longtail.errors import ConfigError
 MODELS, DTYPES = ("tiny", "100m"), ("float32", "float64", "bfloat16")
 _GROUP = 8
 """Completions of a prompt. Many arms share this machine's memory: each has room for its share."""
-_ARMS = ("off", "history", "frozen", "serial", "spot", "cold")
+_ARMS = ("off", "history", "frozen", "serial", "spot", "cold", "unplaced")
+_USUAL_ARMS = _ARMS[:-1]
+"""The last one differs from spot only where prompts come again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What is measured.
 
-    Example: Setting(arms=("off", "spot"), model="tiny", workers=2, steps=20, words=())
+    Example: Setting(arms=("off", "spot"), model="tiny", workers=2, steps=20, prompts=16,
+                     switch_step=None, words=())
     """
 
     arms: tuple[str, ...]
@@ -23,6 +26,10 @@ class Setting:
     """Of MODELS."""
     workers: int
     steps: int
+    prompts: int
+    """A step."""
+    switch_step: int | None
+    """The first one on another task; None: all are on the same."""
     words: tuple[str, ...]
     """On top of the quickstart's recipe, the same for all arms."""
 
@@ -30,7 +37,7 @@ class Setting:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("--arms", metavar="A,B", help=f"of {', '.join(_ARMS)} (default: all of them)")
+    add("--arms", metavar="A,B", help=f"of {', '.join(_ARMS)} (default: all but the last)")
     add("--steps", metavar="N", type=int, help="training steps of every arm (default 20)")
     add("--workers", metavar="N", type=int, default=2, help="worker processes (default 2)")
     add(
@@ -40,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="float32", help="bfloat16: with float32 master weights")
     add("--drafter", metavar="DIR", help="of frozen, serial, spot (default: the model's own)")
     add("--learning-rate", metavar="X", type=float, default=3e-4, help="policy's (default 3e-4)")
+    add_task = parser.add_mutually_exclusive_group().add_argument
+    again = "after so many, the same again (default 2048)"
+    add_task("--problems", metavar="N", type=int, default=2048, help=again)
+    add_task("--switch-task", metavar="N", type=int, help="from step N on, ask otherwise")
     add("--plot", metavar="FILE", help="draw the last step of off and spot (PNG)")
     add("--curves", metavar="FILE", help="draw accept length by step, arm by arm (PNG)")
     add("--quick", action="store_true", help="2 steps of 16 completions, off and spot")
@@ -48,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_setting(args: argparse.Namespace) -> Setting:
     """Check the options; ConfigError names the one that is wrong."""
-    arms = tuple((args.arms or ("off,spot" if args.quick else ",".join(_ARMS))).split(","))
+    arms = tuple((args.arms or ("off,spot" if args.quick else ",".join(_USUAL_ARMS))).split(","))
     for name in arms:
         if name not in _ARMS:
             raise ConfigError(f"--arms: {name!r} is not one of {', '.join(_ARMS)}")
@@ -57,19 +68,28 @@ def read_setting(args: argparse.Namespace) -> Setting:
     steps = args.steps or (2 if args.quick else 20)
     if args.drafter and args.model != "tiny":
         raise ConfigError(f"--drafter = {args.drafter!r}: --model {args.model} has its own")
-    numbers = (("--steps", steps), ("--workers", args.workers), ("--prompts", args.prompts))
-    for option, value in numbers:
+    prompts, switch = 2 if args.quick else args.prompts, args.switch_task
+    numbers = {
+        "--steps": steps,
+        "--workers": args.workers,
+        "--prompts": prompts,
+        "--problems": args.problems,
+    }
+    for option, value in numbers.items():
         if value < 1:
             raise ConfigError(f"{option} = {value}: it must be at least 1")
+    if switch is not None and not 1 < switch <= steps:
+        raise ConfigError(f"--switch-task = {switch}: it must be 2 to {steps}, the last step")
     words = [
         f"--cluster.workers={args.workers}",
         "--run.threads=1",
         f"--run.steps={steps}",
         "--run.checkpoint_every=1000000",
         "--data.heldout_size=0",
-        f"--rollout.prompts_per_step={args.prompts}",
+        f"--data.size={args.problems}",
+        f"--rollout.prompts_per_step={prompts}",
         f"--rollout.group_size={_GROUP}",
-        f"--rollout.max_running={_GROUP * (-(-args.prompts // args.workers) + 1)}",
+        f"--rollout.max_running={_GROUP * (-(-prompts // args.workers) + 1)}",
         f"--rollout.dtype={args.dtype}",
         f"--learner.dtype={'float32' if args.dtype == 'bfloat16' else args.dtype}",
         f"--learner.autocast={str(args.dtype == 'bfloat16').lower()}",
@@ -78,7 +98,13 @@ def read_setting(args: argparse.Namespace) -> Setting:
     if args.drafter:
         words.append(f"--speculation.drafter={args.drafter}")
     if args.quick:
-        words += ["--rollout.prompts_per_step=2", "--rollout.max_tokens=256"]
+        words.append("--rollout.max_tokens=256")
     return Setting(
-        arms=arms, model=args.model, workers=args.workers, steps=steps, words=tuple(words)
+        arms=arms,
+        model=args.model,
+        workers=args.workers,
+        steps=steps,
+        prompts=prompts,
+        switch_step=switch,
+        words=tuple(words),
     )

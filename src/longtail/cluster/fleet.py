@@ -45,7 +45,8 @@ _DRAFTER, _BUFFER = "drafter/", "buffer/"
 class FleetSettings:
     """How workers work together.
 
-    Example: FleetSettings(seed=0, training="spot", buffer_bytes=64 * 2**20, hang_s=120.0)
+    Example: FleetSettings(seed=0, training="spot", buffer_bytes=64 * 2**20, hang_s=120.0,
+                           shares_updates=False)
     """
 
     seed: int
@@ -54,6 +55,8 @@ class FleetSettings:
     buffer_bytes: int
     hang_s: float
     """A worker that makes no step for so long is replaced."""
+    shares_updates: bool
+    """Learners update a share of the policy each, and gather the rest; else everybody all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,8 @@ class Fleet:
         self.num_parameters = 0
         """Of the policy; known from `begin` on."""
         self._buffer = DrafterBuffer(settings.buffer_bytes, seed=settings.seed)
-        self._lengths = LengthBook()
+        self.lengths = LengthBook()
+        """Of earlier epochs: rollouts are placed by them, and add to them."""
         self._publisher: Publisher | None = None
         self._harvest: Harvest | None = None
         """Of the last rollout that was to be learned from."""
@@ -121,7 +125,7 @@ class Fleet:
         rollout = Rollout(self.shift, self._publisher, harvest, self._listen)
         rolled = rollout.run(requests, self._expected(requests))
         for request, completion in zip(requests, rolled.completions, strict=True):
-            self._lengths.note(_prompt_id(request), len(completion.tokens))
+            self.lengths.note(_prompt_id(request), len(completion.tokens))
         if harvest is not None:
             self._harvest, self._rolled_s = harvest, rolled.seconds
             self._marks += harvest.marks
@@ -225,7 +229,7 @@ class Fleet:
                 "version": weights.version,
                 "accept_len": self._publisher.accept_len,
                 "buffer": self._buffer.state(),
-                "lengths": self._lengths.state(),
+                "lengths": self.lengths.state(),
             },
         )
 
@@ -240,7 +244,7 @@ class Fleet:
         if mine != {name: tensor.shape for name, tensor in tensors.items()}:
             raise CheckpointError("the drafter of the checkpoint is of another shape")
         self._buffer.restore(_part(state.tensors, _BUFFER), state.numbers["buffer"])
-        self._lengths.restore(state.numbers["lengths"])
+        self.lengths.restore(state.numbers["lengths"])
         weights = DrafterWeights(version=state.numbers["version"], tensors=tensors)
         offer = self._publisher.restore(weights, state.numbers.get("accept_len"))
         self._all(Worker.adopt, offer)
@@ -261,7 +265,7 @@ class Fleet:
 
     def _expected(self, requests: Sequence[Request]) -> dict[str, float]:
         """Return how long the groups were in earlier epochs, where that is known."""
-        expected = {each.group_id: self._lengths.expected(_prompt_id(each)) for each in requests}
+        expected = {each.group_id: self.lengths.expected(_prompt_id(each)) for each in requests}
         return {group: length for group, length in expected.items() if length is not None}
 
     def _train_serially(self, published: DrafterWeights, harvest: Harvest) -> None:
@@ -320,10 +324,10 @@ class Fleet:
             return None
 
     def _complete(self, version: int) -> None:
-        """Have everybody hold the policy that some have learned, each a share of it."""
-        size = self._crew.size
-        if size > 1 and not self.shift.is_team_stale:
-            found = self.shift.run(State.LEARNING, Worker.gather, dict.fromkeys(range(size), ()))
+        """Have everybody hold the policy that was learned: some lack a share of it, or all."""
+        if self._settings.shares_updates and not self.shift.is_team_stale:
+            everybody = dict.fromkeys(range(self._crew.size), ())
+            found = self.shift.run(State.LEARNING, Worker.gather, everybody)
             _raise_own_errors(found)
             self.shift.is_team_stale |= any(ended.error is not None for ended in found.values())
         self._meet(version)

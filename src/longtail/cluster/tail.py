@@ -32,11 +32,14 @@ _ROLLOUTS = 64
 class Prediction:
     """The mean rollout of so many workers.
 
-    Example: Prediction(idle_share=0.41, rollout_s_off=18.2, rollout_s_spot=8.1, gain=2.25)
+    Example: Prediction(idle_share=0.41, idle_share_spot=0.32, rollout_s_off=18.2,
+                        rollout_s_spot=8.1, gain=2.25)
     """
 
     idle_share: float
     """Of all workers' time until the last of them is done, decoding plainly."""
+    idle_share_spot: float
+    """The same with drafts; what idle workers train is not counted."""
     rollout_s_off: float
     rollout_s_spot: float
     gain: float
@@ -55,19 +58,20 @@ def predict(
     """Predict a rollout of so many workers from measured completion lengths, in tokens.
 
     `step_s` gives the seconds of a plain engine step by the number of running requests, `speedup`
-    how many times as many tokens a second come with drafts. Where it is below 1 the engine decodes
-    plainly. The same arguments give the same prediction.
+    how many times as many tokens a second come with drafts: below 1, if that is what they do. The
+    same arguments give the same prediction.
     """
     shape = (_ROLLOUTS, workers, requests_per_worker)
     drawn = np.random.default_rng(seed).choice(np.asarray(lengths, dtype=np.int64), size=shape)
     numbers = range(1, requests_per_worker + 1)
     plain_s = np.array([step_s(running) for running in numbers], dtype=np.float64)
-    faster = np.array([max(speedup(running), 1.0) for running in numbers], dtype=np.float64)
+    faster = np.array([speedup(running) for running in numbers], dtype=np.float64)
     plain = worker_seconds(drawn, plain_s)
     spot = worker_seconds(drawn, plain_s / faster)
     rollout_s_off, rollout_s_spot = (float(each.max(axis=1).mean()) for each in (plain, spot))
     return Prediction(
         idle_share=1.0 - float(plain.mean()) / rollout_s_off,
+        idle_share_spot=1.0 - float(spot.mean()) / rollout_s_spot,
         rollout_s_off=rollout_s_off,
         rollout_s_spot=rollout_s_spot,
         gain=rollout_s_off / rollout_s_spot,
