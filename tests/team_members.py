@@ -15,7 +15,7 @@ from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import pack_mini_batches
 from longtail.rl.tally import Tally
-from longtail.rl.team import ALONE, Team, TorchTeam
+from longtail.rl.team import Team, TorchTeam
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
 from tiny_models import tiny_model
 
@@ -102,9 +102,9 @@ def _rollout(
     )
 
 
-def new_learner(settings: LearnerSettings = SETTINGS, team: Team = ALONE) -> Learner:
+def new_learner(settings: LearnerSettings = SETTINGS) -> Learner:
     """A learner as every member begins: the same random weights in float64."""
-    return Learner(tiny_model(dtype=torch.float64), settings, team=team)
+    return Learner(tiny_model(dtype=torch.float64), settings)
 
 
 def arrays(tensors: Any) -> dict[str, np.ndarray]:
@@ -199,7 +199,7 @@ class _Served:
 
     def begin(self, settings: LearnerSettings) -> None:
         self._model = tiny_model(dtype=torch.float64)
-        self._learner = Learner(self._model, settings, team=self._team or ALONE)
+        self._learner = Learner(self._model, settings)
 
     def step(self, plan: Plan) -> Any:
         return self._learner.step(plan.batches())

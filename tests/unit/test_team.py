@@ -202,6 +202,10 @@ class Scripted(Team):
     def size(self) -> int:
         return 3
 
+    @property
+    def device(self) -> torch.device:
+        raise AssertionError("gradients are where they are")
+
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         self.sums += 1
         for brought in self._others:
@@ -209,6 +213,12 @@ class Scripted(Team):
                 tensor += other
 
     def take(self, owner: int, tensors: Sequence[torch.Tensor]) -> None:
+        raise AssertionError("gradients are added up, nothing else")
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        raise AssertionError("gradients are added up, nothing else")
+
+    def scatter_sum(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         raise AssertionError("gradients are added up, nothing else")
 
 

@@ -10,7 +10,7 @@ member (Rajbhandari et al. 2020, stage 1), and as long as fewer than `copies` me
 time, none are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from longtail.errors import ClusterError
 from longtail.rl.optim import Optimizer
-from longtail.rl.team import Team, spread
+from longtail.rl.team import Team, spread, sum_gradients
 
 
 def deal(sizes: Sequence[int], members: int, copies: int) -> list[tuple[int, ...]]:
@@ -36,14 +36,6 @@ def deal(sizes: Sequence[int], members: int, copies: int) -> list[tuple[int, ...
         tuple((owners[index] + further) % members for further in range(copies))
         for index in range(len(sizes))
     ]
-
-
-def versions_of(team: Team, version: int) -> list[int]:
-    """Tell the others where this member is; return where each of them is."""
-    row = torch.zeros(team.size, dtype=torch.float64)
-    row[team.rank] = version
-    team.sum([row])
-    return [int(each) for each in row.tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +57,21 @@ class Shares:
     """One member's share of the optimizer, in a team that calls the same methods in turn."""
 
     def __init__(self, team: Team, model: nn.Module, optimizer: Optimizer, copies: int) -> None:
-        self._team, self._optimizer = team, optimizer
+        self._team, self._model, self._optimizer = team, model, optimizer
         self._parameters = {name: p.detach() for name, p in model.named_parameters()}
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         dealt = deal(sizes, team.size, copies)
         self._keepers = dict(zip(self._parameters, dealt, strict=True))
         self.are_whole = all(len(keepers) == team.size for keepers in dealt)
         """Everybody keeps everything: weights are the same after an update as they stand."""
+
+    def spare_passes(self, dealt: Sequence[Sequence[int]]) -> int:
+        """Return 0: who has no micro-batch left to pass waits for the sum."""
+        return 0
+
+    def sum_gradients(self, *, computed: bool, void: bool) -> list[int]:
+        """Add everyone's gradients up; return the ranks of those that are void."""
+        return sum_gradients(self._team, self._model, computed=computed, void=void)
 
     def gather(self) -> None:
         """After an update, take the weights that others have updated from their owners."""
@@ -105,6 +105,10 @@ class Shares:
                 if self._team.rank in self._keepers[name]:
                     self._optimizer.take_in(name, moments)
         self.keep_own()
+
+    def tensors(self, known: Collection[str]) -> dict[str, Tensor]:
+        """Copy the moments that are kept here but those known."""
+        return self._optimizer.tensors(known)
 
     def keep_own(self) -> None:
         """Forget moments that are not this member's to keep."""
