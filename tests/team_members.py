@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from longtail.errors import LongtailError, TeamError
+from longtail.model.transformer import Family, Transformer
 from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import pack_mini_batches
@@ -102,9 +103,9 @@ def _rollout(
     )
 
 
-def new_learner(settings: LearnerSettings = SETTINGS) -> Learner:
+def new_learner(settings: LearnerSettings = SETTINGS, family: Family = "qwen3") -> Learner:
     """A learner as every member begins: the same random weights in float64."""
-    return Learner(tiny_model(dtype=torch.float64), settings)
+    return Learner(tiny_model(family, dtype=torch.float64), settings)
 
 
 def arrays(tensors: Any) -> dict[str, np.ndarray]:
@@ -170,7 +171,9 @@ def _serve(pipe: Any) -> None:
         "copy": served.copy,
         "restore": served.restore,
         "break_gradients": served.break_gradients,
+        "break_backward": served.break_backward,
         "die_after": served.die_after,
+        "die_after_passes": served.die_after_passes,
     }
     while True:
         try:
@@ -197,12 +200,19 @@ class _Served:
         self._team = TorchTeam(rank, size, address, backend="gloo", timeout_s=timeout_s)
         self._learner.join(self._team)
 
-    def begin(self, settings: LearnerSettings) -> None:
-        self._model = tiny_model(dtype=torch.float64)
+    def begin(self, settings: LearnerSettings, family: Family = "qwen3") -> None:
+        self._model = tiny_model(family, dtype=torch.float64)
         self._learner = Learner(self._model, settings)
+        self._passes_left: int | None = None
 
     def step(self, plan: Plan) -> Any:
-        return self._learner.step(plan.batches())
+        return self._learner.step(plan.batches(), self._note)
+
+    def _note(self, is_waiting: bool) -> None:
+        if self._passes_left is not None:
+            self._passes_left -= 1
+            if self._passes_left < 0:
+                os._exit(9)
 
     def gather(self) -> None:
         self._learner.gather()
@@ -248,6 +258,22 @@ class _Served:
             return gradient * float("inf")
 
         handle = weight.register_hook(broken)
+
+    def break_backward(self) -> None:
+        """Make all of this member's gradients of its next pass infinite."""
+        logits = Transformer.logits
+
+        def broken(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
+            Transformer.logits = logits  # type: ignore[method-assign]
+            scores = logits(model, hidden)
+            scores.register_hook(lambda gradient: gradient * float("inf"))
+            return scores
+
+        Transformer.logits = broken  # type: ignore[method-assign]
+
+    def die_after_passes(self, passes: int) -> None:
+        """End the process after so many more passes, and one."""
+        self._passes_left = passes
 
     def die_after(self, backwards: int) -> None:
         """End the process in the backward pass after so many more."""

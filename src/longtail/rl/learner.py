@@ -29,13 +29,14 @@ from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
 from longtail.rl.optim import Optimizer, OptimizerSettings
-from longtail.rl.packing import moved
-from longtail.rl.sharded import NOTHING, Shards
-from longtail.rl.shares import Doubt, Shares
+from longtail.rl.packing import lay_out, moved
+from longtail.rl.shares import Doubt, Holding, Shares
 from longtail.rl.tally import LearnerReport, Tally
 from longtail.rl.team import ALONE, Team, spread, tell
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
 
+_NOTHING = lay_out([(0, 0)], prompt_lens=[1])
+"""What a member passes over that has no micro-batch left while others need its shard."""
 _NOWHERE = -1
 """The version of who was being given another and never got all of it."""
 
@@ -97,11 +98,12 @@ class Learner:
                 f"learner.autocast = true with {model.dtype} weights: it needs float32"
             )
         self._model = self._trained = model.requires_grad_(True)
-        self._settings, self._team = settings, ALONE
+        self._settings = settings
+        self._team: Team = ALONE
         self._doubt: Doubt | None = None
         self._spec = LOSSES[settings.loss]
         self._optimizer = Optimizer(model.named_parameters(), settings.optimizer)
-        self._holding: Shares | Shards = Shares(ALONE, model, self._optimizer, copies=0)
+        self._holding: Holding = Shares(ALONE, model, self._optimizer, copies=0)
         self._reference = (
             copy.deepcopy(model).requires_grad_(False) if settings.kl_coef > 0 else None
         )
@@ -129,7 +131,7 @@ class Learner:
         batches = [batch for batch in batches if batch.num_generated]
         for batch in batches:
             _refuse_greedy(batch.sampling)
-        can_undo = self._team.size > 1 < len(batches) and isinstance(self._holding, Shares)
+        can_undo = self._team.size > 1 < len(batches) and self._holding.has_all_weights
         undo = (self.state(), self.weights()) if can_undo else None
         tally = Tally()
         try:
@@ -168,7 +170,7 @@ class Learner:
                 tally.update_seconds += self._now() - start
                 tally.grad_norms.append(update.grad_norm)
                 tally.learning_rate = update.learning_rate
-                if index < len(batches) - 1 and isinstance(self._holding, Shares):
+                if index < len(batches) - 1 and self._holding.has_all_weights:
                     self.gather()
         finally:
             self._optimizer.discard()  # what a failure left behind
@@ -189,7 +191,7 @@ class Learner:
                 logprobs[index] = self._score(packed, batch.sampling).logprobs
                 on_progress(False)
             for _ in range(self._holding.spare_passes(dealt)):
-                self._score(NOTHING, batch.sampling)
+                self._score(_NOTHING, batch.sampling)
         tally.logprob_seconds += self._now() - start
         return logprobs
 
@@ -215,8 +217,8 @@ class Learner:
             tally.update_seconds += self._now() - forwarded
             on_progress(False)
         for _ in range(self._holding.spare_passes(dealt)):
-            logprobs = self._score(NOTHING, batch.sampling).logprobs
-            self._reference_logprobs(NOTHING, batch.sampling)
+            logprobs = self._score(_NOTHING, batch.sampling).logprobs
+            self._of_reference(_NOTHING, batch.sampling)
             torch.autograd.backward(0.0 * logprobs.sum())
         on_progress(True)
         start = self._now()
@@ -240,7 +242,7 @@ class Learner:
             logprobs=logprobs,
             old_logprobs=logprobs.detach() if old is None else old,
             rollout_logprobs=micro_batch.rollout_logprobs.to(logprobs)[rows],
-            reference_logprobs=self._reference_logprobs(micro_batch.packed, batch.sampling),
+            reference_logprobs=self._of_reference(micro_batch.packed, batch.sampling),
             advantages=micro_batch.advantages.to(logprobs)[rows],
             sequence=micro_batch.packed.sequence.to(rows.device)[rows],
             num_here=micro_batch.packed.num_sequences,
@@ -251,9 +253,7 @@ class Learner:
         tally.add(inputs, output, scores)
         return output
 
-    def _reference_logprobs(
-        self, packed: PackedSequences, sampling: SamplingParams
-    ) -> Tensor | None:
+    def _of_reference(self, packed: PackedSequences, sampling: SamplingParams) -> Tensor | None:
         if self._reference is None:
             return None
         with torch.no_grad():
@@ -320,7 +320,7 @@ class Learner:
         Raises TeamError if the team is lost meanwhile, ClusterError if moments or shards are lost
         for good.
         """
-        if isinstance(self._holding, Shards):
+        if not self._holding.has_all_weights:
             raise ClusterError(
                 "the team of the policy's shards is lost (learner.sharding), and what was learned "
                 "since with it; start again: the run resumes from its newest checkpoint"
@@ -332,14 +332,17 @@ class Learner:
             self._make_up(self._doubt)
         self._doubt = None
         self._team = team
-        self._holding = Shares(team, self._model, self._optimizer, self._settings.moment_copies)
+        shares = Shares(team, self._model, self._optimizer, self._settings.moment_copies)
+        self._holding = shares
         is_current = self._version == newest
         if not is_current:
             self._version = _NOWHERE  # until all has come: half of it is nothing to go on from
             self._optimizer.keep(())
-        self._holding.level(is_current=is_current)
+        shares.level(is_current=is_current)
         self._version = newest
         if self._settings.sharding == "full" and team.size > 1:
+            from longtail.rl.sharded import Shards  # FSDP2 takes most of a second
+
             optimizer, moments = self._settings.optimizer, self._optimizer.tensors()
             shards = Shards(team, self._model, optimizer, moments, self._reference)
             self._holding, self._trained, self._optimizer = shards, shards.model, shards.optimizer

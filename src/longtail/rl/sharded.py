@@ -1,9 +1,9 @@
 """The policy in shards: each member of a team holds some rows of every weight, gradient and moment.
 
-                     before a layer's pass          after its backward pass
-    member 0   rows 0, 1 --.              .--> all rows, gone after the pass --.        .--> rows 0, 1
-    member 1   rows 2, 3 --+-- gather ----+--> all rows                      --+- sum --+--> rows 2, 3
-    member 2   row  4    --'              '--> all rows                      --'        '--> row  4
+    weights                        a layer's pass                         gradients
+    member 0   rows 0, 1  --.          .--> all rows -->.              .--> rows 0, 1
+    member 1   rows 2, 3  --+- gather -+--> all rows -->+- scatter_sum +--> rows 2, 3
+    member 2   row  4     --'          '--> all rows -->'              '--> row  4
 
 That is `torch.distributed.fsdp.fully_shard` (FSDP2; Rajbhandari et al. 2020, stage 3), of every
 decoder layer, and of the rest together. All its traffic goes through the team, whose waits are
@@ -20,33 +20,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from longtail.model.transformer import Transformer
 from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.shares import Holding
 from longtail.rl.team import Team, tell
-from longtail.types import PackedSequences
 
-_MESH = "longtail-shards"
-
-NOTHING = PackedSequences(
-    tokens=torch.tensor([0, 0]),
-    positions=torch.tensor([0, 1]),
-    sequence=torch.tensor([0, 0]),
-    cu_seqlens=(0, 2),
-    loss_mask=torch.tensor([0.0, 1.0]),
-)
-"""What a member passes over that has no micro-batch left while others have."""
+_MESH = GroupName("longtail-shards")
 
 
 @final
-class Shards:
-    """One member's shard, in a team that calls the same methods in turn.
-
-    The team is for life: what a lost member held is lost. TeamError is the end of the shards.
-    """
+class Shards(Holding):
+    """A shard of everything. The team is for life: TeamError is the end of the shards, too."""
 
     def __init__(
         self,
@@ -71,19 +60,26 @@ class Shards:
         """Of the rows that are here."""
         self.optimizer.load({name: self._own(moment) for name, moment in moments.items()})
 
+    @property
+    def has_all_weights(self) -> bool:
+        """No."""
+        return False
+
     def spare_passes(self, dealt: Sequence[Sequence[int]]) -> int:
-        """Return how many passes over nothing this member makes beside its own, for the others."""
+        """Return how many micro-batches fewer than the busiest this member was dealt."""
         return max(map(len, dealt)) - len(dealt[self._team.rank])
 
     def sum_gradients(self, *, computed: bool, void: bool) -> list[int]:
-        """Hand the gradients, summed already, to the optimizer; return whose ones are void."""
+        """Hand the optimizer what backward passes have summed up already; return whose is void."""
         for name, parameter in self._parameters.items():
+            row = self._rows[name]
+            if parameter.grad is None and not computed:  # there was nothing to learn from
+                row.grad = torch.zeros_like(row)
+                continue
             assert parameter.grad is not None, f"no gradient reached {name}: was the model packed?"
-            self._rows[name].grad = _dtensor(parameter.grad).to_local()
-            parameter.grad = None
-        for each in (self.model, self._reference):
-            if isinstance(each, FSDPModule):
-                each.reset_iter_state()  # what was gathered for a pass that had no backward
+            row.grad, parameter.grad = _dtensor(parameter.grad).to_local(), None
+        if isinstance(self._reference, FSDPModule):
+            self._reference.reset_iter_state()  # or it stays gathered for a backward pass
         return [rank for rank, is_void in enumerate(tell(self._team, void)) if is_void]
 
     def gather(self) -> None:
@@ -155,7 +151,7 @@ class _ScatterSum(ReduceScatter):
 def _shard(model: Transformer, team: Team) -> Transformer:
     """Leave this member's rows of a model alone; its gradients are sums over the team."""
     # A group without connections, for FSDP2 to ask for rank and size; known while it does.
-    group = dist.ProcessGroup(team.rank, team.size)
+    group = dist.ProcessGroup(team.rank, team.size)  # type: ignore[call-arg]
     group._set_group_name(_MESH)
     mesh = DeviceMesh(
         team.device.type, torch.arange(team.size), _init_backend=False, _rank=team.rank

@@ -1,4 +1,4 @@
-"""Who keeps the optimizer's moments of which parameter, and how they find their way to new keepers.
+"""What a member of a team holds: whole weights, and the optimizer's moments of some parameters.
 
     parameter      embedding   layers.0.qkv   layers.0.down   norm      3 members, 2 copies
     its keepers      0, 1          1, 2           2, 0         1, 2
@@ -10,6 +10,7 @@ member (Rajbhandari et al. 2020, stage 1), and as long as fewer than `copies` me
 time, none are.
 """
 
+import abc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -52,9 +53,40 @@ class Doubt:
     weights: Mapping[str, Tensor] | None = None
 
 
+class Holding(abc.ABC):
+    """What a member has of policy and optimizer, in a team that calls the same methods in turn."""
+
+    @property
+    @abc.abstractmethod
+    def has_all_weights(self) -> bool:
+        """Tell whether they are all here, so that no other member takes any with it."""
+
+    @abc.abstractmethod
+    def spare_passes(self, dealt: Sequence[Sequence[int]]) -> int:
+        """Return how many passes this member makes only because others have micro-batches left."""
+
+    @abc.abstractmethod
+    def sum_gradients(self, *, computed: bool, void: bool) -> list[int]:
+        """Hand the optimizer the gradients of all members, added up; return whose are void.
+
+        `computed`: this member has some; `void`: they are of no use, hence nor is the sum.
+        """
+
+    @abc.abstractmethod
+    def gather(self) -> None:
+        """After an update, take the weights that others have updated."""
+
+    @abc.abstractmethod
+    def tensors(self, known: Collection[str]) -> dict[str, Tensor]:
+        """Copy the moments that are kept here, without those that are known from another member.
+
+        Of a shard, a known name comes again: the rows that follow.
+        """
+
+
 @final
-class Shares:
-    """One member's share of the optimizer, in a team that calls the same methods in turn."""
+class Shares(Holding):
+    """All weights, and a share of the optimizer."""
 
     def __init__(self, team: Team, model: nn.Module, optimizer: Optimizer, copies: int) -> None:
         self._team, self._model, self._optimizer = team, model, optimizer
@@ -65,16 +97,21 @@ class Shares:
         self.are_whole = all(len(keepers) == team.size for keepers in dealt)
         """Everybody keeps everything: weights are the same after an update as they stand."""
 
+    @property
+    def has_all_weights(self) -> bool:
+        """Yes."""
+        return True
+
     def spare_passes(self, dealt: Sequence[Sequence[int]]) -> int:
-        """Return 0: who has no micro-batch left to pass waits for the sum."""
+        """Return 0: who has nothing left waits for the sum."""
         return 0
 
     def sum_gradients(self, *, computed: bool, void: bool) -> list[int]:
-        """Add everyone's gradients up; return the ranks of those that are void."""
+        """Add the gradients of all members up, in place; return whose are void."""
         return sum_gradients(self._team, self._model, computed=computed, void=void)
 
     def gather(self) -> None:
-        """After an update, take the weights that others have updated from their owners."""
+        """After an update, take the weights that others have updated, from their owners."""
         if not self.are_whole:
             for name, keepers in self._keepers.items():
                 self._team.take(keepers[0], [self._parameters[name]])
@@ -107,7 +144,7 @@ class Shares:
         self.keep_own()
 
     def tensors(self, known: Collection[str]) -> dict[str, Tensor]:
-        """Copy the moments that are kept here but those known."""
+        """Copy the moments that are kept here, without those known."""
         return self._optimizer.tensors(known)
 
     def keep_own(self) -> None:

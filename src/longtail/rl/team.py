@@ -235,7 +235,8 @@ class TorchTeam(Team):
     def scatter_sum(self, whole: Tensor, own: Tensor) -> None:
         """Fill `own` with this member's part of the sum; errors are those of `sum`."""
         with self._waiting_for(f"its part of the sum of {whole.numel():,} numbers"):
-            self._open_group()._reduce_scatter_base(own, whole).wait(self._timeout)
+            options = dist.ReduceScatterOptions()
+            self._open_group()._reduce_scatter_base(own, whole, options).wait(self._timeout)
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
