@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from longtail.errors import LongtailError, TeamError
-from longtail.model.transformer import Family, Transformer
+from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import pack_mini_batches
@@ -103,9 +103,9 @@ def _rollout(
     )
 
 
-def new_learner(settings: LearnerSettings = SETTINGS, family: Family = "qwen3") -> Learner:
+def new_learner(settings: LearnerSettings = SETTINGS, **model: Any) -> Learner:
     """A learner as every member begins: the same random weights in float64."""
-    return Learner(tiny_model(family, dtype=torch.float64), settings)
+    return Learner(tiny_model(dtype=torch.float64, **model), settings)
 
 
 def arrays(tensors: Any) -> dict[str, np.ndarray]:
@@ -129,8 +129,8 @@ class Member:
         self.process.start()
         far.close()
 
-    def tell(self, what: str, *arguments: Any) -> None:
-        self._pipe.send((what, arguments))
+    def tell(self, what: str, *arguments: Any, **named: Any) -> None:
+        self._pipe.send((what, arguments, named))
 
     def hear(self) -> Any:
         """The answer, or the error that it raised; EOFError if the process is gone."""
@@ -143,10 +143,10 @@ class Member:
         self._pipe.close()
 
 
-def ask(members: Sequence[Member], what: str, *arguments: Any) -> list[Any]:
+def ask(members: Sequence[Member], what: str, *arguments: Any, **named: Any) -> list[Any]:
     """Tell all members the same thing, then hear them all."""
     for member in members:
-        member.tell(what, *arguments)
+        member.tell(what, *arguments, **named)
     return [member.hear() for member in members]
 
 
@@ -177,11 +177,11 @@ def _serve(pipe: Any) -> None:
     }
     while True:
         try:
-            what, arguments = pipe.recv()
+            what, arguments, named = pipe.recv()
         except EOFError:  # the test is over
             return
         try:
-            answer = deeds[what](*arguments)
+            answer = deeds[what](*arguments, **named)
         except LongtailError as error:
             answer = error
         pipe.send(answer)
@@ -200,8 +200,8 @@ class _Served:
         self._team = TorchTeam(rank, size, address, backend="gloo", timeout_s=timeout_s)
         self._learner.join(self._team)
 
-    def begin(self, settings: LearnerSettings, family: Family = "qwen3") -> None:
-        self._model = tiny_model(family, dtype=torch.float64)
+    def begin(self, settings: LearnerSettings, **model: Any) -> None:
+        self._model = tiny_model(dtype=torch.float64, **model)
         self._learner = Learner(self._model, settings)
         self._passes_left: int | None = None
 

@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 
 from longtail.errors import ClusterError, NonFiniteError, TeamError
-from longtail.rl.learner import Learner
+from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.tally import LearnerReport
-from team_members import PATIENCE_S, SETTINGS, Member, Plan, arrays, ask, form, new_learner
-from team_members import free_address
+from team_members import (
+    PATIENCE_S,
+    SETTINGS,
+    Member,
+    Plan,
+    arrays,
+    ask,
+    form,
+    free_address,
+    new_learner,
+)
 
 Arrays = dict[str, np.ndarray]
 SHARDED = replace(SETTINGS, sharding="full")
@@ -28,9 +37,9 @@ def crew() -> Iterator[list[Member]]:
         member.end()
 
 
-def begin(members: Sequence[Member], settings: Any = SHARDED, family: str = "qwen3") -> None:
+def begin(members: Sequence[Member], settings: LearnerSettings = SHARDED, **model: Any) -> None:
     """Make a team of learners that begin."""
-    assert ask(members, "begin", settings, family) == [None] * len(members)
+    assert ask(members, "begin", settings, **model) == [None] * len(members)
     form(members)
 
 
@@ -79,24 +88,24 @@ def assert_are(members: Sequence[Member], learner: Learner) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    ("family", "settings", "plan"),
+    ("model", "settings", "plan"),
     [
-        pytest.param("qwen3", SHARDED, {}, id="uneven-deals"),
-        pytest.param("qwen2", SHARDED, {"mini_batches": 2}, id="tied-and-two-updates"),
-        pytest.param("qwen3", SHARDED, {"budget": 100}, id="one-micro-batch-for-all"),
+        pytest.param({}, SHARDED, {}, id="uneven-deals"),
+        pytest.param({"family": "qwen2"}, SHARDED, {"mini_batches": 2}, id="tied-two-updates"),
+        pytest.param({"head_dim": 4}, SHARDED, {"budget": 100}, id="empty-shards-idle-members"),
         pytest.param(
-            "qwen2",
+            {"family": "qwen2"},
             replace(SHARDED, recompute=True, max_logits=256, loss="gspo", kl_coef=0.0),
             {},
-            id="everything-computed-again",
+            id="all-computed-again",
         ),
     ],
 )
-def test_shards_learn_what_a_single_learner_does(crew, size, family, settings, plan):
+def test_shards_learn_what_a_single_learner_does(crew, size, model, settings, plan):
     steps = [replace(each, **plan) for each in STEPS]
-    single = new_learner(settings, family)
+    single = new_learner(settings, **model)
     expected = [single.step(each.batches()) for each in steps]
-    begin(crew[:size], settings, family)
+    begin(crew[:size], settings, **model)
     reports = learn(crew[:size], steps)
     assert_are(crew[:size], single)
     for ours, theirs in zip(reports, expected, strict=True):
@@ -104,3 +113,78 @@ def test_shards_learn_what_a_single_learner_does(crew, size, family, settings, p
             if name not in SECONDS:
                 assert asdict(ours)[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
     assert reports[-1].grad_norm > 0.5, "clipping takes part"
+
+
+def test_a_step_without_anything_to_learn_from_decays_all_shards_alike(crew):
+    idle = Plan(seed=4, idle=tuple(range(7)), keep_idle=False)
+    assert not idle.batches()[0].micro_batches
+    single = new_learner(SHARDED)
+    begin(crew)
+    for plan in (idle, STEPS[0]):
+        single.step(plan.batches())
+    learn(crew, (idle, STEPS[0]))
+    assert_are(crew, single)
+
+
+def test_what_is_not_finite_on_one_member_stops_all_of_them(crew):
+    single = new_learner(SHARDED)
+    begin(crew)
+    learn(crew, STEPS[:1])
+    before = ask(crew, "look")
+    said = ask(crew, "step", replace(STEPS[1], bad_advantage=3))
+    assert all(isinstance(error, NonFiniteError) for error in said), said
+    assert sorted("micro-batch" in str(error) for error in said) == [False, False, True]
+    assert ask(crew[1:2], "break_backward") == [None]
+    said = ask(crew, "step", STEPS[1])
+    assert {str(error) for error in said} == {
+        "step 1: the gradient of embedding.weight is not finite; no update was made"
+    }
+    # Nothing was changed, and nothing of the failed steps is left in the next one.
+    assert ask(crew, "look") == before
+    learn(crew, STEPS[1:])
+    for plan in STEPS:
+        single.step(plan.batches())
+    assert_are(crew, single)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
+def test_a_checkpoint_goes_on_with_any_number_of_shards_or_none(crew, before, after):
+    """As close as the order of additions allows; what is restored has the same bits."""
+    single = new_learner(SHARDED)
+    for plan in STEPS:
+        single.step(plan.batches())
+    begin(crew[:before])
+    learn(crew[:before], STEPS[:1])
+    numbers, moments, weights = kept = together(crew[:before])
+    assert ask(crew[:after], "begin", SHARDED) == [None] * after
+    assert ask(crew[:after], "restore", *kept, False) == [None] * after
+    form(crew[:after])
+    found = together(crew[:after])
+    assert found[0] == numbers
+    for ours, theirs in zip(found[1:], (moments, weights), strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(array, theirs[name]) for name, array in ours.items())
+    learn(crew[:after], STEPS[1:])
+    assert_are(crew[:after], single)
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_shards_that_lost_a_member_end_the_learning_with_a_remedy(crew, passes):
+    fresh, doomed = Member(), crew[1]
+    begin(crew)
+    learn(crew, STEPS[:1])
+    assert ask([doomed], "die_after_passes", passes) == [None]
+    for member in crew:
+        member.tell("step", STEPS[1])
+    survivors = [crew[0], crew[2]]
+    said = [member.hear() for member in survivors]
+    assert all(isinstance(error, TeamError) for error in said), said
+    doomed.end()
+    crew[1] = fresh
+    address = free_address()
+    for rank, member in enumerate(survivors):
+        member.tell("form", rank, 2, address, PATIENCE_S)
+    for error in [member.hear() for member in survivors]:
+        assert isinstance(error, ClusterError)
+        assert "(learner.sharding), " in str(error)
+        assert "start again: the run resumes from its newest checkpoint" in str(error)

@@ -71,15 +71,14 @@ class Shards(Holding):
 
     def sum_gradients(self, *, computed: bool, void: bool) -> list[int]:
         """Hand the optimizer what backward passes have summed up already; return whose is void."""
+        passed = computed or any(p.grad is not None for p in self._parameters.values())
         for name, parameter in self._parameters.items():
-            row = self._rows[name]
-            if parameter.grad is None and not computed:  # there was nothing to learn from
-                row.grad = torch.zeros_like(row)
-                continue
-            assert parameter.grad is not None, f"no gradient reached {name}: was the model packed?"
-            row.grad, parameter.grad = _dtensor(parameter.grad).to_local(), None
-        if isinstance(self._reference, FSDPModule):
-            self._reference.reset_iter_state()  # or it stays gathered for a backward pass
+            row, gradient = self._rows[name], parameter.grad
+            assert gradient is not None or not passed, f"no gradient reached {name}"
+            row.grad = torch.zeros_like(row) if gradient is None else _dtensor(gradient).to_local()
+            parameter.grad = None
+        if passed and isinstance(self._reference, FSDPModule):
+            self._reference.reset_iter_state()  # it waits, gathered, for a backward pass
         return [rank for rank, is_void in enumerate(tell(self._team, void)) if is_void]
 
     def gather(self) -> None:
