@@ -110,6 +110,7 @@ def _fleet(
         training=config.spot.train,
         buffer_bytes=config.spot.buffer_mb * 2**20,
         hang_s=own.hang_s,
+        is_sharded=config.is_sharded,
     )
     if own.workers == 1 and not own.address:
         alone = OwnProcess(build_worker(config, directory, limits, say), listen)
