@@ -60,9 +60,17 @@ def batch(number: int) -> TrainBatch:
     )
 
 
-def begun(crew: "ScriptedCrew", training: str = "spot", **more: Any) -> Fleet:
+def begun(
+    crew: "ScriptedCrew", training: str = "spot", *, is_sharded: bool = False, **more: Any
+) -> Fleet:
     """A fleet whose workers are ready, and have published."""
-    settings = FleetSettings(seed=0, training=training, buffer_bytes=10**6, hang_s=HANG_S)  # type: ignore[arg-type]
+    settings = FleetSettings(
+        seed=0,
+        training=training,  # type: ignore[arg-type]
+        buffer_bytes=10**6,
+        hang_s=HANG_S,
+        is_sharded=is_sharded,
+    )
     fleet = Fleet(
         crew,
         settings,

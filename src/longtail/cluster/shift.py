@@ -206,11 +206,10 @@ class Shift:
                 "then start again: the run resumes from its newest checkpoint"
             )
         if self.crew.size == 1 or self._is_sharded:
-            alone = "the only worker is lost"
-            shard = "a worker is lost, and with it its shard of the policy (learner.sharding)"
+            shard = "a shard of the policy (learner.sharding)"
             raise ClusterError(
-                f"{shard if self._is_sharded else alone}: {reason}; start again: the run resumes "
-                "from its newest checkpoint"
+                f"{shard if self._is_sharded else 'the only worker'} is lost ({reason}); start "
+                "again: the run resumes from its newest checkpoint"
             )
         self.crew.replace(worker)
         self.roster.move(worker, State.STARTING)
