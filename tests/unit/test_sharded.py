@@ -92,6 +92,12 @@ def assert_are(members: Sequence[Member], learner: Learner) -> None:
     [
         pytest.param({}, SHARDED, {}, id="uneven-deals"),
         pytest.param({"family": "qwen2"}, SHARDED, {"mini_batches": 2}, id="tied-two-updates"),
+        pytest.param(
+            {},
+            SHARDED,
+            {"mini_batches": 2, "idle": (0, 1, 2), "keep_idle": False},
+            id="an-update-without-passes",
+        ),
         pytest.param({"head_dim": 4}, SHARDED, {"budget": 100}, id="empty-shards-idle-members"),
         pytest.param(
             {"family": "qwen2"},

@@ -205,11 +205,12 @@ class Shift:
                 f"{self._losses} workers were lost in a row, the last with: {reason}; mend that, "
                 "then start again: the run resumes from its newest checkpoint"
             )
-        if self.crew.size == 1 or self._is_sharded:
-            shard = "a shard of the policy (learner.sharding)"
+        is_shard = self._is_sharded and self._has_begun
+        if self.crew.size == 1 or is_shard:
+            what = "a shard of the policy (learner.sharding)" if is_shard else "the only worker"
             raise ClusterError(
-                f"{shard if self._is_sharded else 'the only worker'} is lost ({reason}); start "
-                "again: the run resumes from its newest checkpoint"
+                f"{what} is lost ({reason}); start again: the run resumes from its newest "
+                "checkpoint"
             )
         self.crew.replace(worker)
         self.roster.move(worker, State.STARTING)

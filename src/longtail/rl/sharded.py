@@ -77,8 +77,11 @@ class Shards(Holding):
             assert gradient is not None or not passed, f"no gradient reached {name}"
             row.grad = torch.zeros_like(row) if gradient is None else _dtensor(gradient).to_local()
             parameter.grad = None
+        # After a pass without a gradient the ends stay gathered, for a backward pass or the next.
+        assert isinstance(self.model, FSDPModule)
+        self.model.reshard()
         if passed and isinstance(self._reference, FSDPModule):
-            self._reference.reset_iter_state()  # it waits, gathered, for a backward pass
+            self._reference.reset_iter_state()
         return [rank for rank, is_void in enumerate(tell(self._team, void)) if is_void]
 
     def gather(self) -> None:
