@@ -104,8 +104,8 @@ def _rollout(
 
 
 def new_learner(settings: LearnerSettings = SETTINGS, **model: Any) -> Learner:
-    """A learner as every member begins: the same random weights in float64."""
-    return Learner(tiny_model(dtype=torch.float64, **model), settings)
+    """A learner as every member begins: the same random weights, float64 unless said."""
+    return Learner(tiny_model(**{"dtype": torch.float64, **model}), settings)
 
 
 def arrays(tensors: Any) -> dict[str, np.ndarray]:
@@ -201,7 +201,7 @@ class _Served:
         self._learner.join(self._team)
 
     def begin(self, settings: LearnerSettings, **model: Any) -> None:
-        self._model = tiny_model(dtype=torch.float64, **model)
+        self._model = tiny_model(**{"dtype": torch.float64, **model})
         self._learner = Learner(self._model, settings)
         self._passes_left: int | None = None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from longtail.errors import ClusterError, NonFiniteError, TeamError
 from longtail.rl.learner import Learner, LearnerSettings
@@ -121,6 +122,20 @@ def test_shards_learn_what_a_single_learner_does(crew, size, model, settings, pl
     assert reports[-1].grad_norm > 0.5, "clipping takes part"
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_shards_go_with_native_kernels_and_with_bfloat16_products(crew, autocast):
+    settings = replace(SHARDED, autocast=autocast)
+    single = new_learner(settings, dtype=torch.float32)
+    begin(crew[:2], settings, dtype=torch.float32)
+    for plan in STEPS:
+        single.step(plan.batches())
+    learn(crew[:2], STEPS)
+    theirs = arrays(single.weights().tensors)
+    for name, array in together(crew[:2])[2].items():
+        # Sums in another order err by 2^-24 of a gradient each; updates are 0.05 of it at most.
+        assert np.abs(array - theirs[name]).max() <= 1e-6, name
+
+
 def test_a_step_without_anything_to_learn_from_decays_all_shards_alike(crew):
     idle = Plan(seed=4, idle=tuple(range(7)), keep_idle=False)
     assert not idle.batches()[0].micro_batches
@@ -192,5 +207,4 @@ def test_shards_that_lost_a_member_end_the_learning_with_a_remedy(crew, passes):
         member.tell("form", rank, 2, address, PATIENCE_S)
     for error in [member.hear() for member in survivors]:
         assert isinstance(error, ClusterError)
-        assert "(learner.sharding), " in str(error)
-        assert "start again: the run resumes from its newest checkpoint" in str(error)
+        assert "(learner.sharding); start again: the run resumes from its newest" in str(error)

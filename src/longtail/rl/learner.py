@@ -317,13 +317,12 @@ class Learner:
     def join(self, team: Team) -> int:
         """Step with another team from now on, from the newest version of any member; return it.
 
-        Raises TeamError if the team is lost meanwhile, ClusterError if moments or shards are lost
-        for good.
+        Raises TeamError if the team is lost meanwhile, ClusterError if moments or shards have been.
         """
         if not self._holding.has_all_weights:
             raise ClusterError(
-                "the team of the policy's shards is lost (learner.sharding), and what was learned "
-                "since with it; start again: the run resumes from its newest checkpoint"
+                "the team that held the policy in shards is lost (learner.sharding); start again: "
+                "the run resumes from its newest checkpoint"
             )
         newest = int(max(tell(team, self._version)))
         if newest == _NOWHERE:

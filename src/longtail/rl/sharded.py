@@ -50,7 +50,8 @@ class Shards(Holding):
         They are the same for all members. The rows come to lie on the team's device.
         """
         self._team, self._whole = team, whole
-        self.model = _shard(copy.deepcopy(whole), team)
+        borrowed = {id(p): nn.Parameter(p.detach()) for p in whole.parameters()}
+        self.model = _shard(copy.deepcopy(whole, borrowed), team)  # which copies rows alone
         """What passes go through."""
         self._reference = None if reference is None else _shard(reference, team)
         self._parameters = {name: _dtensor(p) for name, p in self.model.named_parameters()}
