@@ -61,7 +61,12 @@ def batch(number: int) -> TrainBatch:
 
 
 def begun(
-    crew: "ScriptedCrew", training: Training = "spot", *, shares_updates: bool = True, **more: Any
+    crew: "ScriptedCrew",
+    training: Training = "spot",
+    *,
+    shares_updates: bool = True,
+    is_sharded: bool = False,
+    **more: Any,
 ) -> Fleet:
     """A fleet whose workers are ready, and have published."""
     settings = FleetSettings(
@@ -70,6 +75,7 @@ def begun(
         buffer_bytes=10**6,
         hang_s=HANG_S,
         shares_updates=shares_updates and crew.size > 1,
+        is_sharded=is_sharded,
     )
     fleet = Fleet(
         crew,

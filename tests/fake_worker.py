@@ -299,7 +299,8 @@ class FakeWorker:
     def learner_state(self, known: Sequence[str]) -> LearnerState:
         own = {f"kept/{self.number}": torch.zeros(1), "kept/by-all": torch.zeros(1)}
         return LearnerState(
-            tensors={name: tensor for name, tensor in own.items() if name not in known},
+            tensors={name: tensor for name, tensor in own.items() if name not in known}
+            | {"rows": torch.tensor([self.number])},
             numbers=self.policy_state().learner.numbers,
         )
 

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from longtail.errors import LongtailError, TeamError
+from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import pack_mini_batches
 from longtail.rl.tally import Tally
-from longtail.rl.team import ALONE, Team, TorchTeam
+from longtail.rl.team import Team, TorchTeam
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
 from tiny_models import tiny_model
 
@@ -102,9 +103,9 @@ def _rollout(
     )
 
 
-def new_learner(settings: LearnerSettings = SETTINGS, team: Team = ALONE) -> Learner:
-    """A learner as every member begins: the same random weights in float64."""
-    return Learner(tiny_model(dtype=torch.float64), settings, team=team)
+def new_learner(settings: LearnerSettings = SETTINGS, **model: Any) -> Learner:
+    """A learner as every member begins: the same random weights, float64 unless said."""
+    return Learner(tiny_model(**{"dtype": torch.float64, **model}), settings)
 
 
 def arrays(tensors: Any) -> dict[str, np.ndarray]:
@@ -128,8 +129,8 @@ class Member:
         self.process.start()
         far.close()
 
-    def tell(self, what: str, *arguments: Any) -> None:
-        self._pipe.send((what, arguments))
+    def tell(self, what: str, *arguments: Any, **named: Any) -> None:
+        self._pipe.send((what, arguments, named))
 
     def hear(self) -> Any:
         """The answer, or the error that it raised; EOFError if the process is gone."""
@@ -142,10 +143,10 @@ class Member:
         self._pipe.close()
 
 
-def ask(members: Sequence[Member], what: str, *arguments: Any) -> list[Any]:
+def ask(members: Sequence[Member], what: str, *arguments: Any, **named: Any) -> list[Any]:
     """Tell all members the same thing, then hear them all."""
     for member in members:
-        member.tell(what, *arguments)
+        member.tell(what, *arguments, **named)
     return [member.hear() for member in members]
 
 
@@ -170,15 +171,17 @@ def _serve(pipe: Any) -> None:
         "copy": served.copy,
         "restore": served.restore,
         "break_gradients": served.break_gradients,
+        "break_backward": served.break_backward,
         "die_after": served.die_after,
+        "die_after_passes": served.die_after_passes,
     }
     while True:
         try:
-            what, arguments = pipe.recv()
+            what, arguments, named = pipe.recv()
         except EOFError:  # the test is over
             return
         try:
-            answer = deeds[what](*arguments)
+            answer = deeds[what](*arguments, **named)
         except LongtailError as error:
             answer = error
         pipe.send(answer)
@@ -197,12 +200,19 @@ class _Served:
         self._team = TorchTeam(rank, size, address, backend="gloo", timeout_s=timeout_s)
         self._learner.join(self._team)
 
-    def begin(self, settings: LearnerSettings) -> None:
-        self._model = tiny_model(dtype=torch.float64)
-        self._learner = Learner(self._model, settings, team=self._team or ALONE)
+    def begin(self, settings: LearnerSettings, **model: Any) -> None:
+        self._model = tiny_model(**{"dtype": torch.float64, **model})
+        self._learner = Learner(self._model, settings)
+        self._passes_left: int | None = None
 
     def step(self, plan: Plan) -> Any:
-        return self._learner.step(plan.batches())
+        return self._learner.step(plan.batches(), self._note)
+
+    def _note(self, is_waiting: bool) -> None:
+        if self._passes_left is not None:
+            self._passes_left -= 1
+            if self._passes_left < 0:
+                os._exit(9)
 
     def gather(self) -> None:
         self._learner.gather()
@@ -248,6 +258,22 @@ class _Served:
             return gradient * float("inf")
 
         handle = weight.register_hook(broken)
+
+    def break_backward(self) -> None:
+        """Make all of this member's gradients of its next pass infinite."""
+        logits = Transformer.logits
+
+        def broken(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
+            Transformer.logits = logits  # type: ignore[method-assign]
+            scores = logits(model, hidden)
+            scores.register_hook(lambda gradient: gradient * float("inf"))
+            return scores
+
+        Transformer.logits = broken  # type: ignore[method-assign]
+
+    def die_after_passes(self, passes: int) -> None:
+        """End the process after so many more passes, and one."""
+        self._passes_left = passes
 
     def die_after(self, backwards: int) -> None:
         """End the process in the backward pass after so many more."""

@@ -1,6 +1,8 @@
 """Random models and a tokenizer small enough to run in milliseconds; shared by every test room."""
 
 import string
+from dataclasses import replace
+from typing import Any
 
 import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -42,10 +44,11 @@ def tiny_model(
     vocab_size: int = 128,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    **shape: Any,
 ) -> Transformer:
     """A random model: logits of standard deviation 1, no norm or bias left at its identity."""
     generator = torch.Generator().manual_seed(seed)
-    model = Transformer(tiny_config(family, vocab_size))
+    model = Transformer(replace(tiny_config(family, vocab_size), **shape))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

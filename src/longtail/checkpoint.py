@@ -50,6 +50,7 @@ _MAY_DIFFER = frozenset(
         "speculation.size", "speculation.max_running", "speculation.coupled", "spot.train",
         "spot.learning_rate", "spot.matrix_rate", "spot.batch_tokens", "spot.buffer_mb",
         "spot.features_mb", "cluster.workers", "cluster.address", "cluster.hang_s",
+        "learner.sharding",
     }
 )  # fmt: skip
 """What a resumed run may change: nothing here reaches a weight, unless a schedule reads it."""

@@ -110,13 +110,13 @@ def _train(words: list[str]) -> int:
 
 
 def _sft(words: list[str]) -> int:
-    from longtail import config, configfile
+    from longtail import configfile, sft_config
 
     own, overrides = _split(words)
     args = cli_parsers.sft_parser().parse_args(own)
-    loaded = config.load_sft(configfile.locate(args.run) if args.run else None, overrides)
+    loaded = sft_config.load(configfile.locate(args.run) if args.run else None, overrides)
     if args.dry_run:
-        print(config.dump(loaded))
+        print(configfile.render(loaded))
         return 0
     from longtail import sft
 

@@ -79,13 +79,13 @@ def train_parser() -> argparse.ArgumentParser:
 
 def sft_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail sft`."""
-    from longtail import config, configfile
+    from longtail import configfile, sft_config
 
     parser = _parser(
         "sft",
         "Fine-tune a model on prompts with completions; the loss is on completions alone.",
         usage="longtail sft [RUN] [--dry-run] [--section.key VALUE ...]",
-        epilog=configfile.describe(config.SftConfig),
+        epilog=configfile.describe(sft_config.SftConfig),
     )
     parser.add_argument("run", metavar="RUN", nargs="?", help="TOML file; none: all defaults")
     parser.add_argument(

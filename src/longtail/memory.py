@@ -6,7 +6,7 @@ The table is printed by `longtail train --dry-run`.
     weights that generate    parameters x rollout.dtype    (+ oneDNN's packed copies, bfloat16 CPU)
     KV cache                 2 x layers x kv heads x head_dim x tokens x rollout.dtype
     master weights, gradients, AdamW's two moments     4 x parameters x learner.dtype
-                             (moments: a worker's share, by learner.moment_copies)
+                             (a worker's share of them, by learner.moment_copies and sharding)
     activations              one micro-batch, kept for the backward pass
     scores                   rows x vocabulary, bounded by `rl.logprobs.MAX_LOGITS`
 """
@@ -66,10 +66,11 @@ def count_parameters(shape: ModelConfig) -> int:
     return embeddings + shape.num_layers * _layer_parameters(shape) + shape.hidden_size
 
 
-def estimate(config: RunConfig, shape: ModelConfig, *, packs_bfloat16: bool = False) -> Estimate:
+def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> Estimate:
     """Add up what `longtail train` will hold at the same time.
 
-    `packs_bfloat16` counts the second copy of matrices that the CPU keeps while generating.
+    `on_cpu` counts what lies in main memory: the second copy of bfloat16 matrices, which only a CPU
+    keeps while generating, and the whole weights that are gathered from shards.
     """
     parameters = count_parameters(shape)
     rollout, learner = config.rollout, config.learner
@@ -77,15 +78,15 @@ def estimate(config: RunConfig, shape: ModelConfig, *, packs_bfloat16: bool = Fa
     longest = config.data.max_prompt_len + rollout.max_tokens
     kv_tokens = rollout.kv_tokens or rollout.max_running * longest
     tokens = max(learner.tokens_per_micro_batch, longest)
-    moments, shared = _moments(config, parameters * master)
+    weights = parameters * master
+    moments, shared = _moments(config, weights)
+    shard = -(-weights // config.cluster.workers) if config.is_sharded else weights
     rows = min(tokens, max(1, MAX_LOGITS // shape.vocab_size))
     items = [
         Item(name="rollout weights", bytes=parameters * small, why=rollout.dtype),
         Item(name="KV cache", bytes=kv_tokens * kv_bytes(shape, small), why=f"{kv_tokens} tokens"),
-        Item(name="master weights", bytes=parameters * master, why=learner.dtype),
-        Item(name="gradients", bytes=parameters * master, why=learner.dtype),
+        Item(name="gradients", bytes=shard, why=learner.dtype),
         Item(name="optimizer moments", bytes=moments, why=f"AdamW, two of them{shared}"),
-        Item(name="published weights", bytes=parameters * master, why="a copy in passing"),
         Item(
             name="activations",
             bytes=activation_bytes(shape, tokens, master, recompute=learner.gradient_checkpointing),
@@ -97,22 +98,44 @@ def estimate(config: RunConfig, shape: ModelConfig, *, packs_bfloat16: bool = Fa
             why=f"{rows} x {shape.vocab_size}",
         ),
     ]
-    if packs_bfloat16 and rollout.dtype == "bfloat16":
+    items[2:2] = _whole_and_shards(config, shape, weights, shard, on_cpu=on_cpu)
+    if on_cpu and rollout.dtype == "bfloat16":
         packed = parameters - (0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size)
         items.insert(1, Item(name="packed matrices", bytes=packed * small, why="oneDNN's layout"))
     if learner.kl_coef > 0:
         why = f"learner.kl_coef = {learner.kl_coef}"
-        items.append(Item(name="reference model", bytes=parameters * master, why=why))
-    if config.cluster.workers > 1 and learner.mini_batches > 1:
-        undo = parameters * master + moments
+        items.append(Item(name="reference model", bytes=shard, why=why))
+    if config.cluster.workers > 1 < learner.mini_batches and not config.is_sharded:
+        undo = weights + moments
         items.append(Item(name="undo of a step", bytes=undo, why="of several updates, in a team"))
     return Estimate(parameters=parameters, items=tuple(items))
+
+
+def _whole_and_shards(
+    config: RunConfig, shape: ModelConfig, weights: int, shard: int, *, on_cpu: bool
+) -> list[Item]:
+    """Count the learner's weights, the copy that is published, and what passes gather of shards."""
+    dtype, workers = config.learner.dtype, config.cluster.workers
+    if not config.is_sharded:
+        return [
+            Item(name="master weights", bytes=weights, why=dtype),
+            Item(name="published weights", bytes=weights, why="a copy in passing"),
+        ]
+    layers = shape.num_layers * _layer_parameters(shape) * _BYTES[dtype]
+    passed = weights - layers + 2 * layers // shape.num_layers
+    items = [
+        Item(name="weight shard", bytes=shard, why=f"{dtype}, 1 of {workers}"),
+        Item(name="gathered weights", bytes=2 * passed, why="ends, two layers, their gradients"),
+    ]
+    if on_cpu:
+        items.append(Item(name="whole weights", bytes=2 * weights, why="gathered, and published"))
+    return items
 
 
 def _moments(config: RunConfig, weights: int) -> tuple[int, str]:
     """Bytes that a worker keeps of AdamW's two moments, as if shares were even; and who keeps."""
     workers = config.cluster.workers
-    copies = min(config.learner.moment_copies or workers, workers)
+    copies = 1 if config.is_sharded else min(config.learner.moment_copies or workers, workers)
     shared = f", {copies} of {workers} workers keep each" if copies < workers else ""
     return -(-2 * weights * copies // workers), shared
 
@@ -141,8 +164,7 @@ def activation_bytes(shape: ModelConfig, tokens: int, element: int, *, recompute
 def report(config: RunConfig) -> str:
     """Read the shape of the model that a run names, and return the table as plain text."""
     device = torch.device(config.run.device if config.run.device != "auto" else _best_device())
-    packs = device.type == "cpu"
-    estimated = estimate(config, _shape(config.model.path), packs_bfloat16=packs)
+    estimated = estimate(config, _shape(config.model.path), on_cpu=device.type == "cpu")
     text = io.StringIO()
     Console(file=text, width=96).print(table(estimated, available_bytes(device), str(device)))
     return text.getvalue()

@@ -15,7 +15,7 @@ import torch
 
 from longtail.assemble import TINY_REASONER
 from longtail.checkpoint import Checkpoint, RunDirectory
-from longtail.config import SftConfig, dump
+from longtail.config import dump
 from longtail.console import Console
 from longtail.device import choose_device, set_threads
 from longtail.errors import ConfigError
@@ -28,6 +28,7 @@ from longtail.rl.examples import Example, ExampleBatches, example_of, make_examp
 from longtail.rl.imitation import ImitationReport, ImitationSettings, Imitator
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.sources import Row, load_rows
+from longtail.sft_config import SftConfig
 from longtail.tiny import task, warmstart
 
 _HELDOUT_SHARE, _MAX_HELDOUT = 20, 64

@@ -71,7 +71,8 @@ def build_machines(
 ) -> Machines:
     """Build what one worker drives."""
     device, tokenizer = choose_device(config.run.device), hf.load_tokenizer(directory)
-    policy = hf.load_model(directory, DTYPES[config.learner.dtype], device)
+    home = "cpu" if config.is_sharded else device  # shards move where the team computes
+    policy = hf.load_model(directory, DTYPES[config.learner.dtype], home)
     rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
     rollout_model.batch_invariant = config.rollout.batch_invariant
     target = Target(
@@ -87,6 +88,7 @@ def build_machines(
         engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
         learner=Learner(policy, _learner_settings(config)),
         policy=policy,
+        device=device,
         tokenizer=tokenizer,
         drafting=_drafting(config, target, speculation, say, number),
         read_drafter=partial(open_trainable, config.speculation.drafter, target, say),
@@ -195,4 +197,5 @@ def _learner_settings(config: RunConfig) -> LearnerSettings:
         recompute=own.gradient_checkpointing,
         autocast=own.autocast,
         moment_copies=own.moment_copies,
+        sharding=own.sharding,
     )

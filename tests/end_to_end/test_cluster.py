@@ -87,12 +87,13 @@ def test_two_workers_write_and_learn_what_one_does(workshop, tmp_path):
     assert workers == {0, 1}
 
 
-def test_shares_of_two_workers_make_a_checkpoint_that_one_goes_on_from(workshop, tmp_path):
-    log, shared = tmp_path / "log", ("--learner.moment_copies=1", *WORDS)
-    process = processes.start(workshop.words("shared", "--run.steps=2", *shared, *TWO), log)
+@pytest.mark.parametrize("how", ["learner.moment_copies=1", "learner.sharding=full"])
+def test_shares_of_two_workers_make_a_checkpoint_that_one_goes_on_from(workshop, tmp_path, how):
+    log, shared = tmp_path / "log", (f"--{how}", *WORDS)
+    process = processes.start(workshop.words(how, "--run.steps=2", *shared, *TWO), log)
     assert processes.finish(process) == 0, log.read_text()
-    assert workshop.train("shared", "--run.steps=3", *shared).code == 0
-    assert texts(workshop, "shared") == texts(workshop, "one")
+    assert workshop.train(how, "--run.steps=3", *shared).code == 0
+    assert texts(workshop, how) == texts(workshop, "one")
 
 
 def test_a_worker_and_then_the_driver_are_killed_and_nothing_is_lost(workshop, tmp_path):

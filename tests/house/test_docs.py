@@ -10,8 +10,9 @@ from pydantic import BaseModel
 
 from house.tree import ROOT, SOURCES, module_name
 from longtail import cli_docs, cli_parsers, configfile
-from longtail.config import RunConfig, SftConfig
+from longtail.config import RunConfig
 from longtail.drafter_config import DrafterTrainConfig
+from longtail.sft_config import SftConfig
 
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -26,7 +26,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("machines", ("rl.learner", "engine.engine", "drafter.trainer", "drafter.spot")),
-    ("run files", ("configfile", "config", "drafter_config", "metrics", "checkpoint")),
+    (
+        "run files",
+        ("configfile", "config", "drafter_config", "sft_config", "metrics", "checkpoint"),
+    ),
     ("programs", ("*",)),
 )
 """From the bottom up; the longest pattern that fits a module decides."""
@@ -42,7 +45,7 @@ DOORS = {
     "wandb": ("metrics",),
     "tensorboard": ("metrics",),
     "torch.utils.tensorboard": ("metrics",),
-    "pydantic": ("config", "drafter_config", "configfile", "serve.wire"),
+    "pydantic": ("config", "drafter_config", "sft_config", "configfile", "serve.wire"),
     "fastapi": ("serve.*",),
     "starlette": ("serve.*",),
     "uvicorn": ("serve.*",),
@@ -57,7 +60,7 @@ DOORS = {
 """One door per heavy dependency."""
 
 TORCH_FREE = (
-    *("", "cli", "cli_parsers", "config", "drafter_config", "configfile"),
+    *("", "cli", "cli_parsers", "config", "drafter_config", "sft_config", "configfile"),
     *("errors", "machine", "doctor"),
     *("serve.setting", "serve.command"),
 )

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from longtail.checkpoint import RunDirectory, policy_directory
-from longtail.config import RunConfig, SftConfig, dump, load
+from longtail.config import RunConfig, dump, load
 from longtail.errors import CheckpointError, ConfigError
+from longtail.sft_config import SftConfig
 
 CONFIG = dump(RunConfig())
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from longtail import configfile
-from longtail.config import RunConfig, SftConfig, dump, load, load_sft
+from longtail import configfile, sft_config
+from longtail.config import RunConfig, dump, load
 from longtail.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def _refusal(*words: str, toml: str | None = None, at: Path = Path("unused")) ->
 
 def test_without_a_file_the_class_defaults_are_the_recipe() -> None:
     assert load(None) == RunConfig()
-    assert load_sft(None) == SftConfig()
+    assert sft_config.load(None) == sft_config.SftConfig()
 
 
 def test_the_command_line_overlays_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
@@ -133,6 +133,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         (["--learner.overlong_buffer=2048"], ["learner.overlong_buffer = 2048"]),
         (["--rollout.group_size=1"], ["rollout.group_size = 1", "learner.loss = 'grpo'"]),
         (["--learner.autocast=true", "--learner.dtype=float64"], ["learner.autocast"]),
+        (["--learner.moment_copies=1", "--learner.sharding=full"], ["learner.moment_copies = 1"]),
         (
             ["--data.source=reasoning_gym:leg_counting", "--data.heldout_size=2048"],
             ["data.heldout_size = 2048", "data.size"],
@@ -183,7 +184,7 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
         '--rollout.stop=["a\\"b\\n", "c"]',
         "--run.seed=12345678901",
     ]
-    for config, read in ((load(None, words), load), (SftConfig(), load_sft)):
+    for config, read in ((load(None, words), load), (sft_config.SftConfig(), sft_config.load)):
         file = tmp_path / "config.toml"
         file.write_text(dump(config))
         assert read(file) == config

@@ -340,6 +340,20 @@ def test_the_only_worker_cannot_be_replaced_and_the_run_says_so():
         begun(crew).rollout(1, requests(30))
 
 
+def two_tasks(fleet: Fleet) -> None:
+    fleet.rollout(1, requests(30, 30, 30))
+    fleet.learn([batch(1)])
+
+
+@pytest.mark.parametrize("task", ["generate", "learn", "gather"])
+def test_a_lost_worker_ends_a_sharded_run_with_a_remedy(task):
+    crew = ScriptedCrew(3, faults=[Fault(worker=1, task=task)])
+    fleet = begun(crew, is_sharded=True)
+    with pytest.raises(ClusterError, match=r"shard .* \(learner.sharding\) is lost \(.*\); start"):
+        two_tasks(fleet)
+    assert crew.births == [0, 0, 0]
+
+
 # ---- state
 
 
@@ -357,7 +371,8 @@ def test_the_learners_state_is_what_all_keep_together_whoever_is_lost_meanwhile(
     fleet = begun(crew)
     fleet.learn([batch(1)])
     state = fleet.learner_state()
-    assert set(state.tensors) == {"kept/0", "kept/1", "kept/2", "kept/by-all"}
+    assert set(state.tensors) == {"kept/0", "kept/1", "kept/2", "kept/by-all", "rows"}
+    assert state.tensors["rows"].tolist() == [0, 1, 2]
     assert state.numbers == {"version": 1}
     # Who is lost may have kept what was not asked for yet: all meet, and everybody is asked again.
     assert len(crew.meetings) == 2

@@ -58,7 +58,7 @@ def test_checkpointed_layers_keep_far_less() -> None:
 
 
 def _bytes(config: RunConfig, name: str) -> int:
-    items = memory.estimate(config, tiny_config("llama"), packs_bfloat16=True).items
+    items = memory.estimate(config, tiny_config("llama"), on_cpu=True).items
     return sum(item.bytes for item in items if item.name == name)
 
 
@@ -91,6 +91,21 @@ def test_moments_are_a_share_of_so_many_copies_over_the_workers() -> None:
         assert _bytes(config, "undo of a step") == 0
     several = load(None, ["--cluster.workers=2", "--learner.mini_batches=2"])
     assert _bytes(several, "undo of a step") == moments // 2 + moments
+
+
+def test_shards_are_a_part_for_each_worker_and_the_whole_is_in_main_memory() -> None:
+    weights = 4 * memory.count_parameters(tiny_config("llama"))
+    words = ["--learner.sharding=full", "--learner.kl_coef=0.1", "--learner.mini_batches=2"]
+    config = load(None, ["--cluster.workers=3", *words])
+    for name in ("weight shard", "gradients", "reference model"):
+        assert _bytes(config, name) == math.ceil(weights / 3)
+    assert _bytes(config, "optimizer moments") == math.ceil(2 * weights / 3)
+    assert _bytes(config, "whole weights") == 2 * weights
+    assert _bytes(config, "undo of a step") == 0
+    on_gpu = {item.name for item in memory.estimate(config, tiny_config("llama")).items}
+    assert on_gpu.isdisjoint({"master weights", "published weights", "whole weights"})
+    alone = load(None, words)
+    assert _bytes(alone, "master weights") == _bytes(alone, "gradients") == weights
 
 
 def test_the_total_is_the_sum_and_a_misfit_says_what_to_lower() -> None:

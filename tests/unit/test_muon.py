@@ -48,7 +48,7 @@ def test_everything_but_the_matrices_of_layers_moves_as_under_adamw():
         if "layers." in name and parameter.dim() == 2:
             parameter.grad.zero_()  # so that clipping sees the same norm
     MuonOptimizer(ours, SETTINGS).update(0)
-    Optimizer(plain, SETTINGS).update(0)
+    Optimizer(plain.named_parameters(), SETTINGS).update(0)
     expected = snapshot(plain)
     others = [n for n, p in ours.named_parameters() if p.dim() < 2 or "layers." not in n]
     assert others
@@ -107,4 +107,4 @@ def test_state_of_another_model_is_refused():
     with pytest.raises(CheckpointError, match="another model"):
         MuonOptimizer(tiny_model(), SETTINGS).load({**state, name: state[name][:1]})
     with pytest.raises(CheckpointError, match="another model"):
-        Optimizer(tiny_model(), SETTINGS).load(state)
+        Optimizer(tiny_model().named_parameters(), SETTINGS).load(state)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail import config, sft, tiny
+from longtail import sft, sft_config, tiny
 from longtail.checkpoint import RunDirectory
 from longtail.errors import ConfigError, DataError
 from longtail.model import hf
@@ -27,8 +27,8 @@ def place(tmp_path) -> Path:
     return tmp_path
 
 
-def settings(place: Path, name: str, *words: str) -> config.SftConfig:
-    return config.load_sft(
+def settings(place: Path, name: str, *words: str) -> sft_config.SftConfig:
+    return sft_config.load(
         None,
         [
             f"--model.path={place / 'model'}",

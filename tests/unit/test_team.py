@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from longtail.errors import ConfigError, TeamError
-from longtail.rl.team import ALONE, Team, TorchTeam, spread, sum_gradients
+from longtail.rl.team import ALONE, Team, TorchTeam, spread, sum_gradients, tell
 from team_members import PATIENCE_S, free_address
 
 
@@ -102,6 +102,25 @@ def test_a_sum_is_over_all_members_and_the_same_on_each(size):
             # Up to two additions, in any order: each errs by half a unit of what it adds up to.
             eps = 2 * torch.finfo(ours.dtype).eps
             torch.testing.assert_close(ours, theirs, rtol=0.0, atol=10 * eps)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parts_are_gathered_and_sums_are_dealt_out_by_rank(size):
+    def deed(team: Team) -> tuple[list[float], list[float], list[float]]:
+        whole, part = torch.zeros(size, 2), torch.zeros(1, 2)
+        team.gather(whole, torch.full((1, 2), float(team.rank)))
+        team.scatter_sum(whole + 10 * team.rank, part)
+        return tell(team, team.rank + 0.5), whole[:, 1].tolist(), part[0].tolist()
+
+    made = 10.0 * sum(range(size))
+    for rank, (told, gathered, part) in enumerate(together(size, deed)):
+        assert told == [other + 0.5 for other in range(size)]
+        assert gathered == list(range(size))
+        assert part == [size * rank + made] * 2
+    whole, part = torch.zeros(3), torch.zeros(3)
+    ALONE.gather(whole, torch.ones(3))
+    ALONE.scatter_sum(whole, part)
+    assert part.tolist() == [1.0] * 3
 
 
 def test_whoever_is_alone_sums_nothing_up():
@@ -202,6 +221,10 @@ class Scripted(Team):
     def size(self) -> int:
         return 3
 
+    @property
+    def device(self) -> torch.device:
+        raise AssertionError("gradients are where they are")
+
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         self.sums += 1
         for brought in self._others:
@@ -209,6 +232,12 @@ class Scripted(Team):
                 tensor += other
 
     def take(self, owner: int, tensors: Sequence[torch.Tensor]) -> None:
+        raise AssertionError("gradients are added up, nothing else")
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        raise AssertionError("gradients are added up, nothing else")
+
+    def scatter_sum(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         raise AssertionError("gradients are added up, nothing else")
 
 

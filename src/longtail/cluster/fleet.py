@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
+import torch
 from torch import Tensor
 
 from longtail.cluster.crew import Crew, Ended
@@ -57,6 +58,8 @@ class FleetSettings:
     """A worker that makes no step for so long is replaced."""
     shares_updates: bool
     """Learners update a share of the policy each, and gather the rest; else everybody all of it."""
+    is_sharded: bool = False
+    """A worker holds its shard of the policy alone: none can be replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,7 @@ class Fleet:
     ) -> None:
         self._crew, self._settings, self._listen = crew, settings, listen
         self._meeting_point = meeting_point
-        self.shift = Shift(crew, settings.hang_s, say, clock)
+        self.shift = Shift(crew, settings.hang_s, say, clock, is_sharded=settings.is_sharded)
         self.num_parameters = 0
         """Of the policy; known from `begin` on."""
         self._buffer = DrafterBuffer(settings.buffer_bytes, seed=settings.seed)
@@ -199,7 +202,8 @@ class Fleet:
             tensors: dict[str, Tensor] = {}
             for worker in range(self._crew.size):
                 state: LearnerState = self._each((worker,), Worker.learner_state, list(tensors))[0]
-                tensors |= state.tensors
+                for name, own in state.tensors.items():  # a shard: the rows behind those known
+                    tensors[name] = torch.cat((tensors[name], own)) if name in tensors else own
             if self._crew.size == 1 or not self.shift.is_team_stale:
                 return LearnerState(tensors=tensors, numbers=state.numbers)
         raise ClusterError(f"the learner's state could not be copied in {_ATTEMPTS} attempts")

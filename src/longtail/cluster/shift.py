@@ -44,8 +44,11 @@ class Shift:
         hang_s: float,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        is_sharded: bool = False,
     ) -> None:
         self.crew, self.say, self.clock = crew, say, clock
+        self._is_sharded = is_sharded
         self.roster = Roster(crew.size, clock)
         self._hang_s = hang_s
         self._seen = dict.fromkeys(range(crew.size), (_NO_BEATS, clock()))
@@ -202,10 +205,12 @@ class Shift:
                 f"{self._losses} workers were lost in a row, the last with: {reason}; mend that, "
                 "then start again: the run resumes from its newest checkpoint"
             )
-        if self.crew.size == 1:
+        is_shard = self._is_sharded and self._has_begun
+        if self.crew.size == 1 or is_shard:
+            what = "a shard of the policy (learner.sharding)" if is_shard else "the only worker"
             raise ClusterError(
-                f"the only worker is lost ({reason}); start again: the run resumes from its "
-                "newest checkpoint"
+                f"{what} is lost ({reason}); start again: the run resumes from its newest "
+                "checkpoint"
             )
         self.crew.replace(worker)
         self.roster.move(worker, State.STARTING)

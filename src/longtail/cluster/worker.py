@@ -15,6 +15,8 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Literal, NamedTuple, final
 
+import torch
+
 from longtail.cluster.probe import Probe, probe
 from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdict
 from longtail.device import compute_threads
@@ -57,7 +59,9 @@ class Machines:
     engine: RolloutEngine
     learner: Learner
     policy: Transformer
-    """The learner's weights, for saving."""
+    """The learner's weights, for saving; in main memory if it is sharded."""
+    device: torch.device
+    """What all is computed on."""
     tokenizer: hf.Tokenizer
     drafting: Drafting | None
     """None where nothing is drafted by a drafter that can be trained."""
@@ -223,8 +227,8 @@ class Worker:
 
     def join(self, rank: int, size: int, address: str, timeout_s: float) -> int:
         """Learn together with others from now on; return the version, the newest of them all."""
-        device = self._machines.policy.device
-        backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
+        is_gpu = self._machines.device.type == "cuda"
+        backend: Literal["nccl", "gloo"] = "nccl" if is_gpu else "gloo"
         team = TorchTeam(rank, size, address, backend=backend, timeout_s=timeout_s)
         return self._machines.learner.join(team)
 

@@ -326,7 +326,7 @@ def _never() -> bool:
 
 def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer | MuonOptimizer:
     if settings.matrix_rate is None:
-        return Optimizer(layer, settings.optimizer)
+        return Optimizer(layer.named_parameters(), settings.optimizer)
     inside = nn.ModuleDict({"layers": nn.ModuleList([layer])})  # it asks where matrices lie
     return MuonOptimizer(inside, settings.optimizer, matrix_rate=settings.matrix_rate)
 

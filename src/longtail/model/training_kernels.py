@@ -184,6 +184,10 @@ class NativeTrainingKernels(TorchKernels):
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NativeTrainingKernels":
+        """Return the same: functions of a library, which copies of a model share."""
+        return self
+
     def add_norm(
         self,
         stream: Float[Tensor, "tokens hidden"],

@@ -72,7 +72,7 @@ class Imitator:
         self._model.fuse()
         self._settings = settings
         self._optimizer: Optimizer | MuonOptimizer = (
-            Optimizer(model, settings.optimizer)
+            Optimizer(model.named_parameters(), settings.optimizer)
             if settings.matrix_rate is None
             else MuonOptimizer(model, settings.optimizer, matrix_rate=settings.matrix_rate)
         )

@@ -9,8 +9,8 @@ rollouts come from, who reads its weights, or where a checkpoint lies.
 
 In a team every member is given the same batches, computes its share of the micro-batches, and makes
 the update of the whole batch: gradients are summed, so that weights stay the same bits everywhere.
-Where members keep a share of the optimizer's moments each (`rl/shares.py`), they update that share,
-and `gather` fetches the rest.
+Where members keep a share of the optimizer's moments each (`rl/shares.py`), or shards of everything
+(`rl/sharded.py`), they update what they keep, and `gather` fetches the rest.
 """
 
 import copy
@@ -18,7 +18,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Literal, final
 
 import torch
 from jaxtyping import Float
@@ -29,12 +29,14 @@ from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
 from longtail.rl.optim import Optimizer, OptimizerSettings
-from longtail.rl.packing import moved
-from longtail.rl.shares import Doubt, Shares, versions_of
+from longtail.rl.packing import lay_out, moved
+from longtail.rl.shares import Doubt, Holding, Shares
 from longtail.rl.tally import LearnerReport, Tally
-from longtail.rl.team import ALONE, Team, spread, sum_gradients
+from longtail.rl.team import ALONE, Team, spread, tell
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
 
+_NOTHING = lay_out([(0, 0)], prompt_lens=[1])
+"""What a member passes over that has no micro-batch left while others need its shard."""
 _NOWHERE = -1
 """The version of who was being given another and never got all of it."""
 
@@ -61,6 +63,8 @@ class LearnerSettings:
     max_logits: int = MAX_LOGITS
     moment_copies: int = 0
     """How many members of the team keep the moments of a parameter; 0 is all of them."""
+    sharding: Literal["none", "full"] = "none"
+    """`full`: members of a team hold a shard each of weights, gradients and moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +85,10 @@ class Learner:
     earlier updates of the same step, if it has several, stand. A step that loses its team raises
     TeamError and changes nothing: `join` another team and make it again, unless the version tells
     that somebody had made it. After a step in a team, `gather`; if that raises TeamError, `join`.
+    Sharded, it stays with its first team: to lose that is to lose the policy.
     """
 
-    def __init__(
-        self, model: Transformer, settings: LearnerSettings, *, team: Team = ALONE
-    ) -> None:
+    def __init__(self, model: Transformer, settings: LearnerSettings) -> None:
         if settings.loss not in LOSSES:
             raise ConfigError(
                 f"learner.loss = {settings.loss!r}: it must be one of {', '.join(LOSSES)}"
@@ -94,12 +97,13 @@ class Learner:
             raise ConfigError(
                 f"learner.autocast = true with {model.dtype} weights: it needs float32"
             )
-        self._model = model.requires_grad_(True)
-        self._settings, self._team = settings, team
+        self._model = self._trained = model.requires_grad_(True)
+        self._settings = settings
+        self._team: Team = ALONE
         self._doubt: Doubt | None = None
         self._spec = LOSSES[settings.loss]
-        self._optimizer = Optimizer(model, settings.optimizer)
-        self._shares = Shares(team, model, self._optimizer, settings.moment_copies)
+        self._optimizer = Optimizer(model.named_parameters(), settings.optimizer)
+        self._holding: Holding = Shares(ALONE, model, self._optimizer, copies=0)
         self._reference = (
             copy.deepcopy(model).requires_grad_(False) if settings.kl_coef > 0 else None
         )
@@ -107,7 +111,6 @@ class Learner:
             if each is not None:
                 each.fuse()
         self._version = 0
-        self._shares.keep_own()
 
     @property
     def version(self) -> int:
@@ -128,7 +131,8 @@ class Learner:
         batches = [batch for batch in batches if batch.num_generated]
         for batch in batches:
             _refuse_greedy(batch.sampling)
-        undo = (self.state(), self.weights()) if self._team.size > 1 < len(batches) else None
+        can_undo = self._team.size > 1 < len(batches) and self._holding.has_all_weights
+        undo = (self.state(), self.weights()) if can_undo else None
         tally = Tally()
         try:
             self._updates(batches, tally, on_progress)
@@ -166,27 +170,28 @@ class Learner:
                 tally.update_seconds += self._now() - start
                 tally.grad_norms.append(update.grad_norm)
                 tally.learning_rate = update.learning_rate
-                if index < len(batches) - 1:
+                if index < len(batches) - 1 and self._holding.has_all_weights:
                     self.gather()
         finally:
             self._optimizer.discard()  # what a failure left behind
 
-    def _share(self, batch: TrainBatch) -> tuple[int, ...]:
-        """Which micro-batches are this member's."""
-        tokens = [one.packed.num_tokens for one in batch.micro_batches]
-        return spread(tokens, self._team.size)[self._team.rank]
+    def _deal(self, batch: TrainBatch) -> list[tuple[int, ...]]:
+        """Which micro-batches are whose."""
+        return spread([one.packed.num_tokens for one in batch.micro_batches], self._team.size)
 
     def _old_logprobs(
         self, batch: TrainBatch, tally: Tally, on_progress: Callable[[bool], None]
     ) -> dict[int, Tensor]:
         """Score this member's micro-batches under the policy before this step's first update."""
-        start = self._now()
+        start, dealt = self._now(), self._deal(batch)
         logprobs: dict[int, Tensor] = {}
         with torch.no_grad():
-            for index in self._share(batch):
+            for index in dealt[self._team.rank]:
                 packed = batch.micro_batches[index].packed
                 logprobs[index] = self._score(packed, batch.sampling).logprobs
                 on_progress(False)
+            for _ in range(self._holding.spare_passes(dealt)):
+                self._score(_NOTHING, batch.sampling)
         tally.logprob_seconds += self._now() - start
         return logprobs
 
@@ -198,26 +203,26 @@ class Learner:
         on_progress: Callable[[bool], None],
     ) -> None:
         """Accumulate the gradient of this member's share, then of everyone's."""
-        share = self._share(batch)
+        dealt = self._deal(batch)
+        share = dealt[self._team.rank]
         failure: NonFiniteError | None = None
-        try:
-            for index in share:
-                start = self._now()
-                before = None if old is None else old[index]
-                output = self._loss(batch, batch.micro_batches[index], before, tally)
-                self._refuse_non_finite(output.loss, index)
-                forwarded = self._now()
-                torch.autograd.backward(output.loss)
-                tally.logprob_seconds += forwarded - start
-                tally.update_seconds += self._now() - forwarded
-                on_progress(False)
-        except NonFiniteError as error:
-            failure = error
+        for index in share:
+            start = self._now()
+            before = None if old is None else old[index]
+            output = self._loss(batch, batch.micro_batches[index], before, tally)
+            failure = failure or self._non_finite(output.loss, index)
+            forwarded = self._now()
+            torch.autograd.backward(output.loss)
+            tally.logprob_seconds += forwarded - start
+            tally.update_seconds += self._now() - forwarded
+            on_progress(False)
+        for _ in range(self._holding.spare_passes(dealt)):
+            logprobs = self._score(_NOTHING, batch.sampling).logprobs
+            self._of_reference(_NOTHING, batch.sampling)
+            torch.autograd.backward(0.0 * logprobs.sum())
         on_progress(True)
         start = self._now()
-        void = sum_gradients(
-            self._team, self._model, computed=bool(share), void=failure is not None
-        )
+        void = self._holding.sum_gradients(computed=bool(share), void=failure is not None)
         tally.update_seconds += self._now() - start
         if failure is not None:
             raise failure
@@ -233,17 +238,11 @@ class Learner:
         """Run the policy, and the reference if there is one, over a micro-batch."""
         scores = self._score(micro_batch.packed, batch.sampling)
         rows, logprobs = scores.rows, scores.logprobs
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference = self._score(
-                    micro_batch.packed, batch.sampling, self._reference
-                ).logprobs
         inputs = LossInputs(
             logprobs=logprobs,
             old_logprobs=logprobs.detach() if old is None else old,
             rollout_logprobs=micro_batch.rollout_logprobs.to(logprobs)[rows],
-            reference_logprobs=reference,
+            reference_logprobs=self._of_reference(micro_batch.packed, batch.sampling),
             advantages=micro_batch.advantages.to(logprobs)[rows],
             sequence=micro_batch.packed.sequence.to(rows.device)[rows],
             num_here=micro_batch.packed.num_sequences,
@@ -253,6 +252,12 @@ class Learner:
         output = self._spec.function(inputs, self._loss_settings(batch.sampling.max_tokens))
         tally.add(inputs, output, scores)
         return output
+
+    def _of_reference(self, packed: PackedSequences, sampling: SamplingParams) -> Tensor | None:
+        if self._reference is None:
+            return None
+        with torch.no_grad():
+            return self._score(packed, sampling, self._reference).logprobs
 
     def _loss_settings(self, max_tokens: int) -> LossSettings:
         own, spec = self._settings, self._spec
@@ -268,7 +273,7 @@ class Learner:
         self, packed: PackedSequences, sampling: SamplingParams, model: Transformer | None = None
     ) -> TokenScores:
         """Score on the model's device, under autocast if that is set."""
-        model = self._model if model is None else model
+        model = self._trained if model is None else model
         device = model.device
         here = moved(packed, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self._settings.autocast):
@@ -280,18 +285,18 @@ class Learner:
                 max_logits=self._settings.max_logits,
             )
 
-    def _refuse_non_finite(self, loss: Float[Tensor, ""], micro_batch: int) -> None:
-        """Stop before the backward pass, naming the broken weights if it is they."""
+    def _non_finite(self, loss: Float[Tensor, ""], micro_batch: int) -> NonFiniteError | None:
+        """Return the refusal of a loss, naming the broken weights if it is they."""
         if loss.isfinite():
-            return
+            return None
         broken = (n for n, p in self._model.named_parameters() if not p.isfinite().all())
         culprit = next(broken, f"the loss (micro-batch {micro_batch})")
-        raise NonFiniteError(f"step {self._version}: {culprit} is not finite; no update was made")
+        return NonFiniteError(f"step {self._version}: {culprit} is not finite; no update was made")
 
     def _now(self) -> float:
         """Read the clock once the device has done what was asked of it."""
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+        if self._trained.device.type == "cuda":
+            torch.cuda.synchronize(self._trained.device)
         return time.perf_counter()
 
     def weights(self) -> PolicyWeights:
@@ -312,27 +317,39 @@ class Learner:
     def join(self, team: Team) -> int:
         """Step with another team from now on, from the newest version of any member; return it.
 
-        Raises TeamError if the team is lost meanwhile, ClusterError if moments are lost for good.
+        Raises TeamError if the team is lost meanwhile, ClusterError if moments or shards have been.
         """
-        newest = max(versions_of(team, self._version))
+        if not self._holding.has_all_weights:
+            raise ClusterError(
+                "the team that held the policy in shards is lost (learner.sharding); start again: "
+                "the run resumes from its newest checkpoint"
+            )
+        newest = int(max(tell(team, self._version)))
         if newest == _NOWHERE:
             raise ClusterError("the policy is lost; start again from the newest checkpoint")
         if self._doubt is not None and newest == self._version + 1:
             self._make_up(self._doubt)
         self._doubt = None
         self._team = team
-        self._shares = Shares(team, self._model, self._optimizer, self._settings.moment_copies)
+        shares = Shares(team, self._model, self._optimizer, self._settings.moment_copies)
+        self._holding = shares
         is_current = self._version == newest
         if not is_current:
             self._version = _NOWHERE  # until all has come: half of it is nothing to go on from
             self._optimizer.keep(())
-        self._shares.level(is_current=is_current)
+        shares.level(is_current=is_current)
         self._version = newest
+        if self._settings.sharding == "full" and team.size > 1:
+            from longtail.rl.sharded import Shards  # FSDP2 takes most of a second
+
+            optimizer, moments = self._settings.optimizer, self._optimizer.tensors()
+            shards = Shards(team, self._model, optimizer, moments, self._reference)
+            self._holding, self._trained, self._optimizer = shards, shards.model, shards.optimizer
         return newest
 
     def gather(self) -> None:
         """After a step, take the weights that others have updated; TeamError as from a step."""
-        self._shares.gather()
+        self._holding.gather()
 
     def _make_up(self, doubt: Doubt) -> None:
         """Make the update that others turn out to have made."""
@@ -347,10 +364,11 @@ class Learner:
     def state(self, known: Collection[str] = ()) -> LearnerState:
         """Copy what the next step depends on beside the weights, tensors of known names left out.
 
-        In a team whose members keep a share each, the whole is what all of them return together.
+        In a team whose members keep a share each, the whole is what all of them return together;
+        a shard comes though its name is known, and its rows follow those of the member before.
         """
         return LearnerState(
-            tensors=self._optimizer.tensors(known), numbers={"version": self._version}
+            tensors=self._holding.tensors(known), numbers={"version": self._version}
         )
 
     def restore(
@@ -364,8 +382,9 @@ class Learner:
         for name, parameter in parameters.items():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise CheckpointError(f"weights of another model: {name} is missing or misshapen")
+        assert isinstance(self._holding, Shares), "restored before it is sharded"
         self._optimizer.load(state.tensors, part=part)
-        self._shares.keep_own()
+        self._holding.keep_own()
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])

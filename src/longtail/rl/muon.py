@@ -33,10 +33,11 @@ class MuonOptimizer:
         self._matrices = {
             name: p for name, p in model.named_parameters() if p.dim() == 2 and "layers." in name
         }
-        others = nn.Module()  # only a list of names for the optimizer
-        for name, parameter in model.named_parameters():
-            if name not in self._matrices:
-                others.register_parameter(name.replace(".", "/"), parameter)
+        others = (
+            (name.replace(".", "/"), parameter)  # so they are named in checkpoints
+            for name, parameter in model.named_parameters()
+            if name not in self._matrices
+        )
         self._adamw = Optimizer(others, settings)
         self._schedule = replace(settings, learning_rate=matrix_rate)
         self._muon = torch.optim.Muon(

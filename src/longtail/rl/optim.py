@@ -5,7 +5,7 @@ of losses or batches.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.errors import CheckpointError, NonFiniteError
+from longtail.rl.team import ALONE, Team, tell
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -70,15 +71,22 @@ class Update:
 
 @final
 class Optimizer:
-    """Updates a model's parameters from their accumulated gradients.
+    """Updates parameters from their accumulated gradients.
 
     Invariant: an update happens whole or, on a gradient that is not finite, not at all. Gradients
-    are freed by every update, done or refused.
+    are freed by every update, done or refused. Where the parameters are shards, `team` has the
+    other ones: the norm is then of all, and who refuses does so with everybody.
     """
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
-        self._settings = settings
-        self._parameters = dict(model.named_parameters())
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: OptimizerSettings,
+        *,
+        team: Team = ALONE,
+    ) -> None:
+        self._settings, self._team = settings, team
+        self._parameters = dict(parameters)
         self._kept: Collection[str] = self._parameters.keys()
         matrices = [p for p in self._parameters.values() if p.dim() >= 2]
         others = [p for p in self._parameters.values() if p.dim() < 2]
@@ -120,10 +128,13 @@ class Optimizer:
         # NOTE: a model packed for inference computes without gradients, in silence.
         missing = self._parameters.keys() - gradients.keys()
         assert not missing, f"no gradient reached {min(missing)}: was the model packed?"
-        norm = torch.nn.utils.get_total_norm(gradients.values())
+        own = torch.nn.utils.get_total_norm(gradients.values())
+        norm = own.new_tensor(math.hypot(*tell(self._team, own.item())))
         if not norm.isfinite():
-            for name, gradient in gradients.items():
-                if not gradient.isfinite().all():
+            broken = torch.tensor([not g.isfinite().all() for g in gradients.values()]).float()
+            self._team.sum([broken])
+            for name, is_broken in zip(gradients, broken.tolist(), strict=True):
+                if is_broken:
                     raise NonFiniteError(
                         f"step {step}: the gradient of {name} is not finite; no update was made"
                     )

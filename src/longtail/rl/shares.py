@@ -1,4 +1,4 @@
-"""Who keeps the optimizer's moments of which parameter, and how they find their way to new keepers.
+"""What a member of a team holds: whole weights, and the optimizer's moments of some parameters.
 
     parameter      embedding   layers.0.qkv   layers.0.down   norm      3 members, 2 copies
     its keepers      0, 1          1, 2           2, 0         1, 2
@@ -10,7 +10,8 @@ member (Rajbhandari et al. 2020, stage 1), and as long as fewer than `copies` me
 time, none are.
 """
 
-from collections.abc import Mapping, Sequence
+import abc
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from longtail.errors import ClusterError
 from longtail.rl.optim import Optimizer
-from longtail.rl.team import Team, spread
+from longtail.rl.team import Team, spread, sum_gradients
 
 
 def deal(sizes: Sequence[int], members: int, copies: int) -> list[tuple[int, ...]]:
@@ -38,14 +39,6 @@ def deal(sizes: Sequence[int], members: int, copies: int) -> list[tuple[int, ...
     ]
 
 
-def versions_of(team: Team, version: int) -> list[int]:
-    """Tell the others where this member is; return where each of them is."""
-    row = torch.zeros(team.size, dtype=torch.float64)
-    row[team.rank] = version
-    team.sum([row])
-    return [int(each) for each in row.tolist()]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
     """An update that this member did not make, not knowing whether others have.
@@ -60,12 +53,43 @@ class Doubt:
     weights: Mapping[str, Tensor] | None = None
 
 
+class Holding(abc.ABC):
+    """What a member has of policy and optimizer, in a team that calls the same methods in turn."""
+
+    @property
+    @abc.abstractmethod
+    def has_all_weights(self) -> bool:
+        """Tell whether they are all here, so that no other member takes any with it."""
+
+    @abc.abstractmethod
+    def spare_passes(self, dealt: Sequence[Sequence[int]]) -> int:
+        """Return how many passes this member makes only because others have micro-batches left."""
+
+    @abc.abstractmethod
+    def sum_gradients(self, *, computed: bool, void: bool) -> list[int]:
+        """Hand the optimizer the gradients of all members, added up; return whose are void.
+
+        `computed`: this member has some; `void`: they are of no use, hence nor is the sum.
+        """
+
+    @abc.abstractmethod
+    def gather(self) -> None:
+        """After an update, take the weights that others have updated."""
+
+    @abc.abstractmethod
+    def tensors(self, known: Collection[str]) -> dict[str, Tensor]:
+        """Copy the moments that are kept here, without those that are known from another member.
+
+        Of a shard, a known name comes again: the rows that follow.
+        """
+
+
 @final
-class Shares:
-    """One member's share of the optimizer, in a team that calls the same methods in turn."""
+class Shares(Holding):
+    """All weights, and a share of the optimizer."""
 
     def __init__(self, team: Team, model: nn.Module, optimizer: Optimizer, copies: int) -> None:
-        self._team, self._optimizer = team, optimizer
+        self._team, self._model, self._optimizer = team, model, optimizer
         self._parameters = {name: p.detach() for name, p in model.named_parameters()}
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         dealt = deal(sizes, team.size, copies)
@@ -73,8 +97,21 @@ class Shares:
         self.are_whole = all(len(keepers) == team.size for keepers in dealt)
         """Everybody keeps everything: weights are the same after an update as they stand."""
 
+    @property
+    def has_all_weights(self) -> bool:
+        """Yes."""
+        return True
+
+    def spare_passes(self, dealt: Sequence[Sequence[int]]) -> int:
+        """Return 0: who has nothing left waits for the sum."""
+        return 0
+
+    def sum_gradients(self, *, computed: bool, void: bool) -> list[int]:
+        """Add the gradients of all members up, in place; return whose are void."""
+        return sum_gradients(self._team, self._model, computed=computed, void=void)
+
     def gather(self) -> None:
-        """After an update, take the weights that others have updated from their owners."""
+        """After an update, take the weights that others have updated, from their owners."""
         if not self.are_whole:
             for name, keepers in self._keepers.items():
                 self._team.take(keepers[0], [self._parameters[name]])
@@ -105,6 +142,10 @@ class Shares:
                 if self._team.rank in self._keepers[name]:
                     self._optimizer.take_in(name, moments)
         self.keep_own()
+
+    def tensors(self, known: Collection[str]) -> dict[str, Tensor]:
+        """Copy the moments that are kept here, without those known."""
+        return self._optimizer.tensors(known)
 
     def keep_own(self) -> None:
         """Forget moments that are not this member's to keep."""

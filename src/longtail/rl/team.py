@@ -56,6 +56,11 @@ class Team(abc.ABC):
     def size(self) -> int:
         """How many members there are."""
 
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Where what travels lies: `gather` and `scatter_sum` take no tensors of elsewhere."""
+
     @abc.abstractmethod
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all members, the same bits on every member.
@@ -68,6 +73,20 @@ class Team(abc.ABC):
         """Replace each tensor by that of member `owner`, bit for bit.
 
         Raises TeamError if that cannot be done; the tensors then hold anything, but the owner's.
+        """
+
+    @abc.abstractmethod
+    def gather(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `whole` with what every member gives, by rank; `own` may be its place in there.
+
+        Raises TeamError if that cannot be done; `whole` then holds anything.
+        """
+
+    @abc.abstractmethod
+    def scatter_sum(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `own` with this member's part, by rank, of the sum of everyone's `whole`.
+
+        Raises TeamError if that cannot be done; `own` then holds anything.
         """
 
 
@@ -85,14 +104,35 @@ class Alone(Team):
         """Return 1."""
         return 1
 
+    @property
+    def device(self) -> torch.device:
+        """Return main memory."""
+        return torch.device("cpu")
+
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Leave the tensors as they are."""
 
     def take(self, owner: int, tensors: Sequence[Tensor]) -> None:
         """Leave the tensors as they are: they are the owner's."""
 
+    def gather(self, whole: Tensor, own: Tensor) -> None:
+        """Copy what is all there is."""
+        whole.copy_(own)
+
+    def scatter_sum(self, whole: Tensor, own: Tensor) -> None:
+        """Copy what is all there is."""
+        own.copy_(whole)
+
 
 ALONE = Alone()
+
+
+def tell(team: Team, number: float) -> list[float]:
+    """Tell the others a number; return everyone's, by rank."""
+    row = torch.zeros(team.size, dtype=torch.float64)
+    row[team.rank] = number
+    team.sum([row])  # all other rows are zeros here
+    return row.tolist()
 
 
 def sum_gradients(team: Team, model: nn.Module, *, computed: bool, void: bool) -> list[int]:
@@ -156,6 +196,11 @@ class TorchTeam(Team):
         """How many members there are."""
         return self._size
 
+    @property
+    def device(self) -> torch.device:
+        """Main memory, or the current GPU."""
+        return self._device
+
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all members, the same bits on every member.
 
@@ -181,6 +226,17 @@ class TorchTeam(Team):
                 self._open_group().broadcast(flat, owner).wait(self._timeout)
             if self._rank != owner:
                 tensor.detach().copy_(flat)
+
+    def gather(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `whole` with what every member gives, by rank; errors are those of `sum`."""
+        with self._waiting_for(f"{whole.numel():,} gathered numbers"):
+            self._open_group()._allgather_base(whole, own).wait(self._timeout)
+
+    def scatter_sum(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `own` with this member's part of the sum; errors are those of `sum`."""
+        with self._waiting_for(f"its part of the sum of {whole.numel():,} numbers"):
+            options = dist.ReduceScatterOptions()
+            self._open_group()._reduce_scatter_base(own, whole, options).wait(self._timeout)
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
