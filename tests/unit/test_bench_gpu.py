@@ -10,7 +10,16 @@ from torch import Tensor
 
 import interpreted
 from fakes import unchecked_shapes
-from longtail.bench import gpu_card, gpu_kernels, gpu_parts, gpu_small
+from longtail import config
+from longtail.bench import (
+    e2e_setting,
+    gpu_card,
+    gpu_kernels,
+    gpu_parts,
+    gpu_small,
+    gpu_training,
+)
+from longtail.bench.e2e_arms import ArmResult
 from longtail.bench.gpu_setting import PARTS, Setting, add_arguments, read_setting
 from longtail.bench.gpu_speculation import grown_shape
 from longtail.bench.grown import _places
@@ -34,6 +43,7 @@ def test_everything_is_measured_on_a_gpu_unless_said_otherwise():
     assert parse() == expected
     quick = parse("--parts", "steps,checks", "--device", "cpu", "--quick")
     assert quick == Setting(parts=("steps", "checks"), device="cpu", quick=True, repeats=2)
+    assert set(PARTS) - set(parse("--quick").parts) == {"training"}, "it wants a taught model"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +70,7 @@ def test_without_a_gpu_it_says_what_it_would_need(capsys):
 
 
 def test_the_bench_tries_itself_on_a_cpu(capsys):
-    """Every part: kernels are right, rollouts write the same texts, the last line is JSON."""
+    """But for training: kernels are right, texts are the same, the last line is JSON."""
     with unchecked_shapes():
         assert main(["bench", "gpu", "--device", "cpu", "--quick", "--repeats", "1"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -139,3 +149,28 @@ def test_figures_that_were_not_measured_are_not_there():
 def test_the_shape_is_qwens_and_the_tiny_reasoner_can_grow_into_it():
     assert count_parameters(gpu_parts.QWEN_7B) == 7_615_616_512, "as its model card has it"
     _places(model_config(), grown_shape(model_config(), gpu_parts.QWEN_7B))  # refuses what cannot
+
+
+def test_training_runs_one_worker_on_the_device_and_tells_its_ratios(monkeypatch):
+    asked: list[e2e_setting.Setting] = []
+
+    def measured(setting: e2e_setting.Setting, *_: object) -> dict[str, ArmResult]:
+        asked.append(setting)
+        seconds = {"off": 6.0, "history": 5.0, "frozen": 3.0, "serial": 4.0}
+        return {
+            name: ArmResult(
+                metrics=[{"timing_s/step": took, "timing_s/rollout": took / 2, "reward/mean": 0.5}],
+                texts={"a": "1"},
+            )
+            for name, took in seconds.items()
+        }
+
+    monkeypatch.setattr(gpu_training, "measure", measured)
+    found = gpu_training.training("cuda:1", print, quick=False)
+    (setting,) = asked
+    assert (setting.workers, setting.model, setting.arms[0]) == (1, "100m", "off")
+    assert config.load(None, setting.words).run.device == "cuda:1"
+    assert found["step_speedup"]["frozen"]["median"] == 2.0
+    assert (found["rewards_agree"], found["differing_share"]["serial"]) == (True, 0.0)
+    lines = gpu_card.rows({"copy_gb_per_s": 1.0, "training": found})
+    assert ["training step, serial", "1.50x of off"] in [line[:2] for line in lines]

@@ -7,6 +7,7 @@
     steps         decoding, verification and drafting in the shape of Qwen2.5-7B, random weights
     graphs        memory of the graphs of one strategy and of all
     speculation   rollouts with and without, by the tiny reasoner grown to that shape
+    training      RL from end to end with one worker, by the tiny reasoner grown to 100M parameters
 
 All of it takes some minutes on one GPU. Without one it says so; `--device cpu --quick` tries the
 bench itself, kernels in Triton's interpreter. What needs torch is imported when measuring starts.

@@ -63,6 +63,11 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
         against = f"{cell['speedup']:.2f}x, accept length {cell['accept_length']:.2f}"
         name = f"speculation, {cell['batch']} running"
         lines.append([name, f"{cell['tokens_per_s']:,.0f} tokens/s", against])
+    if (one := found.get("training")) is not None:
+        for arm, step in one["step_speedup"].items():
+            rollout, differing = one["rollout_speedup"][arm], one["differing_share"][arm]
+            against = f"rollout {rollout['median']:.2f}x of off, {differing:.2%} of texts differ"
+            lines.append([f"training step, {arm}", f"{step['median']:.2f}x of off", against])
     return lines
 
 

@@ -20,6 +20,7 @@ from longtail.bench.gpu_speculation import (
     random_subject,
     speculation,
 )
+from longtail.bench.gpu_training import training
 from longtail.model.rope import RopeConfig
 from longtail.model.transformer import ModelConfig
 
@@ -149,6 +150,10 @@ def measure(setting: Setting, say: Callable[[str], None]) -> dict[str, Any]:
         )
         batches = sizes.speculation_batches
         notes.add("speculation", speculation(subject, batches, sizes.tokens, say))
+        del subject
+        _free(device)
+    if "training" in setting.parts:
+        notes.add("training", training(setting.device, say, quick=setting.quick))
     return notes.found
 
 

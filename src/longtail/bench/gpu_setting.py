@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from longtail.errors import ConfigError
 
-PARTS = ("checks", "attention", "sampling", "small", "steps", "graphs", "speculation")
+PARTS = ("checks", "attention", "sampling", "small", "steps", "graphs", "speculation", "training")
+_NEEDS_REASONER = ("training",)
+"""Not in `--quick` unless asked for: the tiny reasoner may have to be taught first, in minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_setting(args: argparse.Namespace) -> Setting:
     """Check the options; ConfigError names the one that is wrong."""
-    parts = PARTS if args.parts is None else tuple(args.parts.split(","))
+    usual = tuple(name for name in PARTS if not (args.quick and name in _NEEDS_REASONER))
+    parts = usual if args.parts is None else tuple(args.parts.split(","))
     for name in parts:
         if name not in PARTS:
             raise ConfigError(f"--parts: {name!r} is not one of {', '.join(PARTS)}")
