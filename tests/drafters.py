@@ -108,7 +108,8 @@ class WatchfulDrafter(Drafter):
         self.gone: list[tuple[str, Memory]] = []
         self.num_restarts = self.num_refreshes = 0
         self.num_drafts = self.num_nodes = self.num_accepted = 0
-        self._proposed: list[DraftTree] = []
+        self._proposed: list[list[DraftTree]] = []
+        """What was not learned of yet, the oldest proposals first."""
 
     @property
     def taps(self) -> Taps:
@@ -138,7 +139,8 @@ class WatchfulDrafter(Drafter):
                 assert memory.tokens == each.tokens[memory.start : -1]
         trees = self.draft(requests, strategy, noise)
         assert all(tree.size <= strategy.num_nodes for tree in trees), "the script's mistake"
-        self._proposed = [tree for tree in trees if tree.size]
+        self._proposed.append([tree for tree in trees if tree.size])
+        assert len(self._proposed) <= 2, "it learns one step late"
         return trees
 
     @final
@@ -164,9 +166,10 @@ class WatchfulDrafter(Drafter):
 
     @final
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Count; the trees are the last proposals, in order, without what could be of no use."""
-        assert len(trees) == len(accepted) == len(self._proposed)
-        for tree, mine, found in zip(trees, self._proposed, accepted, strict=True):
+        """Count; the trees are what was proposed, in order, without what could be of no use."""
+        proposed = self._proposed.pop(0)
+        assert len(trees) == len(accepted) == len(proposed)
+        for tree, mine, found in zip(trees, proposed, accepted, strict=True):
             assert tree == cut_depth(mine, max(depths(tree.parents)))
             # The walk again, where every node on the way draws what came next.
             drawn = [-1] * (tree.size + 1)
@@ -176,7 +179,6 @@ class WatchfulDrafter(Drafter):
             self.num_drafts += 1
             self.num_nodes += tree.size
             self.num_accepted += len(found.path)
-        self._proposed = []
 
     @final
     def forget(self, request_id: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longtail.engine.request import ActiveRequest
 from longtail.speculation.tree import EMPTY, DraftTree, depths
+from longtail.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +87,10 @@ def flatten(scheduled: Sequence[Scheduled], device: torch.device) -> FlatBatch:
             )
         )
     every = len(drawing) == len(tokens)
+    flat = to_device([tokens, positions], device)
     return FlatBatch(
-        tokens=torch.tensor(tokens, device=device),
-        positions=torch.tensor(positions, device=device),
+        tokens=flat[0],
+        positions=flat[1],
         segments=tuple(segments),
-        drawing=None if every else torch.tensor(drawing, dtype=torch.int64, device=device),
+        drawing=None if every else to_device(drawing, device, torch.int64),
     )

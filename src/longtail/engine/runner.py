@@ -1,11 +1,18 @@
-"""One step of arithmetic: a flat batch through the decoder, then a draw at every drawing token."""
+"""One step of arithmetic: a flat batch through the decoder, then a draw at every drawing token.
+
+    launch --- the host is free, as long as a GPU computes --- wait
+
+A GPU is told everything before it has computed anything: what the draws need is sent without
+waiting for what is under way (`sampling.sent`), and the results come home by themselves. On a CPU
+a step is computed when it has been launched.
+"""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch, Scheduled
@@ -18,7 +25,7 @@ from longtail.model.transformer import Taps, Transformer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOutput:
-    """What was drawn in a step, and the seconds its two parts took."""
+    """What was drawn in a step, and the seconds of its two parts."""
 
     tokens: list[int]
     """For each drawing request in order: the draw at its last token, then at its draft's nodes."""
@@ -26,7 +33,41 @@ class RunnerOutput:
     features: Float[Tensor, "tokens features"] | None
     """What the taps gave, of all flat tokens."""
     forward_s: float
+    """On a GPU: launching everything but the draws, and waiting for the results."""
     sample_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step that was launched."""
+
+    tokens: Int[Tensor, "drawing"]
+    """On the host, like `logprobs`: not to be read before the step is done."""
+    logprobs: Float[Tensor, "drawing"]
+    features: Float[Tensor, "tokens features"] | None
+    forward_s: float
+    sample_s: float
+    done: torch.cuda.Event | None
+    """When a GPU has computed it; None: it is computed."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Tell whether somebody else computes it, so that the host's time is its own."""
+        return self.done is not None
+
+    def wait(self) -> RunnerOutput:
+        """Wait for the results: the only place in which the host waits for a plain step."""
+        began = time.perf_counter()
+        if self.done is not None:
+            self.done.synchronize()
+        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
+        return RunnerOutput(
+            tokens=tokens,
+            logprobs=logprobs,
+            features=self.features,
+            forward_s=self.forward_s + time.perf_counter() - began,
+            sample_s=self.sample_s,
+        )
 
 
 class ModelRunner:
@@ -40,27 +81,26 @@ class ModelRunner:
         self.sampler = make_sampler(model)
 
     @torch.inference_mode()
-    def run(self, batch: FlatBatch, drawing: Sequence[Scheduled], taps: Taps) -> RunnerOutput:
+    def launch(self, batch: FlatBatch, drawing: Sequence[Scheduled], taps: Taps) -> Launched:
         """Compute the batch and draw at every request of `drawing` and its draft, in order."""
         started = time.perf_counter()
         logits, features = self._forward(batch, taps)
-        if logits is None:
-            return RunnerOutput(
-                tokens=[],
-                logprobs=[],
-                features=features,
-                forward_s=time.perf_counter() - started,
-                sample_s=0.0,
-            )
         forwarded = time.perf_counter()
-        drawn = self.sampler.draw(logits, drawing)
-        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-        return RunnerOutput(
+        tokens, logprobs = torch.empty(0, dtype=torch.int64), torch.empty(0)
+        if logits is not None:
+            drawn = self.sampler.draw(logits, drawing)
+            # Two small copies into pinned memory cost less than joining them on the device would.
+            tokens = drawn.tokens.to("cpu", non_blocking=True)
+            logprobs = drawn.logprobs.to("cpu", non_blocking=True)
+        device = self._model.device
+        done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return Launched(
             tokens=tokens,
             logprobs=logprobs,
             features=features,
             forward_s=forwarded - started,
-            sample_s=time.perf_counter() - forwarded,
+            sample_s=0.0 if logits is None else time.perf_counter() - forwarded,
+            done=done,
         )
 
     def _forward(
