@@ -109,7 +109,7 @@ class WatchfulDrafter(Drafter):
         self.num_restarts = self.num_refreshes = 0
         self.num_drafts = self.num_nodes = self.num_accepted = 0
         self._proposed: list[list[DraftTree]] = []
-        """What was not learned of yet, the oldest proposals first."""
+        """The last ones, and the ones before: it may learn of them when it was asked again."""
 
     @property
     def taps(self) -> Taps:
@@ -139,8 +139,7 @@ class WatchfulDrafter(Drafter):
                 assert memory.tokens == each.tokens[memory.start : -1]
         trees = self.draft(requests, strategy, noise)
         assert all(tree.size <= strategy.num_nodes for tree in trees), "the script's mistake"
-        self._proposed.append([tree for tree in trees if tree.size])
-        assert len(self._proposed) <= 2, "it learns one step late"
+        self._proposed = [*self._proposed[-1:], [tree for tree in trees if tree.size]]
         return trees
 
     @final
@@ -167,10 +166,10 @@ class WatchfulDrafter(Drafter):
     @final
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         """Count; the trees are what was proposed, in order, without what could be of no use."""
-        proposed = self._proposed.pop(0)
-        assert len(trees) == len(accepted) == len(proposed)
-        for tree, mine, found in zip(trees, proposed, accepted, strict=True):
-            assert tree == cut_depth(mine, max(depths(tree.parents)))
+        assert len(trees) == len(accepted)
+        meant = [_are_cut_from(trees, proposed) for proposed in self._proposed]
+        del self._proposed[: meant.index(True) + 1]  # each is learned of once, in order
+        for tree, found in zip(trees, accepted, strict=True):
             # The walk again, where every node on the way draws what came next.
             drawn = [-1] * (tree.size + 1)
             for node, token in zip((0, *found.path), found.tokens, strict=False):
@@ -201,6 +200,13 @@ class WatchfulDrafter(Drafter):
     def calibration_error(self) -> float:
         """It claims nothing."""
         return 0.0
+
+
+def _are_cut_from(trees: Sequence[DraftTree], proposed: Sequence[DraftTree]) -> bool:
+    return len(trees) == len(proposed) and all(
+        tree == cut_depth(mine, max(depths(tree.parents)))
+        for tree, mine in zip(trees, proposed, strict=True)
+    )
 
 
 @final

@@ -69,13 +69,13 @@ def flatten(scheduled: Sequence[Scheduled], device: torch.device) -> FlatBatch:
     segments: list[Segment] = []
     drawing: list[int] = []
     for each in scheduled:
-        active, start = each.active, each.active.num_computed
+        active, start, size = each.active, each.active.num_computed, each.draft.size
         end = start + each.num_tokens
         tokens += active.tokens[start:end]
         positions += range(start, end)
         if each.draws:
-            drawing += range(len(tokens) - 1, len(tokens) + each.draft.size)
-        if each.draft.size:
+            drawing += range(len(tokens) - 1, len(tokens) + size)
+        if size:
             tokens += each.draft.tokens
             positions += [end - 1 + depth for depth in depths(each.draft.parents)]
         segments.append(

@@ -31,7 +31,7 @@ class Lesson:
     """Those that were verified."""
     accepted: Mapping[str, Accepted] = field(default_factory=dict)
     verify_s: float = 0.0
-    """Seconds of the step, less those of `asked` and those in which others' lessons were learned."""
+    """Seconds of the step, less those of `asked` and those in which the last lesson was learned."""
 
     def teach(self, drafters: Sequence[Drafter]) -> None:
         """Tell drafters how their proposals fared, the nodes that were not verified included."""

@@ -46,7 +46,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """From this step on the engine drafts, or decodes plainly; the guard's pauses begin with the next.
+    """From this step on the engine drafts, or decodes plainly; what the guard stops, from the next.
 
     Example: Switch(drafts=False, reason="predicted 0.93x of plain decoding at 64 running")
     """
@@ -73,7 +73,7 @@ class StepReport:
     """Noise, for drafts too, and draws."""
     gap_s: float = 0.0
     """Of the host alone: before the pass was launched and after its results were there, the
-    drafter's forward passes excluded. So long a GPU has nothing to do."""
+    drafter's forward passes excluded. So long a GPU has at most drafts to compute."""
     emitted: tuple[Emitted, ...]
     finished: tuple[Completion, ...]
     draft_s: float = 0.0

@@ -3,8 +3,8 @@
     launch --- the host is free, as long as a GPU computes --- wait
 
 A GPU is told everything before it has computed anything: what the draws need is sent without
-waiting for what is under way (`sampling.sent`), and the results come home by themselves. On a CPU
-a step is computed when it has been launched.
+waiting for what is under way (`transfer`), and the results come home by themselves. On a CPU a step
+is computed when it has been launched.
 """
 
 import time
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch, Scheduled
@@ -21,6 +21,7 @@ from longtail.engine.paged_cache import PagedKVCache
 from longtail.engine.sampler import make_sampler
 from longtail.engine.step_graphs import StepGraphs
 from longtail.model.transformer import Taps, Transformer
+from longtail.sampling import Drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +42,8 @@ class RunnerOutput:
 class Launched:
     """A step that was launched."""
 
-    tokens: Int[Tensor, "drawing"]
-    """On the host, like `logprobs`: not to be read before the step is done."""
-    logprobs: Float[Tensor, "drawing"]
+    drawn: Drawn | None
+    """On the host, not to be read before the step is done; None where nobody draws."""
     features: Float[Tensor, "tokens features"] | None
     forward_s: float
     sample_s: float
@@ -56,14 +56,13 @@ class Launched:
         return self.done is not None
 
     def wait(self) -> RunnerOutput:
-        """Wait for the results: the only place in which the host waits for a plain step."""
+        """Wait for the results: the only place in which the host waits for a GPU's step."""
         began = time.perf_counter()
         if self.done is not None:
             self.done.synchronize()
-        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
         return RunnerOutput(
-            tokens=tokens,
-            logprobs=logprobs,
+            tokens=[] if self.drawn is None else self.drawn.tokens.tolist(),
+            logprobs=[] if self.drawn is None else self.drawn.logprobs.tolist(),
             features=self.features,
             forward_s=self.forward_s + time.perf_counter() - began,
             sample_s=self.sample_s,
@@ -86,17 +85,17 @@ class ModelRunner:
         started = time.perf_counter()
         logits, features = self._forward(batch, taps)
         forwarded = time.perf_counter()
-        tokens, logprobs = torch.empty(0, dtype=torch.int64), torch.empty(0)
+        drawn, device = None, self._model.device
         if logits is not None:
-            drawn = self.sampler.draw(logits, drawing)
-            # Two small copies into pinned memory cost less than joining them on the device would.
-            tokens = drawn.tokens.to("cpu", non_blocking=True)
-            logprobs = drawn.logprobs.to("cpu", non_blocking=True)
-        device = self._model.device
+            there = self.sampler.draw(logits, drawing)
+            # Two copies into pinned memory, waited for as one: to join them is no less to launch.
+            drawn = Drawn(
+                tokens=there.tokens.to("cpu", non_blocking=True),
+                logprobs=there.logprobs.to("cpu", non_blocking=True),
+            )
         done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         return Launched(
-            tokens=tokens,
-            logprobs=logprobs,
+            drawn=drawn,
             features=features,
             forward_s=forwarded - started,
             sample_s=0.0 if logits is None else time.perf_counter() - forwarded,

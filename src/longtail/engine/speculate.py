@@ -30,10 +30,10 @@ from longtail.model.transformer import NO_TAPS, Transformer
 from longtail.speculation.drafter import Draftable, Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree, cut_depth, depths
-from longtail.speculation.verify import Accepted, follow
+from longtail.speculation.verify import Accepted
 from longtail.tuner.cost import CostModel
 from longtail.tuner.guard import Guard
-from longtail.tuner.records import Asked, Batch, Outcome, Plan
+from longtail.tuner.records import Asked, Batch, Plan
 from longtail.tuner.tuner import PLAIN, FixedTuner, Tuner
 
 
@@ -70,7 +70,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reviewed:
-    """What speculation says of a step that is over, and of what was learned since the last one."""
+    """What speculation says of a step that is over, and of what was learned meanwhile."""
 
     verified: tuple[Verified, ...] = ()
     readings: tuple[float, ...] = ()
@@ -106,11 +106,10 @@ class Speculator:
         self._repeats = self._num_repeated = 0
         self._drafts = True
         self._switch: Switch | None = None
-        self._tuner_s = 0.0
-        """Since the last report, like `_switch`."""
+        """That was not reported yet."""
         self._readings: list[float] = []
-        self._learning_s = 0.0
-        """Of the step in progress, what went into the last one's lesson."""
+        self._tuner_s = self._learning_s = 0.0
+        """Of the step in progress; the second went into the last one's lesson."""
         self.taps = NO_TAPS
         for drafter in speculation.drafters:
             self.taps = self.taps.union(drafter.taps)
@@ -179,7 +178,7 @@ class Speculator:
     ) -> list[Scheduled]:
         """Return what was scheduled, with drafts of `spare_tokens` nodes in all at most."""
         self.speculation.clock.begin()
-        self._readings, self._learning_s = [], 0.0
+        self._readings, self._learning_s, self._tuner_s = [], 0.0, 0.0
         if self._repeats and len(scheduled) == self._num_repeated:
             self._repeats -= 1
             self._step = None
@@ -279,7 +278,7 @@ class Speculator:
             switch=self._switch,
             tuner_s=self._tuner_s,
         )
-        self._switch, self._tuner_s = None, 0.0
+        self._switch = None
         return said
 
     def _read(self) -> float:
