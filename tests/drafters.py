@@ -108,7 +108,8 @@ class WatchfulDrafter(Drafter):
         self.gone: list[tuple[str, Memory]] = []
         self.num_restarts = self.num_refreshes = 0
         self.num_drafts = self.num_nodes = self.num_accepted = 0
-        self._proposed: list[DraftTree] = []
+        self._proposed: list[list[DraftTree]] = []
+        """The last ones, and the ones before: it may learn of them when it was asked again."""
 
     @property
     def taps(self) -> Taps:
@@ -138,7 +139,7 @@ class WatchfulDrafter(Drafter):
                 assert memory.tokens == each.tokens[memory.start : -1]
         trees = self.draft(requests, strategy, noise)
         assert all(tree.size <= strategy.num_nodes for tree in trees), "the script's mistake"
-        self._proposed = [tree for tree in trees if tree.size]
+        self._proposed = [*self._proposed[-1:], [tree for tree in trees if tree.size]]
         return trees
 
     @final
@@ -164,10 +165,11 @@ class WatchfulDrafter(Drafter):
 
     @final
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Count; the trees are the last proposals, in order, without what could be of no use."""
-        assert len(trees) == len(accepted) == len(self._proposed)
-        for tree, mine, found in zip(trees, self._proposed, accepted, strict=True):
-            assert tree == cut_depth(mine, max(depths(tree.parents)))
+        """Count; the trees are what was proposed, in order, without what could be of no use."""
+        assert len(trees) == len(accepted)
+        meant = [_are_cut_from(trees, proposed) for proposed in self._proposed]
+        del self._proposed[: meant.index(True) + 1]  # each is learned of once, in order
+        for tree, found in zip(trees, accepted, strict=True):
             # The walk again, where every node on the way draws what came next.
             drawn = [-1] * (tree.size + 1)
             for node, token in zip((0, *found.path), found.tokens, strict=False):
@@ -176,7 +178,6 @@ class WatchfulDrafter(Drafter):
             self.num_drafts += 1
             self.num_nodes += tree.size
             self.num_accepted += len(found.path)
-        self._proposed = []
 
     @final
     def forget(self, request_id: str) -> None:
@@ -199,6 +200,13 @@ class WatchfulDrafter(Drafter):
     def calibration_error(self) -> float:
         """It claims nothing."""
         return 0.0
+
+
+def _are_cut_from(trees: Sequence[DraftTree], proposed: Sequence[DraftTree]) -> bool:
+    return len(trees) == len(proposed) and all(
+        tree == cut_depth(mine, max(depths(tree.parents)))
+        for tree, mine in zip(trees, proposed, strict=True)
+    )
 
 
 @final

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune
-from longtail.speculation.verify import follow
+from longtail.speculation.verify import Accepted, follow
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.guard import Guard
 from longtail.tuner.records import Asked, Batch, Outcome, Plan
@@ -100,6 +100,7 @@ def simulate(
     costs, curve, run = machine.costs(profile_error), ConfidenceCurve(), Run()
     guard = Guard(costs) if guarded else None
     tuner.begin(costs, 1)
+    pupils = _Pupils(costs, curve, tuner, guard, run)
     repeats, repeated = 0, -1
     for step in range(steps):
         num = running(step)
@@ -110,12 +111,14 @@ def simulate(
             run.seconds.append(machine.verify_s(num))
             run.plans.append(run.plans[-1])
             run.nodes.append(0)
+            repeats = 0 if pupils.learn() else repeats
             continue
         plan = tuner.plan(batch) if guard is None or guard.allows else PLAIN
         repeats, repeated = plan.holds, num
         asked: tuple[Asked, ...] = ()
         nodes = accepted = 0
-        draft_s = 0.0
+        draft_s = expected = 0.0
+        followed: list[tuple[DraftTree, Accepted]] = []
         if plan.strategy is not None:
             trees = _propose(plan.strategy, curve, truth(step), plan.num_requests or num, rng)
             rows = sum(tree.size for tree in trees)
@@ -134,7 +137,8 @@ def simulate(
             for whole, tree in zip(trees, spent, strict=True):
                 written = _written(whole, truth(step), rng)
                 accepted += min(len(follow(tree, written).path), tree.size)
-                curve.learn(whole, follow(whole, written[: _known(tree, written)]))
+                followed.append((whole, follow(whole, written[: _known(tree, written)])))
+                expected += sum(tree.reach)
             nodes = sum(tree.size for tree in spent)
         took = machine.verify_s(num + nodes)
         outcome = Outcome(
@@ -145,17 +149,40 @@ def simulate(
             num_nodes=nodes,
             num_accepted=accepted,
             verify_s=took * _disturbed(rng),
+            num_expected=expected,
         )
-        costs.learn(outcome)
-        tuner.learn(outcome)
-        reason = "" if guard is None else guard.learn(outcome)
+        repeats = 0 if pupils.learn() else repeats
+        pupils.lesson = (outcome, followed)
         run.tokens.append(num + accepted)
         run.seconds.append(took + draft_s)
         run.plans.append(plan)
         run.nodes.append(nodes)
-        if reason:
-            run.reasons.append(reason)
     return run
+
+
+@dataclass(slots=True)
+class _Pupils:
+    """Those who learn of a step, while the next one is computed."""
+
+    costs: CostModel
+    curve: ConfidenceCurve
+    tuner: Tuner
+    guard: Guard | None
+    run: Run
+    lesson: tuple[Outcome, list[tuple[DraftTree, Accepted]]] | None = None
+
+    def learn(self) -> bool:
+        """Learn of the last step, if there is one to learn of; tell whether it drafted."""
+        if self.lesson is None:
+            return False
+        (outcome, followed), self.lesson = self.lesson, None
+        for tree, found in followed:
+            self.curve.learn(tree, found)
+        self.costs.learn(outcome)
+        self.tuner.learn(outcome)
+        if self.guard is not None and (reason := self.guard.learn(outcome)):
+            self.run.reasons.append(reason)
+        return bool(outcome.asked)
 
 
 def oracle_rate(truth: Truth, num: int, machine: Machine = MACHINE) -> float:

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from longtail.transfer import to_device
 from longtail.types import SamplingParams
 
 
@@ -159,7 +160,7 @@ def draw_rows(
     working = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logprobs = torch.empty(len(params), dtype=working, device=logits.device)
     for listed in members.values():
-        rows = torch.tensor(listed, device=logits.device)
+        rows = to_device(listed, logits.device)
         drawn = draw(logits[rows], noise[rows], params[listed[0]])
         tokens[rows], logprobs[rows] = drawn.tokens, drawn.logprobs
     return Drawn(tokens=tokens, logprobs=logprobs)

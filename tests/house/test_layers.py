@@ -13,7 +13,16 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "maths",
         (
-            *("sampling", "rl", "rl.advantage", "rl.loss", "rl.packing", "engine", "model"),
+            *(
+                "transfer",
+                "sampling",
+                "rl",
+                "rl.advantage",
+                "rl.loss",
+                "rl.packing",
+                "engine",
+                "model",
+            ),
             *("speculation", "speculation.*", "drafter", "drafter.loss", "tuner", "tuner.*"),
         ),
     ),

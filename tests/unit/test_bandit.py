@@ -99,13 +99,36 @@ def test_steps_that_read_prompts_are_no_reward():
         tuner.learn(told(plan, reading, 1.0))
 
 
-def test_a_step_that_somebody_overruled_is_no_reward():
-    tuner = greedy()
+def test_a_plain_step_that_somebody_wanted_is_a_reward_of_decoding_plainly():
+    tuner = greedy(window=1)
     rates = {0: 10.0, 8: 30.0, 2: 20.0}
     play(tuner, rates)
     assert depth_of(tuner.plan(batch())) == 8
     tuner.learn(told(Plan(strategy=None), batch(), 1000.0))
     assert depth_of(tuner.plan(batch())) == 8  # untried as before
+    assert [play(tuner, rates | {0: 1000.0}) for _ in range(3)] == [8, 2, 0]
+
+
+def test_rewards_that_come_late_go_to_the_arms_that_earned_them():
+    """The engine plans the next step before it tells how the last one went."""
+    tuner = greedy()
+    rates, late = {0: 10.0, 8: 30.0, 2: 20.0}, tuner.plan(batch())
+    depths = []
+    for _ in range(8):
+        plan = tuner.plan(batch())
+        tuner.learn(told(late, batch(), rates[depth_of(late)]))
+        depths.append(depth_of(late))
+        late = plan
+    assert depths == [0, 0, 8, 8, 2, 2, 8, 8]
+
+
+def test_arms_that_short_room_makes_the_same_learn_together():
+    tuner, short = greedy(), batch(1, room=2)
+    tuner.learn(told(tuner.plan(batch()), batch(), 10.0))
+    played = tuner.plan(short)
+    assert played.strategy == SHALLOW, "what DEEP comes down to"
+    tuner.learn(told(played, short, 5.0))
+    assert depth_of(tuner.plan(batch())) == 0, "both were tried, and were slow"
 
 
 def test_plans_fit_the_room_and_ask_every_drafter():

@@ -9,15 +9,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fake_graphs import tensors
 from longtail.drafter import draft_model, eagle, eagle_walker
 from longtail.drafter.eagle import EagleConfig, EagleLayer
 from longtail.drafter.eagle_drafter import EagleDrafter
+from longtail.engine import sampler
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.kv_cache import KeptPath
 from longtail.engine.paged_cache import PagedKVCache
 from longtail.engine.request import ActiveRequest
+from longtail.engine.runner import ModelRunner
 from longtail.engine.sampler import KeyedSampler
 from longtail.engine.step_graphs import StepGraphs
 from longtail.model import transformer
@@ -74,10 +77,8 @@ def active(name: str, computed: int, total: int, **sampling: float) -> ActiveReq
     )
 
 
-def test_a_step_stays_on_its_device():
-    """A captured one with a draft, its draws with and without a truncation, one that prefills."""
-    model = make_model()
-    kv = PagedKVCache(
+def make_kv(model: Transformer) -> PagedKVCache:
+    return PagedKVCache(
         model.config,
         num_tokens=256,
         max_rows=4,
@@ -86,6 +87,12 @@ def test_a_step_stays_on_its_device():
         device=DEVICE,
         kernels=TorchPageKernels(),
     )
+
+
+def test_a_step_stays_on_its_device():
+    """A captured one with a draft, its draws with and without a truncation, one that prefills."""
+    model = make_model()
+    kv = make_kv(model)
     drafted, plain, new = active("a", 4, 5, top_k=5), active("b", 6, 7), active("c", 0, 20)
     for each in (drafted, plain, new):
         assert kv.try_grow(each.request_id, 40)
@@ -108,6 +115,48 @@ def test_a_step_stays_on_its_device():
     )
     everything = tensors([logits, features, drawn.tokens, drawn.logprobs, tapped.hidden])
     assert all(each.device == DEVICE for each in everything)
+
+
+class Homeward(TorchDispatchMode):
+    """Lets copies to the host through, as zeros, and writes down what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        to_host = kwargs.get("device") == torch.device("cpu")
+        if to_host and isinstance(args[0], Tensor) and args[0].device == DEVICE:
+            assert kwargs["non_blocking"], "the host would wait"
+            self.log.append("home")
+            return torch.zeros(args[0].shape, dtype=args[0].dtype)
+        self.log.append(str(func))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "as-it-is"])
+def test_the_host_reads_a_step_once_when_everything_was_launched(captured, monkeypatch):
+    """Tokens and logprobs, and nothing before: else learning would wait for the pass."""
+    monkeypatch.setattr(sampler, "select_draws", lambda *_: TorchDraws())
+    model = make_model()
+    if not captured:
+        model.graphs = None
+    kv, one, other = make_kv(model), active("a", 4, 5), active("b", 6, 7)
+    for each in (one, other):
+        assert kv.try_grow(each.request_id, 40)
+    tree = DraftTree(tokens=(1, 2), parents=(0, 0), margins=(0.0, 0.0))
+    scheduled = [
+        Scheduled(active=one, num_tokens=1, draft=tree),
+        Scheduled(active=other, num_tokens=1),
+    ]
+    runner = ModelRunner(model, kv)
+    with Homeward() as watched:
+        launched = runner.launch(flatten(scheduled, DEVICE), scheduled, Taps(final=True))
+    assert watched.log.count("home") == 2
+    assert watched.log[-2:] == ["home", "home"]
+    out = launched.wait()
+    assert (len(out.tokens), len(out.logprobs)) == (4, 4)
 
 
 def make_drafter(kind: str, model: Transformer) -> Drafter:

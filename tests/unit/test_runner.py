@@ -106,7 +106,7 @@ def make_runner(model: Transformer, *requests: ActiveRequest) -> ModelRunner:
 
 def run(runner: ModelRunner, *scheduled: Scheduled, taps: Taps = NO_TAPS) -> RunnerOutput:
     drawing = [each for each in scheduled if each.draws]
-    return runner.run(flatten(scheduled, CPU), drawing, taps)
+    return runner.launch(flatten(scheduled, CPU), drawing, taps).wait()
 
 
 SCORES = torch.randn(9, 9, generator=torch.Generator().manual_seed(0)).double()

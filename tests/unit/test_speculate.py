@@ -292,6 +292,7 @@ def test_a_step_reports_how_each_draft_fared():
         assert step.num_tokens == 5
         assert step.num_running == 1
         assert step.draft_s > 0
+        assert 0 < step.gap_s < step.step_s - step.forward_s
 
 
 def test_whoever_leaves_is_forgotten_and_new_weights_are_followed():

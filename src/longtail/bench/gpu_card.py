@@ -63,6 +63,8 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
         against = f"{cell['speedup']:.2f}x, accept length {cell['accept_length']:.2f}"
         name = f"speculation, {cell['batch']} running"
         lines.append([name, f"{cell['tokens_per_s']:,.0f} tokens/s", against])
+        gap, off = (f"{cell[key]:,.0f} us" for key in ("gap_us", "off_gap_us"))
+        lines.append([f"host gap a step, {cell['batch']} running", gap, f"{off} without drafts"])
     if (one := found.get("training")) is not None:
         for arm, step in one["step_speedup"].items():
             rollout, differing = one["rollout_speedup"][arm], one["differing_share"][arm]

@@ -119,6 +119,8 @@ def speculation(
                 "accept_length": on.accept_length,
                 "differing_share": differing_share(off.texts, on.texts),
                 "tuner_share": on.tuner_share,
+                "off_gap_us": off.gap_s * 1e6,
+                "gap_us": on.gap_s * 1e6,
                 "draft_forward_share": on.draft_forward_share,
             }
         )

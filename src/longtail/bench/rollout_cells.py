@@ -60,6 +60,8 @@ class Turn:
     draft_forward_share: float
     sampler_share: float
     tuner_share: float
+    gap_s: float
+    """Of a mean step, the host alone (`StepReport.gap_s`)."""
     calibration_error: float
     cpu_share: float
     """Of the CPU, how much was had: below 1, something else ran on it."""
@@ -197,6 +199,7 @@ def _turn(play: Play, speculation: Speculation | None) -> Turn:
         draft_forward_share=report.draft_forward_s / report.seconds,
         sampler_share=report.sample_s / report.seconds,
         tuner_share=report.tuner_share,
+        gap_s=report.gap_s / report.num_steps,
         calibration_error=0.0 if speculation is None else speculation.drafters[0].calibration_error,
         cpu_share=play.cpu_share,
         texts=play.texts(),

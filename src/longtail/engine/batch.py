@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longtail.engine.request import ActiveRequest
 from longtail.speculation.tree import EMPTY, DraftTree, depths
+from longtail.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +69,13 @@ def flatten(scheduled: Sequence[Scheduled], device: torch.device) -> FlatBatch:
     segments: list[Segment] = []
     drawing: list[int] = []
     for each in scheduled:
-        active, start = each.active, each.active.num_computed
+        active, start, size = each.active, each.active.num_computed, each.draft.size
         end = start + each.num_tokens
         tokens += active.tokens[start:end]
         positions += range(start, end)
         if each.draws:
-            drawing += range(len(tokens) - 1, len(tokens) + each.draft.size)
-        if each.draft.size:
+            drawing += range(len(tokens) - 1, len(tokens) + size)
+        if size:
             tokens += each.draft.tokens
             positions += [end - 1 + depth for depth in depths(each.draft.parents)]
         segments.append(
@@ -86,9 +87,10 @@ def flatten(scheduled: Sequence[Scheduled], device: torch.device) -> FlatBatch:
             )
         )
     every = len(drawing) == len(tokens)
+    flat = to_device([tokens, positions], device)
     return FlatBatch(
-        tokens=torch.tensor(tokens, device=device),
-        positions=torch.tensor(positions, device=device),
+        tokens=flat[0],
+        positions=flat[1],
         segments=tuple(segments),
-        drawing=None if every else torch.tensor(drawing, dtype=torch.int64, device=device),
+        drawing=None if every else to_device(drawing, device, torch.int64),
     )

@@ -38,9 +38,8 @@ def accept_drafts(
     read: dict[str, list[float]] = {}
     first = 0
     for each in drawing:
-        end = first + 1 + each.draft.size
-        found = accept(each.draft, tokens[first:end])
-        accepted[each.active.request_id] = found
-        read[each.active.request_id] = [logprobs[first + node] for node in (0, *found.path)]
+        name, end = each.active.request_id, first + 1 + each.draft.size
+        found = accepted[name] = accept(each.draft, tokens[first:end])
+        read[name] = [logprobs[first + node] for node in (0, *found.path)]
         first = end
     return accepted, read

@@ -1,7 +1,9 @@
 """The rollout engine: requests in, completions out, one flat batch a step.
 
     submit --> Scheduler --> Speculator --> flatten --> ModelRunner --> a draw at every node
-                  ^          (drafts)                                        |  `accept`
+                  ^          (drafts)                   (meanwhile the       |  `accept`
+                  |                                     last step is learned |
+                  |                                     from)                |
                   +--- finished? room freed <--------------------------------+--> StepReport
 
 It owns the weights it generates with and the KV of what is in progress. It knows nothing of
@@ -205,7 +207,14 @@ class RolloutEngine:
         noise_s += self._runner.sampler.noise.seconds
         batch = flatten(scheduled, self._model.device)
         drawing = [each for each in scheduled if each.draws]
-        out = self._runner.run(batch, drawing, NO_TAPS if speculator is None else speculator.taps)
+        taps = NO_TAPS if speculator is None else speculator.taps
+        began = time.perf_counter()
+        launched = self._runner.launch(batch, drawing, taps)
+        if speculator is not None:
+            with drafts:
+                speculator.settle(hidden=launched.is_under_way)
+        out = launched.wait()
+        pass_s = time.perf_counter() - began
         with drafts:
             accepted, logprobs = accept_drafts(drawing, out.tokens, out.logprobs)
             self._keep(scheduled, accepted)
@@ -223,6 +232,7 @@ class RolloutEngine:
             sample_s=out.sample_s + noise_s,
             draft_s=drafts.seconds - noise_s - spoken.tuner_s,
             draft_forward_s=drafts.forward_s(),
+            gap_s=time.perf_counter() - started - pass_s - drafts.forward_s(),
             emitted=emitted,
             finished=finished,
             verified=spoken.verified,

@@ -146,7 +146,7 @@ class MadeUpSteps:
             scheduled.append(Scheduled(active=active, num_tokens=1, draft=_chain(size)))
         started = time.perf_counter()
         batch = flatten(scheduled, self._model.device)
-        self._runner.run(batch, scheduled, NO_TAPS)
+        self._runner.launch(batch, scheduled, NO_TAPS).wait()
         return time.perf_counter() - started
 
 

@@ -46,7 +46,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """From this step on the engine drafts, or decodes plainly.
+    """From this step on the engine drafts, or decodes plainly; what the guard stops, from the next.
 
     Example: Switch(drafts=False, reason="predicted 0.93x of plain decoding at 64 running")
     """
@@ -71,23 +71,27 @@ class StepReport:
     """Decoder and LM head."""
     sample_s: float
     """Noise, for drafts too, and draws."""
+    gap_s: float = 0.0
+    """Of the host alone: before the pass was launched and after its results were there, the
+    drafter's forward passes excluded. So long a GPU has at most drafts to compute."""
     emitted: tuple[Emitted, ...]
     finished: tuple[Completion, ...]
     draft_s: float = 0.0
     """Asking for drafts, the drafter's forward passes included, following and keeping them, telling
-    the drafter how they fared."""
+    the drafter how those of the step before fared."""
     draft_forward_s: float = 0.0
     """The drafter's forward passes alone."""
     verified: tuple[Verified, ...] = ()
     """Requests that had a draft."""
     tuner_s: float = 0.0
-    """Deciding how much to draft."""
+    """Deciding how much to draft, and learning from the step before."""
     readings: tuple[float, ...] = ()
-    """Of the clock that the tuner goes by: before the proposals, after each, and at the end."""
+    """Of the clock that the tuner goes by: before the proposals and after each; on a CPU, where a
+    step before is learned from: before, when drafters have learned, and when all have; the end."""
     switch: Switch | None = None
 
 
-_PARTS_S = ("forward_s", "sample_s", "draft_s", "draft_forward_s", "tuner_s")
+_PARTS_S = ("forward_s", "sample_s", "gap_s", "draft_s", "draft_forward_s", "tuner_s")
 """Times of parts of the work, one after the other in each engine."""
 
 
@@ -98,6 +102,8 @@ class RolloutReport:
     seconds: float
     forward_s: float
     sample_s: float
+    gap_s: float = 0.0
+    """Of the host alone, as in a step."""
     num_steps: int
     num_generated: int
     num_computed: int
@@ -176,6 +182,7 @@ class RolloutMeter:
             "seconds": step.step_s,
             "forward_s": step.forward_s,
             "sample_s": step.sample_s,
+            "gap_s": step.gap_s,
             "draft_s": step.draft_s,
             "draft_forward_s": step.draft_forward_s,
             "tuner_s": step.tuner_s,
@@ -204,6 +211,7 @@ class RolloutMeter:
             seconds=seconds("seconds"),
             forward_s=seconds("forward_s"),
             sample_s=seconds("sample_s"),
+            gap_s=seconds("gap_s"),
             draft_s=seconds("draft_s"),
             draft_forward_s=seconds("draft_forward_s"),
             tuner_s=seconds("tuner_s"),

@@ -20,6 +20,7 @@ from longtail.engine.batch import Segment
 from longtail.model.attention import Attention, causal_window_mask
 from longtail.model.kernels import Kernels, Places
 from longtail.speculation.tree import depths, visible_nodes
+from longtail.transfer import to_device
 
 FEW_TOKENS = 8
 """Up to so many tokens of a request are attended one by one; beyond, a matrix product is faster."""
@@ -140,4 +141,4 @@ def token_places(segments: Sequence[Segment], rows: Sequence[int], device: torch
             contexts += [text] * draft.size
             deep += depths(draft.parents)
             visible += visible_nodes(draft.parents)
-    return Places(*torch.tensor([token_rows, slots, contexts, deep, visible], device=device))
+    return Places(*to_device([token_rows, slots, contexts, deep, visible], device))

@@ -1,4 +1,11 @@
-"""One step of arithmetic: a flat batch through the decoder, then a draw at every drawing token."""
+"""One step of arithmetic: a flat batch through the decoder, then a draw at every drawing token.
+
+    launch --- the host is free, as long as a GPU computes --- wait
+
+A GPU is told everything before it has computed anything: what the draws need is sent without
+waiting for what is under way (`transfer`), and the results come home by themselves. On a CPU a step
+is computed when it has been launched.
+"""
 
 import time
 from collections.abc import Sequence
@@ -14,11 +21,12 @@ from longtail.engine.paged_cache import PagedKVCache
 from longtail.engine.sampler import make_sampler
 from longtail.engine.step_graphs import StepGraphs
 from longtail.model.transformer import Taps, Transformer
+from longtail.sampling import Drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOutput:
-    """What was drawn in a step, and the seconds its two parts took."""
+    """What was drawn in a step, and the seconds of its two parts."""
 
     tokens: list[int]
     """For each drawing request in order: the draw at its last token, then at its draft's nodes."""
@@ -26,7 +34,39 @@ class RunnerOutput:
     features: Float[Tensor, "tokens features"] | None
     """What the taps gave, of all flat tokens."""
     forward_s: float
+    """On a GPU: launching everything but the draws, and waiting for the results."""
     sample_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step that was launched."""
+
+    drawn: Drawn | None
+    """On the host, not to be read before the step is done; None where nobody draws."""
+    features: Float[Tensor, "tokens features"] | None
+    forward_s: float
+    sample_s: float
+    done: torch.cuda.Event | None
+    """When a GPU has computed it; None: it is computed."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Tell whether somebody else computes it, so that the host's time is its own."""
+        return self.done is not None
+
+    def wait(self) -> RunnerOutput:
+        """Wait for the results: the only place in which the host waits for a GPU's step."""
+        began = time.perf_counter()
+        if self.done is not None:
+            self.done.synchronize()
+        return RunnerOutput(
+            tokens=[] if self.drawn is None else self.drawn.tokens.tolist(),
+            logprobs=[] if self.drawn is None else self.drawn.logprobs.tolist(),
+            features=self.features,
+            forward_s=self.forward_s + time.perf_counter() - began,
+            sample_s=self.sample_s,
+        )
 
 
 class ModelRunner:
@@ -40,27 +80,26 @@ class ModelRunner:
         self.sampler = make_sampler(model)
 
     @torch.inference_mode()
-    def run(self, batch: FlatBatch, drawing: Sequence[Scheduled], taps: Taps) -> RunnerOutput:
+    def launch(self, batch: FlatBatch, drawing: Sequence[Scheduled], taps: Taps) -> Launched:
         """Compute the batch and draw at every request of `drawing` and its draft, in order."""
         started = time.perf_counter()
         logits, features = self._forward(batch, taps)
-        if logits is None:
-            return RunnerOutput(
-                tokens=[],
-                logprobs=[],
-                features=features,
-                forward_s=time.perf_counter() - started,
-                sample_s=0.0,
-            )
         forwarded = time.perf_counter()
-        drawn = self.sampler.draw(logits, drawing)
-        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-        return RunnerOutput(
-            tokens=tokens,
-            logprobs=logprobs,
+        drawn, device = None, self._model.device
+        if logits is not None:
+            there = self.sampler.draw(logits, drawing)
+            # Two copies into pinned memory, waited for as one: to join them is no less to launch.
+            drawn = Drawn(
+                tokens=there.tokens.to("cpu", non_blocking=True),
+                logprobs=there.logprobs.to("cpu", non_blocking=True),
+            )
+        done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return Launched(
+            drawn=drawn,
             features=features,
             forward_s=forwarded - started,
-            sample_s=time.perf_counter() - forwarded,
+            sample_s=0.0 if logits is None else time.perf_counter() - forwarded,
+            done=done,
         )
 
     def _forward(

@@ -21,6 +21,7 @@ from longtail.model.transformer import Transformer
 from longtail.sampling import Drawn, draw_rows, is_truncated
 from longtail.speculation.drafter import Noise
 from longtail.speculation.tree import depths
+from longtail.transfer import to_device
 
 
 class Sampler(abc.ABC):
@@ -79,11 +80,11 @@ class KeyedSampler(Sampler):
             for _ in ahead
         ]
         keys, positions = _places(requests, _aheads(drawing), self._device)
-        temperatures = torch.tensor([each.temperature for each in params], device=self._device)
+        temperatures = to_device([each.temperature for each in params], self._device)
         drawn = self._draws.draw(logits, keys, positions, temperatures)
         cut = [row for row, each in enumerate(params) if each.temperature and is_truncated(each)]
         if cut:
-            rows = torch.tensor(cut, device=self._device)
+            rows = to_device(cut, self._device)
             noise = self._draws.noise(keys[rows], positions[rows], logits.shape[1])
             again = draw_rows(logits[rows], noise, [params[row] for row in cut])
             drawn.tokens[rows], drawn.logprobs[rows] = again.tokens, again.logprobs
@@ -155,5 +156,5 @@ def _places(
         for active, ahead in zip(requests, aheads, strict=True)
         for place in ahead
     ]
-    both = torch.tensor([keys, positions], device=device)
+    both = to_device([keys, positions], device)
     return both[0], both[1]

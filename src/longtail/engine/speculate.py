@@ -2,7 +2,8 @@
 
     scheduled --Batch--> guard, tuner.plan --Plan--> drafters propose --> tuner.spend
         --> scheduled, with drafts  --(one target pass, `accept`)-->  Verified
-        --> drafters learn now, and observe before they are next asked; Outcome --> tuner, guard
+        --> drafters observe before they are next asked
+        --Lesson, while the next pass runs-->  drafters learn; Outcome --> costs, tuner, guard
 
 A draft takes only what is left over: flat tokens of the step, KV that nobody owns. It preempts
 nobody. Switching between drafting and decoding plainly touches no KV and computes nothing again.
@@ -21,6 +22,7 @@ from longtail.engine.backlog import Backlog, Computed
 from longtail.engine.batch import Scheduled
 from longtail.engine.clock import StepClock, WallClock
 from longtail.engine.features import FeatureStore
+from longtail.engine.lessons import Lesson
 from longtail.engine.noise import NoiseSource
 from longtail.engine.report import Switch, Verified
 from longtail.engine.request import ActiveRequest
@@ -28,10 +30,10 @@ from longtail.model.transformer import NO_TAPS, Transformer
 from longtail.speculation.drafter import Draftable, Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree, cut_depth, depths
-from longtail.speculation.verify import Accepted, follow
+from longtail.speculation.verify import Accepted
 from longtail.tuner.cost import CostModel
 from longtail.tuner.guard import Guard
-from longtail.tuner.records import Asked, Batch, Outcome, Plan
+from longtail.tuner.records import Asked, Batch, Plan
 from longtail.tuner.tuner import PLAIN, FixedTuner, Tuner
 
 
@@ -66,27 +68,12 @@ class Speculation:
         return self.guarded or self.tuner.needs_costs
 
 
-@dataclass(slots=True)
-class _Step:
-    """What is known of the step in progress."""
-
-    batch: Batch
-    plan: Plan
-    asked: list[Asked] = field(default_factory=list)
-    proposals: list[list[DraftTree]] = field(default_factory=list)
-    """Of each drafter that was asked, of each request that it was asked for."""
-    requests: list[ActiveRequest] = field(default_factory=list)
-    readings: list[float] = field(default_factory=list)
-    tuner_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reviewed:
-    """What speculation says of a step that is over."""
+    """What speculation says of a step that is over, and of what was learned meanwhile."""
 
     verified: tuple[Verified, ...] = ()
     readings: tuple[float, ...] = ()
-    """Of the clock: before the proposals, after each, and at the end."""
     switch: Switch | None = None
     tuner_s: float = 0.0
 
@@ -96,7 +83,7 @@ NOTHING_SAID = Reviewed()
 
 @final
 class Speculator:
-    """Speculation at work; `draft`, `review` and `finish` of one step come in turn."""
+    """Speculation at work: `draft`, `settle` and `review` of a step come in turn."""
 
     def __init__(
         self,
@@ -112,10 +99,17 @@ class Speculator:
             assert costs is not None, "the guard judges by what was measured"
             self._guard = Guard(costs)
         self._leaving: list[str] = []
-        self._step: _Step | None = None
+        self._step: Lesson | None = None
         """None: a step that repeats a plain one."""
+        self._lesson: Lesson | None = None
+        """Of the last step, as long as it was not learned."""
         self._repeats = self._num_repeated = 0
         self._drafts = True
+        self._switch: Switch | None = None
+        """That was not reported yet."""
+        self._readings: list[float] = []
+        self._tuner_s = self._learning_s = 0.0
+        """Of the step in progress; the second went into the last one's lesson."""
         self.taps = NO_TAPS
         for drafter in speculation.drafters:
             self.taps = self.taps.union(drafter.taps)
@@ -154,11 +148,13 @@ class Speculator:
 
     def look_again(self) -> None:
         """Note that a drafter was changed: it may be worth what it was not."""
+        self.settle()
         self._repeats = 0
         self.speculation.tuner.look_again()
 
     def rest(self) -> None:
         """Note that nothing is in progress."""
+        self.settle()
         if self._drafts:
             self._tell()
         self._backlog.clear()
@@ -166,6 +162,7 @@ class Speculator:
 
     def leave(self, successors: Sequence[Drafter], unfinished: Iterable[str]) -> None:
         """Have drafters that are set aside forget all requests."""
+        self.settle()
         self._dismiss()
         for drafter in self.speculation.drafters:
             if not any(drafter is each for each in successors):
@@ -181,6 +178,7 @@ class Speculator:
     ) -> list[Scheduled]:
         """Return what was scheduled, with drafts of `spare_tokens` nodes in all at most."""
         self.speculation.clock.begin()
+        self._readings, self._learning_s, self._tuner_s = [], 0.0, 0.0
         if self._repeats and len(scheduled) == self._num_repeated:
             self._repeats -= 1
             self._step = None
@@ -199,7 +197,7 @@ class Speculator:
         noise.reach([each.active for each in scheduled if each.draws], plan.strategy.depth)
         ahead = noise.ahead(step.requests, plan.strategy.depth)
         wanted = [self._draftable(each) for each in asking]
-        step.readings.append(self.speculation.clock.read())
+        self._read()
         for place in plan.drafters:
             drafter = self.speculation.drafters[place]
             heard = ahead if self.speculation.coupled else None
@@ -208,7 +206,7 @@ class Speculator:
                 cut_depth(tree, each.max_depth) for tree, each in zip(trees, wanted, strict=True)
             ]
             step.proposals.append(trees)
-            step.asked.append(self._asked(place, trees))
+            step.asked.append(self._asked(place, trees, since=self._readings[-1]))
         drafts = self._spent(step, try_grow)
         return [
             Scheduled(
@@ -219,13 +217,40 @@ class Speculator:
             for each in scheduled
         ]
 
+    def settle(self, *, hidden: bool = True) -> None:
+        """Have drafters, cost model, tuner and guard learn what the last step taught.
+
+        While a pass is under way, or between two steps before anything changes, nobody waits for it
+        (`hidden`), and no step's seconds grow. On a CPU the host learns when it has computed: then
+        what drafters take counts as seconds of the step that they learn of, for drafting costs it,
+        and the step in which they happen to learn is longer by nothing.
+        """
+        lesson, self._lesson = self._lesson, None
+        if lesson is None:
+            return
+        before = 0.0 if hidden else self._read()
+        lesson.teach(self.speculation.drafters)
+        taught = 0.0 if hidden else self._read()
+        began = time.perf_counter()
+        outcome = lesson.outcome(taught - before)
+        if self.costs is not None:
+            self.costs.learn(outcome)
+        self.speculation.tuner.learn(outcome)
+        stopped = "" if self._guard is None else self._guard.learn(outcome)
+        if stopped:
+            self._drafts, self._switch = False, Switch(drafts=False, reason=stopped)
+        if lesson.asked:  # what was learned may be another plan than the one that holds
+            self._repeats = 0
+        self._tuner_s += time.perf_counter() - began
+        self._learning_s = 0.0 if hidden else self._read() - before
+
     def review(
         self,
         scheduled: Sequence[Scheduled],
         accepted: dict[str, Accepted],
         features: Float[Tensor, "tokens features"] | None,
     ) -> Reviewed:
-        """Note what was computed; tell drafters how their proposals fared, tuners what they cost.
+        """Note what was computed, and what is to be learned of it.
 
         `features` are of all flat tokens of the step; the requests' texts hold the new tokens.
         """
@@ -235,53 +260,32 @@ class Speculator:
         if self._features is not None:
             wanted = self.taps.pick(self._features.taps, features)
             self._features.add(Computed(scheduled, ends, accepted, wanted))
-        if step is None:
-            return Reviewed(readings=(self.speculation.clock.read(),))
-        verified = tuple(
-            _verified(each, accepted[each.active.request_id].path)
-            for each in (scheduled if step.asked else ())
-            if each.draft.size
-        )
-        for asked, trees in zip(step.asked, step.proposals, strict=True):
-            kept = [
-                (tree, active)
-                for tree, active in zip(trees, step.requests, strict=True)
-                if tree.size
-            ]
-            self.speculation.drafters[asked.drafter].learn(
-                [tree for tree, _ in kept],
-                [follow(tree, accepted[active.request_id].tokens) for tree, active in kept],
+        verified: tuple[Verified, ...] = ()
+        if step is not None:
+            drafted = [each for each in scheduled if each.draft.size]
+            verified = tuple(
+                _verified(each, accepted[each.active.request_id].path) for each in drafted
             )
-        return self._finished(step, verified)
-
-    def _finished(self, step: _Step, verified: tuple[Verified, ...]) -> Reviewed:
-        """Read the clock, and tell tuner and guard how the step went."""
-        drafts_s = step.readings[-1] - step.readings[0] if step.readings else 0.0
-        took = self.speculation.clock.read()
-        began = time.perf_counter()
-        outcome = Outcome(
-            batch=step.batch,
-            plan=step.plan,
-            asked=tuple(step.asked),
-            num_drafts=len(verified),
-            num_nodes=sum(each.num_drafted for each in verified),
-            num_accepted=sum(each.num_accepted for each in verified),
-            verify_s=took - drafts_s,
-        )
-        if self.costs is not None:
-            self.costs.learn(outcome)
-        self.speculation.tuner.learn(outcome)
-        stopped = "" if self._guard is None else self._guard.learn(outcome)
-        switch = self._switch(step.plan, stopped)
-        step.tuner_s += time.perf_counter() - began
-        return Reviewed(
+            step.drafts, step.accepted = [each.draft for each in drafted], accepted
+            drafts_s = sum(asked.seconds for asked in step.asked)
+            step.verify_s = self._read() - drafts_s - self._learning_s
+            self._lesson = step
+        else:
+            self._read()
+        said = Reviewed(
             verified=verified,
-            readings=(*step.readings, took),
-            switch=switch,
-            tuner_s=step.tuner_s,
+            readings=tuple(self._readings),
+            switch=self._switch,
+            tuner_s=self._tuner_s,
         )
+        self._switch = None
+        return said
 
-    def _planned(self, scheduled: Sequence[Scheduled], spare: int) -> _Step:
+    def _read(self) -> float:
+        self._readings.append(self.speculation.clock.read())
+        return self._readings[-1]
+
+    def _planned(self, scheduled: Sequence[Scheduled], spare: int) -> Lesson:
         """Ask guard and tuner what to do."""
         began = time.perf_counter()
         asking = drawing = tokens = pairs = 0
@@ -297,15 +301,17 @@ class Speculator:
         )
         allowed = self._guard is None or self._guard.allows
         plan = self.speculation.tuner.plan(batch) if allowed and asking and spare > 0 else PLAIN
-        return _Step(batch=batch, plan=plan, tuner_s=time.perf_counter() - began)
+        self._notice(plan)
+        self._tuner_s += time.perf_counter() - began
+        return Lesson(batch=batch, plan=plan)
 
     def _spent(
-        self, step: _Step, try_grow: Callable[[str, int], bool]
+        self, step: Lesson, try_grow: Callable[[str, int], bool]
     ) -> dict[ActiveRequest, DraftTree]:
         """Have the tuner choose what is verified, as far as there is room in the KV."""
         began = time.perf_counter()
         trees = self.speculation.tuner.spend(step.batch, step.plan, step.proposals)
-        step.tuner_s += time.perf_counter() - began
+        self._tuner_s += time.perf_counter() - began
         assert sum(tree.size for tree in trees) <= step.batch.room, "drafts beyond the step's room"
         return {
             active: tree
@@ -313,18 +319,14 @@ class Speculator:
             if tree.size and try_grow(active.request_id, len(active.tokens) + tree.size)
         }
 
-    def _asked(self, place: int, trees: Sequence[DraftTree]) -> Asked:
-        step = self._step
-        assert step is not None, "asked inside a step"
-        before = step.readings[-1]
-        step.readings.append(self.speculation.clock.read())
+    def _asked(self, place: int, trees: Sequence[DraftTree], *, since: float) -> Asked:
         deep = [_depth(tree) for tree in trees]
         return Asked(
             drafter=place,
             num_requests=len(trees),
             levels=max(deep),
             rows=sum(deep),
-            seconds=step.readings[-1] - before,
+            seconds=self._read() - since,
         )
 
     def _tell(self) -> None:
@@ -345,16 +347,12 @@ class Speculator:
                     drafter.forget(request_id)
         self._leaving.clear()
 
-    def _switch(self, plan: Plan, stopped: str) -> Switch | None:
+    def _notice(self, plan: Plan) -> None:
         """Notice a change between drafting and decoding plainly."""
-        if stopped:
-            self._drafts = False
-            return Switch(drafts=False, reason=stopped)
         drafts = plan.strategy is not None
         if plan.is_probe or plan is PLAIN or drafts == self._drafts:
-            return None
-        self._drafts = drafts
-        return Switch(drafts=drafts, reason=plan.reason)
+            return
+        self._drafts, self._switch = drafts, Switch(drafts=drafts, reason=plan.reason)
 
     def _max_depth(self, each: Scheduled) -> int:
         """Deepest node of use: the root yields a token, too."""

@@ -9,9 +9,10 @@
 Order: `observe` for the tokens of a step comes before the next `propose`, and every token of a
 request but its last (the root) has been observed when a draft is asked, in order, unless its KV
 came from a sibling or the drafter was handed in later. A request that is computed anew (after
-preemption) is observed anew from position 0. A drafter may be handed in, changed or set aside
-between any two steps: nothing it says or fails to say changes a token. One that is set aside is
-told to forget all requests, one that is handed in to refresh.
+preemption) is observed anew from position 0. `learn` of a step comes while the next one is
+computed, after its `propose`; requests may be gone by then. A drafter may be handed in, changed or
+set aside between any two steps: nothing it says or fails to say changes a token. One that is set
+aside is told to forget all requests, one that is handed in to refresh.
 """
 
 import abc
@@ -106,7 +107,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Take note of how drafts of the last `propose` fared."""
+        """Take note of how drafts fared: those of the last `propose`, or of the one before."""
 
     @abc.abstractmethod
     def forget(self, request_id: str) -> None:

@@ -35,6 +35,8 @@ def accept(tree: DraftTree, drawn: Sequence[int]) -> Accepted:
     Example: tokens (5, 6, 7), parents (0, 0, 1), drawn (5, 7, 9, 8):
              path (1, 3), tokens (5, 7, 8), the last of them the bonus token.
     """
+    if not tree.tokens:  # every request of a plain step
+        return Accepted(path=(), tokens=(drawn[0],))
     children: dict[tuple[int, int], int] = {}
     for node, place in enumerate(zip(tree.parents, tree.tokens, strict=True), start=1):
         children.setdefault(place, node)

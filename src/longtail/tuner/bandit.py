@@ -87,32 +87,42 @@ class BanditTuner(Tuner):
         self._windows = [
             [_Window(self._size) for _ in (None, *bucket.strategies)] for bucket in self._buckets
         ]
-        self._playing = (0, 0)
 
     def plan(self, batch: Batch) -> Plan:
         """Play a random arm with probability epsilon, else the best one."""
-        place = next(
-            (
-                i
-                for i, bucket in enumerate(self._buckets)
-                if batch.num_drawing <= bucket.max_requests
-            ),
-            len(self._buckets) - 1,
-        )
+        place = self._place(batch)
         windows = self._windows[place]
         if self._random.random() < self._epsilon:
             arm = self._random.randrange(len(windows))
         else:
             arm = max(range(len(windows)), key=lambda i: windows[i].median())
-        self._playing = (place, arm)
+        return self._plan(place, arm, batch)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Count the reward of what was played, whoever wanted it; of steps that read no prompts.
+
+        It is told later than it plans, so the outcome says which arm it was: where room is short
+        several come down to the same chain, and all of them learn.
+        """
+        batch, played = outcome.batch, outcome.plan.strategy
+        if batch.num_tokens > batch.num_drawing:
+            return
+        place = self._place(batch)
+        for arm, window in enumerate(self._windows[place]):
+            is_plain = arm == 0
+            if is_plain == (played is None) and self._plan(place, arm, batch).strategy == played:
+                window.add(outcome.num_emitted / outcome.seconds)
+
+    def _place(self, batch: Batch) -> int:
+        """Return the first bucket that takes so many requests; the last one takes the rest."""
+        limits = (bucket.max_requests for bucket in self._buckets[:-1])
+        return next(
+            (i for i, limit in enumerate(limits) if batch.num_drawing <= limit),
+            len(self._buckets) - 1,
+        )
+
+    def _plan(self, place: int, arm: int, batch: Batch) -> Plan:
+        """Say what an arm of a bucket comes down to in a step; arm 0 decodes plainly."""
         if arm == 0:
             return PLAIN
         return fitted(self._buckets[place].strategies[arm - 1], batch, self._num_drafters)
-
-    def learn(self, outcome: Outcome) -> None:
-        """Count the reward of the arm that was played; steps that read prompts say little."""
-        if outcome.batch.num_tokens > outcome.batch.num_drawing:
-            return
-        place, arm = self._playing
-        if bool(arm) == (outcome.plan.strategy is not None):  # else somebody overruled it
-            self._windows[place][arm].add(outcome.num_emitted / outcome.seconds)

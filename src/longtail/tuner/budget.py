@@ -135,7 +135,6 @@ class BudgetTuner(Tuner):
         self._steps, self._since_plain = 0, 0
         self._waited, self._wait = 0, _WAIT
         self._expected = self._came = 0.0
-        self._expecting = 0.0
 
     @property
     def _luck(self) -> float:
@@ -154,7 +153,7 @@ class BudgetTuner(Tuner):
             self._waited += 1 + _HOLDS
             if self._waited < self._wait:
                 return self._plan
-            self._waited = 0
+            self._waited = -(1 + _HOLDS)  # what it finds is not known in the next step
             everyone = self._teams[-1]
             return Plan(strategy=_PROBE, drafters=everyone, num_requests=_FEW, is_probe=True)
         self._since_plain += 1
@@ -186,15 +185,13 @@ class BudgetTuner(Tuner):
                 self._samples[drafter,].add(own, afresh=plan.is_probe)
             if len(proposals) > 1:
                 self._samples[plan.drafters].add(trees, afresh=plan.is_probe)
-        trees = spend(trees, 0.0 if plan.is_probe else self._price, batch.room)
-        self._expecting = sum(sum(tree.reach) for tree in trees)
-        return trees
+        return spend(trees, 0.0 if plan.is_probe else self._price, batch.room)
 
     def learn(self, outcome: Outcome) -> None:
         """Go by a look at drafting that did well; look less often after one that did not."""
         if not outcome.asked:
             return
-        came, expected = outcome.num_accepted, self._expecting
+        came, expected = outcome.num_accepted, outcome.num_expected
         again = came > max(1.0, _SURPRISE * min(self._luck, 1.0) * expected)
         fades = _FADES_AT_A_LOOK if outcome.plan.is_probe else _FADES
         self._came = fades * self._came + came

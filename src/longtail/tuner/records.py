@@ -90,6 +90,8 @@ class Outcome:
     num_accepted: int
     verify_s: float
     """Seconds of the step less those of `asked`: all but the proposals."""
+    num_expected: float = 0.0
+    """Nodes that were expected to be accepted: those verified, by their probabilities."""
 
     @property
     def num_emitted(self) -> int:

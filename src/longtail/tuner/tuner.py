@@ -1,8 +1,8 @@
 """The seam between the engine and whoever decides how much to draft, and the two simplest.
 
 Order of calls: `begin`, then for every step that could draft `plan`, if it drafts `spend`, and
-`learn`. A tuner sees times only through `learn` and the cost model, so the same outcomes give the
-same decisions.
+`learn`, which comes one step late: when the next one is planned. A tuner sees times only through
+`learn` and the cost model, so the same outcomes give the same decisions.
 """
 
 import abc
