@@ -38,7 +38,7 @@ def _draft_metrics(report: RolloutReport) -> dict[str, float]:
         "speculation/accepted_share": report.num_accepted / max(report.num_drafted, 1),
         "speculation/emitted_share": (report.num_accepted + report.num_verified)
         / max(report.num_generated, 1),
-        "speculation/draft_share": report.draft_s / report.seconds if report.seconds else 0.0,
+        "speculation/draft_share": report.draft_share,
     }
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from longtail.engine.report import RolloutReport, Switch
+from longtail.engine.report import RolloutReport, Switch, together
 from longtail.rl.grading import Graded
 from longtail.rl.tally import Tally
 from longtail.rollout_log import RolloutSeries
@@ -12,6 +12,7 @@ from longtail.types import Completion, FinishReason, GradingFailure, Group, Prom
 P = Prompt(prompt_id="p", tokens=(1,), text="?")
 REPORT = RolloutReport(
     seconds=2.0,
+    engine_s=2.0,
     forward_s=1.0,
     sample_s=0.5,
     num_steps=10,
@@ -62,6 +63,14 @@ def test_the_rollout_phase_in_numbers() -> None:
         "rollout/tail_idle_share": 0.25,
         "rollout/bookkeeping_share": 0.25,
     }
+
+
+def test_an_engine_that_waits_for_another_does_no_bookkeeping() -> None:
+    half = replace(REPORT, seconds=1.0, engine_s=1.0, forward_s=0.5, sample_s=0.25, running_s=3.0)
+    both = together([REPORT, half], seconds=2.0)
+    assert both.engine_s == 1.5
+    assert both.bookkeeping_share == 0.25 == REPORT.bookkeeping_share == half.bookkeeping_share
+    assert both.tail_idle_share == 1 - 9.0 / (8 * 2.0)
 
 
 def test_drafts_are_summed_up_where_there_were_any() -> None:

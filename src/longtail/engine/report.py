@@ -91,8 +91,8 @@ class StepReport:
     switch: Switch | None = None
 
 
-_PARTS_S = ("forward_s", "sample_s", "gap_s", "draft_s", "draft_forward_s", "tuner_s")
-"""Times of parts of the work, one after the other in each engine."""
+_PARTS_S = ("engine_s", "forward_s", "sample_s", "gap_s", "draft_s", "draft_forward_s", "tuner_s")
+"""Times of an engine's work and of its parts, which come one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,8 @@ class RolloutReport:
     """A whole rollout phase."""
 
     seconds: float
+    engine_s: float
+    """In engine steps: of several engines the mean one's, which then waited for the last."""
     forward_s: float
     sample_s: float
     gap_s: float = 0.0
@@ -137,18 +139,26 @@ class RolloutReport:
     @property
     def draft_overhead_share(self) -> float:
         """Share of the time that drafting and verification took beside all forward passes."""
-        return (self.draft_s - self.draft_forward_s) / self.seconds if self.seconds else 0.0
+        return self._share(self.draft_s - self.draft_forward_s)
+
+    @property
+    def draft_share(self) -> float:
+        """Share of the time that drafting took."""
+        return self._share(self.draft_s)
 
     @property
     def tuner_share(self) -> float:
         """Share of the time that deciding took."""
-        return self.tuner_s / self.seconds if self.seconds else 0.0
+        return self._share(self.tuner_s)
 
     @property
     def bookkeeping_share(self) -> float:
         """Share of the time outside the sampler and all forward passes, the drafter's too."""
         inside = self.forward_s + self.sample_s + self.draft_forward_s
-        return 1 - inside / self.seconds if self.seconds else 0.0
+        return self._share(self.engine_s - inside)
+
+    def _share(self, part_s: float) -> float:
+        return part_s / self.engine_s if self.engine_s else 0.0
 
     @property
     def tail_idle_share(self) -> float:
@@ -160,8 +170,7 @@ class RolloutReport:
 def together(reports: Sequence[RolloutReport], seconds: float) -> RolloutReport:
     """Sum up one rollout by several engines at once, which took so long in all.
 
-    Counts and places are those of all; times of a part of the work are the mean engine's, so that
-    they are shares of `seconds`.
+    Counts and places are those of all; times of work are the mean engine's.
     """
     rows = [asdict(report) for report in reports]
     totals = {name: sum(row[name] for row in rows) for name in rows[0]}
@@ -209,6 +218,7 @@ class RolloutMeter:
 
         return RolloutReport(
             seconds=seconds("seconds"),
+            engine_s=seconds("seconds"),
             forward_s=seconds("forward_s"),
             sample_s=seconds("sample_s"),
             gap_s=seconds("gap_s"),
