@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from longtail import machine
 from longtail.cluster.crew import OwnProcess
 from longtail.cluster.fleet import Fleet, FleetSettings
@@ -29,6 +31,8 @@ from longtail.worker_parts import build_worker, build_worker_apart
 TINY_REASONER = "tiny-reasoner"
 
 _LESSONS_A_LINE = 50
+_SHARDING_SINCE = "2.13"
+"""PyTorch's FSDP2 takes collectives of one's own, as `rl.sharded` wants, from there on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,7 @@ def assemble(
     raise. Raises ConfigError for whatever the configuration, the model and the data say against it.
     """
     choose_device(config.run.device)
+    _check_sharding(config)
     shape = hf.load_config(directory)
     tokenizer = hf.load_tokenizer(directory)
     hf.check_vocabulary(tokenizer, shape)
@@ -94,6 +99,14 @@ def assemble(
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
         drafter_s=drafter_s,
     )
+
+
+def _check_sharding(config: RunConfig) -> None:
+    if config.is_sharded and torch.__version__ < _SHARDING_SINCE:
+        raise ConfigError(
+            f"learner.sharding = 'full' needs PyTorch {_SHARDING_SINCE} or newer, and this is "
+            f"{torch.__version__}; update it, or set 'none'"
+        )
 
 
 def _fleet(

@@ -221,3 +221,10 @@ def test_threads_are_those_asked_for_or_every_core() -> None:
 
 def test_a_model_is_named_by_its_directory() -> None:
     assert model_directory("some/where") == Path("some/where")
+
+
+def test_shards_are_refused_where_pytorch_is_too_old(workshop, monkeypatch):
+    words = ("--cluster.workers=2", "--learner.sharding=full")
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.1+cpu"))
+    with pytest.raises(ConfigError, match=r"learner.sharding = 'full' needs PyTorch 2.13 .* 2.12"):
+        _assemble(workshop, *words)
