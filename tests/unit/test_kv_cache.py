@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtail import machine
 from longtail.engine.batch import FlatBatch, Segment
 from longtail.engine.kv_cache import ContiguousKVCache, KeptPath, KVUsage
 from longtail.speculation.tree import EMPTY, DraftTree
@@ -184,16 +183,3 @@ def test_memory_is_given_only_to_who_owns_it():
         kv.hand_over("a", "b", 4)
     with pytest.raises(AssertionError, match="more than is owned"):
         kv.hand_over("b", "c", 5)
-
-
-def test_rows_that_hold_little_take_little_memory():
-    """No huge pages: with them, the first token of a row commits 2 MB in every layer."""
-    kv = make_cache(num_tokens=32 * 8000, max_rows=32, max_len=8000)
-    assert kv.try_grow("a", 8000), "the rectangle is as wide as it gets: 128 MB"
-    before = machine.resident_bytes()
-    if before is None:
-        pytest.skip("this system does not tell what a process holds")
-    for name in range(31):
-        assert kv.try_grow(f"{name}", 4)
-        put(kv, f"{name}", 0, torch.ones(4, dtype=torch.float64))
-    assert machine.resident_bytes() - before < 16 * 2**20

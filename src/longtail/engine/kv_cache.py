@@ -11,14 +11,11 @@ attention reads views and gathers nothing. The GPU's layout is `paged_cache.Page
 """
 
 import abc
-import contextlib
-import math
-import mmap
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
@@ -137,13 +134,10 @@ class ContiguousKVCache(KVCache):
         shape = (c.num_layers, 2, self._max_rows, row_len, c.num_kv_heads, c.head_dim)
         if self._device.type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        # torch.zeros would write all of it: a heavy-tailed batch never touches most of it. Huge
-        # pages would, too: the first token of a row clears the 2 MB around it, in every layer.
-        flat = mmap.mmap(-1, math.prod(shape) * self._dtype.itemsize)
-        if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # a kernel that has none refuses
-                flat.madvise(mmap.MADV_NOHUGEPAGE)
-        return torch.frombuffer(flat, dtype=self._dtype).view(shape)
+        # calloc, unlike torch.zeros, does not write: a heavy-tailed batch never touches most of it.
+        size = torch.empty((), dtype=self._dtype).element_size()
+        flat = np.zeros(int(np.prod(shape)) * size, dtype=np.uint8)
+        return torch.from_numpy(flat).view(self._dtype).view(shape)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
