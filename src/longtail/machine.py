@@ -62,6 +62,11 @@ def cpu_name() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
+def cpu_vendor() -> str:
+    """Name who made the processor, as it does itself; empty where the system does not tell."""
+    return _cpuinfo("vendor_id")
+
+
 def cpu_flags() -> tuple[str, ...]:
     """Return those instruction sets of this processor that matter to matrix products."""
     flags = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()

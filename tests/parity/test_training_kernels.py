@@ -1,12 +1,14 @@
 """Fused training kernels are the PyTorch definition, values and gradients."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.model import native
+from longtail.model import native, training_kernels
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import TorchKernels
 from longtail.model.rope import Rope, RopeConfig
@@ -38,6 +40,16 @@ def gradients(output: torch.Tensor, inputs: list[torch.Tensor], seed: int) -> li
 def tensors(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+@pytest.fixture(params=[False, True], ids=["mkl", "onednn"], scope="module")
+def maker(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Products as on a processor that is Intel's, and as on any other."""
+    if request.param and not torch._C._has_mkldnn:
+        pytest.skip("this PyTorch has no oneDNN")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_kernels, "_prefers_onednn", lambda: request.param)
+        yield
 
 
 @given(tokens=SIZES, hidden=SIZES, has_delta=st.booleans(), seed=st.integers(0, 2**31))
@@ -97,6 +109,7 @@ def test_swiglu_and_its_gradient(tokens: int, size: int, scale: float, seed: int
         torch.testing.assert_close(ours, definition, rtol=1e-4, atol=limit)
 
 
+@pytest.mark.usefixtures("maker")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_fused_model_has_the_gradients_of_the_plain_one(family: str, recompute: bool) -> None:
@@ -118,6 +131,7 @@ def test_a_fused_model_has_the_gradients_of_the_plain_one(family: str, recompute
         torch.testing.assert_close(ours, definition, rtol=1e-4, atol=limit, msg=name)
 
 
+@pytest.mark.usefixtures("maker")
 @settings(deadline=None)
 @given(rows=SIZES, inputs=SIZES, outputs=SIZES, biased=st.booleans(), seed=st.integers(0, 99))
 def test_a_trained_product_and_its_gradients_are_those_of_linear(
@@ -134,6 +148,7 @@ def test_a_trained_product_and_its_gradients_are_those_of_linear(
         torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
+@pytest.mark.usefixtures("maker")
 def test_a_product_of_no_rows_is_empty_and_has_no_gradient() -> None:
     x, weight = tensors(0, (0, 8), (5, 8))
     product = training_product(x, weight, None)
@@ -142,14 +157,31 @@ def test_a_product_of_no_rows_is_empty_and_has_no_gradient() -> None:
     assert not grad.any()
 
 
+@pytest.mark.usefixtures("maker")
 def test_a_product_under_autocast_is_made_in_its_dtype() -> None:
     x, weight = tensors(0, (3, 8), (5, 8))
     with torch.autocast("cpu", torch.bfloat16):
         assert training_product(x, weight, None).dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("maker")
 def test_a_frozen_weight_of_a_product_gets_no_gradient() -> None:
     x, weight = tensors(0, (3, 8), (5, 8))
     training_product(x, weight.detach(), None).sum().backward()
     assert x.grad is not None
     assert weight.grad is None
+
+
+def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner meets another number of tokens in every micro-batch; what is compiled is kept."""
+    shapes: list[torch.Size] = []
+    made = training_kernels._onednn
+    monkeypatch.setattr(training_kernels, "_prefers_onednn", lambda: True)
+    monkeypatch.setattr(
+        training_kernels, "_onednn", lambda x, *others: shapes.append(x.shape) or made(x, *others)
+    )
+    for rows in (1, 2, 77, 128, 129, 255, 256):
+        x, weight = tensors(0, (rows, 8), (5, 8))
+        training_product(x, weight, None).sum().backward()
+    assert len(shapes) == 7 * 3, "forward, for x, for the weight"
+    assert len(set(shapes)) == 2 * 3

@@ -3,10 +3,12 @@
 Each small operation is one pass forward and one backward where PyTorch makes some ten, most of them
 over memory; a small model spends a third of its training time there. Same arithmetic as
 `TorchKernels` (tests/parity), in float32; other dtypes, and machines without a compiler, use that.
-Products are oneDNN's: PyTorch takes MKL's in float32, which on AMD leaves half the width unused.
+Products are oneDNN's where the processor is not Intel's: PyTorch takes MKL's in float32, which on
+AMD leaves half the width unused.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -15,11 +17,14 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longtail import machine
 from longtail.model import native
 from longtail.model.kernels import Kernels, QueryKeyValue, Residual, TorchKernels
 from longtail.model.rope import Rotation
 
 Functions = Mapping[str, Callable[..., None]]
+_ROWS = 128
+"""oneDNN's products are of so many rows, twice as many, and so on."""
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -139,19 +144,27 @@ class _SwiGLU(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
+        padded = _padded(x)
+        ctx.save_for_backward(padded, weight)
+        return _onednn(padded, weight, bias)[: len(x)]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
+        rows, padded = len(grad), _padded(grad)
         return (
-            _onednn(grad, weight.t(), None) if for_x else None,
-            _onednn(grad.t(), x.t(), None) if for_weight else None,
+            _onednn(padded, weight.t(), None)[:rows] if for_x else None,
+            _onednn(padded.t(), x.t(), None) if for_weight else None,
             grad.sum(0) if for_bias else None,
         )
+
+
+def _padded(rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "more_rows columns"]:
+    """Fill up with zeros: oneDNN compiles, and keeps, a kernel for every number of rows."""
+    missing = -len(rows) % _ROWS
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _onednn(
@@ -162,17 +175,22 @@ def _onednn(
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+@cache
+def _prefers_onednn() -> bool:
+    return torch._C._has_mkldnn and machine.cpu_vendor() != "GenuineIntel"
+
+
 def training_product(
     x: Float[Tensor, "rows inputs"],
     weight: Float[Tensor, "outputs inputs"],
     bias: Float[Tensor, "outputs"] | None,
 ) -> Float[Tensor, "rows outputs"]:
-    """Return x W^T + bias of float32 rows on a CPU with oneDNN, of anything else by PyTorch."""
+    """Return x W^T + bias: of float32 rows by whoever is fastest on this CPU, else by PyTorch."""
     usable = (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
         and len(x) > 0
-        and torch._C._has_mkldnn
+        and _prefers_onednn()
         and not torch.is_autocast_enabled("cpu")
     )
     return _apply(_Product, x, weight, bias) if usable else F.linear(x, weight, bias)
