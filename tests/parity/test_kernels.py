@@ -54,6 +54,11 @@ def random(seed: int, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Te
     return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 
+def of_weights(dtype: torch.dtype) -> float:
+    """In 2**-20, what rounding weights to bfloat16 makes of a value: AMX multiplies nothing else."""
+    return 2.0**12 if native.layout(dtype) == "tiles" else 0.0
+
+
 def assert_same(mine: Tensor, exact: Tensor, terms: Tensor | float = 0.0) -> None:
     """Within 16 float32 roundings of the size of the terms, and some of the result as stored."""
     stored = 2.0**-8 if mine.dtype == torch.bfloat16 else 2.0**-22
@@ -234,7 +239,8 @@ def test_store_and_attend_rows(case):
     exact = TORCH.attend_rows(queries.double(), exact_keys, exact_values, places, window)
     # An error d in a score moves the weighted mean by at most 2 d times the largest value.
     largest = float(queries.norm(dim=-1).max() * key_rows.float().norm(dim=-1).max()) * dim**-0.5
-    assert_same(mine, exact, terms=(1 + largest) * float(exact_values.abs().max()))
+    terms = (1 + largest + of_weights(dtype)) * float(exact_values.abs().max())
+    assert_same(mine, exact, terms=terms)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +348,7 @@ def test_the_scratch_space_grows_with_the_rows(dtype):
         last = text_places(torch.tensor([0]), torch.tensor([row_len - 1]))
         mine = kernels.attend_rows(queries, keys, values, last, 0)
         exact = TORCH.attend_rows(queries.double(), keys.double(), values.double(), last, 0)
-        assert_same(mine, exact, terms=20.0)
+        assert_same(mine, exact, terms=20.0 + of_weights(dtype) * float(values.abs().max()))
 
 
 @needs_compiler

@@ -175,7 +175,10 @@ static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, fl
 #define LT_BLOCK 256 /* keys, scored before their values are added */
 #define LT_RUN_HEADS 32
 #define LT_RUN_TOKENS 16
-typedef float lt_scores[LT_BLOCK];
+#define LT_TOGETHER 32 /* keys that a run shares are so many, twice as many, and so on */
+typedef float lt_scores[LT_BLOCK + LT_LANES];
+
+#include "tiles.c"
 #endif
 
 /* Scores of keys number `begin` to `end`, to the next 16, for heads that see them. */
@@ -236,6 +239,12 @@ static __attribute__((noinline)) void NAME(score)(const T *const *query, const T
                                                   int64_t stride, const lt_seen *seen,
                                                   int64_t begin, int64_t end, float scale,
                                                   float *scores, int64_t count, int64_t dim) {
+  if (begin >= end) return;
+#if defined(LT_TILES) && defined(T_TILES)
+  if (lt_tiles_granted())
+    return lt_score_tiles(query, keys, stride, seen, begin, end, scale, (lt_scores *)scores, count,
+                          dim);
+#endif
 #define CALL(heads, size)                                                  \
   NAME(score_heads)(query + x, keys, stride, seen, begin, end, scale,      \
                     (lt_scores *)scores + x, heads, size)
@@ -274,6 +283,11 @@ static __attribute__((noinline)) void NAME(add)(const float *weights, const T *v
                                                 int64_t stride, const lt_seen *seen,
                                                 int64_t begin, int64_t end, const float *shrink,
                                                 lt_vec (*sums)[8], int64_t count, int64_t dim) {
+#if defined(LT_TILES) && defined(T_TILES)
+  if (lt_tiles_granted())
+    return lt_add_tiles((const lt_scores *)weights, values, stride, seen, begin, end, shrink, sums,
+                        count, dim);
+#endif
 #define CALL(heads, size)                                                              \
   NAME(add_heads)((const lt_scores *)weights + x, values, stride, seen, begin, end,    \
                   shrink + x, sums + x, heads, size)
@@ -298,7 +312,7 @@ static void NAME(attend_run)(const T *queries, int64_t token_stride, const T *ke
     shared = seen[t].context < shared ? seen[t].context : shared;
     longest = seen[t].count > longest ? seen[t].count : longest;
   }
-  shared -= shared % LT_LANES;
+  shared -= shared % LT_TOGETHER;
   for (int64_t x = 0; x < heads; x++) {
     query[x] = queries + x / group * token_stride + x % group * dim;
     highest[x] = -INFINITY, totals[x] = (lt_vec){0};
@@ -355,33 +369,39 @@ void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
   most = most < LT_RUN_TOKENS ? most : LT_RUN_TOKENS;
   most = most < share ? most : share; /* no run so long that a thread has nothing to do */
   most = most > 1 ? most : 1;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t task = 0; task < tokens * kv_heads; task++) {
-    const int64_t t = task / kv_heads, h = task % kv_heads;
-    const int64_t first = NAME(first_seen)(contexts, depths, t, window);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < tokens * kv_heads; task++) {
+      const int64_t t = task / kv_heads, h = task % kv_heads;
+      const int64_t first = NAME(first_seen)(contexts, depths, t, window);
 #define LT_ALIKE(i) \
-  (rows[i] == rows[t] && NAME(first_seen)(contexts, depths, i, window) == first)
-    int64_t before = 0, run = 1;
-    while (t > before && LT_ALIKE(t - before - 1)) before++;
-    if (before % most) continue; /* of a run that is another task */
-    lt_seen seen[LT_RUN_TOKENS];
-    while (run < most && t + run < tokens && LT_ALIKE(t + run)) run++;
+    (rows[i] == rows[t] && NAME(first_seen)(contexts, depths, i, window) == first)
+      int64_t before = 0, run = 1;
+      while (t > before && LT_ALIKE(t - before - 1)) before++;
+      if (before % most) continue; /* of a run that is another task */
+      lt_seen seen[LT_RUN_TOKENS];
+      while (run < most && t + run < tokens && LT_ALIKE(t + run)) run++;
 #undef LT_ALIKE
-    for (int64_t i = 0; i < run; i++) {
-      uint64_t mask = (uint64_t)visible[t + i];
-      int64_t context = contexts[t + i] - first;
-      for (; mask & 1; mask >>= 1) context++; /* what follows on is context, too */
-      seen[i].context = seen[i].count = context;
-      for (int64_t at = context + 1; mask >>= 1; at++)
-        if (mask & 1) seen[i].picked[seen[i].count++ - context] = at;
+      for (int64_t i = 0; i < run; i++) {
+        uint64_t mask = (uint64_t)visible[t + i];
+        int64_t context = contexts[t + i] - first;
+        for (; mask & 1; mask >>= 1) context++; /* what follows on is context, too */
+        seen[i].context = seen[i].count = context;
+        for (int64_t at = context + 1; mask >>= 1; at++)
+          if (mask & 1) seen[i].picked[seen[i].count++ - context] = at;
+      }
+      const int64_t start = rows[t] * row_stride + first * stride + h * dim;
+      for (int64_t g = 0, taken; g < group; g += taken) {
+        taken = group - g < LT_RUN_HEADS ? group - g : LT_RUN_HEADS;
+        const int64_t head = h * group + g;
+        NAME(attend_run)(queries + t * token_stride + head * dim, token_stride, key_cache + start,
+                         value_cache + start, stride, out + (t * heads + head) * dim, heads * dim,
+                         seen, run, taken, dim);
+      }
     }
-    const int64_t start = rows[t] * row_stride + first * stride + h * dim;
-    for (int64_t g = 0, taken; g < group; g += taken) {
-      taken = group - g < LT_RUN_HEADS ? group - g : LT_RUN_HEADS;
-      const int64_t head = h * group + g;
-      NAME(attend_run)(queries + t * token_stride + head * dim, token_stride, key_cache + start,
-                       value_cache + start, stride, out + (t * heads + head) * dim, heads * dim,
-                       seen, run, taken, dim);
-    }
+#ifdef LT_TILES
+    lt_release_tiles();
+#endif
   }
 }

@@ -10,7 +10,7 @@ product is used depends on what the machine has:
     anything else                           as when training: oneDNN in float32, else F.linear
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import final
 
 import torch
@@ -24,7 +24,13 @@ from longtail.model.training_kernels import training_product
 Product = Callable[[Tensor], Tensor]
 
 _TILE = 32
-"""product.c takes outputs, and bfloat16 inputs, by so many."""
+"""product.c takes outputs by so many."""
+_LAYOUTS: Mapping[native.Layout, tuple[int, int, int]] = {
+    "inputs": (1, 32, 1),
+    "pairs": (2, 32, 2),
+    "tiles": (2, 16, 32),
+}
+"""Inputs of an output that lie side by side, outputs of a block, what divides the inputs."""
 
 
 @final
@@ -91,18 +97,14 @@ def _native(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
     """Pack for product.c, if this machine and this shape can have it."""
     outputs, inputs = weight.shape
     layout = native.layout(weight.dtype) if weight.device.type == "cpu" else None
-    if layout is None or (layout == "tiles" and (inputs % _TILE or outputs % _TILE)):
+    if layout is None:
         return None
-    if layout == "tiles":
-        # [blocks of 16 outputs][pairs of inputs][16 outputs][2]: the order in which tiles read it
-        packed = weight.view(outputs // 16, 16, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
-        return NativeProduct(packed, bias, outputs)
-    step = 1 if layout == "inputs" else 2
-    if inputs % step:
+    # [blocks of outputs][inputs / step][outputs of a block][step], the last 32 filled up with 0
+    step, block, divisor = _LAYOUTS[layout]
+    if inputs % divisor:
         return None
-    # [blocks of 32 outputs][inputs / step][32 outputs][step], the last block filled up with 0
     filled = F.pad(weight, (0, 0, 0, -outputs % _TILE))
-    packed = filled.view(-1, _TILE, inputs // step, step).transpose(1, 2).contiguous()
+    packed = filled.view(-1, block, inputs // step, step).transpose(1, 2).contiguous()
     return NativeProduct(packed, bias, outputs)
 
 

@@ -22,7 +22,8 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-_NAMES = ("kernels", "attention", "product", "draft")  # kernels.c includes attention.c
+_NAMES = ("kernels", "attention", "tiles", "product", "draft")
+"""kernels.c includes attention.c, and that tiles.c."""
 _SOURCES = {name: Path(__file__).with_name(f"{name}.c") for name in _NAMES}
 _FLAGS = (
     "-O2",
@@ -52,11 +53,13 @@ _BFLOAT16 = """
 #define NAME(f) f##_bf16
 #define LOAD(v) lt_from_bf16(v)
 #define STORE(v) lt_to_bf16(v)
+#define T_TILES
 #include "{source}"
 #undef T
 #undef NAME
 #undef LOAD
 #undef STORE
+#undef T_TILES
 """
 _UNIT = (
     (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["kernels"])

@@ -147,35 +147,22 @@ LT_DEFINE_PRODUCT(lt_product_bf16)
  *     rows 1  | outputs 0 | outputs 1 |      is used twice
  *             +-----------+-----------+
  */
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-typedef struct {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t rows[16];
-} lt_tiles;
-
+#ifdef LT_TILES
 /* Tiles 0-3 sums, 4-5 rows of x, 6-7 W; the second of each pair of row tiles may be absent. */
-static void lt_shape_tiles(int first, int second) {
-  lt_tiles tiles = {.palette = 1};
-  const int rows[8] = {first, first, second, second, first, second, 16, 16};
-  for (int i = 0; i < 8; i++) {
-    tiles.row_bytes[i] = rows[i] ? 64 : 0;
-    tiles.rows[i] = (uint8_t)rows[i];
-  }
-  _tile_loadconfig(&tiles);
+static void lt_shape_for_block(int first, int second) {
+  lt_shape_tiles((const int[8]){first, first, second, second, first, second, 16, 16});
 }
 
+/* `columns` of 32 are outputs; the rest fills up the last block. */
 static void lt_store_sums(const float *restrict sums, const uint16_t *restrict bias,
-                          uint16_t *restrict out, int64_t rows, int64_t stride) {
-  for (int half = 0; half < 32; half += 16) {
-    const __m512 shift = bias ? (__m512)lt_load_bf16(bias + half) : _mm512_setzero_ps();
+                          uint16_t *restrict out, int64_t rows, int64_t stride, int64_t columns) {
+  for (int64_t half = 0; half < columns; half += 16) {
+    const __mmask16 lanes = (__mmask16)(columns - half < 16 ? (1 << (columns - half)) - 1 : 0xffff);
+    const __m512i shifts =
+        _mm512_cvtepu16_epi32(bias ? _mm256_maskz_loadu_epi16(lanes, bias + half) : (__m256i){0});
     for (int64_t r = 0; r < rows; r++) {
-      const __m512 sum = _mm512_load_ps(sums + r * 32 + half) + shift;
-      _mm256_storeu_si256((__m256i *)(out + r * stride + half), (__m256i)_mm512_cvtneps_pbh(sum));
+      const __m512 sum = _mm512_load_ps(sums + r * 32 + half) + (__m512)_mm512_slli_epi32(shifts, 16);
+      _mm256_mask_storeu_epi16(out + r * stride + half, lanes, (__m256i)_mm512_cvtneps_pbh(sum));
     }
   }
 }
@@ -215,7 +202,7 @@ static void lt_block(const uint16_t *x, const uint16_t *w, float *sums, int64_t 
   _tile_stored(1, sums + 16, 128);
 }
 
-/* inputs and outputs are multiples of 32; packed as above. */
+/* inputs are a multiple of 32; packed as above, the last 32 outputs filled up with 0. */
 void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
                   const uint16_t *restrict bias, uint16_t *restrict out, int64_t rows,
                   int64_t inputs, int64_t outputs, int threads) {
@@ -228,10 +215,11 @@ void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
       for (int64_t r = 0; r < rows; r += 32) {
         const int64_t here = rows - r < 32 ? rows - r : 32;
         const int first = here < 16 ? (int)here : 16, second = (int)here - first;
-        if (here != shaped) lt_shape_tiles(first, second);
+        if (here != shaped) lt_shape_for_block(first, second);
         shaped = here;
         lt_block(x + r * inputs, packed + n * inputs, sums, inputs, second > 0);
-        lt_store_sums(sums, bias ? bias + n : 0, out + r * outputs + n, here, outputs);
+        lt_store_sums(sums, bias ? bias + n : 0, out + r * outputs + n, here, outputs,
+                      outputs - n < 32 ? outputs - n : 32);
       }
     _tile_release();
   }
@@ -239,10 +227,7 @@ void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
 
 /* How product_bf16 wants W here: 2 for tiles (asked of the kernel, once a process), 1 for pairs, 0:
  * not at all. */
-int product_bf16_layout(void) {
-  const long request_permission = 0x1023, tile_data = 18;
-  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0 ? 2 : 0;
-}
+int product_bf16_layout(void) { return lt_tiles_granted() ? 2 : 0; }
 #elif defined(__AVX512BF16__)
 int product_bf16_layout(void) { return 1; }
 void product_bf16(const uint16_t *x, const uint16_t *packed, const uint16_t *bias, uint16_t *out,
