@@ -55,7 +55,7 @@ def random(seed: int, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Te
 
 
 def of_weights(dtype: torch.dtype) -> float:
-    """In 2**-20, what rounding weights to bfloat16 makes of a value: AMX multiplies nothing else."""
+    """In 2**-20, what rounding weights to bfloat16, as AMX wants them, makes of a value."""
     return 2.0**12 if native.layout(dtype) == "tiles" else 0.0
 
 

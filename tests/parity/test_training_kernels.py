@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 
 from longtail.model import native, training_kernels
 from longtail.model.attention import PackedAttention
-from longtail.model.kernels import TorchKernels
+from longtail.model.kernels import Kernels, TorchKernels
 from longtail.model.rope import Rope, RopeConfig
-from longtail.model.training_kernels import NativeTrainingKernels, training_product
+from longtail.model.training_kernels import (
+    NativeTrainingKernels,
+    select_training_kernels,
+    training_product,
+)
+from longtail.model.transformer import Transformer
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -25,10 +30,10 @@ TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 SIZES = st.integers(min_value=1, max_value=70)
 
 
-def fused() -> NativeTrainingKernels:
-    functions = native.functions(torch.float32)
-    assert functions is not None
-    return NativeTrainingKernels(functions)
+def fused() -> Kernels:
+    kernels = select_training_kernels(torch.float32, torch.device("cpu"))
+    assert isinstance(kernels, NativeTrainingKernels)
+    return kernels
 
 
 def gradients(output: torch.Tensor, inputs: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
@@ -114,21 +119,42 @@ def test_swiglu_and_its_gradient(tokens: int, size: int, scale: float, seed: int
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_fused_model_has_the_gradients_of_the_plain_one(family: str, recompute: bool) -> None:
     model = tiny_model(family, seed=3)
+    plain = gradients_of_a_text(model, recompute=recompute)
+    model.fuse()
+    for name, ours in gradients_of_a_text(model, recompute=recompute).items():
+        limit = float(plain[name].abs().max()) * 1e-4 + 1e-6
+        torch.testing.assert_close(ours, plain[name], rtol=1e-4, atol=limit, msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_fused_model_under_autocast_is_as_close_to_the_exact_gradients(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = gradients_of_a_text(tiny_model(family, seed=3).double())
+    model = tiny_model(family, seed=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = gradients_of_a_text(model)
+        model.fuse()
+        for name in ("rotate", "swiglu"):  # nobody else computes it
+            monkeypatch.delattr(TorchKernels, name)
+        ours = gradients_of_a_text(model)
+    off = [
+        sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
+        for found in (plain, ours)
+    ]
+    assert 0 < off[1] < 1.1 * off[0]
+
+
+def gradients_of_a_text(model: Transformer, *, recompute: bool = False) -> dict[str, torch.Tensor]:
+    """Gradients of the log-probability of two random texts."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, model.config.vocab_size, (30,), generator=generator)
     positions = torch.cat((torch.arange(18), torch.arange(12)))
-    found = []
-    for fuse in (False, True):
-        if fuse:
-            model.fuse()
-        model.zero_grad()
-        hidden = model(tokens, positions, PackedAttention((0, 18, 30)), recompute=recompute)
-        logprobs = model.logits(hidden).log_softmax(-1)
-        logprobs[torch.arange(29), tokens[1:]].sum().backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    for name, definition in found[0].items():
-        ours, limit = found[1][name], float(definition.abs().max()) * 1e-4 + 1e-6
-        torch.testing.assert_close(ours, definition, rtol=1e-4, atol=limit, msg=name)
+    model.zero_grad()
+    hidden = model(tokens, positions, PackedAttention((0, 18, 30)), recompute=recompute)
+    logprobs = model.logits(hidden).log_softmax(-1)
+    logprobs[torch.arange(29), tokens[1:]].sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.usefixtures("maker")
@@ -170,6 +196,28 @@ def test_a_frozen_weight_of_a_product_gets_no_gradient() -> None:
     training_product(x, weight.detach(), None).sum().backward()
     assert x.grad is not None
     assert weight.grad is None
+
+
+def test_kernels_under_autocast_are_compiled_for_few_numbers_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows_seen: list[int] = []
+    made = F.linear
+    monkeypatch.setattr(
+        training_kernels.F,
+        "linear",
+        lambda x, *others: rows_seen.append(len(x)) or made(x, *others),
+    )
+    own = tensors(0, (129, 8), (5, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        for rows in (1, 2, 77, 128, 129):
+            product = training_product(own[0][:rows], own[1], None)
+            torch.testing.assert_close(product, made(own[0][:rows], own[1]))
+            (grad,) = torch.autograd.grad(product.float().sum(), [own[1]])
+            torch.testing.assert_close(
+                grad, own[0][:rows].sum(0).expand_as(grad), rtol=0.02, atol=0.2
+            )
+    assert rows_seen == [128, 128, 128, 128, 256]
 
 
 def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Compiles and loads kernels.c, product.c and draft.c, once a machine, when it has a C compiler.
+"""Compiles and loads the kernels in C, once a machine, when it has a C compiler.
 
 The shared object is cached by the digest of source, flags, compiler and processor, built beside and
 renamed, so concurrent workers are safe. Without a compiler everything runs on PyTorch's operations,
@@ -22,8 +22,8 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-_NAMES = ("kernels", "attention", "tiles", "product", "draft")
-"""kernels.c includes attention.c, and that tiles.c."""
+_NAMES = ("kernels", "attention", "vectors", "tiles", "product", "draft")
+"""kernels.c includes attention.c, and that vectors.c and tiles.c."""
 _SOURCES = {name: Path(__file__).with_name(f"{name}.c") for name in _NAMES}
 _FLAGS = (
     "-O2",

@@ -2,7 +2,8 @@
 
 Each small operation is one pass forward and one backward where PyTorch makes some ten, most of them
 over memory; a small model spends a third of its training time there. Same arithmetic as
-`TorchKernels` (tests/parity), in float32; other dtypes, and machines without a compiler, use that.
+`TorchKernels` (tests/parity), in float32, and on bfloat16 under autocast; float64, and machines
+without a compiler, use that.
 Products are oneDNN's where the processor is not Intel's: PyTorch takes MKL's in float32, which on
 AMD leaves half the width unused.
 """
@@ -84,6 +85,9 @@ class _Rotate(torch.autograd.Function):
         tokens, all_heads, dim = qkv.shape
         kv_heads = (all_heads - num_heads) // 2
         rotated = qkv.clone()
+        q_weight, k_weight = (
+            None if weight is None else weight.to(qkv.dtype) for weight in (q_weight, k_weight)
+        )
         f["rotate"](
             _pointer(rotated), _pointer(q_weight), _pointer(k_weight), _pointer(rotation.cos),
             _pointer(rotation.sin), tokens, num_heads, kv_heads, dim, eps,
@@ -186,21 +190,23 @@ def training_product(
     bias: Float[Tensor, "outputs"] | None,
 ) -> Float[Tensor, "rows outputs"]:
     """Return x W^T + bias: of float32 rows by whoever is fastest on this CPU, else by PyTorch."""
-    usable = (
-        x.dtype == weight.dtype == torch.float32
-        and x.device.type == "cpu"
-        and len(x) > 0
-        and _prefers_onednn()
-        and not torch.is_autocast_enabled("cpu")
-    )
-    return _apply(_Product, x, weight, bias) if usable else F.linear(x, weight, bias)
+    if x.device.type != "cpu" or weight.dtype != torch.float32 or not len(x):
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled("cpu"):  # oneDNN's, whoever made the processor
+        return F.linear(_padded(x), weight, bias)[: len(x)]
+    return _apply(_Product, x, weight, bias) if _prefers_onednn() else F.linear(x, weight, bias)
 
 
 class NativeTrainingKernels(TorchKernels):
-    """Fused operations with gradients, float32 on a CPU; under autocast, PyTorch's."""
+    """Fused operations with gradients on a CPU: float32 weights, and bfloat16 under autocast."""
 
-    def __init__(self, functions: Functions) -> None:
+    def __init__(self, functions: Mapping[torch.dtype, Functions]) -> None:
+        """`functions`: of float32, and of what autocast makes of it, by dtype."""
         self._functions = functions
+
+    def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Always float32: the kernels compute in it."""
+        return torch.float32
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NativeTrainingKernels":
         """Return the same: functions of a library, which copies of a model share."""
@@ -215,7 +221,8 @@ class NativeTrainingKernels(TorchKernels):
     ) -> Residual:
         """Add and norm in one pass. The stream is float32, whatever autocast made of delta."""
         delta = None if delta is None else delta.to(stream.dtype)
-        return Residual(*_apply(_AddNorm, self._functions, stream, delta, weight, eps))
+        functions = self._functions[torch.float32]
+        return Residual(*_apply(_AddNorm, functions, stream, delta, weight, eps))
 
     def rotate(
         self,
@@ -227,21 +234,19 @@ class NativeTrainingKernels(TorchKernels):
         rotation: Rotation,
     ) -> QueryKeyValue:
         """Norm and rotate in one pass."""
-        if qkv.dtype != torch.float32:
-            return super().rotate(qkv, num_heads, q_weight, k_weight, eps, rotation)
+        functions = self._functions[qkv.dtype]
         arguments = (qkv, num_heads, q_weight, k_weight, eps, rotation)
-        return QueryKeyValue(*_apply(_Rotate, self._functions, *arguments))
+        return QueryKeyValue(*_apply(_Rotate, functions, *arguments))
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
         """silu(first half) * second half, in one pass."""
-        if gate_up.dtype != torch.float32:
-            return super().swiglu(gate_up)
-        return _apply(_SwiGLU, self._functions, gate_up)
+        return _apply(_SwiGLU, self._functions[gate_up.dtype], gate_up)
 
 
 def select_training_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     """Choose the kernels for training: native for float32 on a CPU with a compiler."""
-    functions = native.functions(dtype) if device.type == "cpu" else None
-    if functions is None or dtype != torch.float32:
+    if device.type != "cpu" or dtype != torch.float32:
         return TorchKernels()
-    return NativeTrainingKernels(functions)
+    computed = (torch.float32, torch.bfloat16)
+    functions = {each: found for each in computed if (found := native.functions(each)) is not None}
+    return NativeTrainingKernels(functions) if functions else TorchKernels()

@@ -1,0 +1,107 @@
+/* Vectors of 16 floats, and what attention does with rows of elements by them.
+ *
+ * Included by attention.c, once.
+ */
+/* a b + c, rounded once. Left to the compiler, two loops over the same sum might round apart. */
+LT_INLINE lt_vec lt_fma(lt_vec a, lt_vec b, lt_vec c) {
+#if defined(__AVX512F__)
+  return (lt_vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  union { lt_vec whole; __m256 half[2]; } x = {a}, y = {b}, z = {c};
+  for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+  return z.whole;
+#else
+  return a * b + c;
+#endif
+}
+
+LT_INLINE lt_vec lt_select(lt_index mask, lt_vec yes, lt_vec no) {
+  return (lt_vec)((mask & (lt_index)yes) | (~mask & (lt_index)no));
+}
+
+/* The greater lanes; b's where one is NaN. */
+LT_INLINE lt_vec lt_max(lt_vec a, lt_vec b) {
+#ifdef __AVX512F__
+  return (lt_vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return lt_select((lt_index)(a > b), a, b);
+#endif
+}
+
+/* One of the two halves into which step 0, 1, 2 or 3 mixes a and b. Adding the halves of pairs,
+ * step after step, makes of 16 vectors one: the sum of each one's lanes, in the same order. */
+LT_INLINE lt_vec lt_half(lt_vec a, lt_vec b, int step, int second) {
+#define LT_MIX(...) return __builtin_shuffle(a, b, (lt_index){__VA_ARGS__})
+  switch (2 * step + second) {
+    case 0: LT_MIX(0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    case 1: LT_MIX(2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    case 2: LT_MIX(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    case 3: LT_MIX(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    case 4: LT_MIX(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    case 5: LT_MIX(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    case 6: LT_MIX(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    default: LT_MIX(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  }
+#undef LT_MIX
+}
+
+LT_INLINE lt_vec lt_fold(lt_vec a, lt_vec b, int step) {
+  return lt_half(a, b, step, 0) + lt_half(a, b, step, 1);
+}
+
+/* Vectors of a row: lt_part for products with another, by lt_dot; lt_spread for sums, which
+ * lt_gather puts into a row's order. bfloat16 is multiplied in pairs where the processor can, and
+ * comes apart with the least work into the first and the second halves of pairs. */
+#define lt_parts_f32(dim) ((dim) / LT_LANES)
+LT_INLINE lt_vec lt_part_f32(const float *row, int64_t j, int64_t dim) {
+  return (void)dim, *(const lt_vec *)(row + j * LT_LANES);
+}
+LT_INLINE lt_vec lt_dot_f32(lt_vec x, lt_vec y, lt_vec sum) { return lt_fma(x, y, sum); }
+LT_INLINE void lt_spread_f32(const float *row, int64_t parts, lt_vec *value) {
+#pragma GCC unroll 8
+  for (int64_t j = 0; j < parts; j++) value[j] = *(const lt_vec *)(row + j * LT_LANES);
+}
+LT_INLINE void lt_gather_f32(const lt_vec *sums, int64_t parts, float scale, float *row) {
+  for (int64_t j = 0; j < parts; j++) *(lt_vec *)(row + j * LT_LANES) = sums[j] * scale;
+}
+
+LT_INLINE lt_vec lt_load_bf16(const uint16_t *p) {
+  return (lt_vec)(__builtin_convertvector(*(const lt_u16 *)p, lt_u32) << 16);
+}
+LT_INLINE lt_u32 lt_rounded(lt_vec v) { /* lt_to_bf16 of every lane */
+  const lt_u32 bits = (lt_u32)v, nan = (lt_u32)((bits & 0x7fffffffu) > 0x7f800000u);
+  return (nan & 0x7fc0u) | (~nan & ((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16));
+}
+#ifdef __AVX512BF16__
+#define lt_parts_bf16(dim) (((dim) / 2 + LT_LANES - 1) / LT_LANES)
+LT_INLINE lt_vec lt_part_bf16(const uint16_t *row, int64_t j, int64_t dim) {
+  row += 2 * LT_LANES * j;
+  if (2 * LT_LANES * (j + 1) <= dim) return *(const lt_vec *)row;
+  return (lt_vec)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)row));
+}
+LT_INLINE lt_vec lt_dot_bf16(lt_vec x, lt_vec y, lt_vec sum) {
+  return (lt_vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+}
+#else
+#define lt_parts_bf16(dim) ((dim) / LT_LANES)
+LT_INLINE lt_vec lt_part_bf16(const uint16_t *row, int64_t j, int64_t dim) {
+  return (void)dim, lt_load_bf16(row + j * LT_LANES);
+}
+LT_INLINE lt_vec lt_dot_bf16(lt_vec x, lt_vec y, lt_vec sum) { return lt_fma(x, y, sum); }
+#endif
+LT_INLINE void lt_spread_bf16(const uint16_t *row, int64_t parts, lt_vec *value) {
+#pragma GCC unroll 8
+  for (int64_t j = 0; j + 1 < parts; j += 2) {
+    const lt_u32 pairs = *(const lt_u32 *)(row + j * LT_LANES);
+    value[j] = (lt_vec)(pairs << 16), value[j + 1] = (lt_vec)(pairs & 0xffff0000u);
+  }
+  if (parts % 2) value[parts - 1] = lt_load_bf16(row + (parts - 1) * LT_LANES);
+}
+LT_INLINE void lt_gather_bf16(const lt_vec *sums, int64_t parts, float scale, uint16_t *row) {
+  for (int64_t j = 0; j + 1 < parts; j += 2)
+    *(lt_u32 *)(row + j * LT_LANES) =
+        lt_rounded(sums[j] * scale) | lt_rounded(sums[j + 1] * scale) << 16;
+  if (parts % 2)
+    *(lt_u16 *)(row + (parts - 1) * LT_LANES) =
+        __builtin_convertvector(lt_rounded(sums[parts - 1] * scale), lt_u16);
+}
