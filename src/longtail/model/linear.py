@@ -103,8 +103,9 @@ def _native(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
     step, block, divisor = _LAYOUTS[layout]
     if inputs % divisor:
         return None
-    filled = F.pad(weight, (0, 0, 0, -outputs % _TILE))
-    packed = filled.view(-1, block, inputs // step, step).transpose(1, 2).contiguous()
+    filled = F.pad(weight, (0, 0, 0, -outputs % _TILE)) if outputs % _TILE else weight
+    steps = filled if step == 1 else filled.view(torch.int32)  # a pair moves as one
+    packed = steps.view(-1, block, inputs // step).transpose(1, 2).contiguous().view(weight.dtype)
     return NativeProduct(packed, bias, outputs)
 
 

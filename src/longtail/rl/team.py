@@ -24,6 +24,9 @@ from torch import Tensor, nn
 
 from longtail.errors import ConfigError, TeamError
 
+_BUNDLE = 2**20
+"""Numbers that travel together; a larger tensor travels alone, without being copied for it."""
+
 
 def spread(tokens: Sequence[int], members: int) -> list[tuple[int, ...]]:
     """Deal micro-batches of so many tokens out: the longest next, to whoever has least to do.
@@ -204,19 +207,21 @@ class TorchTeam(Team):
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all members, the same bits on every member.
 
-        Tensors of one dtype travel together. Raises TeamError if a member is gone or late, or if
-        the team is closed; the tensors then hold anything.
+        Small tensors of one dtype travel together. Raises TeamError if a member is gone or late, or
+        if the team is closed; the tensors then hold anything.
         """
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.flatten() for tensor in alike]).to(self._device)
+        for bundle in _bundles([tensor.detach() for tensor in tensors]):
+            is_copied = len(bundle) > 1 or not bundle[0].is_contiguous()
+            flat = torch.cat([each.flatten() for each in bundle]) if is_copied else bundle[0]
+            flat = flat.to(self._device)
             with self._waiting_for(f"the sum of {flat.numel():,} numbers"):
                 # NOTE: named, the work would live on in the error's traceback, and with it the
                 # connections: others would wait for a member that has left.
                 self._open_group().allreduce([flat]).wait(self._timeout)
-            parts = torch.split(flat, [tensor.numel() for tensor in alike])
-            for tensor, part in zip(alike, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            if flat is not bundle[0]:
+                parts = torch.split(flat.view(-1), [each.numel() for each in bundle])
+                for each, part in zip(bundle, parts, strict=True):
+                    each.copy_(part.view(each.shape))
 
     def take(self, owner: int, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by that of member `owner`, bit for bit; errors are those of `sum`."""
@@ -290,3 +295,19 @@ def _own_address(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+def _bundles(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype, one after the other, in bundles of at most _BUNDLE numbers or one."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bundle: list[Tensor] = []
+        room = _BUNDLE
+        for tensor in tensors:
+            if tensor.dtype != dtype:
+                continue
+            if bundle and tensor.numel() > room:
+                yield bundle
+                bundle, room = [], _BUNDLE
+            bundle.append(tensor)
+            room -= tensor.numel()
+        yield bundle
