@@ -83,11 +83,15 @@ def tensors_of(rank: int) -> list[torch.Tensor]:
     """Of several shapes and dtypes, one of them no contiguous piece of memory."""
     generator = torch.Generator().manual_seed(rank)
     matrix = torch.randn(5, 7, generator=generator, dtype=torch.float64)
-    return [matrix.T, torch.randn(3, generator=generator), matrix[:, 2].float(), matrix[0, 0]]
+    vector = torch.randn(3, generator=generator)
+    return [matrix.T, vector, matrix[:, 2].float(), matrix[0, 0].clone()]
 
 
+@pytest.mark.parametrize("numbers", [2**20, 6, 1], ids="{} together".format)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_sum_is_over_all_members_and_the_same_on_each(size):
+def test_a_sum_is_over_all_members_and_the_same_on_each(size, numbers, monkeypatch):
+    monkeypatch.setattr("longtail.rl.team._BUNDLE", numbers)
+
     def deed(team: Team) -> list[torch.Tensor]:
         tensors = tensors_of(team.rank)
         team.sum(tensors)

@@ -165,7 +165,7 @@ class Worker:
         """
         weights = self._machines.learner.weights()
         for name, tensor in weights.tensors.items():
-            if not torch.stack(tensor.aminmax()).isfinite().all():  # in one pass: NaN is both
+            if not are_finite({name: tensor}):
                 raise NonFiniteError(f"{name} is not finite in policy version {weights.version}")
         self._machines.engine.pull(weights)
         return weights.version

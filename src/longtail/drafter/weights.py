@@ -63,7 +63,8 @@ def lay_into(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
 
 def are_finite(tensors: Mapping[str, Tensor]) -> bool:
     """Tell whether no value is NaN or infinite."""
-    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    # The least and the greatest in one pass: where there is a NaN, it is both.
+    return all(bool(torch.stack(each.aminmax()).isfinite().all()) for each in tensors.values())
 
 
 def weighted_mean(

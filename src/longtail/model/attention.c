@@ -74,7 +74,7 @@ static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, fl
 #define LT_RUN_HEADS 32
 #define LT_RUN_TOKENS 16
 #define LT_TOGETHER 32 /* keys that a run shares are so many, twice as many, and so on */
-typedef float lt_scores[LT_BLOCK + LT_LANES];
+typedef float lt_scores[LT_BLOCK];
 
 #include "tiles.c"
 #endif

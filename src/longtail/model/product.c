@@ -158,10 +158,10 @@ static void lt_store_sums(const float *restrict sums, const uint16_t *restrict b
                           uint16_t *restrict out, int64_t rows, int64_t stride, int64_t columns) {
   for (int64_t half = 0; half < columns; half += 16) {
     const __mmask16 lanes = (__mmask16)(columns - half < 16 ? (1 << (columns - half)) - 1 : 0xffff);
-    const __m512i shifts =
-        _mm512_cvtepu16_epi32(bias ? _mm256_maskz_loadu_epi16(lanes, bias + half) : (__m256i){0});
+    const __m256i own = bias ? _mm256_maskz_loadu_epi16(lanes, bias + half) : (__m256i){0};
+    const __m512 shift = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16);
     for (int64_t r = 0; r < rows; r++) {
-      const __m512 sum = _mm512_load_ps(sums + r * 32 + half) + (__m512)_mm512_slli_epi32(shifts, 16);
+      const __m512 sum = _mm512_load_ps(sums + r * 32 + half) + shift;
       _mm256_mask_storeu_epi16(out + r * stride + half, lanes, (__m256i)_mm512_cvtneps_pbh(sum));
     }
   }
@@ -209,19 +209,17 @@ void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     float sums[32 * 32] __attribute__((aligned(64)));
-    int64_t shaped = 0;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < outputs; n += 32) /* this much of W stays in the nearest cache */
       for (int64_t r = 0; r < rows; r += 32) {
         const int64_t here = rows - r < 32 ? rows - r : 32;
         const int first = here < 16 ? (int)here : 16, second = (int)here - first;
-        if (here != shaped) lt_shape_for_block(first, second);
-        shaped = here;
+        lt_shape_for_block(first, second);
         lt_block(x + r * inputs, packed + n * inputs, sums, inputs, second > 0);
         lt_store_sums(sums, bias ? bias + n : 0, out + r * outputs + n, here, outputs,
                       outputs - n < 32 ? outputs - n : 32);
       }
-    _tile_release();
+    lt_release_tiles();
   }
 }
 

@@ -21,31 +21,32 @@ typedef struct {
 /* What was written is in memory: the compiler does not know that tile operations read there. */
 #define LT_WRITTEN() __asm__ volatile("" ::: "memory")
 
-/* Give each of the eight tiles so many rows; what has none is absent. */
+static __thread int lt_shaped[8]; /* To give tiles shapes takes as long as 20 products. */
+
+/* Give each of the eight tiles so many rows, unless they have them; what has none is absent. */
 static void lt_shape_tiles(const int *rows) {
   lt_tile_shapes shapes = {.palette = 1};
+  if (!memcmp(lt_shaped, rows, sizeof(lt_shaped))) return;
   for (int i = 0; i < 8; i++) {
     shapes.row_bytes[i] = rows[i] ? 64 : 0;
     shapes.rows[i] = (uint8_t)rows[i];
   }
   __asm__ volatile("" ::"r"(&shapes) : "memory");
   _tile_loadconfig(&shapes);
+  memcpy(lt_shaped, rows, sizeof(lt_shaped));
 }
 
-static __thread int64_t lt_shaped_rows; /* To give tiles shapes takes as long as 20 products. */
-
-/* Tiles 0-3 sums, 4 a, 5 b. */
-static void lt_shape_for_rows(int64_t count) {
-  const int rows = count < 16 ? (int)count : 16;
-  if (lt_shaped_rows == rows) return;
-  lt_shape_tiles((const int[8]){rows, rows, rows, rows, rows, 16, 0, 0});
-  lt_shaped_rows = rows;
-}
-
-/* After the last lt_shape_for_rows: nobody saves tiles that are not there. */
+/* After the last product: nobody saves tiles that are not there. */
 static void lt_release_tiles(void) {
-  if (lt_shaped_rows) _tile_release();
-  lt_shaped_rows = 0;
+  if (lt_shaped[0]) _tile_release();
+  memset(lt_shaped, 0, sizeof(lt_shaped));
+}
+
+/* Tiles 0-3 sums, 4 a, 5 b, for so many rows of a. Returns the rows of all tiles that hold them. */
+static int64_t lt_shape_for_rows(int64_t count) {
+  const int rows = count < 16 ? (int)count : 16;
+  lt_shape_tiles((const int[8]){rows, rows, rows, rows, rows, 16, 0, 0});
+  return (count + rows - 1) / rows * rows;
 }
 
 /* 1 where the kernel lets this process have tiles, which is asked once. */
@@ -142,13 +143,12 @@ LT_INLINE void lt_pair(const uint16_t *one, const uint16_t *two, int64_t parts, 
 static void lt_score_tiles(const uint16_t *const *query, const uint16_t *keys, int64_t stride,
                            const lt_seen *seen, int64_t begin, int64_t end, float scale,
                            lt_scores *restrict scores, int64_t count, int64_t dim) {
-  const int64_t parts = (dim + 31) / 32, rows = count <= 16 ? count : (count + 15) / 16 * 16;
+  const int64_t parts = (dim + 31) / 32, rows = lt_shape_for_rows(count);
   lt_vec packed[LT_RUN_HEADS][4] __attribute__((aligned(64)));
   __m512i turned[4][4][16]; /* [part][16 keys][pair] */
   for (int64_t x = 0; x < rows; x++)
     for (int64_t j = 0; j < parts; j++)
       packed[x][j] = lt_part_bf16(query[x < count ? x : count - 1], j, dim);
-  lt_shape_for_rows(count);
   for (int64_t k = begin; k < end; k += 64) {
     const int64_t left = end - k, tiles = left >= 64 ? 4 : (left + 15) / 16;
     for (int64_t t = 0; t < tiles; t++) {
@@ -178,9 +178,9 @@ static void lt_add_tiles(const lt_scores *restrict weights, const uint16_t *rest
                          int64_t stride, const lt_seen *seen, int64_t begin, int64_t end,
                          const float *shrink, lt_vec (*restrict sums)[8], int64_t count,
                          int64_t dim) {
-  const int64_t rows = count <= 16 ? count : (count + 15) / 16 * 16;
+  const int64_t rows = lt_shape_for_rows(count);
   const int64_t keys = end - begin, steps = (keys + 31) / 32;
-  uint16_t rounded[LT_RUN_HEADS][LT_BLOCK + 32] __attribute__((aligned(64)));
+  uint16_t rounded[LT_RUN_HEADS][LT_BLOCK] __attribute__((aligned(64)));
   lt_u32 pairs[LT_BLOCK / 32][4][16] __attribute__((aligned(64))); /* [32 keys][of dim][pair] */
   static const uint16_t nothing[128];
   for (int64_t x = 0; x < rows; x++) {
@@ -191,7 +191,6 @@ static void lt_add_tiles(const lt_scores *restrict weights, const uint16_t *rest
               : (lt_u16){0};
     for (int64_t j = 0; j < dim / 16 && x < count; j++) sums[x][j] *= shrink[x];
   }
-  lt_shape_for_rows(count);
   for (int64_t d = 0; d < dim; d += 64) {
     const int64_t tiles = dim - d >= 64 ? 4 : (dim - d) / 16;
     for (int64_t s = 0; s < steps; s++) {
