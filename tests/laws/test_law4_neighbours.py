@@ -1,8 +1,9 @@
 """Law 4: a request does not see its neighbours: alone, or in any batch, in any order of admission.
 
-Nor does it see their drafts. Exact in float64. At working precision a neighbour may change the
-order of a sum (a matrix product of other height, a prompt cut elsewhere), and a near-tie may then
-fall the other way; the share of texts in which that happens is bounded.
+Nor does it see their drafts. Exact in float64, and to the last bit on native kernels
+(test_law4_bits). Elsewhere a neighbour may change the order of a sum at working precision (a
+product of other height, a prompt cut elsewhere), and a near-tie may then fall the other way; the
+share of texts in which that happens is bounded.
 """
 
 import functools
@@ -214,13 +215,15 @@ def test_being_preempted_changes_no_text(family, grouped):
     [
         # Two perturbed scores lie within d of each other with probability at most about 2 d, d
         # being the rounding error of a logit: 2e-6 in float32, mostly below 0.01 in bfloat16. A
-        # text has 24 chances, a set 48 texts: 0.005 expected differences, and at most 24.
+        # text has 24 chances, a set 24 texts: 0.003 expected differences, and at most 12.
         (torch.float32, 1, 1e-5),
-        (torch.bfloat16, 12, 0.1),
+        (torch.bfloat16, 6, 0.1),
     ],
     ids=["float32", "bfloat16"],
 )
-def test_at_working_precision_few_texts_differ(dtype, most, tolerance):
+def test_without_native_kernels_few_texts_differ(monkeypatch, dtype, most, tolerance):
+    monkeypatch.setattr(native, "layout", lambda dtype: None)
+    monkeypatch.setattr(native, "functions", lambda dtype: None)
     requests = [
         Request(
             request_id=str(i),
@@ -228,7 +231,7 @@ def test_at_working_precision_few_texts_differ(dtype, most, tolerance):
             noise_key=noise_key(1, i),
             sampling=SamplingParams(max_tokens=24),
         )
-        for i in range(48)
+        for i in range(24)
     ]
     written = [
         RolloutEngine(

@@ -14,7 +14,6 @@ from longtail.engine.batch import FlatBatch, Segment
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv_cache import ContiguousKVCache
 from longtail.engine.limits import EngineLimits
-from longtail.engine.row_attention import FEW_TOKENS
 from longtail.model import native
 from longtail.model.attention import PackedAttention
 from longtail.model.kernel_choice import select_kernels
@@ -391,15 +390,14 @@ def compute(kv: ContiguousKVCache, parts: list[tuple[str, int, Tensor]], window:
     "new",
     [
         (1, 1, 1),
-        (1, FEW_TOKENS, FEW_TOKENS + 1),
-        (FEW_TOKENS - 1, FEW_TOKENS, FEW_TOKENS),
-        (FEW_TOKENS + 1, FEW_TOKENS + 2, 20),
+        (1, 8, 9),
+        (9, 10, 20),
         (2, 19, 19),
     ],
     ids=str,
 )
-def test_few_tokens_and_many_attend_alike(new, window, dtype):
-    """Segments on both sides of FEW_TOKENS in one batch, each against its whole sequence."""
+def test_segments_of_any_length_attend_as_in_their_whole_sequence(new, window, dtype):
+    """Short and long segments in one batch, each against its whole sequence."""
     kv = ContiguousKVCache(
         tiny_config("qwen3"), num_tokens=256, max_rows=3, max_len=64, dtype=dtype, device=CPU
     )

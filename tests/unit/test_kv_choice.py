@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from longtail.engine.batch import FlatBatch, Segment
 from longtail.engine.kv_cache import ContiguousKVCache
 from longtail.engine.kv_choice import kv_bytes, make_kv, paged_tokens
 from longtail.engine.limits import EngineLimits
+from longtail.engine.paged_cache import PagedKVCache
 from longtail.errors import RequestError
+from longtail.model.pages import TorchPageKernels
 from tiny_models import tiny_config, tiny_model
 
 A_TOKEN = 1000
@@ -42,6 +45,39 @@ def test_what_was_asked_for_is_had_in_full_or_refused():
 def test_a_gpu_without_room_for_one_request_is_refused_with_the_remedy(free):
     with pytest.raises(RequestError, match=r"100 tokens .* lower rollout.max_tokens"):
         paged_tokens(limits(), A_TOKEN, free)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_batch_invariant_cache_has_no_tiles_that_sum_in_another_order(monkeypatch, invariant):
+    kernels, asked = TorchPageKernels(), []
+    attend = kernels.attend
+
+    def recorded(*args: object, long: bool) -> torch.Tensor:
+        asked.append(long)
+        return attend(*args, long=long)
+
+    monkeypatch.setattr(kernels, "attend", recorded)
+    config = tiny_config("qwen3")
+    kv = PagedKVCache(
+        config,
+        num_tokens=64,
+        max_rows=2,
+        max_len=64,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        kernels=kernels,
+        batch_invariant=invariant,
+    )
+    assert kv.try_grow("prompt", 20)
+    batch = FlatBatch(
+        tokens=torch.zeros(20, dtype=torch.int64),
+        positions=torch.arange(20),
+        segments=(Segment(request_id="prompt", num_context=0, num_tokens=20),),
+        drawing=None,
+    )
+    qkv = torch.randn(20, 8, 16, dtype=torch.float64)
+    kv.attention(batch).attend(0, *qkv.split([4, 2, 2], 1), 0)
+    assert asked == [not invariant]
 
 
 def test_a_cpu_has_rows():

@@ -203,6 +203,22 @@ def test_a_drafted_token_has_the_bits_of_one_decoded_plainly(monkeypatch, dtype,
         assert alone.attend(dtype=dtype)[0].equal(together[1 + 2 + node]), f"node {node + 1}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_prompt_read_in_pieces_has_the_bits_of_one_read_at_once(monkeypatch, dtype):
+    """In the tiles of few tokens, which a batch-invariant cache uses for prompts, too."""
+    multiply_in_order(monkeypatch)
+    monkeypatch.setattr(triton_pages, "_SPLIT", 64)
+    case = Case((segment(57, 20),))
+    queries, whole = case.queries, case.attend(dtype=dtype)
+    for cut in (1, 9):
+        pieces = []
+        for start, end in ((0, cut), (cut, 20)):
+            case.segments = (segment(57 + start, end - start),)
+            case.counts, case.queries = [end - start], queries[start:end]
+            pieces.append(case.attend(dtype=dtype))
+        assert torch.cat(pieces).equal(whole), f"cut at {cut}"
+
+
 COMPILE = """
 import sys, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget

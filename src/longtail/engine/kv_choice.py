@@ -44,6 +44,7 @@ def make_kv(model: Transformer, limits: EngineLimits) -> KVCache:
         dtype=model.dtype,
         device=model.device,
         kernels=select_page_kernels(model.dtype, model.device),
+        batch_invariant=model.batch_invariant,
     )
 
 

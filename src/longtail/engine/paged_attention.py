@@ -1,8 +1,8 @@
 """Attention of a flat batch over a paged KV cache.
 
-As in `row_attention`, segments of few tokens (decode, verification) come first and are attended in
-a way of their own, in which a token's bits do not depend on its batch; long segments (prefill) are
-tiled for speed.
+Segments of few tokens (decode, verification) come first, in tiles in which a token's bits do not
+depend on its batch. Long segments (prefill) go through larger tiles that sum in another order, so
+a token's bits depend on where its prompt was cut; a batch-invariant cache uses the former for all.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.engine.batch import Segment
-from longtail.engine.row_attention import FEW_TOKENS
 from longtail.model.attention import Attention
 from longtail.model.kernels import Places
 from longtail.model.pages import PageKernels, Pages, Tiles, page_addresses
+
+FEW_TOKENS = 8
+"""Segments of at most this many text tokens are few; beyond, the larger tiles are faster."""
 
 
 @final

@@ -41,8 +41,10 @@ class PagedKVCache(KVCache):
         device: torch.device,
         kernels: PageKernels,
         block_size: int = BLOCK_SIZE,
+        batch_invariant: bool = False,
     ) -> None:
         self._block_size, self._device, self._kernels = block_size, device, kernels
+        self._batch_invariant = batch_invariant
         self._group = config.num_heads // config.num_kv_heads
         num_blocks = num_tokens // block_size
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
@@ -131,7 +133,7 @@ class PagedKVCache(KVCache):
     def attention(self, batch: FlatBatch) -> Attention:
         """Attend through the table."""
         segments = batch.segments
-        few = count_few(segments)
+        few = len(segments) if self._batch_invariant else count_few(segments)
         counts = [segment.num_tokens + segment.draft.size for segment in segments]
         return PagedAttention(
             self._layers,

@@ -73,6 +73,7 @@ static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, fl
 #define LT_BLOCK 256 /* keys, scored before their values are added */
 #define LT_RUN_HEADS 32
 #define LT_RUN_TOKENS 16
+#define LT_CUT_TOKENS 512 /* tokens that are cut into runs at a time */
 #define LT_TOGETHER 32 /* keys that a run shares are so many, twice as many, and so on */
 typedef float lt_scores[LT_BLOCK];
 
@@ -252,6 +253,21 @@ LT_INLINE int64_t NAME(first_seen)(const int64_t *contexts, const int64_t *depth
   return window <= 0 || first < 0 ? 0 : first < contexts[t] ? first : contexts[t];
 }
 
+/* Tokens [starts[i], starts[i + 1]) are attended together: at most `most` of one row, which see it
+ * from the same slot on. Returns how many such runs the tokens [begin, end) have. */
+static int64_t NAME(cut_runs)(const int64_t *rows, const int64_t *contexts, const int64_t *depths,
+                              int64_t begin, int64_t end, int64_t window, int64_t most,
+                              int64_t *starts) {
+  int64_t count = 0, row = -1, first = -1;
+  for (int64_t t = begin; t < end; t++) {
+    const int64_t own = NAME(first_seen)(contexts, depths, t, window);
+    if (rows[t] != row || own != first || t - starts[count - 1] == most) starts[count++] = t;
+    row = rows[t], first = own;
+  }
+  starts[count] = end;
+  return count;
+}
+
 /* Each of `tokens` queries sees the first contexts[t] slots of its row (with a window, those of the
  * last `window` places), then the slots behind them that have their bit in visible[t]. depths[t] is
  * how many places it is behind its context. */
@@ -267,39 +283,38 @@ void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
   most = most < LT_RUN_TOKENS ? most : LT_RUN_TOKENS;
   most = most < share ? most : share; /* no run so long that a thread has nothing to do */
   most = most > 1 ? most : 1;
+  for (int64_t begin = 0; begin < tokens; begin += LT_CUT_TOKENS) {
+    int64_t starts[LT_CUT_TOKENS + 1];
+    const int64_t end = tokens - begin < LT_CUT_TOKENS ? tokens : begin + LT_CUT_TOKENS;
+    const int64_t runs = NAME(cut_runs)(rows, contexts, depths, begin, end, window, most, starts);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+    {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < tokens * kv_heads; task++) {
-      const int64_t t = task / kv_heads, h = task % kv_heads;
-      const int64_t first = NAME(first_seen)(contexts, depths, t, window);
-#define LT_ALIKE(i) \
-    (rows[i] == rows[t] && NAME(first_seen)(contexts, depths, i, window) == first)
-      int64_t before = 0, run = 1;
-      while (t > before && LT_ALIKE(t - before - 1)) before++;
-      if (before % most) continue; /* of a run that is another task */
-      lt_seen seen[LT_RUN_TOKENS];
-      while (run < most && t + run < tokens && LT_ALIKE(t + run)) run++;
-#undef LT_ALIKE
-      for (int64_t i = 0; i < run; i++) {
-        uint64_t mask = (uint64_t)visible[t + i];
-        int64_t context = contexts[t + i] - first;
-        for (; mask & 1; mask >>= 1) context++; /* what follows on is context, too */
-        seen[i].context = seen[i].count = context;
-        for (int64_t at = context + 1; mask >>= 1; at++)
-          if (mask & 1) seen[i].picked[seen[i].count++ - context] = at;
+      for (int64_t task = 0; task < runs * kv_heads; task++) {
+        const int64_t t = starts[task / kv_heads], h = task % kv_heads;
+        const int64_t run = starts[task / kv_heads + 1] - t;
+        const int64_t first = NAME(first_seen)(contexts, depths, t, window);
+        lt_seen seen[LT_RUN_TOKENS];
+        for (int64_t i = 0; i < run; i++) {
+          uint64_t mask = (uint64_t)visible[t + i];
+          int64_t context = contexts[t + i] - first;
+          for (; mask & 1; mask >>= 1) context++; /* what follows on is context, too */
+          seen[i].context = seen[i].count = context;
+          for (int64_t at = context + 1; mask >>= 1; at++)
+            if (mask & 1) seen[i].picked[seen[i].count++ - context] = at;
+        }
+        const int64_t start = rows[t] * row_stride + first * stride + h * dim;
+        for (int64_t g = 0, taken; g < group; g += taken) {
+          taken = group - g < LT_RUN_HEADS ? group - g : LT_RUN_HEADS;
+          const int64_t head = h * group + g;
+          NAME(attend_run)(queries + t * token_stride + head * dim, token_stride,
+                           key_cache + start, value_cache + start, stride,
+                           out + (t * heads + head) * dim, heads * dim, seen, run, taken, dim);
+        }
       }
-      const int64_t start = rows[t] * row_stride + first * stride + h * dim;
-      for (int64_t g = 0, taken; g < group; g += taken) {
-        taken = group - g < LT_RUN_HEADS ? group - g : LT_RUN_HEADS;
-        const int64_t head = h * group + g;
-        NAME(attend_run)(queries + t * token_stride + head * dim, token_stride, key_cache + start,
-                         value_cache + start, stride, out + (t * heads + head) * dim, heads * dim,
-                         seen, run, taken, dim);
-      }
-    }
 #ifdef LT_TILES
-    lt_release_tiles();
+      lt_release_tiles();
 #endif
+    }
   }
 }

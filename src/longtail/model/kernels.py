@@ -7,7 +7,8 @@ calling some thirty operations a layer; `triton_small.TritonKernels` is that of 
 """
 
 import abc
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longtail.model.attention import causal_window_mask
 from longtail.model.rope import Rotation
 
 NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128)
@@ -181,22 +183,43 @@ class TorchKernels(Kernels):
         places: Places,
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """One product a token: each reads its own row at its own length, nothing is padded."""
-        attended = torch.empty_like(queries)
-        for token, (row, _, context, depth, visible) in enumerate(
-            zip(*(each.tolist() for each in places), strict=True)
-        ):
-            first = min(max(0, context + depth - window), context) if window else 0
-            seen = [*range(first, context)]
-            seen += [context + i for i in range(visible.bit_length()) if visible >> i & 1]
-            keys, values = key_rows[row, seen], value_rows[row, seen]
-            # The heads of a group are queries of their one key head.
-            grouped = queries[token].view(keys.shape[1], -1, queries.shape[-1])
+        """One call for each run of text and for each node of a draft; nothing is padded."""
+        rows, _, contexts, depths, visible = (each.tolist() for each in places)
+        parts = []
+        for start, end in _text_runs(rows, contexts, visible):
+            context, nodes = contexts[end - 1], visible[start]
+            first = min(max(0, contexts[start] + depths[start] - window), contexts[start])
+            seen = [*range(first if window else 0, context)]
+            seen += [context + i for i in range(nodes.bit_length()) if nodes >> i & 1]
+            alone = end - start == 1
             out = F.scaled_dot_product_attention(
-                grouped[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+                queries[start:end].transpose(0, 1)[None],
+                key_rows[rows[start], seen].transpose(0, 1)[None],
+                value_rows[rows[start], seen].transpose(0, 1)[None],
+                attn_mask=None
+                if alone
+                else causal_window_mask(end - start, len(seen), window, queries.device),
+                enable_gqa=queries.shape[1] != key_rows.shape[2],
             )
-            attended[token] = out.view(queries.shape[1:])
-        return attended
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+
+def _text_runs(
+    rows: Sequence[int], contexts: Sequence[int], visible: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Cut tokens into runs [start, end): consecutive text tokens of a row, or one node of a draft.
+
+    Example: rows 0 0 0 1, contexts 5 6 6 9, visible 0 0 1 0 give (0, 2), (2, 3), (3, 4)
+    """
+    cuts = [
+        at
+        for at in range(1, len(rows))
+        if visible[at - 1]
+        or visible[at]
+        or (rows[at], contexts[at]) != (rows[at - 1], contexts[at - 1] + 1)
+    ]
+    return itertools.pairwise([0, *cuts, len(rows)])
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

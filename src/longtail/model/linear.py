@@ -37,15 +37,21 @@ _LAYOUTS: Mapping[native.Layout, tuple[int, int, int]] = {
 class NativeProduct:
     """x W^T + bias by product.c, of a weight in its layout."""
 
-    def __init__(self, packed: Tensor, bias: Tensor | None, outputs: int) -> None:
+    def __init__(
+        self, packed: Tensor, bias: Tensor | None, outputs: int, num_filled: int = 0
+    ) -> None:
         product = native.product(packed.dtype)
         assert product is not None, "packed for a product that this machine does not have"
         self.packed = packed
+        self.num_filled = num_filled
+        """Inputs of weight 0 that the layout adds behind the layer's own."""
         self._product, self._outputs = product, outputs
         self._shift = None if bias is None else bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply it to dense rows."""
+        if self.num_filled:
+            x = F.pad(x, (0, self.num_filled))
         assert x.is_contiguous(), "product.c reads dense rows"
         out = x.new_empty(x.shape[0], self._outputs)
         self._product(
@@ -76,8 +82,9 @@ class Linear(nn.Module):
 
     @property
     def native(self) -> NativeProduct | None:
-        """The present weight as product.c reads it; None where it is not packed so."""
-        return self._packed if isinstance(self._packed, NativeProduct) else None
+        """The present weight as product.c reads it; None where it is not packed as it is."""
+        packed = self._packed
+        return packed if isinstance(packed, NativeProduct) and not packed.num_filled else None
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Apply the layer to a flat list of rows."""
@@ -101,12 +108,13 @@ def _native(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
         return None
     # [blocks of outputs][inputs / step][outputs of a block][step], the last 32 filled up with 0
     step, block, divisor = _LAYOUTS[layout]
-    if inputs % divisor:
-        return None
-    filled = F.pad(weight, (0, 0, 0, -outputs % _TILE)) if outputs % _TILE else weight
+    more_inputs, more_outputs = -inputs % divisor, -outputs % _TILE
+    filled = (
+        F.pad(weight, (0, more_inputs, 0, more_outputs)) if more_inputs or more_outputs else weight
+    )
     steps = filled if step == 1 else filled.view(torch.int32)  # a pair moves as one
-    packed = steps.view(-1, block, inputs // step).transpose(1, 2).contiguous().view(weight.dtype)
-    return NativeProduct(packed, bias, outputs)
+    packed = steps.view(-1, block, filled.shape[1] // step).transpose(1, 2).contiguous()
+    return NativeProduct(packed.view(weight.dtype), bias, outputs, more_inputs)
 
 
 def _blocked(weight: Tensor, bias: Tensor | None) -> Product | None:

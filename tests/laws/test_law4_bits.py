@@ -1,0 +1,168 @@
+"""Law 4 to the last bit: on native kernels no text and no logprob depends on the batch.
+
+Whatever else runs, in whichever order and on whichever worker, however steps are limited, prompts
+cut, requests preempted and computed again, or drafted for: in float32 and in bfloat16 a request
+gets the bits that it gets alone, read in one piece.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import ScriptedDrafter, ragged
+from fakes import unchecked_shapes
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.speculate import Speculation
+from longtail.model import native
+from longtail.sampling import draw_rows, gumbel_noise, noise_key
+from longtail.speculation.strategy import Strategy
+from longtail.types import Completion, Request, SamplingParams
+from tiny_models import tiny_model
+
+MAX_LEN = 400
+DTYPES = [
+    pytest.param(
+        dtype,
+        marks=pytest.mark.skipif(
+            native.layout(dtype) is None, reason=f"no native product in {dtype} on this machine"
+        ),
+        id=str(dtype),
+    )
+    for dtype in (torch.float32, torch.bfloat16)
+]
+# Grouped key heads, norms of queries and keys, biases, a window; 16 is a native head size.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_steps() -> Iterator[None]:
+    with unchecked_shapes():
+        yield
+
+
+def ask(number: int, prompt_len: int, **sampling: object) -> Request:
+    """Requests of one prompt length are a group, whose prompt is computed once."""
+    return Request(
+        request_id=f"r{number}",
+        prompt_tokens=tuple((7 * i * i + 3 * i + prompt_len) % 128 for i in range(prompt_len)),
+        noise_key=noise_key(4, number),
+        sampling=SamplingParams(**sampling),
+        group_id=str(prompt_len),
+    )
+
+
+# Prompts that are cut in many places, texts that outgrow a block of 256 keys, and short ones.
+REQUESTS = (
+    ask(0, 70, max_tokens=25),
+    ask(1, 70, max_tokens=12, temperature=0.7),
+    ask(2, 70, max_tokens=18, top_p=0.9),
+    ask(3, 250, max_tokens=20),
+    ask(4, 3, max_tokens=60, temperature=1.3),
+    ask(5, 33, max_tokens=9, temperature=0.0),
+    ask(6, 1, max_tokens=40, top_k=5, min_p=0.1),
+    ask(7, 9, max_tokens=15),
+)
+
+
+def make_engine(
+    family: str, dtype: torch.dtype, limits: EngineLimits, speculation: Speculation | None = None
+) -> RolloutEngine:
+    model = tiny_model(family, dtype=dtype, head_dim=16)
+    return RolloutEngine(model, lambda tokens: "", limits, speculation=speculation)
+
+
+def bits(completions: Sequence[Completion]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    return [(each.tokens, each.logprobs) for each in completions]
+
+
+@functools.cache
+def alone(family: str, dtype: torch.dtype, number: int) -> Completion:
+    """What the request writes with nothing beside it, its prompt read in one step."""
+    limits = EngineLimits(max_running=1, max_step_tokens=MAX_LEN, max_len=MAX_LEN)
+    (done,) = make_engine(family, dtype, limits).generate([REQUESTS[number]])
+    return done
+
+
+def ragged_drafts(family: str, dtype: torch.dtype, seed: int) -> Speculation:
+    """Trees of all shapes, made of what each request writes alone and of errors."""
+    texts = {
+        request.request_id: (*request.prompt_tokens, *alone(family, dtype, number).tokens)
+        for number, request in enumerate(REQUESTS)
+    }
+    drafter = ScriptedDrafter(texts, ragged(seed))
+    return Speculation.fixed(drafter, Strategy(depth=5, width=3, size=8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12, deadline=None)
+@given(
+    order=st.permutations(range(len(REQUESTS))),
+    workers=st.integers(1, 3),
+    max_running=st.integers(1, 8),
+    spare=st.sampled_from([0, 1, 7, 30, 100, 400]),
+    kv_tokens=st.sampled_from([416, 512, 0]),
+    drafts=st.sampled_from([None, 0, 1, 2]),
+)
+def test_no_setting_changes_a_bit(
+    family, dtype, order, workers, max_running, spare, kv_tokens, drafts
+):
+    limits = EngineLimits(
+        max_running=max_running,
+        max_step_tokens=max_running + spare,
+        max_len=MAX_LEN,
+        kv_tokens=kv_tokens,
+    )
+    for worker in range(workers):
+        share = order[worker::workers]
+        speculation = None if drafts is None else ragged_drafts(family, dtype, drafts)
+        engine = make_engine(family, dtype, limits, speculation)
+        done = engine.generate([REQUESTS[number] for number in share])
+        assert bits(done) == bits([alone(family, dtype, number) for number in share])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_being_computed_again_changes_no_bit(dtype):
+    """KV for little more than one request: the others lose theirs and are computed again."""
+    limits = EngineLimits(max_running=8, max_step_tokens=23, max_len=MAX_LEN, kv_tokens=416)
+    engine = make_engine("qwen3", dtype, limits)
+    again = [each for each in REQUESTS if each.group_id != "250"]
+    done = engine.generate([*again, *(renamed(each) for each in again)])
+    expected = [alone("qwen3", dtype, REQUESTS.index(each)) for each in again]
+    assert engine.scheduler_counts().num_preemptions > 2
+    assert bits(done) == bits([*expected, *expected])
+
+
+def renamed(request: Request) -> Request:
+    """The same request under another name, and of no group."""
+    return Request(
+        request_id=f"{request.request_id}-again",
+        prompt_tokens=request.prompt_tokens,
+        noise_key=request.noise_key,
+        sampling=request.sampling,
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [128, 1000, 4099])
+def test_a_row_is_drawn_alike_wherever_it_lies(vocab_size):
+    """Noise, token and logprob, of one row or of a slice of many, plain or truncated."""
+    keys = torch.tensor([noise_key(0, i) for i in range(11)])
+    positions = torch.arange(11) * 37
+    logits = torch.randn(11, vocab_size, generator=torch.Generator().manual_seed(0))
+    params = [
+        (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9))[i % 2] for i in range(11)
+    ]
+    noise = gumbel_noise(keys, positions, vocab_size)
+    whole = draw_rows(logits, noise, params)
+    for start, end in itertools.combinations(range(12), 2):
+        part = slice(start, end)
+        assert gumbel_noise(keys[part], positions[part], vocab_size).equal(noise[part])
+        drawn = draw_rows(logits[part], noise[part], params[part])
+        assert drawn.tokens.equal(whole.tokens[part])
+        assert drawn.logprobs.equal(whole.logprobs[part])
