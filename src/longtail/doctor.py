@@ -132,6 +132,7 @@ def _hardware() -> Iterator[Finding]:
 def _torch_facts(fact: Callable[..., Finding]) -> Iterator[Finding]:
     import torch
 
+    from longtail.device import DTYPES
     from longtail.model import native
 
     yield fact("compute threads", str(torch.get_num_threads()))
@@ -141,6 +142,8 @@ def _torch_facts(fact: Callable[..., Finding]) -> Iterator[Finding]:
     if why is None and native.functions(torch.float32) is None:
         why = "the C compiler refuses them: it says why where they are first used"
     yield fact("native kernels", "absent, generation is slower" if why else "built here", why or "")
+    exact = [name for name, dtype in DTYPES.items() if native.layout(dtype) is not None]
+    yield fact("batch-invariant", " and ".join(exact) or "no dtype: texts may differ at near-ties")
     if not torch.cuda.is_available():
         yield fact("GPU", "none; everything runs on the CPU")
     for index in range(torch.cuda.device_count()):

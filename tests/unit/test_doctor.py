@@ -5,9 +5,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from longtail import cli, doctor, machine
 from longtail.cost_file import save_costs
+from longtail.model import native
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 
 
@@ -27,6 +29,18 @@ def test_json_holds_the_same_findings(capsys: pytest.CaptureFixture[str]) -> Non
     assert report["ok"] is True
     assert {"python", "torch", "generation", "matrix product", "data", "wandb"} <= names
     assert all(finding["value"] for finding in report["findings"])
+
+
+def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def batch_invariant() -> str:
+        return {finding.name: finding.value for finding in doctor.examine()}["batch-invariant"]
+
+    monkeypatch.setattr(native, "layout", {torch.float32: "inputs"}.get)
+    assert batch_invariant() == "float32"
+    monkeypatch.setattr(native, "layout", lambda dtype: None)
+    assert batch_invariant() == "no dtype: texts may differ at near-ties"
 
 
 def test_an_absent_extra_comes_with_the_command_and_is_no_failure(
