@@ -237,6 +237,9 @@ class RunSection(Section):
     """Go on from the newest checkpoint in `dir` if there is one; off refuses a used directory."""
     save_rollouts: bool = True
     """Append every graded completion to rollouts.jsonl."""
+    speculation_mb: Annotated[int, Field(ge=0)] = 256
+    """Most size of speculation.jsonl, which keeps what every engine step drafted: beyond it, the
+    oldest rollouts are left out; 0 keeps all."""
     writers: tuple[WriterName, ...] = ()
     """Metric writers beside metrics.jsonl, each behind the extra of its name."""
 
