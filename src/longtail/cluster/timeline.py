@@ -30,6 +30,8 @@ from longtail.cluster.roster import State, Stretch
 from longtail.errors import CheckpointError, ConfigError
 
 FILE = "trace.json"
+_MOST = 1e18
+"""Steps, workers and microseconds beyond it are damage."""
 _BEGIN = b"[\n"
 Interval = tuple[float, float]
 """From when to when, in seconds."""
@@ -287,11 +289,18 @@ def _event_of(line: bytes) -> dict[str, Any]:
         return {}
     try:
         event = json.loads(line[:-2])
-        numbers = (event["args"]["step"], event["tid"], event.get("ts", 0), event.get("dur", 0.0))
-        whole = event["ph"] == "M" or "ts" in event
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+    except (ValueError, RecursionError):
         return {}
-    return event if whole and all(isinstance(each, int | float) for each in numbers) else {}
+    return event if _is_event(event) else {}
+
+
+def _is_event(event: object) -> bool:
+    """Tell whether JSON holds an event as they are written here."""
+    if not isinstance(event, dict) or not isinstance(event.get("args"), dict):
+        return False
+    times = () if event.get("ph") == "M" else (event.get("ts"), event.get("dur", 0.0))
+    numbers = (event["args"].get("step"), event.get("tid"), *times)
+    return all(isinstance(each, int | float) and abs(each) < _MOST for each in numbers)
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
@@ -307,6 +316,9 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{path}: it is not UTF-8 text; give the {FILE} of a run") from error
     whole = text[: text.rfind("\n") + 1].rstrip().rstrip(",")
     try:
-        return json.loads(whole if whole.endswith("]") else whole + "]")
+        events = json.loads(whole if whole.endswith("]") else whole + "]")
+        if not isinstance(events, list) or not all(map(_is_event, events)):
+            raise ValueError("it holds other things than events")
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: it is no trace ({error}); give the {FILE} of a run") from error
+    return events
