@@ -5,12 +5,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+MINUTES ?= 10
 
-.PHONY: help install quickstart test lint format bench docs clean
+.PHONY: help install quickstart test fuzz lint format bench docs clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
 	@echo "make test         the whole test suite"
+	@echo "make fuzz         random input to every reader for MINUTES (10) in all"
 	@echo "make install      environment in $(VENV), package and development tools"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff's formatter, in place"
@@ -34,6 +36,9 @@ quickstart: install
 # One compute thread a test process: two of them and two OpenMP threads each would fight.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+fuzz: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/campaign.py --minutes $(MINUTES)
 
 lint: install
 	$(BIN)/ruff check .

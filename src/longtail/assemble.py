@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from longtail import machine
+from longtail.cache import cache_directory
 from longtail.cluster.crew import OwnProcess
 from longtail.cluster.fleet import Fleet, FleetSettings
 from longtail.cluster.records import Progress
@@ -61,7 +62,7 @@ def model_directory(path: str, say: Callable[[str], None] = to_stderr) -> Path:
 
     def tell(lesson: warmstart.Lesson) -> None:
         if lesson.step == 1:
-            say(f"teaching the tiny reasoner, once; kept in {warmstart.cache_directory()}")
+            say(f"teaching the tiny reasoner, once; kept in {cache_directory()}")
         if lesson.step % _LESSONS_A_LINE == 0 or lesson.step == lesson.steps:
             say(lesson.line())
 

@@ -1,21 +1,26 @@
 """The card at the end of a run: what it reached, what it cost, where the files are."""
 
+import contextlib
 import json
 import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
 from longtail.checkpoint import Checkpoint
 from longtail.errors import CheckpointError
+from longtail.files import read_json
 from longtail.machine import pip_install
 from longtail.metrics import Number
 
 SECTIONS = ("rollout", "reward", "logprob", "update")
 """Parts of a step that the card tells apart; the rest is `other`."""
+_MOST = 1e300
+"""Numbers beyond it are damage: sums of them would not be finite."""
+_MAY_LACK = ("reward_before", "reward_after")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +134,50 @@ def finished_card(run_dir: Path, checkpoint: Checkpoint | None, steps: int) -> C
     if checkpoint is None or checkpoint.step < steps:
         return None
     try:
-        card = Card(**json.loads((run_dir / "card.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # none, or not one of ours: it is made again
+        card = read_card(run_dir / "card.json")
+    except (OSError, ValueError):  # none, or not one of ours: it is made again
         return None
     return card if card.steps == checkpoint.step else None
 
 
+def read_card(path: Path) -> Card:
+    """Read what `Card.write` wrote; OSError if it cannot be read, ValueError if it is no card."""
+    written = read_json(path)
+    known = {each.name: each.default is None or each.name in _MAY_LACK for each in fields(Card)}
+    required = {each.name for each in fields(Card) if each.default is MISSING}
+    if not isinstance(written, dict) or not required <= written.keys() <= known.keys():
+        raise ValueError("it is no card")
+    for name, may_lack in known.items():
+        if not (is_number(written.get(name)) or (may_lack and written.get(name) is None)):
+            raise ValueError(f"{name} is no number")
+    return Card(**written)
+
+
 def read_metrics(path: Path) -> list[dict[str, Number | None]]:
-    """Read metrics.jsonl: one row a step, those of earlier sittings included."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Read metrics.jsonl: one row a step, those of earlier sittings included.
+
+    Leaves out lines that are torn or damaged, and values that are neither number nor null. Raises
+    CheckpointError where the file cannot be read.
+    """
+    rows: list[dict[str, Number | None]] = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: {error.strerror}; put it back from a copy, then start again: only the card "
+            "is missing"
+        ) from error
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and is_number(row.get("step")):
+                rows.append({n: v for n, v in row.items() if v is None or is_number(v)})
+    return rows
+
+
+def is_number(value: object) -> bool:
+    """Tell whether what JSON held can be computed with."""
+    return isinstance(value, int | float) and -_MOST < value < _MOST
 
 
 def make_card(

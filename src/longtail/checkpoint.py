@@ -9,23 +9,22 @@
         step_000010/
           policy/                     a Hugging Face directory, written by `save_policy`
           trainer.safetensors         optimizer moments, master weights, generator states
-          state.json                  counters and cursors; sizes and digests of all files above
+          state.json                  counters and cursors; the seal of all files above (`files`)
         .new-step_000020/             being written; swept away at the next start
+      earlier-1/                      what a run left that began anew for want of a checkpoint
 
 A checkpoint is written beside its place, every file and directory is synced, and one rename makes
-it exist. It counts as complete when every file has the size and the SHA-256 that `state.json`
-names. What goes into `tensors` and `state` is the business of the loop. Nothing is ever unpickled.
+it exist. It counts as complete when every file, `state.json` among them, is as it was written. What
+goes into `tensors` and `state` is the business of the loop. Nothing is ever unpickled.
 """
 
 import errno
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -36,16 +35,18 @@ from torch import Tensor
 
 from longtail import configfile
 from longtail.errors import CheckpointError, ConfigError
+from longtail.files import open_sealed, seal_folder, sync, write_atomically
 
 _log = logging.getLogger("longtail")
-_FORMAT = 1
-_NAME = re.compile(r"step_(\d{6,})")
+_SEAL = "state.json"
+_NAME = re.compile(r"step_(\d{6,18})")
+_EARLIER = re.compile(r"earlier-(\d{1,9})")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAY_DIFFER = frozenset(
     {
         "run.dir", "run.steps", "run.threads", "run.checkpoint_every", "run.keep_checkpoints",
-        "run.resume", "run.save_rollouts", "run.writers", "run.log_every", "train.steps",
-        "eval.samples", "eval.every", "reward.workers", "reward.timeout_s",
+        "run.resume", "run.save_rollouts", "run.speculation_mb", "run.writers", "run.log_every",
+        "train.steps", "eval.samples", "eval.every", "reward.workers", "reward.timeout_s",
         "speculation.drafter", "speculation.tuner", "speculation.depth", "speculation.width",
         "speculation.size", "speculation.max_running", "speculation.coupled", "spot.train",
         "spot.learning_rate", "spot.matrix_rate", "spot.batch_tokens", "spot.buffer_mb",
@@ -57,6 +58,12 @@ _MAY_DIFFER = frozenset(
 
 
 CONFIG_FILE = "config.toml"
+_LOGS = (
+    "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "drafter.jsonl", "trace.json",
+    "card.json", "cost.json", "rollout.png", "report.html",
+)  # fmt: skip
+_FOLDERS = ("checkpoints", "drafter", "tensorboard")
+"""What a run writes beside its configuration: files, and folders."""
 UNWRITABLE = (OSError, SafetensorError)
 """What writing tensors raises when the disk refuses."""
 
@@ -75,8 +82,11 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read one safetensors file into CPU memory."""
-    return load_file(path)
+    """Read one safetensors file into CPU memory; ValueError where it is none."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is damaged ({error})") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,20 +134,25 @@ class RunDirectory:
     def start(self, config_text: str, *, resume: bool) -> Checkpoint | None:
         """Claim the directory, write config.toml, return the checkpoint to go on from, if any.
 
-        Raises ConfigError when the directory was used and `resume` is off, when it is in use, or
-        when the configuration differs from the checkpoint's in what would change the run.
+        Without one, what an earlier start left is moved to `earlier-N`, and said. Raises
+        ConfigError when the directory was used and `resume` is off, when it is in use, when all its
+        checkpoints are damaged, when the configuration differs from the checkpoint's in what would
+        change the run, or when a file of it is no file.
         """
         try:
+            self._refuse_misplaced()
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._claim()
             latest = self._resume_point(config_text, resume)
             self._sweep()
-            _write_atomically(self.path / CONFIG_FILE, config_text)
+            if latest is None:
+                self._set_aside()
+            write_atomically(self.path / CONFIG_FILE, config_text)
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"run.dir = {str(self.path)!r}: cannot be written ({error.strerror}); give a "
-                "directory that can"
+                f"run.dir = {str(self.path)!r}: {error.filename or 'it'} cannot be written "
+                f"({error.strerror}); give a directory that can"
             ) from error
         except BaseException:
             self.close()
@@ -148,8 +163,11 @@ class RunDirectory:
         """Return the newest complete checkpoint; a damaged one is passed over with a warning."""
         for step, path in reversed(self._found()):
             try:
-                return Checkpoint(step=step, path=path, state=_verified_state(path))
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                document = open_sealed(path, _SEAL)
+                if document.get("step") != step or not isinstance(document.get("state"), dict):
+                    raise ValueError(f"{_SEAL} is of another step")
+                return Checkpoint(step=step, path=path, state=document["state"])
+            except (OSError, ValueError) as error:
                 _log.warning("%s is damaged and passed over: %s", path, error)
         return None
 
@@ -172,7 +190,7 @@ class RunDirectory:
             (temporary / "policy").mkdir(parents=True)
             save_policy(temporary / "policy")
             save_tensors(tensors, temporary / "trainer.safetensors")
-            _seal(temporary, step, state)
+            seal_folder(temporary, _SEAL, {"step": step, "state": dict(state)})
             self._put(temporary, final_path)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -202,25 +220,77 @@ class RunDirectory:
                 "or give another directory"
             ) from None
 
+    def _refuse_misplaced(self) -> None:
+        """Raise ConfigError for a folder in a file's place, and the other way round."""
+        places = [(name, Path.is_file, "a file") for name in (CONFIG_FILE, ".lock", *_LOGS)]
+        places += [(name, Path.is_dir, "a folder") for name in _FOLDERS]
+        for name, fits, kind in places:
+            path = self.path / name
+            if os.path.lexists(path) and not fits(path):
+                raise ConfigError(
+                    f"run.dir = {str(self.path)!r}: {name} in it is not {kind}; move it away, or "
+                    "give another directory"
+                )
+
     def _resume_point(self, config_text: str, resume: bool) -> Checkpoint | None:
-        written, metrics = self.path / CONFIG_FILE, self.path / "metrics.jsonl"
-        used = self._found() or (metrics.exists() and metrics.stat().st_size > 0)
-        if used and not resume:
+        found = self._found()
+        if (found or self._holds_steps()) and not resume:
             raise ConfigError(
                 f"run.dir = {str(self.path)!r}: it holds an earlier run; give another directory, "
                 "or run.resume = true to go on with it"
             )
         latest = self.load_latest()
-        if latest and written.exists():
-            _refuse_changes(self.path, written.read_text(encoding="utf-8"), config_text)
+        if found and not latest:
+            raise ConfigError(
+                f"run.dir = {str(self.path)!r}: none of its {len(found)} checkpoints can be used "
+                "(see above); put back what is missing from a copy, or move its checkpoints folder "
+                "away to begin at step 0"
+            )
+        if latest:
+            _refuse_changes(self.path, self._written_config(), config_text)
         return latest
+
+    def _holds_steps(self) -> bool:
+        """Tell whether an earlier start completed anything; an empty log is of one that did not."""
+        logs = (self.path / name for name in ("metrics.jsonl", "rollouts.jsonl"))
+        return any(log.exists() and log.stat().st_size > 0 for log in logs)
+
+    def _written_config(self) -> str:
+        """Return the configuration that the run was begun with."""
+        path = self.path / CONFIG_FILE
+        try:
+            text = path.read_text(encoding="utf-8")
+            configfile.differences(text, text)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}: it says how the run was begun, and cannot be read ({error}); put it back "
+                "from a copy, or give another run.dir"
+            ) from error
+        return text
+
+    def _set_aside(self) -> None:
+        """Move what an earlier start logged out of the way of one that begins at step 0."""
+        if not self._holds_steps():
+            return
+        numbers = (
+            int(match[1])
+            for path in self.path.iterdir()
+            if (match := _EARLIER.fullmatch(path.name))
+        )
+        aside = self.path / f"earlier-{max(numbers, default=0) + 1}"
+        aside.mkdir()
+        for name in (*_LOGS, *_FOLDERS):
+            if (self.path / name).exists() and name != self.checkpoints.name:
+                (self.path / name).rename(aside / name)
+        _log.warning(
+            "%s: no checkpoint is left, so the run begins at step 0; its earlier logs are in %s",
+            self.path,
+            aside,
+        )
 
     def _found(self) -> list[tuple[int, Path]]:
         """List what is named like a checkpoint, oldest first."""
-        if not self.checkpoints.is_dir():
-            return []
-        named = ((_NAME.fullmatch(p.name), p) for p in self.checkpoints.iterdir())
-        return sorted((int(match[1]), path) for match, path in named if match)
+        return steps_in(self.checkpoints)
 
     def _put(self, temporary: Path, final_path: Path) -> None:
         """Rename into place; a damaged namesake steps aside first."""
@@ -229,7 +299,7 @@ class RunDirectory:
             shutil.rmtree(aside, ignore_errors=True)
             final_path.rename(aside)
         temporary.rename(final_path)
-        _sync(self.checkpoints)
+        sync(self.checkpoints)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
@@ -243,6 +313,17 @@ class RunDirectory:
         """Remove what a killed process left half written."""
         for path in self.checkpoints.glob(".*-step_*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def steps_in(folder: Path) -> list[tuple[int, Path]]:
+    """List what is named step_000010 in a folder, by step; ConfigError if it cannot be listed."""
+    if not folder.is_dir():
+        return []
+    try:
+        named = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from error
+    return sorted((int(match[1]), path) for match, path in named if match)
 
 
 def policy_directory(path: Path) -> Path:
@@ -282,43 +363,6 @@ def _scheduled(config_text: str, name: str) -> bool:
     return configfile.lookup(config_text, name) not in (None, "constant")
 
 
-def _files(root: Path) -> Iterator[Path]:
-    return (path for path in sorted(root.rglob("*")) if path.is_file())
-
-
-def _seal(root: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Write state.json over everything under `root`, then sync files and directories."""
-    files = {str(path.relative_to(root)): print_of(path) for path in _files(root)}
-    document = {"format": _FORMAT, "step": step, "state": dict(state), "files": files}
-    text = json.dumps(document, indent=1, allow_nan=False)
-    (root / "state.json").write_text(text, encoding="utf-8")
-    for path in _files(root):
-        _sync(path)
-    for directory in (*(path for path in root.rglob("*") if path.is_dir()), root):
-        _sync(directory)
-
-
-def print_of(path: Path) -> dict[str, Any]:
-    """Return size and SHA-256 of a file, as JSON holds them."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _verified_state(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint all of whose files are as they were written."""
-    document = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    if document["format"] != _FORMAT:
-        raise ValueError(f"state.json has format {document['format']}, known is {_FORMAT}")
-    for name, expected in document["files"].items():
-        if (path / name).stat().st_size != expected["bytes"]:
-            raise ValueError(f"{name} should have {expected['bytes']} bytes")
-        if print_of(path / name) != expected:
-            raise ValueError(f"{name} does not have the SHA-256 it was written with")
-    state: dict[str, Any] = document["state"]
-    return state
-
-
 def _refusal(step: int, place: Path, error: Exception) -> str:
     """Say why a checkpoint could not be written, and what helps."""
     cause = error.__cause__ or error
@@ -334,20 +378,3 @@ def _refusal(step: int, place: Path, error: Exception) -> str:
         f"checkpoint of step {step} in {place}: {error}; {remedy}, then start again: the run "
         "resumes from the checkpoint before"
     )
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".new-{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
-    temporary.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Make a file or a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,10 +10,21 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from longtail import configfile
+from longtail import configfile, machine
 
-Name = Annotated[str, Field(min_length=1)]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+MOST = 2**31 - 1
+"""No count of anything is larger: beyond it, libraries in C overflow."""
+_MOST_SEQUENCES = 1_000_000
+_MOST_GENERATED = 10_000_000
+
+Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Amount = Annotated[int, Field(ge=0, le=MOST)]
+Generated = Annotated[int, Field(ge=1, le=_MOST_GENERATED)]
+Threads = Annotated[int, Field(ge=0, le=machine.MOST_THREADS)]
+Processes = Annotated[int, Field(ge=1, le=machine.MOST_THREADS)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -49,15 +60,15 @@ class DataSection(Section):
     heldout: Name | None = None
     """Source of held-out prompts, same forms; unset takes `heldout_size` rows off the end of
     `source`, or generates others for `tiny-reasoner`."""
-    heldout_size: Annotated[int, Field(ge=0)] = 64
+    heldout_size: Amount = 64
     """Held-out prompts, for the evaluation before and after."""
-    size: Annotated[int, Field(ge=1)] = 2048
+    size: Generated = 2048
     """Prompts to generate, for generated sources; files give what they hold."""
     prompt_column: Name | None = None
     """Column with the prompt (text or chat messages); unset tries TRL's and verl's names."""
     answer_column: Name | None = None
     """Column with the reference answer; unset tries TRL's and verl's names."""
-    max_prompt_len: Annotated[int, Field(ge=1)] = 512
+    max_prompt_len: Count = 512
     """Tokens, chat template applied; a longer prompt is an error unless `drop_long_prompts`."""
     drop_long_prompts: bool = False
     """Leave out prompts over `max_prompt_len`, with a count, instead of stopping."""
@@ -70,24 +81,24 @@ class RewardSection(Section):
 
     name: Name = "tiny-reasoner"
     """`exact`, `reasoning_gym`, `math_verify`, `tiny-reasoner`, or `module:function` as in TRL."""
-    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    timeout_s: Seconds = 10.0
     """A grader that takes longer over one completion is killed; its rollout is excluded."""
-    workers: Annotated[int, Field(ge=1)] = 1
+    workers: Processes = 1
     """Grader processes."""
 
 
 class RolloutSection(Section):
     """Writing completions."""
 
-    prompts_per_step: Annotated[int, Field(ge=1)] = 16
+    prompts_per_step: Count = 16
     """Prompts of one step; each is answered `group_size` times."""
-    group_size: Annotated[int, Field(ge=1)] = 8
+    group_size: Count = 8
     """Completions of each prompt."""
-    max_tokens: Annotated[int, Field(ge=1)] = 2048
+    max_tokens: Count = 2048
     """Longest completion."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Divides the logits; training needs more than 0 (greedy answers of a group are all alike)."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Amount = 0
     """Sample among the so many likeliest tokens; 0 keeps every token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample among the likeliest tokens that hold this probability; 1 keeps every token."""
@@ -95,11 +106,11 @@ class RolloutSection(Section):
     """Leave out tokens below this share of the likeliest one's probability; 0 keeps every token."""
     stop: tuple[Name, ...] = ()
     """Strings that end a completion, beside the tokenizer's end-of-sequence token."""
-    max_running: Annotated[int, Field(ge=1)] = 64
+    max_running: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Requests that generate at the same time."""
-    max_step_tokens: Annotated[int, Field(ge=1)] = 512
+    max_step_tokens: Count = 512
     """Tokens of one engine step; longer prompts are prefilled in chunks."""
-    kv_tokens: Annotated[int, Field(ge=0)] = 0
+    kv_tokens: Amount = 0
     """Tokens the KV cache may hold; 0 is enough for `max_running` longest requests."""
     dtype: Dtype = "float32"
     """Of the weights and the KV cache while generating."""
@@ -124,7 +135,7 @@ class SpeculationSection(Section):
     """Fixed: alternatives a token; 1 drafts a chain."""
     size: Annotated[int, Field(ge=0, le=60)] = 0
     """Fixed: drafted tokens of a request that are verified, the likeliest; 0 is `depth`."""
-    max_running: Annotated[int, Field(ge=0)] = 32
+    max_running: Amount = 32
     """Fixed: draft only while at most so many requests run; 0 is always."""
     coupled: bool = True
     """Draft with the very noise that the policy draws with; off only to compare."""
@@ -140,22 +151,22 @@ class SpotSection(Section):
     """AdamW's, of vectors and norms; of all weights where `matrix_rate` is 0."""
     matrix_rate: Annotated[float, Field(ge=0)] = 0.005
     """Muon's learning rate of the matrices; 0 learns them by AdamW, too."""
-    batch_tokens: Annotated[int, Field(ge=16)] = 768
+    batch_tokens: Annotated[int, Field(ge=16, le=MOST)] = 768
     """Tokens of one update; small, since nobody waits for an update that is not done."""
-    buffer_mb: Annotated[int, Field(ge=1)] = 64
+    buffer_mb: Count = 64
     """Most memory for texts to learn from."""
-    features_mb: Annotated[int, Field(ge=0)] = 64
+    features_mb: Amount = 64
     """Most memory for the features of texts just written, to learn from; 0 computes them anew."""
 
 
 class ClusterSection(Section):
     """The workers that write and learn."""
 
-    workers: Annotated[int, Field(ge=1)] = 1
+    workers: Processes = 1
     """Processes that write, learn and train; more than one are Ray actors (extra `cluster`)."""
     address: str = ""
     """Of a Ray cluster, as `ray.init` takes it; empty begins a Ray of its own on this machine."""
-    hang_s: Annotated[float, Field(gt=0)] = 180.0
+    hang_s: Seconds = 180.0
     """A worker that makes no step for so long is replaced."""
 
 
@@ -168,7 +179,7 @@ class LearnerSection(Section):
     """Peak of AdamW's learning rate."""
     schedule: Schedule = "constant"
     """After warm-up; linear and cosine reach 0 at the last step."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Amount = 0
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled decay, of matrices only."""
@@ -176,7 +187,7 @@ class LearnerSection(Section):
     """AdamW's decay rates of the first and second moment."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this global norm."""
-    mini_batches: Annotated[int, Field(ge=1)] = 1
+    mini_batches: Count = 1
     """Optimizer updates a step; 1 is strictly on-policy."""
     clip_low: Annotated[float, Field(gt=0)] | None = None
     """Ratio clipping below 1; unset takes the loss's own (0.2; gspo 3e-4)."""
@@ -189,9 +200,9 @@ class LearnerSection(Section):
     min(learner/rollout, cap); unset logs the gap and corrects nothing."""
     dynamic_sampling: bool | None = None
     """Leave out groups whose rewards are all equal; unset is on for dapo only."""
-    overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    overlong_buffer: Amount = 0
     """DAPO's soft penalty over the last so many tokens before `rollout.max_tokens`; 0 is off."""
-    tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
+    tokens_per_micro_batch: Count = 8192
     """Packing budget; a longer sequence gets a micro-batch of its own."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
@@ -199,7 +210,7 @@ class LearnerSection(Section):
     """bfloat16 matrix products over float32 weights."""
     dtype: Literal["float32", "float64"] = "float32"
     """Of the master weights; float64 is the reference."""
-    moment_copies: Annotated[int, Field(ge=0)] = 0
+    moment_copies: Amount = 0
     """Workers that keep AdamW's moments of a parameter; 0: all. With 1, a lost one ends the run."""
     sharding: Literal["none", "full"] = "none"
     """`full`: several workers hold a shard each of master weights, gradients, moments and reference
@@ -210,9 +221,9 @@ class LearnerSection(Section):
 class EvalSection(Section):
     """Held-out evaluation, before the first step and after the last."""
 
-    samples: Annotated[int, Field(ge=1)] = 2
+    samples: Count = 2
     """Completions of each held-out prompt, drawn with the rollout's own sampling."""
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Amount = 0
     """Also evaluate every so many steps; 0 is before and after only."""
 
 
@@ -221,22 +232,25 @@ class RunSection(Section):
 
     dir: Name = "runs/default"
     """Resolved config, metrics, rollouts, checkpoints and the card go here."""
-    steps: Annotated[int, Field(ge=1)] = 100
+    steps: Count = 100
     """Rollout-and-update steps, those before a resume included."""
     seed: Seed = 0
     """Of everything drawn: prompt order, generated data, sampling noise, fresh weights."""
     device: Device = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Threads = 0
     """Compute threads of this process; 0 takes every core."""
-    checkpoint_every: Annotated[int, Field(ge=1)] = 10
+    checkpoint_every: Count = 10
     """Steps between checkpoints; the last step always makes one."""
-    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    keep_checkpoints: Count = 2
     """Newest checkpoints that stay on disk."""
     resume: bool = True
     """Go on from the newest checkpoint in `dir` if there is one; off refuses a used directory."""
     save_rollouts: bool = True
     """Append every graded completion to rollouts.jsonl."""
+    speculation_mb: Amount = 256
+    """Most size of speculation.jsonl, which keeps what every engine step drafted: beyond it, the
+    oldest rollouts are left out; 0 keeps all."""
     writers: tuple[WriterName, ...] = ()
     """Metric writers beside metrics.jsonl, each behind the extra of its name."""
 
@@ -283,6 +297,13 @@ def dump(config: Section) -> str:
 def _rollout_problems(config: RunConfig) -> Iterator[str]:
     rollout, data = config.rollout, config.data
     longest = data.max_prompt_len + rollout.max_tokens
+    sequences = rollout.prompts_per_step * rollout.group_size
+    if sequences > _MOST_SEQUENCES:
+        yield (
+            f"rollout.prompts_per_step = {rollout.prompts_per_step}: with rollout.group_size = "
+            f"{rollout.group_size} a step has {sequences} completions, and the most is "
+            f"{_MOST_SEQUENCES}"
+        )
     if rollout.temperature == 0:
         yield "rollout.temperature = 0: greedy answers of a group are alike; give one above 0"
     if 0 < rollout.kv_tokens < longest:

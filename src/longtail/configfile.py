@@ -12,6 +12,7 @@ is reported at once, as one `ConfigError` that names field, value, place and rem
 import difflib
 import inspect
 import json
+import os
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ def recipes() -> tuple[str, ...]:
 def locate(name: str) -> Path:
     """Return the run file that `name` means: a path, or else a recipe of the package."""
     path = Path(name)
-    if path.exists() or name not in recipes():
+    if name not in recipes() or os.path.exists(name):
         return path
     return Path(str(resources.files("longtail") / "recipes" / f"{name}.toml"))
 
@@ -109,10 +110,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: no such file; give the path of a TOML run file, or a recipe's name ({known})"
         ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a UTF-8 text file (byte {error.start})") from None
+    except (ValueError, RecursionError) as error:  # tomllib's own, and those of its integers
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -168,7 +169,7 @@ def _items(text: str) -> Any:
     if text.lstrip().startswith("["):
         try:
             return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             return text
     return [item.strip() for item in text.split(",")] if text else []
 

@@ -22,7 +22,14 @@ def threads_each(threads: int, workers: int) -> int:
 
 
 def set_threads(threads: int) -> int:
-    """Give this process so many compute threads (0: every core) and return the number."""
+    """Give this process so many compute threads (0: every core) and return the number.
+
+    Raises ConfigError for a number that no system could begin.
+    """
+    if not 0 <= threads <= machine.MOST_THREADS:
+        raise ConfigError(
+            f"threads = {threads}: it must be from 0 (every core) to {machine.MOST_THREADS}"
+        )
     count = threads or machine.usable_cores()
     torch.set_num_threads(count)
     return count
@@ -58,4 +65,10 @@ def choose_device(name: str) -> torch.device:
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
     if chosen.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"run.device = {name!r}: PyTorch sees no GPU here; use auto or cpu")
-    return torch.device(chosen)
+    device = torch.device(chosen)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"run.device = {name!r}: PyTorch sees {torch.cuda.device_count()} GPUs here, and they "
+            "count from 0"
+        )
+    return device

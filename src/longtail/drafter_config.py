@@ -10,7 +10,20 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from longtail import configfile
-from longtail.config import Device, Dtype, Name, Schedule, Section, Seed, Share, WriterName
+from longtail.config import (
+    MOST,
+    Amount,
+    Count,
+    Device,
+    Dtype,
+    Name,
+    Schedule,
+    Section,
+    Seed,
+    Share,
+    Threads,
+    WriterName,
+)
 
 UNROLL_STEPS = {"eagle1": 2, "eagle3": 5}
 """Depths that are trained where none are asked for."""
@@ -31,10 +44,10 @@ class DrafterSection(Section):
     recipe: Literal["eagle1", "eagle3"] = "eagle3"
     """`eagle3` reads three inner states and learns the target's distribution; `eagle1` reads the
     last state and learns to predict it, too."""
-    layers: tuple[int, ...] = ()
+    layers: tuple[Annotated[int, Field(le=MOST)], ...] = ()
     """eagle3: layers of the target whose input is read, in rising order; empty takes layer 2, the
     middle one, and the third from the end."""
-    window: Annotated[int, Field(ge=0)] = 64
+    window: Amount = 64
     """Tokens that the drafter attends to; 0 is all before."""
     unroll_steps: Annotated[int, Field(ge=0, le=16)] = 0
     """Depths that are trained, each on the drafter's own outputs of the one before; 0 takes 2 for
@@ -42,7 +55,7 @@ class DrafterSection(Section):
     init: Name | None = None
     """Drafter to go on from, as `speculation.drafter` of train names it; its recipe, layers, window
     and vocabulary are kept, so leave those out. Unset draws a fresh one."""
-    draft_vocab_size: Annotated[int, Field(ge=0)] = 0
+    draft_vocab_size: Amount = 0
     """eagle3: tokens the drafter can propose, the commonest of the texts; 0 is all."""
 
     @property
@@ -60,9 +73,9 @@ class TextSection(Section):
     completions: Literal["generated", "given"] = "generated"
     """`generated`: the source holds prompts, and the target completes them first (what a drafter
     learns best from). `given`: rows hold prompt and completion, chat messages, or a text."""
-    size: Annotated[int, Field(ge=1)] = 1024
+    size: Count = 1024
     """Rows to take, at most; those beyond are left out."""
-    heldout_size: Annotated[int, Field(ge=0)] = 32
+    heldout_size: Amount = 32
     """Of them, rows that are not learned but measured, off the end."""
     prompt_column: Name | None = None
     """Column with the prompt; unset tries the usual names."""
@@ -70,13 +83,13 @@ class TextSection(Section):
     """given: column with the completion; unset tries the usual names."""
     text_column: Name = "text"
     """given: column with a whole text, read where a row has one."""
-    max_len: Annotated[int, Field(ge=4)] = 4096
+    max_len: Annotated[int, Field(ge=4, le=MOST)] = 4096
     """given: a longer text is cut off there."""
-    max_prompt_len: Annotated[int, Field(ge=1)] = 512
+    max_prompt_len: Count = 512
     """generated: a longer prompt is left out, with a count."""
-    max_tokens: Annotated[int, Field(ge=1)] = 2048
+    max_tokens: Count = 2048
     """generated: longest completion."""
-    samples: Annotated[int, Field(ge=1)] = 1
+    samples: Count = 1
     """generated: completions of each prompt."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """generated: divides the logits."""
@@ -87,11 +100,11 @@ class TextSection(Section):
 class DrafterTrainSection(Section):
     """Updating the drafter."""
 
-    steps: Annotated[int, Field(ge=1)] = 400
+    steps: Count = 400
     """Optimizer updates, those before a resume included."""
-    batch_tokens: Annotated[int, Field(ge=1)] = 1024
+    batch_tokens: Count = 1024
     """Tokens of one update, packed, prompts included."""
-    tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 4096
+    tokens_per_micro_batch: Count = 4096
     """Tokens of one forward and backward pass; a longer text gets a pass of its own."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-2
     """Peak of AdamW's learning rate; with `matrix_rate`, of the norms' alone."""
@@ -100,7 +113,7 @@ class DrafterTrainSection(Section):
     `learning_rate` wants to be about 1e-3 or less)."""
     schedule: Schedule = "cosine"
     """After warm-up; linear and cosine reach 0 at the last step."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    warmup_steps: Amount = 10
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled decay, of matrices only."""
@@ -121,13 +134,13 @@ class DrafterRunSection(Section):
     """Of everything drawn: generated data, sampling noise, fresh weights, the order of texts."""
     device: Device = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Threads = 0
     """Compute threads of this process; 0 takes every core."""
-    log_every: Annotated[int, Field(ge=1)] = 10
+    log_every: Count = 10
     """Steps between lines on the terminal; metrics.jsonl gets every step."""
-    checkpoint_every: Annotated[int, Field(ge=1)] = 100
+    checkpoint_every: Count = 100
     """Steps between checkpoints and measurements; the last step always makes both."""
-    keep_checkpoints: Annotated[int, Field(ge=1)] = 1
+    keep_checkpoints: Count = 1
     """Newest checkpoints that stay on disk."""
     resume: bool = True
     """Go on from the newest checkpoint in `dir` if there is one; off refuses a used directory."""

@@ -4,7 +4,7 @@
       initial/                  the drafter that the run began with: a drafter directory
       step_000010/
         tensors.safetensors     the drafter's own weights, and the texts it learns from
-        state.json              version and cursors; size and digest of the file above
+        state.json              version and cursors; the seal of the file above
       .new-step_000020/         being written
 
 Weights that were published are never modified, so a background thread writes them while the run
@@ -15,7 +15,6 @@ given, and only the clock can tell. `load_run_drafter` makes one drafter of all 
 comes later: what the first one says, with the newest weights.
 """
 
-import json
 import logging
 import re
 import shutil
@@ -29,11 +28,12 @@ from typing import Any, final
 
 import torch
 
-from longtail.checkpoint import UNWRITABLE, load_tensors, print_of, save_tensors
+from longtail.checkpoint import UNWRITABLE, load_tensors, save_tensors, steps_in
 from longtail.cluster.fleet import DrafterState
 from longtail.drafter.checkpoint import LoadedDrafter, is_drafter, load_drafter
 from longtail.drafter.weights import lay_into
 from longtail.errors import CheckpointError, ConfigError
+from longtail.files import open_sealed, seal_folder
 from longtail.model.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 
@@ -77,19 +77,13 @@ class DrafterStore:
 
     def load(self, step: int) -> DrafterState | None:
         """Read the newest that is whole, of this step or an earlier one; None if there is none."""
-        for found, path in sorted(self._found(), reverse=True):
+        for found, path in reversed(steps_in(self._directory)):
             if found <= step:
                 try:
                     return _read(path)
                 except (OSError, ValueError, KeyError) as error:
                     _log.warning("%s is damaged (%s); an older one is taken", path, error)
         return None
-
-    def _found(self) -> list[tuple[int, Path]]:
-        if not self._directory.is_dir():
-            return []
-        named = ((_NAME.fullmatch(path.name), path) for path in self._directory.iterdir())
-        return [(int(match[1]), path) for match, path in named if match]
 
     def _write(self, step: int, state: DrafterState) -> None:
         place = self._directory / f"step_{step:06d}"
@@ -98,11 +92,10 @@ class DrafterStore:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             save_tensors(state.tensors, temporary / _TENSORS)
-            document = {"numbers": dict(state.numbers), "file": print_of(temporary / _TENSORS)}
-            (temporary / _STATE).write_text(json.dumps(document), encoding="utf-8")
+            seal_folder(temporary, _STATE, {"numbers": dict(state.numbers)})
             shutil.rmtree(place, ignore_errors=True)
             temporary.rename(place)
-            for _, old in sorted(self._found())[: -self._keep]:
+            for _, old in steps_in(self._directory)[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
         except UNWRITABLE as error:
             self._error = error
@@ -154,7 +147,5 @@ def _trained_in(run: str, numbers: Mapping[str, Any], loaded: LoadedDrafter) -> 
 
 
 def _read(path: Path) -> DrafterState:
-    document: Mapping[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
-    if print_of(path / _TENSORS) != document["file"]:
-        raise ValueError(f"{_TENSORS} is not what was written")
+    document = open_sealed(path, _STATE)
     return DrafterState(tensors=load_tensors(path / _TENSORS), numbers=document["numbers"])

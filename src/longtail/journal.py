@@ -1,9 +1,10 @@
 """What a run writes down after every step: metrics.jsonl, its further writers, rollouts.jsonl.
 
-A run that speculates adds a line to speculation.jsonl (`rollout_log`) after every rollout, and
-cost.json (`cost_file`): that one is small and says what is known now, so it is written anew after
-each step; no run reads it. trace.json says what the workers did, drafter.jsonl what was decided
-about a drafter that is trained.
+A run that speculates adds a line to speculation.jsonl (`rollout_log`) after every rollout; that
+grows as fast as the texts, so its oldest lines go once it exceeds `run.speculation_mb`. cost.json
+(`cost_file`) is small and says what is known now, so it is written anew after each step; no run
+reads it. trace.json says what the workers did, drafter.jsonl what was decided about a drafter that
+is trained.
 Lines of a step are written once, whole, in rising order; a resumed run cuts back to its checkpoint
 first. What the numbers mean is `step_metrics`' business.
 """
@@ -36,9 +37,10 @@ class Journal:
         )
         self._rollouts = JsonLines(directory / "rollouts.jsonl", last_step=last_step)
         self._directory = directory
+        self._most_bytes = config.run.speculation_mb * 2**20 or None
         self._series: JsonLines | None = None
         if (directory / rollout_log.FILE).exists():  # cut back even if nobody speculates any more
-            self._series = JsonLines(directory / rollout_log.FILE, last_step=last_step)
+            self._series = self._open_series(last_step)
         self._drafter: JsonLines | None = None
         if (directory / DRAFTER_FILE).exists():
             self._drafter = JsonLines(directory / DRAFTER_FILE, last_step=last_step)
@@ -61,8 +63,12 @@ class Journal:
     def log(self, rollout: LoggedRollout) -> None:
         """Keep what was decided in a rollout. Raises CheckpointError when the disk refuses."""
         if self._series is None:
-            self._series = JsonLines(self._directory / rollout_log.FILE, last_step=rollout.step)
+            self._series = self._open_series(rollout.step)
         self._series.append(rollout.step, rollout.as_json())
+
+    def _open_series(self, last_step: int | None) -> JsonLines:
+        path = self._directory / rollout_log.FILE
+        return JsonLines(path, last_step=last_step, most_bytes=self._most_bytes)
 
     def log_workers(self, step: int, did: Timeline, decisions: Sequence[Decision]) -> None:
         """Keep what the workers did in a step, and what was decided about the drafter."""

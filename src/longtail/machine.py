@@ -15,6 +15,9 @@ from urllib.parse import unquote
 
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
 
+MOST_THREADS = 1024
+"""Threads of a process, and processes, beyond which systems fail to begin them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:

@@ -10,8 +10,10 @@ import abc
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ import numpy as np
 from longtail import machine
 from longtail.errors import CheckpointError, ConfigError
 
+_log = logging.getLogger("longtail")
 Number = int | float
 
 
@@ -116,15 +119,23 @@ class JsonLines:
     Opening for a resumed run removes both, so the file reads as if nothing had happened.
     """
 
-    def __init__(self, path: Path, *, last_step: int | None = None) -> None:
-        """Open for appending after `last_step`, the checkpoint's; None begins a new file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        if last_step is None:
-            path.unlink(missing_ok=True)
-        elif path.exists():
-            _cut_back(path, last_step)
-        self._file = path.open("ab", buffering=0)
+    def __init__(
+        self, path: Path, *, last_step: int | None = None, most_bytes: int | None = None
+    ) -> None:
+        """Open for appending after `last_step`, the checkpoint's; None begins a new file.
+
+        A file that grows beyond `most_bytes` loses its oldest lines, down to half of that.
+        """
+        self._path, self._most_bytes = path, most_bytes
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if last_step is None:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                _cut_back(path, last_step)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise _unwritten(path, error.strerror) from error
 
     def append(self, step: int, row: Mapping[str, Any]) -> None:
         """Write one line; numbers that are not finite become null.
@@ -132,13 +143,32 @@ class JsonLines:
         Raises CheckpointError when the disk refuses.
         """
         plain = {"step": step, **_finite(row)}
-        line = json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+        line = text.encode(errors="backslashreplace") + b"\n"  # a lone surrogate as JSON has it
         try:
             written = self._file.write(line)
+            if written == len(line) and self._most_bytes is not None:
+                self._drop_oldest(self._most_bytes, len(line))
         except OSError as error:
             raise _unwritten(self._path, error.strerror) from error
         if written != len(line):
             raise _unwritten(self._path, "the disk is full")
+
+    def _drop_oldest(self, most_bytes: int, newest: int) -> None:
+        """Keep the newest lines that fit half of `most_bytes`, the newest of all in any case."""
+        size = self._file.tell()
+        if size <= max(most_bytes, newest):
+            return
+        temporary = self._path.with_name(f".new-{self._path.name}")
+        with self._path.open("rb") as old, temporary.open("wb") as new:
+            old.seek(size - max(most_bytes // 2, newest) - 1)
+            old.readline()  # what is left of a line whose beginning is dropped
+            shutil.copyfileobj(old, new)
+            new.flush()
+            os.fsync(new.fileno())
+        self._file.close()
+        temporary.replace(self._path)
+        self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
         """Close the file."""
@@ -249,22 +279,27 @@ def open_writers(
 def _cut_back(path: Path, last_step: int) -> None:
     """Keep whole lines up to and including `last_step`; the file is replaced in one rename."""
     temporary = path.with_name(f".new-{path.name}")
+    damaged = 0
     with path.open("rb") as old, temporary.open("wb") as new:
         for line in old:
-            if _step_of(line) <= last_step:
+            step = _step_of(line)
+            if step <= last_step:
                 new.write(line)
+            damaged += math.isinf(step) and line.endswith(b"\n")
         new.flush()
         os.fsync(new.fileno())
     temporary.replace(path)
+    if damaged:
+        _log.warning("%s: %d damaged lines are left out", path, damaged)
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a whole line, infinity for a torn one."""
+    """Return the step of a whole line, infinity for a torn or damaged one."""
     if not line.endswith(b"\n"):
         return math.inf
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 

@@ -3,7 +3,8 @@
 speculation.jsonl holds a line for every rollout, those of evaluations too, in the order in which
 they were made. The readings of the tuner's clock are kept to the last bit, and so is what steps
 were thought to cost when a sitting began: played back, they make the tuner decide again what it
-decided.
+decided. The oldest lines of a long run are left out (`run.speculation_mb`); then only sittings that
+began later can be played back.
 
     {"step": 3, "kind": "training", "worker": 0, "costs": null, "seconds": [0.004, 0.007],
      "running": [64, 64], "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],
@@ -12,6 +13,7 @@ decided.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ FILE = "speculation.jsonl"
 _COUNTS = ("running", "drafts", "nodes", "accepted")
 _MICROSECONDS = 6
 TRAINING, EVALUATION = "training", "evaluation"
-_STEP = re.compile(rb'\{"step": (\d+), "kind": "training", ')
+_STEP = re.compile(rb'\{"step": (\d{1,18}), "kind": "training", ')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ class RolloutSeries:
 
     @staticmethod
     def of_json(row: Mapping[str, Any]) -> "RolloutSeries":
-        """Read a line back; KeyError, TypeError or ValueError if it is none of ours."""
+        """Read a line back; ArithmeticError, LookupError, TypeError or ValueError if not ours."""
         counts = {name: tuple(int(count) for count in row[name]) for name in _COUNTS}
         series = RolloutSeries(
             seconds=tuple(float(second) for second in row["seconds"]),
@@ -100,6 +102,9 @@ class RolloutSeries:
             raise ValueError("columns of different lengths")
         if not all(0 <= index < series.num_steps for index, _ in series.switches):
             raise ValueError("a switch outside the rollout")
+        numbers = (*series.seconds, *(r for readings in series.readings for r in readings))
+        if not series.seconds or not all(map(math.isfinite, numbers)):
+            raise ValueError("no steps, or times that are not finite")
         return series
 
 
@@ -190,7 +195,7 @@ def read_rollout(path: Path, step: int | None = None) -> LoggedRollout:
         line = file.readline()
     try:
         return LoggedRollout(step=chosen, series=RolloutSeries.of_json(json.loads(line)))
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: the line of step {chosen} is damaged ({error}); give another --step"
         ) from error

@@ -9,17 +9,15 @@ must be there.
 import argparse
 import base64
 import html
-import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from longtail import cost_file, rollout_log
-from longtail.card import Card
+from longtail.card import read_card, read_metrics
 from longtail.errors import CheckpointError, ConfigError, LongtailError
+from longtail.metrics import Number
 from longtail.rollout_log import LoggedRollout, read_rollout
 from longtail.rollout_picture import draw, plain_share
 
@@ -124,11 +122,10 @@ def render(directory: Path, logged: LoggedRollout, picture: str) -> str:
 def _card(directory: Path) -> str:
     """Show the card's lines; the report's own is left out."""
     try:
-        card = Card(**json.loads((directory / "card.json").read_text(encoding="utf-8")))
-        lines = [line for line in card.lines(directory) if line[0] != "report"]
-    except (OSError, TypeError, ValueError):
+        lines = read_card(directory / "card.json").lines(directory)
+    except (OSError, ValueError):
         return "<p>The run has no card: it is written when all steps are done.</p>"
-    return _table((), lines, heads=True)
+    return _table((), [line for line in lines if line[0] != "report"], heads=True)
 
 
 def _switches(logged: LoggedRollout) -> str:
@@ -192,32 +189,18 @@ def _history(directory: Path) -> str:
     return f'<h2>Step by step</h2><div class="charts">{"".join(drawn)}</div>'
 
 
-def _metrics(path: Path) -> list[Mapping[str, Any]]:
-    """Read the lines of metrics.jsonl that are whole."""
-    found: list[Mapping[str, Any]] = []
+def _metrics(path: Path) -> list[dict[str, Number | None]]:
+    """Read the lines of metrics.jsonl that are whole; none where there is no such file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return found
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            found.append(row)
-    return found
+        return read_metrics(path)
+    except CheckpointError:
+        return []
 
 
-def _points(rows: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Return step and value where both are numbers."""
-    return [
-        (row["step"], float(value))
-        for row in rows
-        if isinstance(value := row.get(name), int | float)
-        and math.isfinite(value)
-        and isinstance(row.get("step"), int)
-    ]
+def _points(rows: Iterable[Mapping[str, Number | None]], name: str) -> list[tuple[int, float]]:
+    """Return step and value where there is one."""
+    pairs = ((row["step"], row.get(name)) for row in rows)
+    return [(int(step), float(value)) for step, value in pairs if step and value is not None]
 
 
 def _chart(title: str, points: Sequence[tuple[int, float]], form: str) -> str:

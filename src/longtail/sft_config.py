@@ -10,7 +10,21 @@ from typing import Annotated
 from pydantic import Field
 
 from longtail import configfile
-from longtail.config import Device, ModelSection, Name, Schedule, Section, Seed, Share, WriterName
+from longtail.config import (
+    MOST,
+    Amount,
+    Count,
+    Device,
+    Generated,
+    ModelSection,
+    Name,
+    Schedule,
+    Section,
+    Seed,
+    Share,
+    Threads,
+    WriterName,
+)
 
 
 class SftDataSection(Section):
@@ -19,13 +33,13 @@ class SftDataSection(Section):
     source: Name = "tiny-reasoner"
     """`tiny-reasoner`, a .jsonl or .parquet file, or `hf:NAME_OR_DIR[:SPLIT]`; rows hold a prompt
     and a completion, or one list of chat messages whose last is the completion."""
-    size: Annotated[int, Field(ge=1)] = 8192
+    size: Generated = 8192
     """Examples to generate, for generated sources; files give what they hold."""
     prompt_column: Name | None = None
     """Column with the prompt; unset tries the usual names."""
     completion_column: Name | None = None
     """Column with the completion; unset tries the usual names."""
-    max_len: Annotated[int, Field(ge=2)] = 2048
+    max_len: Annotated[int, Field(ge=2, le=MOST)] = 2048
     """Tokens of prompt and completion; a longer example is an error unless `drop_long`."""
     drop_long: bool = False
     """Leave out examples over `max_len`, with a count, instead of stopping."""
@@ -34,17 +48,17 @@ class SftDataSection(Section):
 class SftTrainSection(Section):
     """Updating the model."""
 
-    steps: Annotated[int, Field(ge=1)] = 400
+    steps: Count = 400
     """Optimizer updates, those before a resume included."""
-    batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    batch_tokens: Count = 8192
     """Tokens of one update, packed, prompts included."""
-    tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
+    tokens_per_micro_batch: Count = 8192
     """Tokens of one forward and backward pass; a longer sequence gets a pass of its own."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """Peak of AdamW's learning rate."""
     schedule: Schedule = "cosine"
     """After warm-up; linear and cosine reach 0 at the last step."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    warmup_steps: Amount = 20
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled decay, of matrices only."""
@@ -67,13 +81,13 @@ class SftRunSection(Section):
     """Of everything drawn: example order, generated data, fresh weights."""
     device: Device = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Threads = 0
     """Compute threads of this process; 0 takes every core."""
-    log_every: Annotated[int, Field(ge=1)] = 10
+    log_every: Count = 10
     """Steps between lines on the terminal; metrics.jsonl gets every step."""
-    checkpoint_every: Annotated[int, Field(ge=1)] = 100
+    checkpoint_every: Count = 100
     """Steps between checkpoints; the last step always makes one."""
-    keep_checkpoints: Annotated[int, Field(ge=1)] = 1
+    keep_checkpoints: Count = 1
     """Newest checkpoints that stay on disk."""
     resume: bool = True
     """Go on from the newest checkpoint in `dir` if there is one; off refuses a used directory."""

@@ -9,7 +9,7 @@ import pytest
 from house.tree import PACKAGE, SOURCES, imported, module_name, own_imports
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("records", ("", "types", "errors", "machine")),
+    ("records", ("", "types", "errors", "machine", "files", "cache")),
     (
         "maths",
         (

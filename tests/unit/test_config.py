@@ -1,12 +1,16 @@
 import tomllib
+import typing
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from longtail import configfile, sft_config
 from longtail.config import RunConfig, dump, load
+from longtail.device import set_threads
+from longtail.drafter_config import DrafterTrainConfig
 from longtail.errors import ConfigError
+from longtail.sft_config import SftConfig
 
 
 def _refusal(*words: str, toml: str | None = None, at: Path = Path("unused")) -> str:
@@ -112,6 +116,55 @@ def test_a_wrong_word_is_refused_with_field_value_and_what_is_expected() -> None
     assert "a value is missing" in _refusal("--run.resume", "--run.steps=3")
     assert "oops: not an option" in _refusal("oops")
     assert "from the command line" in _refusal("--learner.learning_rate", "inf")
+
+
+@pytest.mark.parametrize("model", [RunConfig, SftConfig, DrafterTrainConfig])
+def test_every_count_has_a_bound_that_libraries_can_take(model: type[BaseModel]) -> None:
+    for name, info in configfile.fields_of(model).items():
+        kinds = {info.annotation, *typing.get_args(info.annotation)}
+        if int in kinds and bool not in kinds:
+            with pytest.raises(ConfigError, match=name):
+                configfile.resolve(model, None, [f"--{name}={2**63}"])
+
+
+@pytest.mark.parametrize(
+    ("word", "bound"),
+    [
+        ("--run.threads=100000", "1024"),
+        ("--cluster.workers=100000", "1024"),
+        ("--reward.workers=100000", "1024"),
+        ("--reward.timeout_s=1e300", "1000000"),
+        ("--cluster.hang_s=1e300", "1000000"),
+        ("--rollout.max_running=1000000", "65536"),
+        ("--rollout.prompts_per_step=1000000", "the most is 1000000"),
+        ("--data.size=1000000000000", "10000000"),
+        ("--run.device=cuda:99999999999999999999", "pattern"),
+        ("--run.dir=a\0b", "pattern"),
+    ],
+)
+def test_a_number_that_no_machine_can_serve_is_refused_with_its_bound(
+    word: str, bound: str
+) -> None:
+    message = _refusal(word)
+    assert word.removeprefix("--").partition("=")[0] in message
+    assert bound in message
+
+
+@pytest.mark.parametrize("threads", [-1, 100_000])
+def test_a_process_is_given_no_number_of_threads_that_it_cannot_begin(threads: int) -> None:
+    with pytest.raises(ConfigError, match=f"threads = {threads}: it must be from 0"):
+        set_threads(threads)
+
+
+@pytest.mark.parametrize("text", ["[", "{a=", "9"])
+def test_toml_beyond_what_its_reader_can_take_is_malformed(tmp_path: Path, text: str) -> None:
+    message = _refusal(toml=f"[run]\nsteps = {text * 20_000}", at=tmp_path)
+    assert "run.toml: not valid TOML" in message
+
+
+def test_a_name_that_no_file_can_have_is_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        load(configfile.locate("x" * 5000))
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:

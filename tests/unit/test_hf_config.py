@@ -178,7 +178,17 @@ def test_what_is_not_ours_is_refused_by_name(changes: dict[str, Any], words: lis
     [
         ({"vocab_size": None}, ["vocab_size", "missing"]),
         ({"hidden_size": "64"}, ["hidden_size", "'64'", "integer"]),
-        ({"num_hidden_layers": 0}, ["num_hidden_layers", ">= 1"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "from 1 to"]),
+        ({"vocab_size": 10**12}, ["vocab_size = 1000000000000", "from 1 to 2147483647"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers = 1000000000", "from 1 to 10000"]),
+        ({"head_dim": 10**6}, ["head_dim = 1000000", "from 1 to 65536"]),
+        ({"hidden_size": 2**30, "num_attention_heads": 8}, ["head_dim = 134217728", "65536"]),
+        ({"rope_theta": 10**400}, ["rope_theta", "positive number"]),
+        ({"rope_theta": 1e-320, "head_dim": 64}, ["no finite frequencies"]),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1.0},
+            ["rope_theta = 1.0", "'yarn' scaling", "no finite frequencies"],
+        ),
         ({"num_attention_heads": True}, ["num_attention_heads", "True"]),
         ({"num_key_value_heads": 5}, ["num_key_value_heads", "5", "multiple"]),
         ({"num_attention_heads": 6}, ["hidden_size", "head_dim"]),
@@ -202,7 +212,7 @@ def test_an_impossible_value_names_its_field(changes: dict[str, Any], words: lis
         ({"layer_types": ["full_attention"] * 3}, ["layer_types", "4 layers"]),
         ({"layer_types": ["linear_attention"] * 4}, ["layer_types[0]", "linear_attention"]),
         ({"layer_types": ["sliding_attention"] * 4}, ["layer_types[0]", "use_sliding_window"]),
-        ({"sliding_window": 0}, ["sliding_window", "positive integer or null"]),
+        ({"sliding_window": 0}, ["sliding_window", "from 1 to", "or null"]),
     ],
 )
 def test_a_window_that_cannot_be_is_refused(changes: dict[str, Any], words: list[str]) -> None:

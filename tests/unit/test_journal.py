@@ -1,9 +1,10 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from longtail.config import RunConfig, RunSection
+from longtail.config import RunConfig, RunSection, load
 from longtail.cost_file import load_costs
 from longtail.engine.report import Switch
 from longtail.journal import Journal
@@ -130,3 +131,34 @@ def test_steps_that_are_done_again_without_speculation_leave_no_old_lines(tmp_pa
     resumed.write(2, {}, [])
     resumed.close()
     assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [1]
+
+
+def test_what_speculation_did_is_bounded_and_what_is_kept_is_whole(tmp_path: Path) -> None:
+    steps = 4000
+    long = replace(
+        SERIES,
+        **{
+            name: getattr(SERIES, name)[:1] * steps
+            for name in ("running", "drafts", "nodes", "accepted", "readings")
+        },
+        seconds=tuple(float(step) for step in range(1, steps + 1)),
+    )
+    path, journal = tmp_path / "speculation.jsonl", _bounded(tmp_path, None)
+    for step in range(1, 31):
+        journal.log(LoggedRollout(step=step, series=long))
+        assert path.stat().st_size <= 2**20
+        assert read_rollout(path, step).series == long
+    journal.close()
+    first, *_, last = (line["step"] for line in _lines(path))
+    assert (first > 20, last) == (True, 30)
+    resumed = _bounded(tmp_path, 29)
+    resumed.log(LoggedRollout(step=30, series=SERIES))
+    resumed.close()
+    kept = [line["step"] for line in _lines(path)]
+    assert kept == list(range(kept[0], 31))
+    assert read_rollout(path, 30).series == SERIES
+
+
+def _bounded(directory: Path, last_step: int | None) -> Journal:
+    config = load(None, ["--run.speculation_mb=1"])
+    return Journal(config, directory, last_step=last_step)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from longtail.errors import ConfigError
+from longtail.errors import CheckpointError, ConfigError
 from longtail.metrics import (
     JsonLines,
     JsonlWriter,
@@ -152,3 +152,40 @@ def test_a_writer_that_is_not_installed_is_named_with_the_command(
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(ConfigError, match=rf"'{name}'.*pip install .*longtail|\[{name}\]"):
         open_writers([name], tmp_path, last_step=None, config={})
+
+
+@pytest.mark.parametrize("most", [1, 24, 25, 26, 49, 50, 51, 100])
+def test_a_bounded_file_keeps_its_newest_lines_whole(tmp_path: Path, most: int) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = JsonLines(path, most_bytes=most)
+    for step in range(1, 10):
+        lines.append(step, {"some": "x"})  # 25 bytes
+        assert _steps(path)[-1] == step
+        assert path.stat().st_size <= max(most, 25)
+        assert _steps(path) == list(range(_steps(path)[0], step + 1))
+    lines.close()
+    assert len(_steps(path)) >= max(most // 2 // 25, 1)
+
+
+def test_damaged_lines_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    damaged = [b"\xff\xfe", b"[" * 100_000, b'{"step": 1e999}', b"3", b'{"step": 9' + b"9" * 5000]
+    path.write_bytes(b'{"step": 1}\n' + b"\n".join(damaged) + b'\n{"step": 2}\n')
+    JsonlWriter(path, last_step=2).close()
+    assert _steps(path) == [1, 2]
+    assert "metrics.jsonl: 5 damaged lines are left out" in caplog.text
+
+
+def test_a_lone_surrogate_is_written_as_json_has_it(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "lines.jsonl")
+    lines.append(1, {"text": "\ud83d and \u00e9"})
+    lines.close()
+    assert json.loads((tmp_path / "lines.jsonl").read_bytes())["text"] == "\ud83d and \u00e9"
+
+
+def test_a_folder_in_a_files_place_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: Is a directory"):
+        JsonlWriter(tmp_path / "metrics.jsonl")

@@ -161,11 +161,3 @@ def test_of_two_that_teach_at_once_one_result_stays(tmp_path):
     outer = warmstart.ensure(tmp_path, meanwhile, RECIPE)
     assert inner == [outer]
     assert [path.name for path in outer.parent.iterdir()] == [outer.name]
-
-
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("LONGTAIL_CACHE", str(tmp_path / "here"))
-    assert warmstart.cache_directory() == tmp_path / "here"
-    monkeypatch.delenv("LONGTAIL_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert warmstart.cache_directory() == tmp_path / "xdg" / "longtail"

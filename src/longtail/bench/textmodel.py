@@ -25,7 +25,8 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from longtail.drafter.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
+from longtail.cache import build_once
+from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
 from longtail.drafter.eagle import EagleConfig
 from longtail.drafter.fresh import fresh_drafter
 from longtail.drafter.texts import TextBatches, pack_texts, write_texts
@@ -37,7 +38,6 @@ from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.examples import Example
 from longtail.rl.imitation import ImitationSettings, Imitator
 from longtail.rl.optim import OptimizerSettings
-from longtail.tiny.warmstart import build_once, cache_directory
 from longtail.types import SamplingParams
 
 NAME = "text-model"
@@ -254,24 +254,22 @@ def ensure(
 ) -> TextModel:
     """Return where the model and its drafter lie, training them first if they are not there.
 
-    That is under `cache_dir`, else $LONGTAIL_CACHE, else ~/.cache/longtail. `root` replaces the
-    standard library.
+    That is under `cache_dir`, else in the user's cache. `root` replaces the standard library.
     """
     say = on_progress or _silent
     lesson, drafting = target or TargetRecipe(), drafter or DrafterRecipe()
-    base = (Path(cache_dir) if cache_dir is not None else cache_directory()) / NAME
     sources = read_sources(lesson.megabytes, root)
-    target_place = base / f"target-{_digest(lesson, sources.digest())}"
-    build_once(
-        target_place,
-        is_whole=lambda path: (path / "config.json").is_file(),
-        build=lambda path: teach_target(lesson, sources, path, say),
+    target_place = build_once(
+        NAME,
+        f"target-{_digest(lesson, sources.digest())}",
+        lambda path: teach_target(lesson, sources, path, say),
+        cache_dir,
     )
-    drafter_place = base / f"drafter-{_digest(drafting, target_place.name)}"
-    build_once(
-        drafter_place,
-        is_whole=is_drafter,
-        build=lambda path: teach_drafter(drafting, sources, target_place, path, say),
+    drafter_place = build_once(
+        NAME,
+        f"drafter-{_digest(drafting, target_place.name)}",
+        lambda path: teach_drafter(drafting, sources, target_place, path, say),
+        cache_dir,
     )
     return TextModel(target=target_place, drafter=drafter_place)
 

@@ -30,6 +30,8 @@ from longtail.cluster.roster import State, Stretch
 from longtail.errors import CheckpointError, ConfigError
 
 FILE = "trace.json"
+_MOST = 1e18
+"""Steps, workers and microseconds beyond it are damage."""
 _BEGIN = b"[\n"
 Interval = tuple[float, float]
 """From when to when, in seconds."""
@@ -219,17 +221,20 @@ class TraceFile:
 
     def __init__(self, path: Path, *, last_step: int | None = None) -> None:
         """Open for appending after `last_step`, the checkpoint's; None begins a new file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._named: set[int] = set()
         self._end_s = 0.0
         self._shift_s: float | None = None
         """From this sitting's clock to the trace's."""
-        if last_step is None or not path.exists():
-            path.write_bytes(_BEGIN)
-        else:
-            self._cut_back(last_step)
-        self._file = path.open("ab", buffering=0)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if last_step is None or not path.exists():
+                path.write_bytes(_BEGIN)
+            else:
+                self._cut_back(last_step)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._unwritten(error.strerror) from error
 
     def append(self, step: int, timeline: Timeline) -> None:
         """Write the events of one step. Raises CheckpointError when the disk refuses."""
@@ -279,13 +284,23 @@ class TraceFile:
 
 
 def _event_of(line: bytes) -> dict[str, Any]:
-    """Return the event of a whole line; {} for the bracket and what is torn."""
+    """Return the event of a whole line; {} for the bracket and what is torn or damaged."""
     if not line.endswith(b"},\n"):
         return {}
     try:
-        return json.loads(line[:-2])
-    except ValueError:
+        event = json.loads(line[:-2])
+    except (ValueError, RecursionError):
         return {}
+    return event if _is_event(event) else {}
+
+
+def _is_event(event: object) -> bool:
+    """Tell whether JSON holds an event as they are written here."""
+    if not isinstance(event, dict) or not isinstance(event.get("args"), dict):
+        return False
+    times = () if event.get("ph") == "M" else (event.get("ts"), event.get("dur", 0.0))
+    numbers = (event["args"].get("step"), event.get("tid"), *times)
+    return all(isinstance(each, int | float) and abs(each) < _MOST for each in numbers)
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
@@ -297,8 +312,13 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the {FILE} of a run") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: it is not UTF-8 text; give the {FILE} of a run") from error
     whole = text[: text.rfind("\n") + 1].rstrip().rstrip(",")
     try:
-        return json.loads(whole if whole.endswith("]") else whole + "]")
-    except ValueError as error:
+        events = json.loads(whole if whole.endswith("]") else whole + "]")
+        if not isinstance(events, list) or not all(map(_is_event, events)):
+            raise ValueError("it holds other things than events")
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: it is no trace ({error}); give the {FILE} of a run") from error
+    return events

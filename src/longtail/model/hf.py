@@ -7,6 +7,7 @@ is downloaded. The shapes in config.json are `model.hf_config`'s, the names of w
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 
 from longtail.errors import CheckpointError, ConfigError
+from longtail.files import read_json
 from longtail.model.hf_config import Fields, emit, parse
 from longtail.model.hf_weights import (
+    check_weights,
     from_hf,
     read_tensors,
     read_weights,
@@ -64,8 +67,8 @@ def stored_dtype(path: Path | str) -> torch.dtype:
     """Return the dtype that config.json gives for the weights; float32 where it gives none."""
     fields = read_fields(Path(path))
     name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    if name not in _DTYPES:
-        raise ConfigError(f"{fields.where}: dtype = {name!r}: it must be one of {list(_DTYPES)}")
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise ConfigError(f"{fields.where}: dtype = {name!r:.80}: give one of {list(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -81,6 +84,7 @@ def load_model(
     """
     path = Path(path)
     config = load_config(path)
+    check_weights(config, path)  # before a size that only config.json claims is allocated
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(dtype or stored_dtype(path)).to_empty(device=device)
@@ -129,7 +133,7 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 def read_fields(path: Path) -> Fields:
     """Read config.json, whatever it describes; ConfigError where it is none."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         raise ConfigError(
             f"model.path = {str(path)!r} is not a directory: give the directory of a Hugging Face "
             "model; nothing is downloaded"
@@ -138,8 +142,8 @@ def read_fields(path: Path) -> Fields:
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json: point model.path at a model directory")
     try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:  # not JSON, or not text
+        raw = read_json(file)
+    except (OSError, ValueError) as error:  # cannot be read, or is neither JSON nor text
         raise ConfigError(f"{file} is not JSON ({error}): copy the file again") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} must hold one JSON object: copy the file again")

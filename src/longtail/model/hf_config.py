@@ -5,13 +5,14 @@ what the families' own classes assume where a file is silent. Pure: files are `m
 """
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, final, get_args
 
 import torch
 
 from longtail.errors import ConfigError, UnsupportedModelError
-from longtail.model.rope import RopeConfig, RopeScaling
+from longtail.model.rope import Rope, RopeConfig, RopeScaling
 from longtail.model.transformer import Family, ModelConfig
 
 _ARCHITECTURES: dict[str, Family] = {
@@ -20,6 +21,11 @@ _ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+MOST = 2**31 - 1
+"""No size is larger: token ids and positions are 32-bit integers in kernels."""
+_MOST_LAYERS = 10_000
+_MOST_HEADS = 65_536
+"""Of heads, and of the dimensions of one; what the weights say is compared before any is read."""
 # What the families' configuration classes assume where config.json is silent; None derives it.
 _MAX_POSITIONS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
 _KV_HEADS = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
@@ -49,20 +55,24 @@ class Fields:
             raise self._wrong(key, "an object or null")
         return Fields(value or {}, self.where, f"{self._prefix}{key}.")
 
-    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+    def optional_integer(
+        self, key: str, default: int | None = None, most: int = MOST
+    ) -> int | None:
         """Return a positive integer, or None for null."""
         value = self._raw.get(key, default)
         if value is None:
             return None
-        if type(value) is not int or value < 1:
-            raise self._wrong(key, "a positive integer or null")
+        if type(value) is not int or not 1 <= value <= most:
+            raise self._wrong(key, f"an integer from 1 to {most}, or null")
         return value
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer; without `default` it must be there."""
+    def integer(
+        self, key: str, default: int | None = None, least: int = 1, most: int = MOST
+    ) -> int:
+        """Return an integer within bounds; without `default` it must be there."""
         value = self._required(key, default)
-        if type(value) is not int or value < least:
-            raise self._wrong(key, f"an integer >= {least}")
+        if type(value) is not int or not least <= value <= most:
+            raise self._wrong(key, f"an integer from {least} to {most}")
         return value
 
     def optional_number(self, key: str) -> float | None:
@@ -72,7 +82,7 @@ class Fields:
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number; without `default` it must be there."""
         value = self._required(key, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self._wrong(key, "a positive number")
         return float(value)
 
@@ -94,7 +104,7 @@ class Fields:
 
     def _wrong(self, key: str, domain: str) -> ConfigError:
         return ConfigError(
-            f"{self.where}: {self._prefix}{key} = {self._raw.get(key)!r}: it must be {domain}"
+            f"{self.where}: {self._prefix}{key} = {self._raw.get(key)!r:.80}: it must be {domain}"
         )
 
 
@@ -106,7 +116,7 @@ def _family(fields: Fields) -> Family:
     family = (_ARCHITECTURES | by_type).get(str(name))
     if family is None:
         raise UnsupportedModelError(
-            f"{fields.where}: architecture {name!r} is not supported; supported: "
+            f"{fields.where}: architecture {name!r:.80} is not supported; supported: "
             + ", ".join(_ARCHITECTURES)
         )
     if fields.get("quantization_config") is not None:
@@ -123,12 +133,13 @@ def parse(fields: Fields) -> ModelConfig:
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(
-            f"{fields.where}: hidden_act = {activation!r} is not supported; supported: silu"
+            f"{fields.where}: hidden_act = {activation!r:.80} is not supported; supported: silu"
         )
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layers = fields.integer("num_hidden_layers")
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads", most=_MOST_HEADS)
+    layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
     kv_heads = fields.optional_integer("num_key_value_heads", _KV_HEADS[family]) or heads
-    head_dim = fields.optional_integer("head_dim", _HEAD_DIM[family])
+    head_dim = fields.optional_integer("head_dim", _HEAD_DIM[family], most=_MOST_HEADS)
     if head_dim is None and hidden % heads:
         raise ConfigError(
             f"{fields.where}: hidden_size = {hidden} is no multiple of num_attention_heads = "
@@ -140,8 +151,11 @@ def parse(fields: Fields) -> ModelConfig:
             f"{fields.where}: num_attention_heads = {heads} is no multiple of "
             f"num_key_value_heads = {kv_heads}: one of them is wrong"
         )
-    if head_dim % 2:
-        raise ConfigError(f"{fields.where}: head_dim = {head_dim}: it must be even, for the rope")
+    if head_dim % 2 or head_dim > _MOST_HEADS:
+        raise ConfigError(
+            f"{fields.where}: head_dim = {head_dim}: it must be even, for the rope, and at most "
+            f"{_MOST_HEADS}"
+        )
     max_positions = fields.integer("max_position_embeddings", _MAX_POSITIONS[family])
     attention_bias = family in ("llama", "qwen3") and fields.flag("attention_bias", False)
     return ModelConfig(
@@ -155,7 +169,7 @@ def parse(fields: Fields) -> ModelConfig:
         head_dim=head_dim,
         max_positions=max_positions,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_parse_rope(fields, max_positions),
+        rope=_checked_rope(_parse_rope(fields, max_positions), head_dim, fields),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=family == "llama" and fields.flag("mlp_bias", False),
@@ -172,13 +186,13 @@ def _parse_rope(fields: Fields, max_positions: int) -> RopeConfig:
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling not in get_args(RopeScaling):
         raise UnsupportedModelError(
-            f"{fields.where}: {key}.rope_type = {scaling!r} is not supported; supported: "
+            f"{fields.where}: {key}.rope_type = {scaling!r:.80} is not supported; supported: "
             + ", ".join(get_args(RopeScaling))
         )
     for holder in (fields, rope):
         if (part := holder.get("partial_rotary_factor")) not in (None, 1, 1.0):
             raise UnsupportedModelError(
-                f"{fields.where}: partial_rotary_factor = {part!r} is not supported; the supported "
+                f"{fields.where}: partial_rotary_factor = {part!r:.80} is not supported; supported "
                 "families rotate the whole head"
             )
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
@@ -212,6 +226,20 @@ def _parse_rope(fields: Fields, max_positions: int) -> RopeConfig:
     )
 
 
+def _checked_rope(rope: RopeConfig, head_dim: int, fields: Fields) -> RopeConfig:
+    """Refuse frequencies that are not finite: no angle, hence no logit, would be."""
+    try:
+        sound = Rope(head_dim, rope).is_finite
+    except (ArithmeticError, ValueError):
+        sound = False
+    if not sound:
+        raise ConfigError(
+            f"{fields.where}: rope_theta = {rope.theta} and {rope.scaling!r} scaling give no "
+            "finite frequencies: copy the model's own config.json"
+        )
+    return rope
+
+
 def _parse_windows(fields: Fields, family: Family, layers: int) -> tuple[int, ...]:
     """Read the sliding window of each layer; () where there is none."""
     if family == "llama":
@@ -226,13 +254,13 @@ def _parse_windows(fields: Fields, family: Family, layers: int) -> tuple[int, ..
         kinds = [_SLIDING if layer >= first else _FULL for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise ConfigError(
-            f"{fields.where}: layer_types = {kinds!r}: it must list one type for each of the "
+            f"{fields.where}: layer_types = {kinds!r:.80}: it must list one type for each of the "
             f"{layers} layers"
         )
     for layer, kind in enumerate(kinds):
         if kind not in (_SLIDING, _FULL):
             raise UnsupportedModelError(
-                f"{fields.where}: layer_types[{layer}] = {kind!r} is not supported; supported: "
+                f"{fields.where}: layer_types[{layer}] = {kind!r:.80} is not supported; supported: "
                 f"{_FULL}, {_SLIDING}"
             )
         if kind == _SLIDING and not window:

@@ -6,6 +6,7 @@ file is `model.hf`'s business.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longtail.errors import ConfigError, NonFiniteError
+from longtail.files import read_json
 from longtail.model.transformer import ModelConfig, Transformer
 
 SINGLE_FILE = "model.safetensors"
@@ -107,28 +109,37 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     }
 
 
-def read_weights(model: Transformer, path: Path) -> None:
-    """Fill the model's parameters from a directory, tensor by tensor.
+def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
+    """Compare a directory's weights with a configuration, by their headers alone.
 
-    Beside the model itself only one tensor of the files is in memory at a time. Raises ConfigError
-    for missing, extra or misshapen tensors and NonFiniteError for NaN or infinity, by name.
+    Returns the file of each tensor. Raises ConfigError for missing, extra or misshapen tensors, by
+    name.
     """
-    table = layout(model.config)
-    files = _weight_files(path)
     located: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file in _weight_files(path):
         with _open(file) as handle:
             for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
                 located[name] = file
                 shapes[name] = _shape(handle, name, file)
-    _require_tensors(table, shapes, model.config, str(path))
+    _require_tensors(layout(config), shapes, config, str(path))
+    return located
+
+
+def read_weights(model: Transformer, path: Path) -> None:
+    """Fill the model's parameters from a directory, tensor by tensor.
+
+    Beside the model itself only one tensor of the files is in memory at a time. Raises what
+    `check_weights` does, and NonFiniteError for NaN or infinity, by name.
+    """
+    table = layout(model.config)
+    located = check_weights(model.config, path)
     parameters = dict(model.named_parameters())
     targets: dict[str, Tensor] = {}
     for name, parts in table.items():
         rows = parameters[name].detach().split_with_sizes([part.shape[0] for part in parts])
         targets |= {part.name: target for part, target in zip(parts, rows, strict=True)}
-    for file in files:
+    for file in sorted(set(located.values())):
         with _open(file) as handle:
             for name, target in targets.items():
                 if located[name] == file:
@@ -226,16 +237,16 @@ def _weight_files(path: Path) -> list[Path]:
             "save_pretrained(..., safe_serialization=True) and point model.path there"
         )
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("a file outside the directory")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{index} is malformed: it must hold a weight_map from tensor names to file names of "
             "this directory; copy the file again"
         ) from error
     for name in names:
-        if not (path / name).is_file():
+        if not os.path.isfile(path / name):  # Path.is_file raises for a name that is too long
             raise ConfigError(f"{path} lacks {name}, which {INDEX_FILE} names: copy it there")
     return [path / name for name in names]
 

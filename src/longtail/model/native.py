@@ -1,8 +1,8 @@
 """Compiles and loads the kernels in C, once a machine, when it has a C compiler.
 
-The shared object is cached by the digest of source, flags, compiler and processor, built beside and
-renamed, so concurrent workers are safe. Without a compiler everything runs on PyTorch's operations,
-more slowly; `unavailable_because` says why.
+The shared object is an entry of the user's cache (`longtail.cache`), named by the digest of source,
+flags, compiler and processor; a damaged or foreign one is never loaded. Without a compiler
+everything runs on PyTorch's operations, more slowly; `unavailable_because` says why.
 """
 
 import ctypes
@@ -15,10 +15,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+from longtail.cache import build_once
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ _UNIT = (
     + f'#include "{_SOURCES["product"]}"\n'
     + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draft"])
 )
+_LIBRARY = "kernels.so"
 Layout = Literal["inputs", "pairs", "tiles"]
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -81,11 +85,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "swiglu_backward": [_PTR] * 3 + [_INT] * 2,
     "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT] + [_PTR] * 5 + [_INT] * 5 + [_THREADS],
 }
-
-
-def cache_dir() -> Path:
-    """Folder for what longtail builds once a machine: $LONGTAIL_CACHE or ~/.cache/longtail."""
-    return Path(os.environ.get("LONGTAIL_CACHE", "~/.cache/longtail")).expanduser()
 
 
 def unavailable_because() -> str | None:
@@ -167,26 +166,25 @@ def _build() -> Path | None:
     sources = "".join(path.read_text() for path in _SOURCES.values())
     parts = (sources, _FLOAT32, _BFLOAT16, " ".join((*_FLAGS, *_LINK_FLAGS)), version.stdout, flags)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    target = cache_dir() / "kernels" / f"{digest}.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        unit, thing, built = (Path(scratch, f"kernels.{end}") for end in ("c", "o", "so"))
+    try:
+        return build_once("kernels", digest, partial(_compile, compiler)) / _LIBRARY
+    except subprocess.CalledProcessError as error:
+        _log.warning(
+            "%s refused the native kernels, so PyTorch's operations run, more slowly: %s",
+            compiler,
+            error.stderr.strip()[:500],
+        )
+        return None
+
+
+def _compile(compiler: str, folder: Path) -> None:
+    """Compile into a new folder; CalledProcessError when the compiler refuses."""
+    folder.mkdir()
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        unit, thing = Path(scratch, "kernels.c"), Path(scratch, "kernels.o")
         unit.write_text(_UNIT)
-        done = _compile(compiler, *_FLAGS, "-c", str(unit), "-o", str(thing))
-        if not done.returncode:
-            done = _compile(compiler, str(thing), "-o", str(built), *_LINK_FLAGS)
-        if done.returncode:
-            _log.warning(
-                "%s refused the native kernels, so PyTorch's operations run, more slowly: %s",
-                compiler,
-                done.stderr.strip()[:500],
-            )
-            return None
-        built.replace(target)
-    return target
-
-
-def _compile(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+        for command in (
+            (*_FLAGS, "-c", unit, "-o", thing),
+            (thing, "-o", folder / _LIBRARY, *_LINK_FLAGS),
+        ):
+            subprocess.run((compiler, *command), capture_output=True, text=True, check=True)

@@ -129,6 +129,11 @@ class Rope:
         self._inv_freq = inverse_frequencies(head_dim, config)
         self._scale = _yarn_attention_factor(config) if config.scaling == "yarn" else 1.0
 
+    @property
+    def is_finite(self) -> bool:
+        """Tell whether every frequency and the scale are finite."""
+        return math.isfinite(self._scale) and bool(self._inv_freq.isfinite().all())
+
     def rotation(self, positions: Int[Tensor, "tokens"], dtype: torch.dtype) -> Rotation:
         """Angles are taken in float32 (float64 for the reference), whatever the model's dtype."""
         working = torch.float64 if dtype == torch.float64 else torch.float32

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
+from longtail.model.templates import bounded, check_template
 from longtail.model.transformer import ModelConfig
 
 _FILES = (
@@ -87,8 +88,6 @@ class Tokenizer:
         Without `generation_prompt` the text ends after the last message. Raises DataError when
         there is no chat template or when it refuses the messages.
         """
-        import jinja2
-
         if not self.has_chat_template:
             raise DataError(
                 "tokenizer.chat_template is missing but the prompts are chat messages: add a "
@@ -96,10 +95,13 @@ class Tokenizer:
             )
         conversation = [dict(message) for message in messages]
         try:
-            return self._inner.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=generation_prompt
-            )
-        except jinja2.TemplateError as error:
+            with bounded():
+                return self._inner.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=generation_prompt
+                )
+        except DataError:
+            raise
+        except Exception as error:  # a template is a program: whatever it divides, calls or adds
             roles = [message.get("role") for message in conversation]
             raise DataError(
                 f"tokenizer.chat_template refuses messages with roles {roles}: {error}; change "
@@ -164,6 +166,8 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         raise DataError(
             f"{path}: the tokenizer cannot be read ({error}): copy its files again"
         ) from error
+    if isinstance(inner.chat_template, str):
+        check_template(inner.chat_template)
     return Tokenizer(inner, _eos_ids(path, inner), files if complete else None)
 
 

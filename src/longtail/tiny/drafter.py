@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from longtail.drafter.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
+from longtail.cache import build_once
+from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
 from longtail.drafter.eagle import EagleConfig, Recipe
 from longtail.drafter.fresh import fresh_drafter
 from longtail.drafter.texts import TextBatches, pack_texts, write_texts
@@ -24,7 +25,7 @@ from longtail.model import hf
 from longtail.rl.examples import Example
 from longtail.rl.optim import OptimizerSettings
 from longtail.tiny import task
-from longtail.tiny.warmstart import SOURCE, build_once, cache_directory
+from longtail.tiny.warmstart import SOURCE
 from longtail.types import SamplingParams
 
 _NAME = "tiny-drafter"
@@ -134,15 +135,14 @@ def ensure(
 ) -> Path:
     """Return the directory of the tiny reasoner's drafter, training it first if it is not there.
 
-    It lies under `cache_dir`, else $LONGTAIL_CACHE, else ~/.cache/longtail.
+    It lies under `cache_dir`, else in the user's cache.
     """
     lessons = LESSONS[recipe]
-    place = Path(cache_dir) if cache_dir is not None else cache_directory()
-    final = place / _NAME / f"{recipe}-{_digest(lessons, target_directory)}"
     return build_once(
-        final,
-        is_whole=is_drafter,
-        build=lambda path: train(lessons, target_directory, path, on_progress),
+        _NAME,
+        f"{recipe}-{_digest(lessons, target_directory)}",
+        lambda path: train(lessons, target_directory, path, on_progress),
+        cache_dir,
     )
 
 

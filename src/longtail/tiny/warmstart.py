@@ -1,13 +1,10 @@
 """The tiny reasoner on disk: taught once on this machine, then kept.
 
 Whatever decides the weights (recipe, task, tokenizer, shape) is digested into the name of the
-directory, so a changed recipe is another model. It is written beside its place and renamed, so a
-directory that exists is whole, and of two processes that teach at once one result stays.
+directory, so a changed recipe is another model.
 """
 
 import hashlib
-import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +14,7 @@ from pathlib import Path
 import torch
 
 from longtail import tiny
+from longtail.cache import build_once
 from longtail.model import hf
 from longtail.model.transformer import Transformer
 from longtail.rl.data import Encoder, PromptSource
@@ -119,47 +117,12 @@ def ensure(
 ) -> Path:
     """Return the directory of the warm-started model, teaching it first if it is not there.
 
-    It lies under `cache_dir`, else $LONGTAIL_CACHE, else ~/.cache/longtail.
+    It lies under `cache_dir`, else in the user's cache.
     """
     recipe = recipe or Recipe()
-    place = Path(cache_dir) if cache_dir is not None else cache_directory()
-    final = place / SOURCE / _digest(recipe)
     return build_once(
-        final,
-        is_whole=lambda path: (path / "config.json").is_file(),
-        build=lambda path: teach(recipe, path, on_progress),
+        SOURCE, _digest(recipe), lambda path: teach(recipe, path, on_progress), cache_dir
     )
-
-
-def build_once(
-    final: Path, *, is_whole: Callable[[Path], bool], build: Callable[[Path], None]
-) -> Path:
-    """Return `final`, letting `build` make it first, beside its place, if it is not there whole.
-
-    Of two processes that build at once, one result stays.
-    """
-    if is_whole(final):
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
-    try:
-        build(temporary / "whole")
-        try:
-            (temporary / "whole").rename(final)
-        except OSError:
-            if not is_whole(final):  # else another process was faster
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return final
-
-
-def cache_directory() -> Path:
-    """Return $LONGTAIL_CACHE, else the user's cache directory."""
-    named = os.environ.get("LONGTAIL_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longtail"
 
 
 def _settings(recipe: Recipe) -> ImitationSettings:
