@@ -60,7 +60,7 @@ DOORS = {
     "uvicorn": ("serve.*",),
     "prometheus_client": ("serve.metrics",),
     "tomli_w": ("configfile",),
-    "ctypes": ("model.*",),
+    "ctypes": ("model.*", "rl.supervisor"),
     "pickle": ("rl.grader", "rl.grading"),  # over a pipe to their own processes, never a file
     "ray": ("cluster.ray_crew",),
     "matplotlib": ("plots",),

@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
@@ -46,12 +46,30 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The prompts of one source, in the source's order."""
+    """The prompts of one source, in the source's order.
+
+    Example: of 3 rows, the second of which was too long and the third without an answer:
+        PromptSet(source="math.jsonl", prompts=(p,), rows=(0,), num_dropped=1, num_ungradable=1)
+    """
 
     source: str
     prompts: tuple[Prompt, ...]
-    num_dropped: int
+    rows: tuple[int, ...]
+    """The row of each prompt in the source, counted from 0."""
+    answer_column: str | None = None
+    """Where the reference answers stood; None: nowhere."""
+    num_dropped: int = 0
     """Rows left out because they were longer than the limit."""
+    num_ungradable: int = 0
+    """Rows left out because no completion of theirs could be graded."""
+
+    def part(self, kept: Sequence[int]) -> "PromptSet":
+        """Return the prompts at some places, with the counts of what was left out before."""
+        return replace(
+            self,
+            prompts=tuple(self.prompts[place] for place in kept),
+            rows=tuple(self.rows[place] for place in kept),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +120,7 @@ def make_prompts(
             f"{', '.join(PROMPT_COLUMNS)} is expected; name yours in data.prompt_column"
         )
     ids = _ids(rows)
-    prompts = []
+    prompts, kept = [], []
     for index, row in enumerate(rows):
         where = f"data.source = {source!r}, row {index}"
         data = _data(row, asks, answers, where=where)
@@ -113,6 +131,7 @@ def make_prompts(
         if len(tokens) <= max_prompt_len:
             prompt_id = f"{source_label(source)}/{ids[index]}"
             prompts.append(Prompt(prompt_id=prompt_id, tokens=tokens, text=text, data=data))
+            kept.append(index)
         elif not drop_long:
             raise DataError(
                 f"{where}: the prompt has {len(tokens)} tokens, data.max_prompt_len is "
@@ -124,7 +143,13 @@ def make_prompts(
             f"data.source = {source!r}: all {len(rows)} prompts are longer than "
             f"data.max_prompt_len = {max_prompt_len}; raise it"
         )
-    return PromptSet(source=source, prompts=tuple(prompts), num_dropped=len(rows) - len(prompts))
+    return PromptSet(
+        source=source,
+        prompts=tuple(prompts),
+        rows=tuple(kept),
+        answer_column=answers,
+        num_dropped=len(rows) - len(prompts),
+    )
 
 
 def hold_out(prompts: PromptSet, size: int) -> HeldOut:
@@ -136,13 +161,11 @@ def hold_out(prompts: PromptSet, size: int) -> HeldOut:
             f"left to train on; lower it, or name another source in data.heldout"
         )
 
-    def part(share: tuple[Prompt, ...], num_dropped: int) -> PromptSet:
-        return PromptSet(source=prompts.source, prompts=share, num_dropped=num_dropped)
-
     cut = total - size
+    heldout = prompts.part(range(cut, total))
     return HeldOut(
-        train=part(prompts.prompts[:cut], prompts.num_dropped),
-        heldout=part(prompts.prompts[cut:], 0),
+        train=prompts.part(range(cut)),
+        heldout=replace(heldout, num_dropped=0, num_ungradable=0),  # counted with the others
     )
 
 

@@ -59,8 +59,8 @@ def make_examples(
         max_prompt_len=sys.maxsize,  # the limit is on the whole example, below
         prompt_column=prompt_column if "messages" not in plain[0] else "prompt",
     )
-    kept = []
-    for prompt in prompts.prompts:
+    kept, kept_rows = [], []
+    for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
         completion = (*encoder.encode(prompt.data["completion"]), eos_id)
         length = len(prompt.tokens) + len(completion)
         if length <= max_len:
@@ -72,6 +72,7 @@ def make_examples(
                     data={_TOKENS: completion},
                 )
             )
+            kept_rows.append(index)
         elif not drop_long:
             raise DataError(
                 f"{prompt.prompt_id}: prompt and completion have {length} tokens, data.max_len is "
@@ -82,7 +83,12 @@ def make_examples(
             f"data.source = {source!r}: all {len(rows)} examples are longer than data.max_len = "
             f"{max_len}; raise it"
         )
-    return PromptSet(source=source, prompts=tuple(kept), num_dropped=len(rows) - len(kept))
+    return PromptSet(
+        source=source,
+        prompts=tuple(kept),
+        rows=tuple(kept_rows),
+        num_dropped=len(rows) - len(kept),
+    )
 
 
 def example_of(prompt: Prompt) -> Example:
