@@ -177,7 +177,7 @@ class MathVerifyReward(Reward):
     def _gold(self, data: Mapping[str, Any]) -> list[Any]:
         reference = _reference(data, "math_verify")
         gold = self._read(reference)
-        if not gold:
+        if not gold or reference.strip().lower() == "nan":  # math-verify reads a times n times n
             raise GradingError(
                 f"reward 'math_verify' cannot parse the reference answer {reference!r:.80}"
             )
