@@ -28,6 +28,9 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "final_answer", "target"
 ID_COLUMNS = ("prompt_id", "problem_id", "id", "uid")
 """Columns that name a row, where every row has another value."""
 
+_MAX_LISTED = 20
+"""Columns that an error lists."""
+
 Messages = list[dict[str, Any]]
 
 
@@ -125,7 +128,7 @@ def make_prompts(
         where = f"data.source = {source!r}, row {index}"
         data = _data(row, asks, answers, where=where)
         text = _text(data["prompt"], encoder, where=where)
-        tokens = tuple(encoder.encode(text))
+        tokens = encode_at(where, encoder, text)
         if not tokens:
             raise DataError(f"{where}: the prompt is empty")
         if len(tokens) <= max_prompt_len:
@@ -150,6 +153,14 @@ def make_prompts(
         answer_column=answers,
         num_dropped=len(rows) - len(prompts),
     )
+
+
+def encode_at(where: str, encoder: Encoder, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text; `where` names its place in the error of one that has none."""
+    try:
+        return tuple(encoder.encode(text))
+    except ConfigError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def hold_out(prompts: PromptSet, size: int) -> HeldOut:
@@ -272,7 +283,11 @@ def _column(row: Row, named: str | None, usual: tuple[str, ...], *, field: str) 
 
 
 def _listed(row: Row) -> str:
-    return f"the columns {', '.join(row)}" if row else "no columns"
+    if not row:
+        return "no columns"
+    names = list(row)[:_MAX_LISTED]
+    more = f" and {len(row) - len(names)} more" if len(row) > len(names) else ""
+    return f"the columns {', '.join(names)}{more}"
 
 
 def _ids(rows: Sequence[Row]) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from longtail.errors import DataError
-from longtail.rl.data import Encoder, PromptSet, PromptSource, make_prompts
+from longtail.rl.data import Encoder, PromptSet, PromptSource, encode_at, make_prompts
 from longtail.rl.sources import Row
 from longtail.types import Prompt
 
@@ -61,7 +61,8 @@ def make_examples(
     )
     kept, kept_rows = [], []
     for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
-        completion = (*encoder.encode(prompt.data["completion"]), eos_id)
+        where = f"data.source = {source!r}, row {index}"
+        completion = (*encode_at(where, encoder, prompt.data["completion"]), eos_id)
         length = len(prompt.tokens) + len(completion)
         if length <= max_len:
             kept.append(
@@ -75,7 +76,7 @@ def make_examples(
             kept_rows.append(index)
         elif not drop_long:
             raise DataError(
-                f"{prompt.prompt_id}: prompt and completion have {length} tokens, data.max_len is "
+                f"{where}: prompt and completion have {length} tokens, data.max_len is "
                 f"{max_len}; raise it, or set data.drop_long = true to leave such rows out"
             )
     if not kept:
