@@ -5,7 +5,7 @@ do is the loop's business.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from longtail.errors import ConfigError
 from longtail.model import hf
 from longtail.model.transformer import ModelConfig
 from longtail.rl.data import Encoder, HeldOut, PromptSet, PromptSource, hold_out, make_prompts
-from longtail.rl.grading import check_columns
+from longtail.rl.references import Check, gradable
 from longtail.rl.sources import load_rows
 from longtail.tiny import warmstart
 from longtail.types import Prompt, SamplingParams
@@ -48,6 +48,8 @@ class Parts:
     """Of every worker's engine."""
     num_dropped: int
     """Prompts left out because they were longer than the limit."""
+    num_ungradable: int
+    """Prompts left out because the reward cannot grade any answer to them."""
     drafter_s: float
     """Seconds that opening the drafter took: the embedded one may have been taught."""
 
@@ -72,11 +74,13 @@ def model_directory(path: str, say: Callable[[str], None] = to_stderr) -> Path:
 def assemble(
     config: RunConfig,
     directory: Path,
+    check: Check,
     say: Callable[[str], None] = to_stderr,
     listen: Callable[[Progress], None] = lambda progress: None,
 ) -> Parts:
     """Build every part from the model in `directory`.
 
+    `check` says which rows the reward cannot grade: they are refused, or left out if so configured.
     `say` hears of a drafter being taught, and of workers; `listen` how rollouts go on, and may
     raise. Raises ConfigError for whatever the configuration, the model and the data say against it.
     """
@@ -85,9 +89,7 @@ def assemble(
     shape = hf.load_config(directory)
     tokenizer = hf.load_tokenizer(directory)
     hf.check_vocabulary(tokenizer, shape)
-    prompts = _prompts(config, tokenizer)
-    for some in (prompts.train.prompts, prompts.heldout.prompts):
-        check_columns(config.reward.name, some)
+    prompts = _prompts(config, tokenizer, check)
     limits = _limits(config, prompts, shape)
     fleet = _fleet(config, directory, limits, say, listen)
     drafter_s = fleet.begin()
@@ -98,6 +100,7 @@ def assemble(
         sampling=_sampling(config, tokenizer),
         limits=limits,
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
+        num_ungradable=prompts.train.num_ungradable + prompts.heldout.num_ungradable,
         drafter_s=drafter_s,
     )
 
@@ -181,7 +184,7 @@ def _sampling(config: RunConfig, tokenizer: hf.Tokenizer) -> SamplingParams:
     )
 
 
-def _prompts(config: RunConfig, tokenizer: hf.Tokenizer) -> HeldOut:
+def _prompts(config: RunConfig, tokenizer: hf.Tokenizer, check: Check) -> HeldOut:
     """Load prompts to train on and prompts held out, of which there may be none."""
     data, seed = config.data, config.run.seed
     encoder = Encoder(
@@ -189,7 +192,7 @@ def _prompts(config: RunConfig, tokenizer: hf.Tokenizer) -> HeldOut:
     )
 
     def load(source: str, size: int, field: str) -> PromptSet:
-        return make_prompts(
+        prompts = make_prompts(
             load_rows(source, size, seed, field=field),
             source=source,
             encoder=encoder,
@@ -198,17 +201,17 @@ def _prompts(config: RunConfig, tokenizer: hf.Tokenizer) -> HeldOut:
             prompt_column=data.prompt_column,
             answer_column=data.answer_column,
         )
+        return gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
 
     heldout = data.heldout
     if heldout is None and data.source == TINY_REASONER:
         heldout = f"{TINY_REASONER}:heldout"  # disjoint by construction
     everything = load(data.source, data.size, "data.source")
     if data.heldout_size == 0:
-        none = PromptSet(source=data.source, prompts=(), num_dropped=0)
+        none = PromptSet(source=data.source, prompts=(), rows=())
         return HeldOut(train=everything, heldout=none)
     if heldout is None:
         return hold_out(everything, data.heldout_size)
     held = load(heldout, data.heldout_size, "data.heldout")
-    return HeldOut(
-        train=everything, heldout=replace(held, prompts=held.prompts[: data.heldout_size])
-    )
+    size = min(data.heldout_size, len(held.prompts))
+    return HeldOut(train=everything, heldout=held.part(range(size)))

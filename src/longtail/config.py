@@ -72,6 +72,8 @@ class DataSection(Section):
     """Tokens, chat template applied; a longer prompt is an error unless `drop_long_prompts`."""
     drop_long_prompts: bool = False
     """Leave out prompts over `max_prompt_len`, with a count, instead of stopping."""
+    drop_ungradable: bool = False
+    """Leave out rows whose reference answer the reward cannot use, with a count."""
     shuffle: bool = True
     """Visit prompts in a new order each epoch, drawn from the run's seed."""
 

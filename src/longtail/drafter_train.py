@@ -21,6 +21,7 @@ from longtail.checkpoint import Checkpoint, RunDirectory
 from longtail.console import Console
 from longtail.device import DTYPES, choose_device, set_threads
 from longtail.drafter.checkpoint import (
+    LoadedDrafter,
     TargetIdentity,
     TrainingRecord,
     identity,
@@ -120,6 +121,14 @@ def assemble(
     def load_target() -> Transformer:
         return hf.load_model(path, DTYPES[config.target.dtype], choose_device(config.run.device))
 
+    given, init = None, config.drafter.init
+    if checkpoint is None and init is not None:  # refused before the target writes texts for it
+        source = Target(
+            model=load_target(), tokenizer=tokenizer, directory=path, name=config.target.path
+        )
+        given = _given_drafter(init, source, console)
+        del source
+
     def on_step(report: StepReport) -> None:
         console.rollout_step(report)
         interruption.check()
@@ -137,8 +146,13 @@ def assemble(
     )
     target = load_target()
     target.fuse()
-    source = Target(model=target, tokenizer=tokenizer, directory=path, name=config.target.path)
-    layer, ids, head = _layer(config, drafter, source, corpus, checkpoint, console)
+    if checkpoint is not None:
+        given = load_drafter(checkpoint.policy, target, tokenizer, strict_weights=True)
+    if given is not None:
+        layer, ids, head = given.layer, given.draft_ids, given.head
+    else:
+        layer, ids = _fresh_layer(config, drafter, target, tokenizer, corpus)
+        head = None
     settings = _settings(config, layer)
     room = Classroom(
         trainer=DrafterTrainer(layer, target, settings, draft_ids=ids, head=head),
@@ -219,33 +233,34 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> EagleConfig:
     )
 
 
-def _layer(
+def _given_drafter(init: str, target: Target, console: Console) -> LoadedDrafter:
+    """Read the drafter to go on from."""
+    given = read_drafter(init, target, console.say, _working(target.model), field="drafter.init")
+    if given is None:
+        raise ConfigError(
+            f"drafter.init = {init!r}: it has no EAGLE layer to train; give a drafter directory"
+        )
+    return given
+
+
+def _fresh_layer(
     config: DrafterTrainConfig,
     drafter: EagleConfig,
-    source: Target,
+    target: Transformer,
+    tokenizer: hf.Tokenizer,
     corpus: Corpus,
-    checkpoint: Checkpoint | None,
-    console: Console,
-) -> tuple[EagleLayer, torch.Tensor | None, torch.Tensor | None]:
-    """Draw a fresh drafter, or read the checkpoint's, or the one to go on from."""
-    target, tokenizer, init = source.model, source.tokenizer, config.drafter.init
-    working = torch.float64 if target.dtype == torch.float64 else torch.float32
-    if checkpoint is not None:
-        loaded = load_drafter(checkpoint.policy, target, tokenizer, strict_weights=True)
-        return loaded.layer, loaded.draft_ids, loaded.head
-    if init is not None:
-        given = read_drafter(init, source, console.say, working)
-        if given is None:
-            raise ConfigError(
-                f"drafter.init = {init!r}: it has no EAGLE layer to train; give a drafter directory"
-            )
-        return given.layer, given.draft_ids, given.head
+) -> tuple[EagleLayer, torch.Tensor | None]:
     size = drafter.draft_vocab_size
     ids = commonest_tokens(corpus.learned, size, tokenizer.eos_ids) if size else None
     sample = pack_texts(corpus.learned[:_SAMPLE], config.train.tokens_per_micro_batch)[0]
     generator = torch.Generator().manual_seed(config.run.seed)
     layer = fresh_drafter(drafter, target, sample, generator)
-    return layer.to(working), ids, None
+    return layer.to(_working(target)), ids
+
+
+def _working(target: Transformer) -> torch.dtype:
+    """Return the dtype that a drafter of this target is trained in."""
+    return torch.float64 if target.dtype == torch.float64 else torch.float32
 
 
 def _num_unrolled(config: DrafterTrainConfig, layer: EagleLayer) -> int:

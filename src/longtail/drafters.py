@@ -70,19 +70,28 @@ def at_work(
 
 
 def read_drafter(
-    name: str, target: Target, say: Callable[[str], None], dtype: torch.dtype | None
+    name: str,
+    target: Target,
+    say: Callable[[str], None],
+    dtype: torch.dtype | None,
+    *,
+    field: str = "speculation.drafter",
 ) -> checkpoint.LoadedDrafter | None:
     """Read the EAGLE drafter that a name means, whatever its form, in `dtype` or as it is stored.
 
-    None where the name means history or a small model. Raises ConfigError for all else.
+    None where the name means history or a small model. `field` is what errors call the setting.
+    Raises ConfigError for all else.
     """
     embedded, _, recipe = name.partition(":")
     if name == HISTORY:
         return None
-    path = taught(target, recipe or "eagle1", say) if embedded == TINY_REASONER else Path(name)
+    if embedded == TINY_REASONER:
+        path = taught(target, recipe or "eagle1", say, field=field)
+    else:
+        path = Path(name)
     if not path.is_dir():
         raise ConfigError(
-            f"speculation.drafter = {name!r}: it is neither {HISTORY}, {TINY_REASONER} nor a "
+            f"{field} = {name!r}: it is neither {HISTORY}, {TINY_REASONER} nor a "
             "directory; train one with `longtail drafter train`"
         )
     model, tokenizer = target.model, target.tokenizer
@@ -159,18 +168,22 @@ def _is_model(path: Path) -> bool:
         return False
 
 
-def taught(target: Target, recipe: str, say: Callable[[str], None]) -> Path:
+def taught(
+    target: Target,
+    recipe: str,
+    say: Callable[[str], None],
+    *,
+    field: str = "speculation.drafter",
+) -> Path:
     """Return the embedded model's drafter, teaching it first where it was never taught."""
     if target.name != TINY_REASONER:
         raise ConfigError(
-            f"speculation.drafter = {TINY_REASONER!r} drafts for model.path = {TINY_REASONER!r} "
+            f"{field} = {TINY_REASONER!r} drafts for model.path = {TINY_REASONER!r} "
             f"only, not for {target.name!r}: set it to {HISTORY} or none, or train one with "
             "`longtail drafter train`"
         )
     if recipe not in ("eagle1", "eagle3"):
-        raise ConfigError(
-            f"speculation.drafter = '{TINY_REASONER}:{recipe}': the recipes are eagle1, eagle3"
-        )
+        raise ConfigError(f"{field} = '{TINY_REASONER}:{recipe}': the recipes are eagle1, eagle3")
 
     def tell(lesson: tiny_drafter.Lesson) -> None:
         if lesson.step % _LESSONS_A_LINE == 0:

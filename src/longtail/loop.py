@@ -89,7 +89,7 @@ class Trainer:
         threads = set_threads(threads_each(config.run.threads, config.cluster.workers))
         directory = model_directory(config.model.path, console.say)
         warm_start_s = time.perf_counter() - self._began
-        self._parts = assemble(config, directory, console.say, self._listen)
+        self._parts = assemble(config, directory, grader.check, console.say, self._listen)
         self.fleet = self._parts.fleet
         """All workers as one."""
         self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints)
@@ -122,6 +122,8 @@ class Trainer:
                 f"{dropped} prompts over {config.data.max_prompt_len} tokens are left out "
                 "(data.drop_long_prompts)"
             )
+        if ungradable := self._parts.num_ungradable:
+            console.say(f"{ungradable} prompts are left out (data.drop_ungradable)")
 
     def run(self) -> int:
         """Step until all steps are done, evaluate, show the card."""

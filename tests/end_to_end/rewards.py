@@ -15,13 +15,18 @@ def sevens(completions: Sequence[str], **_: object) -> list[float]:
 
 
 def interrupting(completions: Sequence[str], **more: object) -> list[float]:
-    """`sevens`; at the call whose number the file `interrupt-at` holds, Ctrl-C is pressed."""
+    """`sevens`; at the call whose number the file `interrupt-at` holds, Ctrl-C is pressed.
+
+    The file holds the process that it is pressed in, too.
+    """
     global _calls
     _calls += 1
     plan = Path("interrupt-at")
-    if plan.exists() and _calls == int(plan.read_text()):
-        plan.unlink()
-        os.kill(os.getppid(), signal.SIGINT)
+    if plan.exists():
+        call, pid = map(int, plan.read_text().split())
+        if _calls == call:
+            plan.unlink()
+            os.kill(pid, signal.SIGINT)
     return sevens(completions, **more)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,29 @@ def test_a_path_without_a_drafter_is_named(tmp_path: Path) -> None:
         drafter_directory(tmp_path)
     with pytest.raises(ConfigError, match="no such directory"):
         drafter_directory(tmp_path / "none")
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "tokenizer", "malformed"])
+def test_a_foreign_drafter_is_refused_before_the_target_writes_texts_for_it(
+    workshop: Workshop, tmp_path: Path, field: str
+) -> None:
+    theirs = tmp_path / "theirs"
+    shutil.copytree(drafter_directory(workshop.path / "done"), theirs)
+    described = json.loads((theirs / "drafter.json").read_text())
+    if field == "malformed":
+        described["target"] = [1]
+    elif field == "tokenizer":
+        described["target"]["tokenizer"] = "0123456789abcdef"
+    else:
+        described["target"]["shape"][field] = 999
+    (theirs / "drafter.json").write_text(json.dumps(described))
+    said = say(
+        *("drafter", "train", f"--target.path={workshop.model}", f"--drafter.init={theirs}"),
+        *(f"--data.source={workshop.prompts}", f"--run.dir={workshop.path / field}"),
+        *("--data.max_tokens=4", "--run.threads=1", "--run.device=cpu"),
+    )
+    assert said.code == 2
+    assert str(theirs) in said.err
+    assert field in said.err
+    assert "Traceback" not in said.err
+    assert not (workshop.path / field / "texts.jsonl").exists()

@@ -13,7 +13,7 @@ MAX_FILE = 400
 MAX_TEST_FILE = 500
 MAX_FUNCTION = 60
 
-BROAD_EXCEPT = ("model.tokenizer", "rl.grader", "rl.grading", "rl.reward")
+BROAD_EXCEPT = ("model.tokenizer", "rl.grader", "rl.reward", "rl.sources")
 """Where a foreign library or a user's function raises whatever it likes."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -9,7 +9,7 @@ import pytest
 from house.tree import PACKAGE, SOURCES, imported, module_name, own_imports
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("records", ("", "types", "errors", "machine", "files", "cache")),
+    ("records", ("", "types", "errors", "strict_json", "machine", "files", "cache")),
     (
         "maths",
         (
@@ -60,7 +60,7 @@ DOORS = {
     "uvicorn": ("serve.*",),
     "prometheus_client": ("serve.metrics",),
     "tomli_w": ("configfile",),
-    "ctypes": ("model.*",),
+    "ctypes": ("model.*", "rl.supervisor"),
     "pickle": ("rl.grader", "rl.grading"),  # over a pipe to their own processes, never a file
     "ray": ("cluster.ray_crew",),
     "matplotlib": ("plots",),
@@ -70,7 +70,7 @@ DOORS = {
 
 TORCH_FREE = (
     *("", "cli", "cli_parsers", "config", "drafter_config", "sft_config", "configfile"),
-    *("errors", "machine", "doctor"),
+    *("errors", "strict_json", "machine", "doctor"),
     *("serve.setting", "serve.command"),
 )
 

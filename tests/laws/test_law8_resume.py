@@ -76,7 +76,7 @@ def _uninterrupted(*words: str) -> dict[str, Any]:
 
 def _interrupt_at(call: int) -> None:
     """Have Ctrl-C pressed while the reward is called for so manieth a time in a sitting."""
-    Path("interrupt-at").write_text(str(call))
+    Path("interrupt-at").write_text(f"{call} {os.getpid()}")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

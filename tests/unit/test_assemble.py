@@ -36,7 +36,7 @@ def _config(workshop: Workshop, *words: str) -> RunConfig:
 
 
 def _assemble(workshop: Workshop, *words: str) -> Parts:
-    return assemble(_config(workshop, *words), workshop.model)
+    return assemble(_config(workshop, *words), workshop.model, lambda rows: {})
 
 
 def _machines(workshop: Workshop, *words: str) -> Machines:
@@ -136,7 +136,7 @@ def test_the_engine_writes_under_the_weights_that_were_published(
     hf.load_tokenizer(workshop.model).save(tmp_path)
     words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--learner.learning_rate=0.1")
     config = _config(workshop, *words)
-    parts = assemble(config, tmp_path)
+    parts = assemble(config, tmp_path, lambda rows: {})
     machines = build_machines(config, tmp_path, parts.limits)
     worker = Worker(machines)
     worker.learn([_batch()])

@@ -26,7 +26,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def _parts(workshop: Workshop, listen: Callable[[Progress], None]) -> tuple[Parts, list[Request]]:
     config = load(None, workshop.words("run", "--speculation.drafter=history")[1:])
-    parts = assemble(config, workshop.model, listen=listen)
+    parts = assemble(config, workshop.model, lambda rows: {}, listen=listen)
     parts.fleet.publish()
     asked = ask_groups(parts.source.take(2), samples=3, seed=0, sampling=parts.sampling)
     return parts, list(asked.requests)

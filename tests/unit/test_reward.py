@@ -107,7 +107,7 @@ def test_exact_compares_final_answers(text, answer, reward):
 
 @pytest.mark.parametrize("answer", [None, "", "  ", ["42"], {"a": 1}])
 def test_exact_refuses_a_row_without_a_reference(answer):
-    with pytest.raises(GradingError, match=r"reference answer of this row is .*answer_column"):
+    with pytest.raises(GradingError, match=r"reference answer of this row is "):
         resolve_reward("exact").grade(task("42", answer))
 
 

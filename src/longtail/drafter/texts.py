@@ -14,6 +14,7 @@ from longtail.errors import CheckpointError, DataError
 from longtail.rl.examples import Example
 from longtail.rl.packing import pack
 from longtail.sampling import noise_key
+from longtail.strict_json import parse_json
 from longtail.types import Completion, PackedSequences, Request, SamplingParams
 
 
@@ -64,12 +65,20 @@ def read_texts(path: Path, origin: str) -> list[Example] | None:
     if not path.is_file():
         return None
     try:
-        first, *rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        first, *rows = map(parse_json, path.read_bytes().splitlines())
         if first["origin"] != origin:
             return None
-        return [Example(tokens=tuple(r["tokens"]), prompt_len=r["prompt_len"]) for r in rows]
-    except (ValueError, KeyError, TypeError) as error:
+        return [_text(row["tokens"], row["prompt_len"]) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error!r}); remove it and start again") from error
+
+
+def _text(tokens: list[int], prompt_len: int) -> Example:
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise ValueError("tokens that are no numbers from 0")
+    if type(prompt_len) is not int or not 1 <= prompt_len <= len(tokens):
+        raise ValueError(f"a prompt of {prompt_len!r:.80} of {len(tokens)} tokens")
+    return Example(tokens=tuple(tokens), prompt_len=prompt_len)
 
 
 def pack_texts(texts: Sequence[Example], budget: int) -> list[PackedSequences]:

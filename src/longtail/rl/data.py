@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
@@ -27,6 +27,9 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "final_answer", "target"
 
 ID_COLUMNS = ("prompt_id", "problem_id", "id", "uid")
 """Columns that name a row, where every row has another value."""
+
+_MAX_LISTED = 20
+"""Columns that an error lists."""
 
 Messages = list[dict[str, Any]]
 
@@ -46,12 +49,30 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The prompts of one source, in the source's order."""
+    """The prompts of one source, in the source's order.
+
+    Example: of 3 rows, the second of which was too long and the third without an answer:
+        PromptSet(source="math.jsonl", prompts=(p,), rows=(0,), num_dropped=1, num_ungradable=1)
+    """
 
     source: str
     prompts: tuple[Prompt, ...]
-    num_dropped: int
+    rows: tuple[int, ...]
+    """The row of each prompt in the source, counted from 0."""
+    answer_column: str | None = None
+    """Where the reference answers stood; None: nowhere."""
+    num_dropped: int = 0
     """Rows left out because they were longer than the limit."""
+    num_ungradable: int = 0
+    """Rows left out because no completion of theirs could be graded."""
+
+    def part(self, kept: Sequence[int]) -> "PromptSet":
+        """Return the prompts at some places, with the counts of what was left out before."""
+        return replace(
+            self,
+            prompts=tuple(self.prompts[place] for place in kept),
+            rows=tuple(self.rows[place] for place in kept),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +123,18 @@ def make_prompts(
             f"{', '.join(PROMPT_COLUMNS)} is expected; name yours in data.prompt_column"
         )
     ids = _ids(rows)
-    prompts = []
+    prompts, kept = [], []
     for index, row in enumerate(rows):
         where = f"data.source = {source!r}, row {index}"
         data = _data(row, asks, answers, where=where)
         text = _text(data["prompt"], encoder, where=where)
-        tokens = tuple(encoder.encode(text))
+        tokens = encode_at(where, encoder, text)
         if not tokens:
             raise DataError(f"{where}: the prompt is empty")
         if len(tokens) <= max_prompt_len:
             prompt_id = f"{source_label(source)}/{ids[index]}"
             prompts.append(Prompt(prompt_id=prompt_id, tokens=tokens, text=text, data=data))
+            kept.append(index)
         elif not drop_long:
             raise DataError(
                 f"{where}: the prompt has {len(tokens)} tokens, data.max_prompt_len is "
@@ -124,7 +146,21 @@ def make_prompts(
             f"data.source = {source!r}: all {len(rows)} prompts are longer than "
             f"data.max_prompt_len = {max_prompt_len}; raise it"
         )
-    return PromptSet(source=source, prompts=tuple(prompts), num_dropped=len(rows) - len(prompts))
+    return PromptSet(
+        source=source,
+        prompts=tuple(prompts),
+        rows=tuple(kept),
+        answer_column=answers,
+        num_dropped=len(rows) - len(prompts),
+    )
+
+
+def encode_at(where: str, encoder: Encoder, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text; `where` names its place in the error of one that has none."""
+    try:
+        return tuple(encoder.encode(text))
+    except ConfigError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def hold_out(prompts: PromptSet, size: int) -> HeldOut:
@@ -136,13 +172,11 @@ def hold_out(prompts: PromptSet, size: int) -> HeldOut:
             f"left to train on; lower it, or name another source in data.heldout"
         )
 
-    def part(share: tuple[Prompt, ...], num_dropped: int) -> PromptSet:
-        return PromptSet(source=prompts.source, prompts=share, num_dropped=num_dropped)
-
     cut = total - size
+    heldout = prompts.part(range(cut, total))
     return HeldOut(
-        train=part(prompts.prompts[:cut], prompts.num_dropped),
-        heldout=part(prompts.prompts[cut:], 0),
+        train=prompts.part(range(cut)),
+        heldout=replace(heldout, num_dropped=0, num_ungradable=0),  # counted with the others
     )
 
 
@@ -249,7 +283,11 @@ def _column(row: Row, named: str | None, usual: tuple[str, ...], *, field: str) 
 
 
 def _listed(row: Row) -> str:
-    return f"the columns {', '.join(row)}" if row else "no columns"
+    if not row:
+        return "no columns"
+    names = list(row)[:_MAX_LISTED]
+    more = f" and {len(row) - len(names)} more" if len(row) > len(names) else ""
+    return f"the columns {', '.join(names)}{more}"
 
 
 def _ids(rows: Sequence[Row]) -> list[str]:

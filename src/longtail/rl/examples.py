@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from longtail.errors import DataError
-from longtail.rl.data import Encoder, PromptSet, PromptSource, make_prompts
+from longtail.rl.data import Encoder, PromptSet, PromptSource, encode_at, make_prompts
 from longtail.rl.sources import Row
 from longtail.types import Prompt
 
@@ -59,9 +59,10 @@ def make_examples(
         max_prompt_len=sys.maxsize,  # the limit is on the whole example, below
         prompt_column=prompt_column if "messages" not in plain[0] else "prompt",
     )
-    kept = []
-    for prompt in prompts.prompts:
-        completion = (*encoder.encode(prompt.data["completion"]), eos_id)
+    kept, kept_rows = [], []
+    for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
+        where = f"data.source = {source!r}, row {index}"
+        completion = (*encode_at(where, encoder, prompt.data["completion"]), eos_id)
         length = len(prompt.tokens) + len(completion)
         if length <= max_len:
             kept.append(
@@ -72,9 +73,10 @@ def make_examples(
                     data={_TOKENS: completion},
                 )
             )
+            kept_rows.append(index)
         elif not drop_long:
             raise DataError(
-                f"{prompt.prompt_id}: prompt and completion have {length} tokens, data.max_len is "
+                f"{where}: prompt and completion have {length} tokens, data.max_len is "
                 f"{max_len}; raise it, or set data.drop_long = true to leave such rows out"
             )
     if not kept:
@@ -82,7 +84,12 @@ def make_examples(
             f"data.source = {source!r}: all {len(rows)} examples are longer than data.max_len = "
             f"{max_len}; raise it"
         )
-    return PromptSet(source=source, prompts=tuple(kept), num_dropped=len(rows) - len(kept))
+    return PromptSet(
+        source=source,
+        prompts=tuple(kept),
+        rows=tuple(kept_rows),
+        num_dropped=len(rows) - len(kept),
+    )
 
 
 def example_of(prompt: Prompt) -> Example:

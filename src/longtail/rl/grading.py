@@ -10,25 +10,25 @@ reward of 0. Rewards themselves belong to `longtail.rl.reward`.
 Results arrive one by one, so the clock of a task starts when the one before it has ended.
 """
 
-import json
-import os
 import pickle
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, final
 
-from longtail.errors import ConfigError, DataError, GradingError
-from longtail.rl.grader import LENGTH, frame
-from longtail.rl.reward import required_columns, reward_factory
+from longtail.errors import ConfigError, GradingError
+from longtail.rl.grader import CHECK, GRADE
+from longtail.rl.grader_process import (
+    GraderProcess,
+    ProtocolError,
+    ended_from_outside,
+    how_it_ended,
+)
+from longtail.rl.printed import Printed
+from longtail.rl.reward import reward_factory
 from longtail.types import Completion, GradingFailure, Prompt, Rollout
 
 MAX_BATCH = 64
@@ -37,13 +37,7 @@ MAX_BATCH = 64
 MAX_FAILED_STARTS = 3
 """Times that each grader may die in a row before it has begun to grade, until all is given up."""
 
-REAP_S = 10.0
-"""How long a killed process may take to disappear."""
-
-_CHILD = (
-    "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
-    "from longtail.rl.grader import serve; serve(start['reward'], start['timeout_s'])"
-)
+_NONSENSE = "was killed: something wrote on its channel that is no answer of a grader"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,169 +53,59 @@ class Graded:
 
 
 @final
-class _Worker:
-    """One grader process and the tasks it holds.
-
-    starting --ready--> idle <--batch / last result--> busy; from anywhere --kill--> gone.
-    Every operation on it is bounded: the socket does not block, and killing is SIGKILL.
-    """
-
-    def __init__(self, reward_name: str, *, timeout_s: float, start_timeout_s: float) -> None:
-        ours, theirs = socket.socketpair()
-        start = {
-            "reward": reward_name,
-            "timeout_s": timeout_s,
-            "path": [*sys.path, os.getcwd()],
-        }
-        with theirs:
-            # Not multiprocessing: its children import the parent's main module (torch, and
-            # whatever an unguarded script does). A session of its own keeps Ctrl-C from the
-            # grader and lets one signal end whatever it started.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, json.dumps(start)],
-                stdin=theirs.fileno(),
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        ours.setblocking(False)
-        self.socket = ours
-        self.ready = False
-        self.begun = False
-        self.closed = False
-        self.refusal: str | None = None
-        self.tasks: deque[int] = deque()
-        self.deadline = time.monotonic() + start_timeout_s
-        self._timeout_s = timeout_s
-        self._received = bytearray()
-        self._unsent = b""
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    @property
-    def idle(self) -> bool:
-        """Ready, alive and without a task."""
-        return self.ready and not self.closed and not self.tasks
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether part of the last batch waits for the socket to take it."""
-        return bool(self._unsent)
-
-    def give(self, batch: Sequence[tuple[int, bytes]]) -> None:
-        """Hand over tasks, to be begun within the time limit of one."""
-        self.begun = False
-        self.tasks.extend(number for number, _ in batch)
-        self.deadline = time.monotonic() + self._timeout_s
-        self._unsent = frame(pickle.dumps(batch))
-        self.send()
-
-    def send(self) -> None:
-        """Send as much as the socket takes."""
-        try:
-            self._unsent = self._unsent[self.socket.send(self._unsent) :]
-        except BlockingIOError:
-            return
-        except OSError:
-            self._unsent = b""  # it is gone: receiving reports that
-
-    def receive(self) -> Iterator[Any]:
-        """Yield the messages that have arrived; sets `closed` where the grader is gone."""
-        try:
-            while part := self.socket.recv(1 << 16):
-                self._received += part
-            self.closed = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.closed = True
-        while len(self._received) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                return
-            message = bytes(self._received[LENGTH.size : end])
-            del self._received[:end]
-            yield json.loads(message)
-
-    def begins(self) -> None:
-        """Note that the batch has arrived; the first task's clock starts now."""
-        self.begun = True
-        self.deadline = time.monotonic() + self._timeout_s
-
-    def finished(self, number: int) -> None:
-        """Note a result; the next task's clock starts now."""
-        expected = self.tasks.popleft()
-        assert number == expected, f"grader answered task {number}, expected {expected}"
-        self.deadline = time.monotonic() + self._timeout_s
-
-    def kill(self) -> str:
-        """End the process and all it started; say how it had ended."""
-        with suppress(ProcessLookupError, PermissionError):  # the group may be gone already
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self.socket.close()
-        try:
-            code = self._process.wait(timeout=REAP_S)
-        except subprocess.TimeoutExpired:
-            return f"does not end {REAP_S:g} s after SIGKILL"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with status {code}"
-
-
-@final
 class _Job:
-    """The tasks of one `grade` call: pending, or with an outcome, or held by a worker."""
+    """The tasks of one call: pending, or with an outcome, or held by a grader."""
 
-    def __init__(self, pairs: Sequence[tuple[Prompt, Completion]]) -> None:
-        self.pairs = pairs
+    def __init__(self, kind: str, payloads: Sequence[bytes | GradingError] = ()) -> None:
+        self.kind = kind
         self.pending: deque[int] = deque()
         self.outcomes: dict[int, float | str] = {}  # a reward, or what went wrong
-        self._payloads: dict[int, bytes] = {}
-        for number, (prompt, completion) in enumerate(pairs):
-            asked = prompt.data.get("prompt", prompt.text)
-            fields = (asked, completion.text, completion.tokens, dict(prompt.data))
-            try:
-                self._payloads[number] = pickle.dumps(fields)
+        self._payloads = payloads
+        for number, payload in enumerate(payloads):
+            if isinstance(payload, bytes):
                 self.pending.append(number)
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
-                self.outcomes[number] = f"the row of {prompt.prompt_id} cannot be sent: {error}"
+            else:
+                self.outcomes[number] = str(payload)
 
     @property
     def done(self) -> bool:
         """Whether every task has an outcome."""
-        return len(self.outcomes) == len(self.pairs)
+        return len(self.outcomes) == len(self._payloads)
 
-    def next_batch(self, num_workers: int) -> list[tuple[int, bytes]]:
-        """Take a share that shrinks towards the end, so that workers end together."""
-        share = min(max(len(self.pending) // (2 * num_workers), 1), MAX_BATCH)
+    def give_batch(self, grader: GraderProcess, num_graders: int) -> None:
+        """Give a share that shrinks towards the end, so that graders end together."""
+        share = min(max(len(self.pending) // (2 * num_graders), 1), MAX_BATCH)
         numbers = [self.pending.popleft() for _ in range(min(share, len(self.pending)))]
-        return [(number, self._payloads[number]) for number in numbers]
-
-    def result(self) -> Graded:
-        """Sort the outcomes; every task must have one."""
-        rollouts, failures = [], []
-        for number, (prompt, completion) in enumerate(self.pairs):
-            outcome = self.outcomes[number]
-            if isinstance(outcome, str):
-                failure = GradingFailure(prompt=prompt, completion=completion, error=outcome)
-                failures.append(failure)
-            else:
-                rollouts.append(Rollout(prompt=prompt, completion=completion, reward=outcome))
-        return Graded(rollouts=tuple(rollouts), failures=tuple(failures))
+        tasks = [(number, self._payloads[number]) for number in numbers]
+        grader.give(numbers, pickle.dumps((self.kind, tasks)))
 
 
-def check_columns(reward_name: str, prompts: Sequence[Prompt]) -> None:
-    """Raise `DataError` where the reward needs a key that some `Prompt.data` lacks."""
-    for needed in required_columns(reward_name):
-        for prompt in prompts:
-            if prompt.data.get(needed) is None:
-                raise DataError(
-                    f"reward.name = {reward_name!r} needs {needed!r}, which prompt "
-                    f"{prompt.prompt_id} lacks; it has {', '.join(prompt.data)}; name the column "
-                    f"with the reference in data.answer_column, or choose another reward"
-                )
+def _payload(asked: object, *, row: str) -> bytes | GradingError:
+    try:
+        return pickle.dumps(asked)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        return GradingError(f"the row of {row} cannot be sent: {error}")
+
+
+def _grading_payload(prompt: Prompt, completion: Completion) -> bytes | GradingError:
+    asked = prompt.data.get("prompt", prompt.text)
+    fields = (asked, completion.text, completion.tokens, dict(prompt.data))
+    return _payload(fields, row=prompt.prompt_id)
+
+
+def _sorted_out(
+    pairs: Sequence[tuple[Prompt, Completion]], outcomes: Mapping[int, float | str]
+) -> Graded:
+    """Sort completions by their outcomes; each must have one."""
+    rollouts, failures = [], []
+    for number, (prompt, completion) in enumerate(pairs):
+        outcome = outcomes[number]
+        if isinstance(outcome, str):
+            failure = GradingFailure(prompt=prompt, completion=completion, error=outcome)
+            failures.append(failure)
+        else:
+            rollouts.append(Rollout(prompt=prompt, completion=completion, reward=outcome))
+    return Graded(rollouts=tuple(rollouts), failures=tuple(failures))
 
 
 @final
@@ -244,11 +128,12 @@ class GraderPool:
         self._reward_name = reward_name
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
+        self._printed = Printed()
         self._selector = selectors.DefaultSelector()
         self._failed_starts = 0
-        self._was_ready = False
+        self._was_ready = self._closed = False
         self._num_workers = workers
-        self._workers: list[_Worker] = []
+        self._workers: list[GraderProcess] = []
         for _ in range(workers):
             self._start_worker()
 
@@ -270,17 +155,21 @@ class GraderPool:
 
     def close(self) -> None:
         """Kill every grader. Graders keep no state, so nothing is lost; closing twice is fine."""
-        while self._workers:
-            self._remove(self._workers[0])
-        self._selector.close()
+        if not self._closed:
+            self._closed = True
+            for worker in list(self._workers):
+                self._remove(worker)
+            self._selector.close()
+            self._printed.close()
 
     def wait_ready(self) -> None:
         """Wait until one grader has loaded the reward.
 
         Raises `ConfigError` where the reward cannot be loaded, naming why.
         """
+        nothing = _Job(GRADE)
         while not any(worker.ready for worker in self._workers):
-            self._turn(_Job(()))  # ends: each worker has a deadline, and is not restarted forever
+            self._turn(nothing)  # ends: each worker has a deadline, and is not restarted forever
 
     def grade(self, pairs: Sequence[tuple[Prompt, Completion]]) -> Graded:
         """Grade each completion within the time limit; return rewards and failures in order.
@@ -288,23 +177,36 @@ class GraderPool:
         Raises `ConfigError` where the reward cannot be loaded at all, and `GradingError` where
         graders stop starting in the middle of a run.
         """
-        job = _Job(pairs)
+        self._printed.renew()
+        job = _Job(GRADE, [_grading_payload(*pair) for pair in pairs])
+        self._work(job)
+        return _sorted_out(pairs, job.outcomes)
+
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+        """Return, by place, why some rows cannot be graded, whatever the completion.
+
+        A row holds what `required_columns` names. Raises as `grade` does.
+        """
+        job = _Job(CHECK, [_payload(dict(row), row=str(i)) for i, row in enumerate(rows)])
+        self._work(job)
+        return {i: why for i, why in sorted(job.outcomes.items()) if isinstance(why, str)}
+
+    def _work(self, job: _Job) -> None:
         self._turn(job, max_wait_s=0.0)  # hear who is ready, bury who died since the last call
         try:
             while not job.done:
                 for worker in self._workers:
                     if worker.idle and job.pending:
-                        worker.give(job.next_batch(len(self._workers)))
+                        job.give_batch(worker, len(self._workers))
                 self._turn(job)
         finally:  # interrupted: what busy graders will say belongs to no later call
             for worker in [worker for worker in self._workers if worker.tasks]:
                 self._remove(worker)
                 self._start_worker()
-        return job.result()
 
     def _turn(self, job: _Job, *, max_wait_s: float = float("inf")) -> None:
         """Wait for something to happen, and see to it: results, deaths, missed deadlines."""
-        assert self._workers, "the pool is closed"
+        assert not self._closed, "the pool is closed"
         for worker in self._workers:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.has_unsent else 0)
             if self._selector.get_key(worker.socket).events != events:
@@ -325,55 +227,67 @@ class GraderPool:
                 limit_s = self._timeout_s if worker.ready else self._start_timeout_s
                 self._replace(worker, job, reason=f"gave no result in {limit_s:g} s and was killed")
 
-    def _listen(self, worker: _Worker, job: _Job) -> None:
-        for message in worker.receive():
-            match message:
-                case {"ready": True}:
-                    worker.ready = self._was_ready = True
-                case {"begun": True}:
-                    worker.begins()
-                    self._failed_starts = 0
-                case {"refused": str(why)}:
-                    worker.refusal = why
-                case [int(number), float(reward), None]:
-                    worker.finished(number)
-                    job.outcomes[number] = reward
-                case [int(number), None, str(error)]:
-                    worker.finished(number)
-                    job.outcomes[number] = error
-                case _:
-                    raise AssertionError(f"grader said {message!r:.200}")
+    def _listen(self, worker: GraderProcess, job: _Job) -> None:
+        try:
+            for number, outcome in worker.receive():
+                job.outcomes[number] = outcome
+        except ProtocolError:
+            self._replace(worker, job, reason=_NONSENSE)
+        self._was_ready |= worker.ready
+        if worker.begun:
+            self._failed_starts = 0
 
-    def _replace(self, worker: _Worker, job: _Job, *, reason: str | None) -> None:
-        """Bury a worker: the task it was at fails, its others are pending again."""
+    def _replace(self, worker: GraderProcess, job: _Job, *, reason: str | None) -> None:
+        """Bury a grader: the task it was at fails, its others are pending again."""
         tasks = worker.tasks
-        ended = self._remove(worker)
+        code = self._remove(worker)
         if tasks and worker.begun:
-            job.outcomes[tasks.popleft()] = f"the grader {reason or f'{ended} while grading'}"
+            why = reason or f"{how_it_ended(code)} while grading"
+            job.outcomes[tasks.popleft()] = f"the grader {why}"
         elif tasks or not worker.ready:  # it served nobody
             at = "before it had begun to grade" if tasks else "before it had loaded the reward"
-            self._count_failed_start(
-                worker.refusal
-                or f"reward.name = {self._reward_name!r}: the grader {reason or ended} {at}"
-            )
+            self._failed_starts += 1
+            if reason is None and ended_from_outside(code):
+                self._check_killed_starts(f"{how_it_ended(code)} {at}")
+            else:
+                self._check_failed_starts(
+                    worker.refusal
+                    or f"reward.name = {self._reward_name!r}: the grader "
+                    f"{reason or how_it_ended(code)} {at}"
+                )
         job.pending.extendleft(reversed(tasks))
         self._start_worker()
 
-    def _count_failed_start(self, why: str) -> None:
-        self._failed_starts += 1
+    @property
+    def _too_many_failed(self) -> bool:
+        return self._failed_starts >= MAX_FAILED_STARTS * self._num_workers
+
+    def _check_failed_starts(self, why: str) -> None:
         if not self._was_ready:
             raise ConfigError(why)
-        if self._failed_starts >= MAX_FAILED_STARTS * self._num_workers:
+        if self._too_many_failed:
             raise GradingError(f"{why} (the last of {self._failed_starts} that did not start)")
 
+    def _check_killed_starts(self, how: str) -> None:
+        """A grader that others killed is started again, a few times; the reward is not to blame."""
+        if self._too_many_failed:
+            raise GradingError(
+                f"reward.workers = {self._num_workers}: {self._failed_starts} graders in a row "
+                "did not start, and the last one "
+                f"{how}, most likely for lack of memory: free some, or lower reward.workers"
+            )
+
     def _start_worker(self) -> None:
-        worker = _Worker(
-            self._reward_name, timeout_s=self._timeout_s, start_timeout_s=self._start_timeout_s
+        worker = GraderProcess(
+            self._reward_name,
+            timeout_s=self._timeout_s,
+            start_timeout_s=self._start_timeout_s,
+            output=self._printed.writer,
         )
         self._workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, worker)
 
-    def _remove(self, worker: _Worker) -> str:
+    def _remove(self, worker: GraderProcess) -> int | None:
         self._workers.remove(worker)
         self._selector.unregister(worker.socket)
         return worker.kill()

@@ -9,6 +9,7 @@ import abc
 import difflib
 import importlib
 import logging
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -42,6 +43,13 @@ class Reward(abc.ABC):
     @abc.abstractmethod
     def grade(self, task: GradingTask) -> float:
         """Return a finite number; raise `GradingError` (or anything) where there is none."""
+
+    @abc.abstractmethod
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Raise `GradingError` (or anything) where no completion of this row can be graded.
+
+        `data` holds at least the columns that `required_columns` names.
+        """
 
 
 def last_boxed(text: str) -> str | None:
@@ -104,16 +112,22 @@ def checked_number(value: object, *, source: str) -> float:
     return number
 
 
-def _reference(task: GradingTask, reward_name: str) -> str:
+def _reference(data: Mapping[str, Any], reward_name: str) -> str:
     """Return the reference answer as text."""
-    answer = task.data.get("answer")
+    answer = data.get("answer")
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
-    if isinstance(answer, (str, int, float)) and str(answer).strip():
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise _no_reference(reward_name, answer)
+    if isinstance(answer, (str, int, float)) and final_answer(str(answer)):
         return str(answer)
-    raise GradingError(
+    raise _no_reference(reward_name, answer)
+
+
+def _no_reference(reward_name: str, answer: object) -> GradingError:
+    return GradingError(
         f"reward {reward_name!r}: the reference answer of this row is {answer!r:.80}, expected "
-        f"text or a number; name the right column in data.answer_column"
+        "text or a finite number"
     )
 
 
@@ -123,7 +137,11 @@ class ExactReward(Reward):
 
     def grade(self, task: GradingTask) -> float:
         """Compare final answers as text."""
-        return float(final_answer(task.text) == final_answer(_reference(task, "exact")))
+        return float(final_answer(task.text) == final_answer(_reference(task.data, "exact")))
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Refuse a row without an answer."""
+        _reference(data, "exact")
 
 
 @final
@@ -149,15 +167,23 @@ class MathVerifyReward(Reward):
 
     def grade(self, task: GradingTask) -> float:
         """Compare the two as mathematics, in any notation."""
-        reference = _reference(task, "math_verify")
-        gold = self._gold(reference)
-        if not gold:
+        gold = self._gold(task.data)
+        return float(self._equal(gold, self._extract(task.text.rpartition("</think>")[2])))
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Refuse a row without an answer, or with one that is no mathematics."""
+        self._gold(data)
+
+    def _gold(self, data: Mapping[str, Any]) -> list[Any]:
+        reference = _reference(data, "math_verify")
+        gold = self._read(reference)
+        if not gold or reference.strip().lower() == "nan":  # math-verify reads a times n times n
             raise GradingError(
                 f"reward 'math_verify' cannot parse the reference answer {reference!r:.80}"
             )
-        return float(self._equal(gold, self._extract(task.text.rpartition("</think>")[2])))
+        return gold
 
-    def _gold(self, reference: str) -> list[Any]:
+    def _read(self, reference: str) -> list[Any]:
         if "$" not in reference and r"\boxed" not in reference:  # bare: LaTeX needs its fence
             gold = self._extract(rf"\boxed{{{final_answer(reference)}}}")
             if gold:
@@ -187,12 +213,19 @@ class ReasoningGymReward(Reward):
     def grade(self, task: GradingTask) -> float:
         """Ask the task's own scorer about the tagged answer."""
         name = task.data["reasoning_gym_task"]
-        if name not in self._scorers:
-            self._scorers[name] = self._make_scorer(name)
         # NOTE: not `final_answer`: answers may be drawings made of #, as in sokoban
         answer = tagged_answer(task.text)
-        score = self._scorers[name](answer=answer, entry=task.data["reasoning_gym_entry"])
+        score = self._scorer(name)(answer=answer, entry=task.data["reasoning_gym_entry"])
         return checked_number(score, source=f"reasoning_gym scorer {name!r}")
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Refuse a row of a task that has no scorer."""
+        self._scorer(data["reasoning_gym_task"])
+
+    def _scorer(self, name: str) -> Callable[..., float]:
+        if name not in self._scorers:
+            self._scorers[name] = self._make_scorer(name)
+        return self._scorers[name]
 
 
 @final
@@ -202,12 +235,21 @@ class TinyReasonerReward(Reward):
     def __init__(self) -> None:
         from longtail.tiny.task import grade
 
-        self._grade: Callable[[dict[str, Any], str], float] = grade
+        self._grade: Callable[[Mapping[str, Any], str], float] = grade
 
     def grade(self, task: GradingTask) -> float:
         """Ask the task's own grader."""
-        score = self._grade(dict(task.data), task.text)
+        score = self._grade(task.data, task.text)
         return checked_number(score, source="reward 'tiny-reasoner'")
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Refuse a row whose answer is not a number in digits: no text would ever match it."""
+        answer = data["answer"]
+        if not isinstance(answer, str) or re.fullmatch(r"\d+", answer) is None:
+            raise GradingError(
+                f"reward 'tiny-reasoner': the reference answer of this row is {answer!r:.80}, "
+                "expected digits as text"
+            )
 
 
 @final
@@ -246,6 +288,9 @@ class FunctionReward(Reward):
         if len(rewards) != 1:
             raise GradingError(f"{source} returned {len(rewards)} rewards for 1 completion")
         return checked_number(next(iter(rewards)), source=source)
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Take every row: only the function knows what it needs."""
 
 
 _NAMED: dict[str, Callable[[], Reward]] = {

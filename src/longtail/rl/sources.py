@@ -12,17 +12,24 @@ Owns the forms of `data.source` and reading them into plain rows. What the colum
 
 import difflib
 import importlib
-import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from longtail.errors import ConfigError, DataError
+from longtail.errors import ConfigError, DataError, JsonError
+from longtail.strict_json import MAX_DEPTH, parse_json
 
 Row = Mapping[str, Any]
 
 GENERATED = ("tiny-reasoner", "tiny-reasoner:heldout")
 """Sources that need neither a file nor a package."""
+
+
+_JSONS = (".json", ".jsonl")
+_TEXTS = (*_JSONS, ".csv")
+_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+"""A JSON string, whole, or a bracket outside of strings."""
 
 
 def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") -> list[Row]:
@@ -80,21 +87,13 @@ def _existing_file(source: str, *, where: str) -> Path:
 
 def _jsonl(path: Path, *, where: str) -> list[Row]:
     rows: list[Row] = []
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"{where}: {path} cannot be read ({error.strerror})") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in _lines(path, where=where):
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8-sig"))
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path}:{number}: not valid JSON ({error.msg} at column {error.colno})"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: not UTF-8 ({error.reason})") from error
+            row = parse_json(line, allow_nan=True)  # what a NaN means is the column's business
+        except JsonError as error:
+            raise DataError(f"{path}:{number}: {error}") from error
         if not isinstance(row, dict):
             raise DataError(
                 f"{path}:{number}: expected an object with columns, found {type(row).__name__}"
@@ -103,12 +102,54 @@ def _jsonl(path: Path, *, where: str) -> list[Row]:
     return rows
 
 
+def _lines(path: Path, *, where: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file, counted from 1, without their ends."""
+    try:
+        with path.open("rb") as file:
+            yield from enumerate((line.rstrip(b"\n") for line in file), start=1)
+    except OSError as error:
+        raise DataError(f"{where}: {path} cannot be read ({error.strerror})") from error
+
+
 def _parquet(path: Path, *, where: str) -> list[Row]:
     parquet = _import_extra("pyarrow.parquet", extra="data", where=where)
+    rows: list[Row] = []
     try:
-        return parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:  # Arrow's own errors derive from these
-        raise DataError(f"{where}: {path} is not readable parquet ({error})") from error
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise DataError(f"{where}: {path} has several columns of one name: {names!r:.200}")
+            for batch in file.iter_batches():
+                rows += _plain(batch, first=len(rows), path=path)
+    except DataError:
+        raise
+    except Exception as error:  # Arrow's own errors derive from every kind
+        raise DataError(f"{where}: {path} is not readable parquet ({_reason(error)})") from error
+    return rows
+
+
+def _plain(batch: Any, *, first: int, path: Path) -> list[Row]:
+    """Return the rows of an Arrow batch; `first` is the number of its first one."""
+    try:
+        return batch.to_pylist()
+    except Exception:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            for number in range(len(column)):
+                try:
+                    column[number].as_py()
+                except Exception as error:
+                    raise DataError(
+                        f"{path}, row {first + number}, column {name!r}: its value cannot be read "
+                        f"({_reason(error)})"
+                    ) from error
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    """Say in one line what an error of a library goes back to."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _name_and_split(rest: str) -> tuple[str, str]:
@@ -127,6 +168,7 @@ def _hf(rest: str, *, where: str) -> list[Row]:
         if (directory / "dataset_dict.json").is_file() or (directory / "state.json").is_file():
             return _saved_to_disk(datasets.load_from_disk(str(directory)), split, where=where)
         if directory.is_dir():
+            _check_texts(directory, where=where)
             return datasets.load_dataset(str(directory), split=split).to_list()
         owner_and_name, config = name, None
         if name.startswith((".", "/", "~")) or name.count("/") > 2:
@@ -136,8 +178,30 @@ def _hf(rest: str, *, where: str) -> list[Row]:
         return datasets.load_dataset(owner_and_name, config, split=split).to_list()
     except DataError:
         raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{where}: the dataset cannot be loaded ({error})") from error
+    except Exception as error:  # its readers raise whatever a file makes them
+        raise DataError(f"{where}: the dataset cannot be loaded ({_reason(error)})") from error
+
+
+def _check_texts(directory: Path, *, where: str) -> None:
+    """Refuse what the readers of `datasets` report without a place, or die of: deep nesting."""
+    for path in sorted(directory.rglob("*")):
+        if path.suffix not in _TEXTS or not path.is_file():
+            continue
+        depth = 0
+        for number, line in _lines(path, where=where):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start})"
+                ) from error
+            for bracket in _BRACKET.findall(line) if path.suffix in _JSONS else ():
+                depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(bracket, 0)
+                if depth > MAX_DEPTH:
+                    raise DataError(
+                        f"{path}:{number}: lists or objects are nested more than {MAX_DEPTH} deep: "
+                        "flatten them"
+                    )
 
 
 def _saved_to_disk(saved: Any, split: str, *, where: str) -> list[Row]:

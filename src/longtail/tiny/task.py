@@ -13,7 +13,7 @@ has a real choice to improve.
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, pairwise
@@ -147,7 +147,7 @@ def problems(size: int, seed: int, split: Split) -> list[dict[str, Any]]:
     return rows
 
 
-def grade(problem: dict[str, Any], text: str) -> float:
+def grade(problem: Mapping[str, Any], text: str) -> float:
     """Return 1.0 if the last number after the thinking is the answer, else 0.0."""
     _, closed, answer = text.rpartition("</think>")
     numbers = re.findall(r"\d+", answer)

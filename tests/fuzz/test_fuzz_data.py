@@ -1,0 +1,200 @@
+"""Whatever a data file holds: examples, or the documented error with the file's name."""
+
+import io
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from longtail.drafter.texts import read_texts, save_texts
+from longtail.errors import ConfigError, DataError
+from longtail.rl.data import Encoder, PromptSource, fingerprint, make_prompts
+from longtail.rl.examples import Example, example_of, make_examples
+from longtail.rl.references import gradable
+from longtail.rl.reward import ExactReward
+from longtail.rl.sources import Row, load_rows
+from longtail.strict_json import find_surrogate
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+COLUMNS = st.sampled_from(
+    ["prompt", "question", "answer", "completion", "messages", "text", "id", "reward_model", "x"]
+)
+TEXTS = st.one_of(st.text(max_size=20), st.just("\ud83d"), st.just("####"), st.just("\\boxed{}"))
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    TEXTS,
+    st.sampled_from([10**300, 10**4000, -1e308]),
+)
+MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from(["role", "content", "x"]), TEXTS, max_size=3), max_size=3
+)
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+ROWS = st.lists(st.dictionaries(COLUMNS, st.one_of(TEXTS, MESSAGES, VALUES)), max_size=4)
+DEEP = st.integers(1, 20_000).map(lambda depth: b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}")
+EXTREME = st.one_of(
+    DEEP,
+    st.integers(1, 6_000).map(lambda digits: b'{"prompt": "a", "answer": ' + b"9" * digits + b"}"),
+    st.sampled_from([b"\xff", b"\xef\xbb\xbf{}", b"\0", b'{"prompt": "\xed\xa0\xbd"}', b"[]", b""]),
+)
+CUTS = st.tuples(st.integers(0, 1 << 16), st.integers(0, 8), st.binary(max_size=8))
+"""Where bytes are cut out of a file, how many, and what takes their place."""
+
+
+def mutated(data: bytes, cuts: Sequence[tuple[int, int, bytes]]) -> bytes:
+    for place, length, instead in cuts:
+        start = place % (len(data) + 1)
+        data = data[:start] + instead + data[start + length :]
+    return data
+
+
+def encode(text: str) -> list[int]:
+    """Stand in for a tokenizer: the door at which lone surrogates are refused is the same."""
+    if find_surrogate(text) is not None:
+        raise DataError("a text holds half of a surrogate pair")
+    return list(text.encode())
+
+
+def render(messages: list[dict[str, Any]]) -> str:
+    return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+def exact(rows: Sequence[Row]) -> dict[int, str]:
+    """Check rows as graders do, in this process."""
+    reasons = {}
+    for number, row in enumerate(rows):
+        try:
+            ExactReward().check(row)
+        except Exception as error:
+            reasons[number] = str(error)
+    return reasons
+
+
+def use(rows: list[Row], source: str) -> None:
+    """Take rows through all that reads them; DataError is an answer, too."""
+    for encoder in (Encoder(encode=encode, render=None), Encoder(encode=encode, render=render)):
+        told(partial(train_on, rows, source, encoder), "data.")
+        told(partial(imitate, rows, source, encoder), "data.")
+
+
+def train_on(rows: list[Row], source: str, encoder: Encoder) -> None:
+    prompts = make_prompts(rows, source=source, encoder=encoder, max_prompt_len=64, drop_long=True)
+    assert len(prompts.prompts) == len(prompts.rows) == len(rows) - prompts.num_dropped
+    assert PromptSource(prompts, seed=0).take(1)[0].prompt in prompts.prompts
+    fingerprint(prompts.prompts)
+    for prompt in gradable(prompts, "exact", exact, drop=True).prompts:
+        answer = prompt.data["answer"]
+        assert not isinstance(answer, float) or math.isfinite(answer)
+
+
+def imitate(rows: list[Row], source: str, encoder: Encoder) -> None:
+    examples = make_examples(rows, source=source, encoder=encoder, eos_id=0, max_len=64)
+    for prompt in examples.prompts:
+        assert 0 < example_of(prompt).prompt_len < len(example_of(prompt).tokens)
+
+
+def told(read: Callable[[], object], *names: str) -> None:
+    """Read; an error must be one line that names one of `names` and can be printed."""
+    said = None
+    try:
+        read()
+    except ConfigError as error:
+        said = str(error)
+    if said is not None:
+        assert any(name in said for name in names)
+        assert "\n" not in said
+        assert find_surrogate(said) is None
+
+
+def read_file(name: str, data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / name
+        path.write_bytes(data)
+        told(lambda: use(load_rows(str(path), 4, 0), str(path)), name, "data.")
+
+
+@given(ROWS, st.lists(CUTS, max_size=2))
+def test_rows_as_json_lines_are_examples_or_one_sentence(
+    rows: list[dict[str, Any]], cuts: list[tuple[int, int, bytes]]
+) -> None:
+    lines = [json.dumps(row, ensure_ascii=True).encode() for row in rows]
+    read_file("rows.jsonl", mutated(b"\n".join(lines), cuts))
+
+
+@given(st.lists(EXTREME, max_size=3), st.binary(max_size=50), st.lists(CUTS, max_size=2))
+def test_extreme_lines_are_examples_or_one_sentence(
+    lines: list[bytes], tail: bytes, cuts: list[tuple[int, int, bytes]]
+) -> None:
+    read_file("rows.jsonl", mutated(b"\n".join([*lines, tail]), cuts))
+
+
+def parquet_of(rows: list[dict[str, Any]]) -> bytes:
+    """Write columns of one type each, as parquet wants them; others as text."""
+    columns: dict[str, list[Any]] = {name: [] for row in rows for name in row}
+    for row in rows:
+        for name, values in columns.items():
+            values.append(row.get(name))
+    table = {}
+    for name, values in columns.items():
+        try:
+            table[name] = pa.array(values)
+        except (pa.lib.ArrowException, OverflowError, UnicodeEncodeError):
+            table[name] = pa.array([ascii(value)[:50] for value in values])
+    file = io.BytesIO()
+    pq.write_table(pa.table(table or {"x": pa.array([1])}), file)
+    return file.getvalue()
+
+
+@given(ROWS, st.lists(CUTS, max_size=2))
+def test_rows_as_parquet_are_examples_or_one_sentence(
+    rows: list[dict[str, Any]], cuts: list[tuple[int, int, bytes]]
+) -> None:
+    try:
+        data = parquet_of(rows)
+    except (pa.lib.ArrowException, UnicodeEncodeError):  # no parquet holds these rows
+        data = b"PAR1"
+    read_file("rows.parquet", mutated(data, cuts))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_as_parquet_are_one_sentence(data: bytes) -> None:
+    read_file("rows.parquet", b"PAR1" + data + b"PAR1")
+
+
+@given(
+    st.lists(st.integers(0, 1 << 20), min_size=1, max_size=5),
+    st.lists(CUTS, max_size=2),
+    st.one_of(st.none(), EXTREME),
+)
+def test_kept_texts_are_read_whole_or_refused(
+    tokens: list[int], cuts: list[tuple[int, int, bytes]], more: bytes | None
+) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "texts.jsonl"
+        save_texts(path, [Example(tokens=tuple(tokens), prompt_len=1)], "origin")
+        data = mutated(path.read_bytes(), cuts)
+        path.write_bytes(data if more is None else data + more)
+
+        def read() -> None:
+            for text in read_texts(path, "origin") or []:
+                assert 1 <= text.prompt_len <= len(text.tokens)
+                assert all(type(token) is int and token >= 0 for token in text.tokens)
+
+        told(read, "texts.jsonl")
