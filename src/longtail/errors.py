@@ -4,6 +4,7 @@
     +-- ConfigError             (ValueError)       the user can fix it: names field, value, remedy
     |   +-- UnsupportedModelError                  the architecture is not one of ours
     |   +-- DataError                              a prompt source, column or tokenizer is unusable
+    +-- JsonError               (ValueError)       a text from outside is not strict JSON
     +-- RequestError            (ValueError)       one request cannot be served by this engine
     +-- NonFiniteError          (ArithmeticError)  NaN or infinity in weights, loss or logits
     +-- CheckpointError         (OSError)          a checkpoint cannot be written or read
@@ -32,6 +33,10 @@ class UnsupportedModelError(ConfigError):
 
 class DataError(ConfigError):
     """A prompt source, a column or a tokenizer cannot be used."""
+
+
+class JsonError(LongtailError, ValueError):
+    """A text from outside is not the strict JSON that is read; the message does not name it."""
 
 
 class RequestError(LongtailError, ValueError):

@@ -9,7 +9,7 @@ import pytest
 from house.tree import PACKAGE, SOURCES, imported, module_name, own_imports
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("records", ("", "types", "errors", "machine")),
+    ("records", ("", "types", "errors", "strict_json", "machine")),
     (
         "maths",
         (
@@ -70,7 +70,7 @@ DOORS = {
 
 TORCH_FREE = (
     *("", "cli", "cli_parsers", "config", "drafter_config", "sft_config", "configfile"),
-    *("errors", "machine", "doctor"),
+    *("errors", "strict_json", "machine", "doctor"),
     *("serve.setting", "serve.command"),
 )
 

@@ -20,6 +20,15 @@ def test_encoding_adds_nothing_and_reads_special_tokens() -> None:
     assert tokenizer.encode("<user>10<eos>") == (3, *digits, 1)
 
 
+def test_half_a_surrogate_pair_is_refused_at_the_door() -> None:
+    """JSON and the command line let one through; the Rust library raises a TypeError for it."""
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(DataError, match=r"'\\ud83d', half of a surrogate pair, as character 1"):
+        tokenizer.encode("a\ud83d")
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        tokenizer.chat([{"role": "user", "content": "\ude00"}])
+
+
 def test_decoding_leaves_special_tokens_out_and_spaces_in() -> None:
     tokenizer = tiny_tokenizer()
     text = "a , b .\n\tc 's"

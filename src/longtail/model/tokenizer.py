@@ -12,6 +12,7 @@ from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
 from longtail.model.transformer import ModelConfig
+from longtail.strict_json import find_surrogate
 
 _FILES = (
     "tokenizer.json",
@@ -70,7 +71,13 @@ class Tokenizer:
         return template if template is None or isinstance(template, str) else json.dumps(template)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, none added."""
+        """Return the tokens of a text, none added. Raises DataError for a lone surrogate."""
+        index = find_surrogate(text)
+        if index is not None:
+            raise DataError(
+                f"a text holds {text[index]!a}, half of a surrogate pair, as character {index}: "
+                "give the whole character"
+            )
         return tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
