@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from longtail.engine.engine import RolloutEngine
-from longtail.serve.server import running
+from longtail.serve.server import front, running
 from serving import (
     LIMITS,
     NAME,
@@ -26,6 +26,7 @@ from serving import (
     make_engine,
     make_served,
 )
+from tiny_models import byte_level_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -187,6 +188,24 @@ def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(client: httpx.C
     found = client.post(CHAT, json=body).json()
     reason, written = found["choices"][0]["finish_reason"], found["usage"]["completion_tokens"]
     assert reason == "stop" or written == LIMITS.max_len - found["usage"]["prompt_tokens"]
+
+
+def test_a_prompt_is_refused_by_its_length_before_it_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("tokenized")
+
+    limits = dataclasses.replace(LIMITS, max_body=2**22)
+    tokenizer = byte_level_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "encode", never)
+    served = front(lambda: make_engine(limits=limits), tokenizer, limits, name=NAME)
+    with live(served) as client:
+        answer = client.post(TEXT, json=prompt("a" * 2**20))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert "prompt has at least 209716 tokens" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from longtail.errors import CheckpointError, DataError
 from longtail.rl.examples import Example
 from longtail.rl.packing import pack
 from longtail.sampling import noise_key
+from longtail.strict_json import parse_json
 from longtail.types import Completion, PackedSequences, Request, SamplingParams
 
 
@@ -64,7 +65,7 @@ def read_texts(path: Path, origin: str) -> list[Example] | None:
     if not path.is_file():
         return None
     try:
-        first, *rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        first, *rows = (parse_json(line) for line in path.read_bytes().splitlines())
         if first["origin"] != origin:
             return None
         return [Example(tokens=tuple(r["tokens"]), prompt_len=r["prompt_len"]) for r in rows]

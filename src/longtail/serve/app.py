@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
@@ -40,6 +40,7 @@ _log = logging.getLogger("longtail")
 _DEFAULT_TOKENS = 16
 """Of /v1/completions, as OpenAI has it; a chat goes on as long as it may."""
 _SEED_HEADER = "X-Longtail-Seed"
+Result = TypeVar("Result")
 _GONE = "the client went away"
 
 
@@ -177,7 +178,7 @@ class Desk:
         self.check_model(call.model)
         self._check_choices(len(call.prompt) * (call.n or 1))
         prompts = [
-            await self._encoded(self._tokenizer.encode, each)
+            await self._aside(self._encode, each, "prompt")
             if isinstance(each, str)
             else tuple(each)
             for each in call.prompt
@@ -193,16 +194,21 @@ class Desk:
         self.check_model(call.model)
         self._check_choices(call.n or 1)
         messages = [{"role": each.role, "content": each.content} for each in call.messages]
-        prompt = await self._encoded(self._tokenizer.chat, messages)
+        text = await self._aside(self._tokenizer.render, messages)
+        prompt = await self._aside(self._encode, text, "messages")
         self._check_prompt(prompt, "messages")
         room = min(self._limits.max_len - len(prompt), self._limits.max_tokens)
         max_tokens = call.max_completion_tokens or call.max_tokens or room
         return await self._answer(call, ChatForm(), [prompt], max_tokens, request)
 
-    async def _encoded(
-        self, encode: Callable[[Any], tuple[int, ...]], text: object
-    ) -> tuple[int, ...]:
-        return await asyncio.get_running_loop().run_in_executor(self._scribe, encode, text)
+    async def _aside(self, work: Callable[..., Result], *arguments: object) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._scribe, work, *arguments)
+
+    def _encode(self, text: str, param: str) -> tuple[int, ...]:
+        least = self._tokenizer.least_tokens(text)
+        if least >= self._limits.max_len:  # known at once; to tokenize it would take minutes
+            raise self._too_long(f"at least {least}", param)
+        return self._tokenizer.encode(text)
 
     def _check_choices(self, asked: int) -> None:
         if asked > self._limits.max_choices:
@@ -223,13 +229,16 @@ class Desk:
                 param=param,
             )
         if len(tokens) >= self._limits.max_len:
-            raise Refusal(
-                400,
-                f"{param} has {len(tokens)} tokens; with a completion this server has room for "
-                f"{self._limits.max_len}",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise self._too_long(str(len(tokens)), param)
+
+    def _too_long(self, num_tokens: str, param: str) -> Refusal:
+        return Refusal(
+            400,
+            f"{param} has {num_tokens} tokens; with a completion this server has room for "
+            f"{self._limits.max_len}",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def _check_tokens(self, longest: int, max_tokens: int) -> None:
         room = min(self._limits.max_len - longest, self._limits.max_tokens)
