@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -58,6 +58,19 @@ class FailingEngine(RolloutEngine):
         return super().step()
 
 
+class PoisonedEngine(RolloutEngine):
+    """Breaks whenever it writes behind a prompt that begins with its poison."""
+
+    poison = 66
+
+    def step(self) -> StepReport:
+        report = super().step()
+        for name, tokens, _ in self.unfinished():
+            if name in self.running() and tokens[0] == self.poison:
+                raise RuntimeError("a part of the machine is gone")
+        return report
+
+
 class SlowlyCountedEngine(RolloutEngine):
     """Takes its time to count its KV."""
 
@@ -82,14 +95,23 @@ def make_engine(
     )
 
 
-def make_service(engine: RolloutEngine, limits: Limits = LIMITS) -> Service:
-    return Service(engine, the_tokenizer().decode, limits, ServeMetrics())
+def make_service(
+    engine: RolloutEngine, limits: Limits = LIMITS, *, then: Sequence[RolloutEngine] = ()
+) -> Service:
+    """Put a service in front of an engine, and of others `then`, should it fail."""
+    engines = iter((engine, *then))
+    return Service(lambda: next(engines), the_tokenizer().decode, limits, ServeMetrics())
 
 
 def make_served(
-    engine: RolloutEngine, limits: Limits = LIMITS, api_key: str | None = None
+    engine: RolloutEngine,
+    limits: Limits = LIMITS,
+    api_key: str | None = None,
+    *,
+    then: Sequence[RolloutEngine] = (),
 ) -> Served:
-    return front(engine, the_tokenizer(), limits, name=NAME, api_key=api_key)
+    engines = iter((engine, *then))
+    return front(lambda: next(engines), the_tokenizer(), limits, name=NAME, api_key=api_key)
 
 
 @contextmanager

@@ -63,6 +63,26 @@ def tiny_model(
     return model.to(dtype)
 
 
+def byte_level_backend() -> Backend:
+    """Every byte is a letter; the longest token is 'abab', and <eos> is added."""
+    merges = [("a", "b"), ("ab", "ab"), ("\u0120", "\u0120")]  # the last is two blanks
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    backend = Backend(models.BPE({word: index for index, word in enumerate(words)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return backend
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """A tokenizer around `byte_level_backend`, without a chat template."""
+    from transformers import PreTrainedTokenizerFast  # here, because it takes seconds
+
+    backend = byte_level_backend()
+    inner = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    return Tokenizer(inner, (backend.token_to_id("<eos>"),))
+
+
 def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     """A token for each printable ASCII character, after <pad> <eos> <unk> <user> <assistant>."""
     from transformers import PreTrainedTokenizerFast  # here, because it takes seconds

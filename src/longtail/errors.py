@@ -11,6 +11,7 @@
     +-- GradingError            (RuntimeError)     a grader failed; the completion has no reward
     +-- TeamError               (ConnectionError)  a member of the learner's team is gone or late
     +-- ClusterError            (RuntimeError)     workers cannot do what the step wants
+    +-- CompletionError         (RuntimeError)     one completion failed; its service goes on
     +-- OverloadedError         (RuntimeError)     too many completions wait; ask again later
     +-- UnavailableError        (RuntimeError)     the engine behind a service failed or stops
 
@@ -61,6 +62,10 @@ class TeamError(LongtailError, ConnectionError):
 
 class ClusterError(LongtailError, RuntimeError):
     """Workers are lost, late, or in no state for what is asked of them. The message names them."""
+
+
+class CompletionError(LongtailError, RuntimeError):
+    """One completion could not be written. The engine and all other completions go on."""
 
 
 class OverloadedError(LongtailError, RuntimeError):

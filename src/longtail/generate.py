@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from longtail.device import set_threads
-from longtail.drafters import Target
 from longtail.engine.acceptance import Acceptance, AcceptLength
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
@@ -37,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     set_threads(args.threads)
     path = locate_model(args.model)
     tokenizer = hf.load_tokenizer(path)
-    tokens = _prompt_tokens(tokenizer, args)
+    positions = hf.load_config(path).max_positions
+    tokens = _prompt_tokens(tokenizer, args, positions)
     sampling = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -47,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
         stop_token_ids=tokenizer.eos_ids,
     )
+    limits = _limits(args, positions, len(tokens))
     target = open_model(args.model, path, tokenizer, args.dtype, args.device)
-    engine = open_engine(target, _limits(args, target, len(tokens)), args.drafter)
+    engine = open_engine(target, limits, args.drafter)
     acceptance = Acceptance()
     requests = [
         Request(
@@ -70,17 +71,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt_tokens(tokenizer: hf.Tokenizer, args: argparse.Namespace) -> tuple[int, ...]:
-    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+def _prompt_tokens(
+    tokenizer: hf.Tokenizer, args: argparse.Namespace, positions: int
+) -> tuple[int, ...]:
+    try:
+        prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 ({error.reason}); give text") from error
     if not prompt:
         raise ConfigError("--prompt is empty; give some text, here or on standard input")
     if args.chat or (tokenizer.has_chat_template and not args.raw):
-        return tokenizer.chat([{"role": "user", "content": prompt}])
+        prompt = tokenizer.render([{"role": "user", "content": prompt}])
+    least = tokenizer.least_tokens(prompt)
+    if least >= positions:  # known at once; to tokenize it would take minutes
+        raise ConfigError(
+            f"--prompt has at least {least} tokens: the model has {positions} positions; shorten it"
+        )
     return tokenizer.encode(prompt)
 
 
-def _limits(args: argparse.Namespace, target: Target, prompt_len: int) -> EngineLimits:
-    positions = target.model.config.max_positions
+def _limits(args: argparse.Namespace, positions: int, prompt_len: int) -> EngineLimits:
     room = positions - prompt_len
     if args.max_tokens > room:
         raise ConfigError(

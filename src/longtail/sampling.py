@@ -79,13 +79,15 @@ def _keep(
 ) -> Bool[Tensor, "rows vocab"]:
     """Entries that truncation keeps: top_k, then top_p of the rest, then min_p of the rest.
 
+    The best entry is always kept: a top_p below the smallest float keeps that one alone.
+
     Entries are ranked by a stable sort, so exactly top_k survive a tie. top_p keeps the smallest
     set whose probability reaches top_p (the entry that crosses included; Holtzman et al. 2020),
     min_p those at least min_p times as probable as the best (Nguyen et al. 2024).
     """
     ranked, order = torch.sort(logprobs, dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ranked, dtype=torch.bool)
-    if params.top_k:
+    if 0 < params.top_k < keep.shape[-1]:
         keep[:, params.top_k :] = False
     if params.top_p < 1.0:
         probs = ranked.exp() * keep
@@ -93,6 +95,7 @@ def _keep(
         keep &= before < params.top_p * probs.sum(-1, keepdim=True)
     if params.min_p > 0.0:
         keep &= ranked.exp() >= params.min_p * ranked[:, :1].exp()
+    keep[:, 0] = True
     return torch.zeros_like(keep).scatter(-1, order, keep)
 
 

@@ -15,6 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.errors import RequestError
+from longtail.strict_json import find_surrogate
+
+LEAST_TEMPERATURE = 1e-3
+"""Above 0: logits are divided by it, and less would leave the range of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +61,27 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Refuse values outside their domain, before any work starts."""
         checks = (
-            ("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), ">= 0"),
+            (
+                "temperature",
+                self.temperature,
+                self.temperature == 0.0 or LEAST_TEMPERATURE <= self.temperature < float("inf"),
+                f"0 (greedy) or finite and >= {LEAST_TEMPERATURE}",
+            ),
             ("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps every token)"),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("min_p", self.min_p, 0.0 <= self.min_p < 1.0, "in [0, 1)"),
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, ">= 1"),
             ("stop", self.stop, all(self.stop), "without empty strings"),
+            (
+                "stop",
+                self.stop,
+                all(find_surrogate(stop) is None for stop in self.stop),
+                "whole characters, no half of a surrogate pair",
+            ),
         )
         for name, value, good, domain in checks:
             if not good:
-                raise RequestError(f"sampling.{name} = {value!r}: it must be {domain}")
+                raise RequestError(f"sampling.{name} = {value!a}: it must be {domain}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,6 +207,13 @@ def test_a_used_directory_is_neither_overwritten_nor_gone_on_with_otherwise(
     assert workshop.card("used") == card
 
 
+def test_a_top_p_that_is_zero_in_float32_trains_on_the_best_token(workshop: Workshop) -> None:
+    """It left nothing to draw, and the run blamed the learning rate."""
+    words = ("--run.steps=1", "--rollout.max_tokens=2", "--data.heldout_size=0")
+    said = workshop.train("narrow", *words, "--rollout.top_p=1e-50")
+    assert said.code == 0, said.err
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

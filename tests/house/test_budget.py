@@ -13,8 +13,12 @@ MAX_FILE = 400
 MAX_TEST_FILE = 500
 MAX_FUNCTION = 60
 
-BROAD_EXCEPT = ("model.tokenizer", "rl.grader", "rl.reward", "rl.sources")
-"""Where a foreign library or a user's function raises whatever it likes."""
+BROAD_EXCEPT = (
+    *("model.tokenizer", "rl.grader", "rl.reward", "rl.sources"),
+    *("engine.engine", "serve.engine_thread"),
+)
+"""Where a foreign library or a user's function raises whatever it likes, and where what one
+request raises must end that request alone."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -69,6 +69,29 @@ def chi_square_p(counts: Sequence[int], probs: Sequence[float]) -> float:
     return float(torch.special.gammaincc(*halves)) if cells > 1 else 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"top_p": 1e-46},  # 0 in float32
+        {"top_p": 5e-324},
+        {"top_p": 1e-50, "top_k": 10**30, "min_p": 1 - 1e-16},
+        {"top_k": 1, "top_p": 1e-46, "temperature": 1e-3},
+        {"min_p": 1 - 1e-16, "temperature": 1e300},
+    ],
+    ids=str,
+)
+def test_truncation_always_keeps_the_best_entry(extreme, dtype: torch.dtype) -> None:
+    """top_p = 1e-46 left nothing to draw, and every logprob was no number."""
+    logits = torch.tensor([LOGITS, [0.0] * len(LOGITS), [1e4] + [-1e4] * 11], dtype=dtype)
+    noise = gumbel_noise(torch.arange(3), torch.arange(3), len(LOGITS)).to(dtype)
+    drawn = draw(logits, noise, SamplingParams(**extreme))
+    assert drawn.logprobs.isfinite().all()
+    if extreme.get("top_p"):
+        assert drawn.tokens.tolist() == [0, 0, 0]
+        assert drawn.logprobs.tolist() == [0.0, 0.0, 0.0]
+
+
 def many_draws(params: SamplingParams, number: int = 20_000) -> list[int]:
     """Counts of each token over keys and positions, both of them varied."""
     keys = torch.tensor([noise_key(0, "law 2", i) for i in range(number // 50)])

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -12,7 +13,8 @@ from longtail import cli, cli_parsers, generate
 from longtail.config import RunConfig, dump
 from longtail.engine.report import Piece
 from longtail.model import hf
-from tiny_models import tiny_model, tiny_tokenizer
+from longtail.model.tokenizer import Tokenizer
+from tiny_models import byte_level_tokenizer, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +171,11 @@ def test_generate_reads_the_prompt_as_chat_where_there_is_a_template(
         (["--prompt", ""], 2, "--prompt is empty"),
         (["--prompt", "x", "--max-tokens", "512"], 2, "of its 512 positions left"),
         (["--prompt", "x", "--temperature", "-1"], 1, "temperature = -1.0"),
+        (["--prompt", "x", "--temperature", "1e-300"], 1, "temperature = 1e-300: it must be 0"),
+        (["--prompt", "x", "--top-p", "1e-400"], 1, "top_p = 0.0: it must be in (0, 1]"),
+        (["--prompt", "x", "--stop", "\udcff"], 1, "no half of a surrogate pair"),
+        (["--prompt", "x\udcff"], 2, "'\\udcff', half of a surrogate pair"),
+        (["--prompt", "x", "--max-tokens", "9" * 300], 2, "of its 512 positions left"),
     ],
 )
 def test_generate_refuses_what_cannot_be_served(
@@ -180,6 +187,45 @@ def test_generate_refuses_what_cannot_be_served(
 ) -> None:
     assert cli.main(["generate", str(model_path), *words]) == code
     assert message in capsys.readouterr().err
+
+
+def test_generate_draws_the_best_token_where_top_p_leaves_no_other(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    """A top_p that is 0 in float32 left nothing to draw."""
+    words = ["generate", str(model_path), "--prompt=1+1=", "--max-tokens=12", "--threads=1"]
+
+    def text(*more: str) -> str:
+        assert cli.main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    assert text("--top-p=1e-50") == text("--temperature=0")
+    assert text(f"--top-k=1{'0' * 30}") == text()
+
+
+def test_generate_refuses_standard_input_that_is_no_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert cli.main(["generate", str(model_path)]) == 2
+    assert "standard input is not UTF-8" in capsys.readouterr().err
+
+
+def test_generate_refuses_a_prompt_by_its_length_before_it_is_tokenized(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """20 MB were tokenized for 40 s to be told that they are too long."""
+    tokenizer = byte_level_tokenizer()
+    hf.save_model(tiny_model(vocab_size=512), tmp_path)
+    tokenizer.save(tmp_path)
+
+    def never(*_: object) -> None:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 20_000_000))
+    assert cli.main(["generate", str(tmp_path)]) == 2
+    assert "--prompt has at least 4000000 tokens" in capsys.readouterr().err
 
 
 def test_generate_colours_what_drafts_foretold_and_changes_no_text(

@@ -238,6 +238,48 @@ def test_weights_that_are_not_finite_stop_the_rollout_by_name(temperature):
     assert is_idle(engine)
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_an_exception_of_one_request_ends_that_request_and_no_other(drafted):
+    """Half a surrogate in a stop string ended the engine's thread, hence every request."""
+
+    def decode(tokens):
+        if tuple(tokens[:2]) == (3, 4):  # only 'bad' begins there
+            raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
+        return decode_pieces(PIECES)(tokens)
+
+    texts = {"good": range(11), "bad": range(2, 11)}
+    drafter = ScriptedDrafter(texts, RIGHT, vocab_size=len(PIECES))
+    drafting = Speculation.fixed(drafter, Strategy(depth=3)) if drafted else None
+    engine = RolloutEngine(scripted_model(len(PIECES)), decode, LIMITS, speculation=drafting)
+    alone = engine.generate([ask("good")])
+    engine.submit(ask("good"))
+    engine.submit(ask("bad", prompt=(2,), stop=("!",)))
+    done, failed = [], []
+    while engine.num_unfinished:
+        report = engine.step()
+        done += report.finished
+        failed += report.failed
+    assert done == alone
+    assert [each.request_id for each in failed] == ["bad"]
+    assert is_idle(engine)
+    with pytest.raises(UnicodeEncodeError):
+        engine.generate([ask("bad", prompt=(2,), stop=("!",))])
+    assert is_idle(engine)
+
+
+def test_a_request_without_numbers_fails_beside_one_that_has_them():
+    model = scripted_model(len(PIECES))
+    with torch.no_grad():
+        model.embedding.weight[7] = math.nan
+    engine = RolloutEngine(model, decode_pieces(PIECES), LIMITS)
+    engine.submit(ask("good", max_tokens=3))
+    engine.submit(ask("bad", prompt=(6,), max_tokens=3))
+    reports = [engine.step() for _ in range(3)]
+    assert [each.request_id for step in reports for each in step.failed] == ["bad"]
+    assert [each.tokens for step in reports for each in step.finished] == [(1, 2, 3)]
+    assert is_idle(engine)
+
+
 def test_completions_come_in_the_order_asked_whoever_ends_first():
     engine = scripted_engine()
     requests = [ask(str(n), max_tokens=n) for n in (9, 1, 5, 3, 7, 2)]

@@ -13,18 +13,20 @@ import httpx
 import pytest
 
 from longtail.engine.engine import RolloutEngine
-from longtail.serve.server import running
+from longtail.serve.server import front, running
 from serving import (
     LIMITS,
     NAME,
     FailingEngine,
     HeldEngine,
+    PoisonedEngine,
     SlowlyCountedEngine,
     is_free,
     live,
     make_engine,
     make_served,
 )
+from tiny_models import byte_level_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -188,6 +190,24 @@ def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(client: httpx.C
     assert reason == "stop" or written == LIMITS.max_len - found["usage"]["prompt_tokens"]
 
 
+def test_a_prompt_is_refused_by_its_length_before_it_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("tokenized")
+
+    limits = dataclasses.replace(LIMITS, max_body=2**22)
+    tokenizer = byte_level_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "encode", never)
+    served = front(lambda: make_engine(limits=limits), tokenizer, limits, name=NAME)
+    with live(served) as client:
+        answer = client.post(TEXT, json=prompt("a" * 2**20))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert "prompt has at least 209716 tokens" in error["message"]
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"1", b"\xff\xfe", b'{"model": NaN}', b"[" * 4000]
 )
@@ -242,14 +262,15 @@ def test_with_a_key_every_route_needs_it_and_without_one_the_host_must_be_this()
     key = "sixteen-letters-or-more"
     paths = ("/v1/models", "/health", "/metrics", "/nothing", TEXT, "/docs")
     with live(make_served(make_engine(), api_key=key)) as client:
-        for given in (None, "Bearer", f"Bearer {key}x", f"bearer {key}", key, "Bearer \xe9"):
+        for given in (None, "Bearer", f"Bearer {key}x", f"Bear {key}", key, "Bearer \xe9"):
             headers = {} if given is None else {"Authorization": given.encode("latin-1")}
             for path in paths:
                 answer = client.get(path, headers=headers)
                 assert answer.status_code == 401, (path, given)
                 assert key not in answer.text
-        known = {"Authorization": f"Bearer {key}", "Host": "example.org"}
-        assert client.get("/v1/models", headers=known).status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER", "Bearer "):
+            known = {"Authorization": f"{scheme} {key}", "Host": "example.org"}
+            assert client.get("/v1/models", headers=known).status_code == 200, scheme
     with live(make_served(make_engine())) as client:
         for host in ("example.org", "127.0.0.1.example.org", "[", ""):
             assert client.get("/v1/models", headers={"Host": host}).status_code in (400, 403), host
@@ -285,7 +306,7 @@ def test_kv_counts_as_free_before_the_caller_hears_of_the_end() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_when_the_engine_dies_requests_fail_and_health_says_so() -> None:
+def test_when_the_engine_dies_for_good_requests_fail_and_health_says_so() -> None:
     with live(make_served(make_engine(FailingEngine))) as client:
         whole = client.post(CHAT, json=chat(max_tokens=50))
         assert whole.status_code == 503
@@ -296,6 +317,57 @@ def test_when_the_engine_dies_requests_fail_and_health_says_so() -> None:
         streamed = client.post(CHAT, json=chat(max_tokens=50, stream=True))
         *_, last = [line for line in streamed.text.split("\n\n") if line]
         assert "error" in json.loads(last.removeprefix("data: "))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_stream_goes_on_where_it_was_when_the_engine_dies() -> None:
+    body = chat(max_tokens=60, stream=True)
+    with live(make_served(make_engine())) as client:
+        undisturbed = events(client.post(CHAT, json=body))
+    with live(make_served(make_engine(FailingEngine), then=[make_engine()])) as client:
+        pieces = events(client.post(CHAT, json=body))
+        assert client.get("/health").status_code == 200
+        assert "longtail_engine_restarts_total 1.0" in client.get("/metrics").text
+
+    def written(pieces: list[Any]) -> str:
+        return "".join(piece["choices"][0]["delta"]["content"] for piece in pieces)
+
+    assert written(pieces) == written(undisturbed)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_breaks_every_engine_is_answered_500_and_the_next_one_200() -> None:
+    engines = [make_engine(PoisonedEngine) for _ in range(3)]
+    with live(make_served(engines[0], then=engines[1:])) as client:
+        told = client.post(TEXT, json=prompt([PoisonedEngine.poison, 7]))
+        assert told.status_code == 500
+        assert "failed twice" in told.json()["error"]["message"]
+        assert client.post(TEXT, json=prompt()).status_code == 200
+        assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ({"top_p": 1e-46}, 200),
+        ({"top_p": 5e-324, "top_k": 2**31 - 1, "min_p": 1e-300}, 200),
+        ({"temperature": 1e-300}, 400),
+        ({"stop": "\ud83d"}, 400),
+        ({"prompt": "a\ud83d"}, 400),
+        ({"\ud83d": 1}, 400),
+        ({"model": "\ud83d"}, 400),
+        ({"metadata": {"\ude00": []}}, 400),
+    ],
+    ids=ascii,
+)
+def test_no_request_ends_the_engine(
+    client: httpx.Client, more: dict[str, Any], status: int
+) -> None:
+    """A tiny top_p and half a surrogate pair each left the server at 503 until it was restarted."""
+    body = json.dumps({**prompt(), **more})  # surrogates as JSON escapes
+    answer = client.post(TEXT, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert client.get("/health").status_code == 200
 
 
 def test_too_many_are_told_when_to_come_again() -> None:

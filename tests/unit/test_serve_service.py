@@ -2,19 +2,33 @@
 
 import asyncio
 import dataclasses
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from longtail.errors import OverloadedError, RequestError, UnavailableError
+from longtail.engine.report import Emitted
+from longtail.engine.text import Reader
+from longtail.errors import CompletionError, OverloadedError, RequestError, UnavailableError
 from longtail.sampling import noise_key
 from longtail.serve.generation import Chunk, Generation
+from longtail.serve.metrics import ServeMetrics
 from longtail.serve.service import Service
+from longtail.serve.ticket import Ticket
 from longtail.types import FinishReason, Request, SamplingParams
-from serving import LIMITS, FailingEngine, HeldEngine, is_free, make_engine, make_service
+from serving import (
+    LIMITS,
+    FailingEngine,
+    HeldEngine,
+    PoisonedEngine,
+    is_free,
+    make_engine,
+    make_service,
+    the_tokenizer,
+)
 
 
 def ask(seed: int = 0, max_tokens: int = 8, prompt: tuple[int, ...] = (7, 8, 9)) -> Request:
@@ -108,14 +122,92 @@ def test_whoever_leaves_frees_what_was_written_for_them_at_once() -> None:
     asyncio.run(test())
 
 
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.tokens]
+
+
+def text_of(chunks: list[Chunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+async def answers(service: Service, requests: list[Request]) -> list[Any]:
+    """What each request gets, asked at once; requests are of calls of their own."""
+    calls = [service.submit([request]) for request in requests]
+    return await asyncio.gather(*map(read, calls), return_exceptions=True)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failing_engine_is_told_to_those_who_wait_and_those_who_come() -> None:
+def test_an_engine_that_fails_is_replaced_and_nobody_hears_of_it() -> None:
+    """It ended for good: whoever waited and whoever came was told to go away."""
+    requests = [ask(seed, 20 + seed) for seed in range(7)]
+    last = make_engine()
+
+    async def test() -> None:
+        async with at_work(make_service(make_engine())) as service:
+            undisturbed = await answers(service, requests)
+        service = make_service(make_engine(FailingEngine), then=[make_engine(), last])
+        async with at_work(service):
+            disturbed = await answers(service, requests)
+            await service.probe()
+            for was, now in zip(undisturbed, disturbed, strict=True):
+                assert tokens_of(now) == tokens_of(was)
+                assert text_of(now) == text_of(was)
+                assert now[-1].ending == was[-1].ending
+            assert service.num_running == service.num_waiting == 0
+
+    asyncio.run(test())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_breaks_every_engine_is_told_and_all_others_get_their_texts() -> None:
+    poisoned = ask(1, 50, prompt=(PoisonedEngine.poison,))
+    good = [ask(seed, 30) for seed in range(6)]
+    engines = [make_engine(PoisonedEngine) for _ in range(4)]
+
+    async def test() -> None:
+        async with at_work(make_service(make_engine())) as service:
+            expected = [tokens_of(chunks) for chunks in await answers(service, good)]
+        service = make_service(engines[0], then=engines[1:])
+        async with at_work(service):
+            *before, told, after = await answers(service, [*good[:-1], poisoned, good[-1]])
+            assert isinstance(told, CompletionError)
+            assert "the engine failed twice while it wrote this completion" in str(told)
+            assert [tokens_of(chunks) for chunks in (*before, after)] == expected
+            await service.probe()
+            (again,) = await answers(service, good[:1])
+            assert tokens_of(again) == expected[0]
+
+    asyncio.run(test())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_caller_may_leave_while_its_completion_waits_to_be_written_again() -> None:
+    engines = [make_engine(PoisonedEngine) for _ in range(3)]
+    poisoned = ask(1, 50, prompt=(PoisonedEngine.poison,))
+
+    async def test() -> None:
+        service = make_service(engines[0], then=engines[1:])
+        async with at_work(service):
+            leaving = [service.submit([poisoned]), service.submit([ask(2, 100)])]
+            staying = service.submit([ask(3, 30)])
+            with pytest.raises(CompletionError):
+                await read(leaving[0])  # two engines ended over it; the others are suspects
+            async with leaving[1]:
+                pass
+            assert len(tokens_of(await read(staying))) == 30
+            assert service.num_running == 0
+
+    asyncio.run(test())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_cannot_be_made_again_is_told_to_those_who_wait_and_those_who_come() -> None:
     async def test() -> None:
         async with at_work(make_service(make_engine(FailingEngine))) as service:
             calls = [service.submit([ask(seed, 50)]) for seed in range(6)]
             for told in await asyncio.gather(*map(read, calls), return_exceptions=True):
                 assert isinstance(told, UnavailableError)
-                assert "the engine failed" in str(told)
+                assert "cannot be started again" in str(told)
             with pytest.raises(UnavailableError, match="the engine failed"):
                 service.submit([ask()])
             with pytest.raises(UnavailableError, match="the engine failed"):
@@ -123,6 +215,42 @@ def test_a_failing_engine_is_told_to_those_who_wait_and_those_who_come() -> None
             assert service.num_running == 0
 
     asyncio.run(test())
+
+
+def test_a_text_that_cannot_be_decoded_ends_its_own_completion_alone() -> None:
+    engine = make_engine()
+
+    def decode(tokens: Sequence[int]) -> str:
+        if threading.current_thread().name == "longtail-engine" and len(tokens) > 3:
+            raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
+        return the_tokenizer().decode(tokens)
+
+    async def test() -> None:
+        service = Service(lambda: engine, decode, LIMITS, ServeMetrics())
+        async with at_work(service):
+            bad, good = await answers(service, [ask(1, 20), ask(2, 3)])
+            assert isinstance(bad, CompletionError)
+            assert len(tokens_of(good)) == 3
+            await until(lambda: is_free(engine))
+
+    asyncio.run(test())
+
+
+def test_a_text_that_becomes_another_when_it_is_written_again_is_not_continued() -> None:
+    generation = Generation(["a"], lambda _: None)
+    ticket = Ticket(ask(), generation, 0, Reader(the_tokenizer().decode, ()), 0.0)
+    first, second, other = (Emitted(request_id="a", token=t, logprob=-1.0) for t in (7, 8, 9))
+    told = ticket.chunk([first, second], None)
+    assert told is not None
+    assert told.tokens == (7, 8)
+    ticket.begin_again()
+    assert ticket.chunk([first], None) is None
+    more = ticket.chunk([second, other], None)
+    assert more is not None
+    assert more.tokens == (9,)
+    ticket.begin_again()
+    with pytest.raises(CompletionError, match="wrote another text"):
+        ticket.chunk([first, other], None)
 
 
 def test_an_engine_that_hangs_is_told_too() -> None:

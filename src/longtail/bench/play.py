@@ -63,6 +63,8 @@ class Play:
                 self._note(self._engine.step())
 
     def _note(self, step: StepReport) -> None:
+        for failure in step.failed:
+            raise failure.error
         for each in step.emitted:
             self._texts[each.request_id].append(each.token)
         full = step.num_running == self._full_at and self._num_steps > _READS_PROMPTS

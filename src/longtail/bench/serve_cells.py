@@ -184,10 +184,14 @@ def serve_subject(subject: Subject, limits: Limits, *, drafts: bool) -> Served:
     sizes = EngineLimits(
         max_running=limits.max_running, max_step_tokens=512, max_len=limits.max_len
     )
-    speculation = Speculation(drafters=(subject.drafter(),), tuner=BudgetTuner())
-    engine = RolloutEngine(subject.model, subject.tokenizer.decode, sizes)
-    engine.speculate(speculation if drafts else None)
-    return front(engine, subject.tokenizer, limits, name=subject.name)
+
+    def make_engine() -> RolloutEngine:
+        speculation = Speculation(drafters=(subject.drafter(),), tuner=BudgetTuner())
+        engine = RolloutEngine(subject.model, subject.tokenizer.decode, sizes)
+        engine.speculate(speculation if drafts else None)
+        return engine
+
+    return front(make_engine, subject.tokenizer, limits, name=subject.name)
 
 
 @contextmanager

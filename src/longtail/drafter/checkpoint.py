@@ -31,6 +31,7 @@ from longtail.errors import CheckpointError, ConfigError
 from longtail.model.rope import RopeConfig
 from longtail.model.tokenizer import Tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
+from longtail.strict_json import parse_json
 
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
 _FORMAT = 1
@@ -229,7 +230,7 @@ def _read(path: Path) -> dict[str, Any]:
         what = "holds no drafter.json" if path.is_dir() else "is not a directory"
         raise ConfigError(f"drafter {path} {what}: {_REMEDY}")
     try:
-        description: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        description: dict[str, Any] = parse_json(file.read_bytes())
         known = description["format"] == _FORMAT
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is malformed ({error!r}): {_REMEDY}") from error

@@ -10,25 +10,25 @@ It owns the weights it generates with and the KV of what is in progress. It know
 rewards, learning or files; it is told how to decode, and pulls published weights when idle.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import torch
 
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.drafts import DraftClock, accept_drafts
+from longtail.engine.endings import complete, extend
 from longtail.engine.kv_cache import KeptPath, KVUsage
 from longtail.engine.kv_choice import make_kv
 from longtail.engine.limits import EngineLimits
 from longtail.engine.profile import measure_costs
-from longtail.engine.report import Emitted, Piece, StepReport
+from longtail.engine.report import Emitted, Failed, Piece, StepReport
 from longtail.engine.request import ActiveRequest
 from longtail.engine.runner import ModelRunner
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
 from longtail.engine.speculate import NOTHING_SAID, Speculation, Speculator
-from longtail.engine.text import Decode, Reader, ends_in_stop, final_text
-from longtail.errors import NonFiniteError, RequestError
+from longtail.engine.text import Decode, Reader
+from longtail.errors import RequestError
 from longtail.model.transformer import NO_TAPS, Transformer
 from longtail.speculation.verify import Accepted
 from longtail.tuner.cost import CostModel
@@ -120,6 +120,10 @@ class RolloutEngine:
         """Requests waiting or running."""
         return len(self._active)
 
+    def running(self) -> frozenset[str]:
+        """Name the requests that are being written, those of the last step among them."""
+        return frozenset(self._scheduler.running)
+
     def is_unfinished(self, request_id: str) -> bool:
         """Tell whether the request waits or runs."""
         return request_id in self._active
@@ -184,14 +188,17 @@ class RolloutEngine:
         """Withdraw an unfinished request and return what it has so far."""
         if request_id not in self._active:
             raise RequestError(f"request {request_id!r} is not in progress")
-        active = self._active.pop(request_id)
-        self._scheduler.withdraw(active)
-        self._forget(active)
+        active = self._active[request_id]
+        self._take_out(active)
         self._rest_if_idle()
-        return active.complete(FinishReason.ABORT, self._text(active))
+        return complete(active, FinishReason.ABORT, self._decode)
 
     def step(self) -> StepReport:
-        """Compute one flat batch and draw the tokens it yields."""
+        """Compute one flat batch and draw the tokens it yields.
+
+        What goes wrong with one request ends that one, see `StepReport.failed`. After any other
+        exception the engine must not be used again.
+        """
         started = time.perf_counter()
         scheduled = sorted(self._scheduler.schedule(), key=lambda each: each.num_tokens)
         assert scheduled, "step() needs an unfinished request"
@@ -218,7 +225,7 @@ class RolloutEngine:
         with drafts:
             accepted, logprobs = accept_drafts(drawing, out.tokens, out.logprobs)
             self._keep(scheduled, accepted)
-        emitted, finished = self._append(drawing, accepted, logprobs)
+        emitted, finished, failed = self._append(drawing, accepted, logprobs)
         spoken = NOTHING_SAID
         if speculator is not None:
             with drafts:
@@ -235,6 +242,7 @@ class RolloutEngine:
             gap_s=time.perf_counter() - started - pass_s - drafts.forward_s(),
             emitted=emitted,
             finished=finished,
+            failed=failed,
             verified=spoken.verified,
             tuner_s=spoken.tuner_s,
             readings=spoken.readings,
@@ -276,8 +284,8 @@ class RolloutEngine:
     ) -> list[Completion]:
         """Serve the requests to the end and return their completions in the same order.
 
-        Others in progress get on, too; `on_step` sees them finish. When anything raises, the
-        requests are aborted.
+        Others in progress get on, too; `on_step` sees them finish. When anything raises, or one of
+        the requests fails, they are aborted.
         """
         for request in requests:
             self._check(request)
@@ -288,6 +296,7 @@ class RolloutEngine:
                 self.submit(request)
             while awaited:
                 report = self.step()
+                _raise_failure(report, awaited)
                 done.update((completion.request_id, completion) for completion in report.finished)
                 awaited.difference_update(completion.request_id for completion in report.finished)
                 if on_step is not None:
@@ -310,6 +319,7 @@ class RolloutEngine:
         try:
             while name in self._active:  # until it ends, or someone aborts it
                 report = self.step()
+                _raise_failure(report, {name})
                 if on_step is not None:
                     on_step(report)
                 mine = [each.token for each in report.emitted if each.request_id == name]
@@ -358,38 +368,33 @@ class RolloutEngine:
         drawing: Sequence[Scheduled],
         accepted: Mapping[str, Accepted],
         logprobs: Mapping[str, Sequence[float]],
-    ) -> tuple[tuple[Emitted, ...], tuple[Completion, ...]]:
+    ) -> tuple[tuple[Emitted, ...], tuple[Completion, ...], tuple[Failed, ...]]:
         """Give each request its tokens, up to one that ends it; take out those that are done."""
-        emitted, finished = [], []
+        emitted, finished, failed = [], [], []
         for each in drawing:
             active, name = each.active, each.active.request_id
-            for token, logprob in zip(accepted[name].tokens, logprobs[name], strict=True):
-                if not math.isfinite(logprob):
-                    raise NonFiniteError(
-                        f"logits of request {name!r} at token {len(active.tokens)} are not finite "
-                        f"under policy version {active.policy_version}"
-                    )
-                active.tokens.append(token)
-                active.logprobs.append(logprob)
-                emitted.append(Emitted(request_id=name, token=token, logprob=logprob))
-                reason = self._finish_reason(active, token)
-                if reason is not None:
-                    del self._active[name]
-                    self._scheduler.finish(active)
-                    self._forget(active)
-                    finished.append(active.complete(reason, self._text(active)))
-                    break
-        return tuple(emitted), tuple(finished)
+            start, before = len(active.tokens), len(active.logprobs)
+            try:
+                done = extend(active, accepted[name].tokens, logprobs[name], self._decode)
+            except Exception as error:  # of this request: its logits, its stop strings, its text
+                self._take_out(active)
+                failed.append(Failed(request_id=name, error=error))
+                continue
+            news = zip(active.tokens[start:], active.logprobs[before:], strict=True)
+            emitted += [Emitted(request_id=name, token=t, logprob=logprob) for t, logprob in news]
+            if done is not None:
+                self._take_out(active)
+                finished.append(done)
+        return tuple(emitted), tuple(finished), tuple(failed)
 
-    def _finish_reason(self, active: ActiveRequest, token: int) -> FinishReason | None:
-        sampling = active.request.sampling
-        if token in sampling.stop_token_ids:
-            return FinishReason.STOP
-        if sampling.stop and ends_in_stop(active.generated, sampling.stop, self._decode):
-            return FinishReason.STOP
-        if active.num_generated == sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
+    def _take_out(self, active: ActiveRequest) -> None:
+        del self._active[active.request_id]
+        self._scheduler.withdraw(active)
+        self._forget(active)
 
-    def _text(self, active: ActiveRequest) -> str:
-        return final_text(active.generated, active.request.sampling.stop, self._decode)
+
+def _raise_failure(report: StepReport, awaited: Container[str]) -> None:
+    """Raise what the first of the awaited requests failed with, if one did."""
+    for each in report.failed:
+        if each.request_id in awaited:
+            raise each.error

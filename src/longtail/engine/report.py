@@ -45,6 +45,17 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A request that ended with an exception of its own; the engine and all others go on.
+
+    Example: Failed(request_id="a", error=NonFiniteError("logits of request 'a' ..."))
+    """
+
+    request_id: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
     """From this step on the engine drafts, or decodes plainly; what the guard stops, from the next.
 
@@ -76,6 +87,7 @@ class StepReport:
     drafter's forward passes excluded. So long a GPU has at most drafts to compute."""
     emitted: tuple[Emitted, ...]
     finished: tuple[Completion, ...]
+    failed: tuple[Failed, ...] = ()
     draft_s: float = 0.0
     """Asking for drafts, the drafter's forward passes included, following and keeping them, telling
     the drafter how those of the step before fared."""

@@ -5,15 +5,18 @@ done with text is nobody's business here.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
 from longtail.model.templates import bounded, check_template
+from longtail.model.token_bounds import longest_token
 from longtail.model.transformer import ModelConfig
-from longtail.strict_json import find_surrogate
+from longtail.strict_json import find_surrogate, parse_json
 
 _FILES = (
     "tokenizer.json",
@@ -73,13 +76,24 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text, none added. Raises DataError for a lone surrogate."""
-        index = find_surrogate(text)
-        if index is not None:
-            raise DataError(
-                f"a text holds {text[index]!a}, half of a surrogate pair, as character {index}: "
-                "give the whole character"
-            )
+        _check_characters(text)
         return tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `encode` gives at least, from the bytes of a text alone.
+
+        It takes no tokenizing; 0 where the tokenizer's file does not say how much text a token
+        stands for. Raises DataError for a lone surrogate.
+        """
+        _check_characters(text)
+        longest = self._longest_token
+        return 0 if longest is None else math.ceil(len(text.encode()) / longest)
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        if not self._inner.is_fast:
+            return None
+        return longest_token(json.loads(self._inner.backend_tokenizer.to_str()))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out."""
@@ -134,6 +148,15 @@ class Tokenizer:
             self._inner.save_pretrained(str(path))
 
 
+def _check_characters(text: str) -> None:
+    index = find_surrogate(text)
+    if index is not None:
+        raise DataError(
+            f"a text holds {text[index]!a}, half of a surrogate pair, as character {index}: "
+            "give the whole character"
+        )
+
+
 def _eos_ids(path: Path, inner: Any) -> tuple[int, ...]:
     """Tokenizer's own, then those of generation_config.json (config.json where that is absent)."""
     ids = [] if inner.eos_token_id is None else [inner.eos_token_id]
@@ -141,7 +164,7 @@ def _eos_ids(path: Path, inner: Any) -> tuple[int, ...]:
     file = next((path / name for name in names if (path / name).is_file()), None)
     if file is not None:
         try:
-            value = json.loads(file.read_text()).get("eos_token_id")
+            value = parse_json(file.read_bytes()).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"{file} is not a JSON object: copy the file again") from error
         listed = value if isinstance(value, list) else [] if value is None else [value]

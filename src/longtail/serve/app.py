@@ -8,16 +8,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longtail.errors import (
+    CompletionError,
     DataError,
     LongtailError,
     OverloadedError,
@@ -32,13 +33,15 @@ from longtail.serve.generation import Generation
 from longtail.serve.metrics import ServeMetrics
 from longtail.serve.service import Service
 from longtail.serve.setting import Limits
-from longtail.serve.wire import ChatCall, CompletionCall, Refusal, refusal_of
+from longtail.serve.wire import ChatCall, CompletionCall, Refusal, read_call
 from longtail.types import Request, SamplingParams
 
 _log = logging.getLogger("longtail")
 _DEFAULT_TOKENS = 16
 """Of /v1/completions, as OpenAI has it; a chat goes on as long as it may."""
 _SEED_HEADER = "X-Longtail-Seed"
+Result = TypeVar("Result")
+_GONE = "the client went away"
 
 
 def make_app(
@@ -78,12 +81,12 @@ def _add_routes(app: FastAPI, desk: "Desk", service: Service, metrics: ServeMetr
         return JSONResponse(desk.card)
 
     @app.post("/v1/completions")
-    async def completions(call: CompletionCall, request: HttpRequest) -> Response:
-        return await desk.complete(call, request)
+    async def completions(request: HttpRequest) -> Response:
+        return await desk.complete(read_call(CompletionCall, await request.body()), request)
 
     @app.post("/v1/chat/completions")
-    async def chat(call: ChatCall, request: HttpRequest) -> Response:
-        return await desk.chat(call, request)
+    async def chat(request: HttpRequest) -> Response:
+        return await desk.chat(read_call(ChatCall, await request.body()), request)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -110,9 +113,10 @@ def _add_handlers(app: FastAPI, service: Service) -> None:
         app.add_exception_handler(kind, answer)
 
     tell(Refusal, lambda refusal: refusal)
-    tell(RequestValidationError, lambda error: refusal_of(error.errors()))
+    tell(ClientDisconnect, lambda _: Refusal(499, _GONE))
     tell(HTTPException, _http_refusal)
-    tell(LongtailError, lambda error: _told(error, service))
+    tell(OverloadedError, lambda error: _overloaded(error, service.retry_after_s()))
+    tell(LongtailError, _told)
     tell(Exception, lambda _: Refusal(500, "the server failed; see its log", code="internal"))
 
 
@@ -120,14 +124,18 @@ def _http_refusal(error: HTTPException) -> Refusal:
     return Refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
 
 
-def _told(error: LongtailError, service: Service) -> Refusal:
-    if isinstance(error, OverloadedError):
-        wait = {"Retry-After": str(service.retry_after_s())}
-        return Refusal(429, str(error), code="overloaded", headers=wait)
+def _overloaded(error: OverloadedError, retry_after_s: int) -> Refusal:
+    wait = {"Retry-After": str(retry_after_s)}
+    return Refusal(429, str(error), code="overloaded", headers=wait)
+
+
+def _told(error: LongtailError) -> Refusal:
     if isinstance(error, UnavailableError):
         return Refusal(503, str(error), code="unavailable")
     if isinstance(error, RequestError | DataError):
         return Refusal(400, str(error))
+    if isinstance(error, CompletionError):
+        return Refusal(500, str(error), code="internal")
     _log.error("a request failed: %s", error)
     return Refusal(500, "the server failed; see its log", code="internal")
 
@@ -170,7 +178,7 @@ class Desk:
         self.check_model(call.model)
         self._check_choices(len(call.prompt) * (call.n or 1))
         prompts = [
-            await self._encoded(self._tokenizer.encode, each)
+            await self._aside(self._encode, each, "prompt")
             if isinstance(each, str)
             else tuple(each)
             for each in call.prompt
@@ -186,16 +194,21 @@ class Desk:
         self.check_model(call.model)
         self._check_choices(call.n or 1)
         messages = [{"role": each.role, "content": each.content} for each in call.messages]
-        prompt = await self._encoded(self._tokenizer.chat, messages)
+        text = await self._aside(self._tokenizer.render, messages)
+        prompt = await self._aside(self._encode, text, "messages")
         self._check_prompt(prompt, "messages")
         room = min(self._limits.max_len - len(prompt), self._limits.max_tokens)
         max_tokens = call.max_completion_tokens or call.max_tokens or room
         return await self._answer(call, ChatForm(), [prompt], max_tokens, request)
 
-    async def _encoded(
-        self, encode: Callable[[Any], tuple[int, ...]], text: object
-    ) -> tuple[int, ...]:
-        return await asyncio.get_running_loop().run_in_executor(self._scribe, encode, text)
+    async def _aside(self, work: Callable[..., Result], *arguments: object) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._scribe, work, *arguments)
+
+    def _encode(self, text: str, param: str) -> tuple[int, ...]:
+        least = self._tokenizer.least_tokens(text)
+        if least >= self._limits.max_len:  # known at once; to tokenize it would take minutes
+            raise self._too_long(f"at least {least}", param)
+        return self._tokenizer.encode(text)
 
     def _check_choices(self, asked: int) -> None:
         if asked > self._limits.max_choices:
@@ -216,13 +229,16 @@ class Desk:
                 param=param,
             )
         if len(tokens) >= self._limits.max_len:
-            raise Refusal(
-                400,
-                f"{param} has {len(tokens)} tokens; with a completion this server has room for "
-                f"{self._limits.max_len}",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise self._too_long(str(len(tokens)), param)
+
+    def _too_long(self, num_tokens: str, param: str) -> Refusal:
+        return Refusal(
+            400,
+            f"{param} has {num_tokens} tokens; with a completion this server has room for "
+            f"{self._limits.max_len}",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def _check_tokens(self, longest: int, max_tokens: int) -> None:
         room = min(self._limits.max_len - longest, self._limits.max_tokens)
@@ -280,7 +296,7 @@ class Desk:
             return EventStream(writing.events(call.includes_usage), generation, headers)
         async with generation:
             if not await unless_gone(writing.finish(), request.receive):
-                raise Refusal(499, "the client went away")
+                raise Refusal(499, _GONE)
         return JSONResponse(writing.whole(), headers=headers)
 
 
@@ -313,7 +329,7 @@ class Writing:
                 else:
                     self._choices[chunk.choice].hold(chunk)
         except LongtailError as error:
-            yield _event(Refusal(503, str(error), code="unavailable").envelope())
+            yield _event(_told(error).envelope())
             return
         if include_usage:
             yield _event(self._frame.last(self._choices, self._prompt_tokens))

@@ -31,7 +31,7 @@ class Gate:
         self, app: ASGIApp, *, api_key: str | None, limits: Limits, metrics: ServeMetrics
     ) -> None:
         self._app, self._limits, self._metrics = app, limits, metrics
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let it through, or answer."""
@@ -49,9 +49,10 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if self._expected is not None:
-            given = headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
+        if self._key is not None:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            is_key = hmac.compare_digest(given.strip(" ").encode("latin-1"), self._key)
+            if scheme.lower() != "bearer" or not is_key:  # a scheme is of any case, RFC 9110 11.1
                 raise Refusal(
                     401,
                     "give the server's API key: Authorization: Bearer KEY",
@@ -71,10 +72,7 @@ class Gate:
                 raise self._too_large()
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Read no more of a body than may come, and no longer than it may take.
-
-        What is raised must be an HTTPException: FastAPI takes all else for a malformed body.
-        """
+        """Read no more of a body than may come, and no longer than it may take."""
         came, deadline, whole = 0, time.monotonic() + self._limits.body_s, False
 
         async def read() -> Message:

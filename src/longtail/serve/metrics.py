@@ -36,6 +36,12 @@ class ServeMetrics:
         self._aborted = Counter(
             "longtail_aborted_completions", "Completions given up before their end.", registry=own
         )
+        self._failed = Counter(
+            "longtail_failed_completions", "Completions ended by an error.", registry=own
+        )
+        self._restarts = Counter(
+            "longtail_engine_restarts", "Engines started in place of one that failed.", registry=own
+        )
         self._finished = Counter(
             "longtail_finished_completions", "Completions written.", ("reason",), registry=own
         )
@@ -108,6 +114,14 @@ class ServeMetrics:
     def aborted(self) -> None:
         """Count a completion that was given up."""
         self._aborted.inc()
+
+    def failed(self) -> None:
+        """Count a completion that an error ended."""
+        self._failed.inc()
+
+    def restarted(self) -> None:
+        """Count an engine that was started in place of one that failed."""
+        self._restarts.inc()
 
     def render(self) -> bytes:
         """Write everything in Prometheus' text format."""

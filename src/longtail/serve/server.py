@@ -5,7 +5,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -70,24 +70,35 @@ def open_served(setting: Setting) -> Served:
         max_len=limits.max_len,
         kv_tokens=limits.kv_tokens,
     )
-    engine = open_engine(target, sizes, setting.drafter)
-    return front(engine, tokenizer, limits, name=setting.name, api_key=setting.api_key)
+
+    def make_engine() -> RolloutEngine:
+        return open_engine(target, sizes, setting.drafter)
+
+    return front(make_engine, tokenizer, limits, name=setting.name, api_key=setting.api_key)
 
 
 def front(
-    engine: RolloutEngine,
+    make_engine: Callable[[], RolloutEngine],
     tokenizer: hf.Tokenizer,
     limits: Limits,
     *,
     name: str,
     api_key: str | None = None,
 ) -> Served:
-    """Put a service and its routes in front of an engine; `limits.max_len` is the engine's."""
+    """Put a service and its routes in front of an engine; `limits.max_len` is the engine's.
+
+    It is made now, and again should it fail.
+    """
     metrics = ServeMetrics()
-    service = Service(engine, tokenizer.decode, limits, metrics)
-    vocab_size = engine.model.config.vocab_size
+    service = Service(make_engine, tokenizer.decode, limits, metrics)
     app = make_app(
-        service, tokenizer, metrics, limits, name=name, vocab_size=vocab_size, api_key=api_key
+        service,
+        tokenizer,
+        metrics,
+        limits,
+        name=name,
+        vocab_size=service.vocab_size,
+        api_key=api_key,
     )
     return Served(service=service, app=app)
 

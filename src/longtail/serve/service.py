@@ -5,88 +5,76 @@
               v                       |            v                              v
     thread  inbox --> submit, step, step, step, abort, step ...  (the engine is touched only here)
 
-Each side owns its own state: the loop counts what was taken on and not yet ended, the thread knows
-what the engine has. Between them go calls, through a queue one way and `call_soon_threadsafe` the
-other. Nobody waits for a caller that reads slowly: what was written is kept for it, and there is no
-more of it than `max_tokens`. When the engine fails or hangs, whoever waits is told, and so is
-everybody who comes later. It knows nothing of HTTP.
+Each side owns its own state: the loop knows what was taken on and not yet ended, the thread
+(`engine_thread`) what the engine has. Between them go calls, through a queue one way and
+`call_soon_threadsafe` the other. Nobody waits for a caller that reads slowly: what was written is
+kept for it, and there is no more of it than `max_tokens`. It knows nothing of HTTP.
+
+An engine that fails is replaced, and what was in progress is written again: nobody hears of it.
+Whoever was being written when it failed is a suspect, and suspects are written one after the other,
+beside all others. The second engine that fails over a suspect is the last: that one is told, the
+others get their texts. When an engine hangs or cannot be made, whoever waits is told, and so is
+everybody who comes later.
 """
 
 import asyncio
 import itertools
 import logging
 import math
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, final
+from dataclasses import replace
+from typing import final
 
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv_cache import KVUsage
 from longtail.engine.text import Decode, Reader
-from longtail.errors import OverloadedError, RequestError, UnavailableError
-from longtail.serve.generation import Chunk, Ending, Generation
+from longtail.errors import CompletionError, LongtailError, OverloadedError, UnavailableError
+from longtail.serve.engine_thread import EngineThread, Listener
+from longtail.serve.generation import Chunk, Generation
 from longtail.serve.metrics import ServeMetrics
 from longtail.serve.setting import Limits
-from longtail.types import Completion, Request, SamplingParams
+from longtail.serve.ticket import Ticket
+from longtail.types import Request
 
 _log = logging.getLogger("longtail")
 _WATCH_S = 0.5
-_PROBE = "health"
 _JOIN_S = 10.0
 _STOPPING = "the server is shutting down"
-
-
-@dataclass(slots=True)
-class _Ticket:
-    """One completion as the engine's thread knows it."""
-
-    request: Request
-    generation: Generation
-    choice: int
-    reader: Reader
-    came: float
-    first: float = 0.0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_verified: int = 0
-    tokens: list[int] = field(default_factory=list)
-    """Of the step at hand."""
-    logprobs: list[float] = field(default_factory=list)
+_TWICE = "the engine failed twice while it wrote this completion; see the server's log"
+_MOST_FAILURES = 2
+"""Engines that may fail over one completion."""
 
 
 @final
-class Service:
+class Service(Listener):
     """Lifecycle: start -> submit, probe, ... -> drain -> stop; all on one event loop."""
 
     def __init__(
-        self, engine: RolloutEngine, decode: Decode, limits: Limits, metrics: ServeMetrics
+        self,
+        make_engine: Callable[[], RolloutEngine],
+        decode: Decode,
+        limits: Limits,
+        metrics: ServeMetrics,
     ) -> None:
-        self._engine, self._decode = engine, decode
+        self._make_engine, self._decode = make_engine, decode
         self._limits, self._metrics = limits, metrics
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="longtail-engine", daemon=True)
+        self._thread = EngineThread(make_engine, self, metrics)
+        self.vocab_size = self._thread.open().model.config.vocab_size
+        """Of the model that is served."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
-        # The loop's:
-        self._open: set[Generation] = set()
-        self._num_open = 0
+        self._tickets: dict[str, Ticket] = {}
+        """Completions taken on and not yet ended, the oldest first."""
+        self._suspects: deque[Ticket] = deque()
+        """To be written one after the other; the first of them is."""
         self._closed: str | None = None
         """Why nobody is taken on any more."""
         self._probes: set[asyncio.Future[None]] = set()
         self._seconds = 1.0
         """That a completion takes, a running mean."""
-        # The thread's:
-        self._tickets: dict[str, _Ticket] = {}
-        self._progress = time.monotonic()
-        """When the engine last finished a step, or had nothing to do."""
-        self._usage = engine.kv_usage()
-        """A copy for the loop: the engine's own may change while it is read."""
         metrics.watch("longtail_running_completions", "Being written.", lambda: self.num_running)
         metrics.watch("longtail_waiting_completions", "Waiting.", lambda: self.num_waiting)
         metrics.watch("longtail_kv_free_tokens", "KV that is free.", lambda: self.kv_usage().free)
@@ -95,16 +83,16 @@ class Service:
     @property
     def num_running(self) -> int:
         """Completions that the engine may be writing."""
-        return min(self._num_open, self._limits.max_running)
+        return min(len(self._tickets), self._limits.max_running)
 
     @property
     def num_waiting(self) -> int:
         """Completions that wait for a place."""
-        return self._num_open - self.num_running
+        return len(self._tickets) - self.num_running
 
     def kv_usage(self) -> KVUsage:
         """Count tokens of KV memory, as of the last step."""
-        return self._usage
+        return self._thread.usage
 
     def start(self) -> None:
         """Begin to serve the running event loop."""
@@ -120,15 +108,15 @@ class Service:
         """
         if self._closed is not None:
             raise UnavailableError(self._closed)
-        room = self._limits.max_running + self._limits.max_queue - self._num_open
-        if len(requests) > room:
+        taken = len(self._tickets)
+        if taken + len(requests) > self._limits.max_running + self._limits.max_queue:
             raise OverloadedError(
-                f"{self._num_open} completions are in progress or wait and {len(requests)} more "
+                f"{taken} completions are in progress or wait and {len(requests)} more "
                 f"were asked for; at most {self._limits.max_running} are written at a time and "
                 f"{self._limits.max_queue} wait: ask again later"
             )
-        if not self._num_open:
-            self._progress = time.monotonic()
+        if not self._tickets:
+            self._thread.progress = time.monotonic()
         number = next(self._numbers)
         names = [f"{number}-{choice}" for choice in range(len(requests))]
         generation = Generation(names, self._leave)
@@ -138,11 +126,10 @@ class Service:
             group = groups.setdefault(asked.prompt_tokens, name)
             request = replace(asked, request_id=name, group_id=group)
             reader = Reader(self._decode, asked.sampling.stop)
-            tickets.append(_Ticket(request, generation, choice, reader, time.monotonic()))
+            tickets.append(Ticket(request, generation, choice, reader, time.monotonic()))
             self._metrics.admitted(len(asked.prompt_tokens))
-        self._open.add(generation)
-        self._num_open += len(names)
-        self._inbox.put(partial(self._begin, tickets))
+        self._tickets.update((ticket.name, ticket) for ticket in tickets)
+        self._thread.begin(tickets)
         return generation
 
     def retry_after_s(self) -> int:
@@ -160,7 +147,7 @@ class Service:
         assert self._loop is not None, "start it first"
         told: asyncio.Future[None] = self._loop.create_future()
         self._probes.add(told)
-        self._inbox.put(self._begin_probe)
+        self._thread.probe()
         try:
             await asyncio.wait_for(told, self._limits.health_s)
         except TimeoutError as error:
@@ -174,32 +161,45 @@ class Service:
         """Take nobody on any more, and give those in progress so long; then give them up."""
         self._closed = self._closed or _STOPPING
         deadline = time.monotonic() + seconds
-        while self._open and time.monotonic() < deadline:
+        while self._tickets and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         self._give_up(_STOPPING)
 
     async def stop(self) -> None:
         """Give everything up and end the thread; KV is free then, unless the engine hangs."""
         self._give_up(_STOPPING)
-        self._inbox.put(None)
+        self._thread.stop()
         if self._watcher is not None:
             self._watcher.cancel()
         await asyncio.to_thread(self._thread.join, _JOIN_S)
 
     def _leave(self, generation: Generation) -> None:
         """Give up what did not end; called by whoever held the generation."""
-        self._open.discard(generation)
-        self._num_open -= len(generation.open)
         if generation.open:
-            self._inbox.put(partial(self._withdraw, tuple(generation.open)))
-            generation.open.clear()
+            self._thread.withdraw(tuple(generation.open))
+        for name in tuple(generation.open):
+            self._close(self._tickets[name])
+
+    def _close(self, ticket: Ticket) -> None:
+        """Count a completion as ended, however it did."""
+        del self._tickets[ticket.name]
+        ticket.generation.open.discard(ticket.name)
+        if ticket in self._suspects:
+            is_next = ticket is self._suspects[0]
+            self._suspects.remove(ticket)
+            if is_next and self._suspects:
+                self._thread.begin([self._suspects[0]])
 
     def _give_up(self, reason: str) -> None:
         """Take nobody on any more, and tell all who wait why nothing comes."""
         self._closed = self._closed or reason
-        for generation in list(self._open):
+        self._suspects.clear()
+        for generation in {ticket.generation for ticket in self._tickets.values()}:
             generation.news.put_nowait(UnavailableError(reason))
             self._leave(generation)
+        self._fail_probes(reason)
+
+    def _fail_probes(self, reason: str) -> None:
         for told in self._probes:
             if not told.done():
                 told.set_exception(UnavailableError(reason))
@@ -208,132 +208,55 @@ class Service:
         """Notice an engine that does not come back from a step."""
         while self._closed is None:
             await asyncio.sleep(min(_WATCH_S, self._limits.stall_s))
-            if self._num_open and time.monotonic() - self._progress > self._limits.stall_s:
+            idle_s = time.monotonic() - self._thread.progress
+            if self._tickets and idle_s > self._limits.stall_s:
                 _log.error("the engine made no step in %g s: giving up", self._limits.stall_s)
                 self._give_up("the engine hangs; the server must be restarted")
 
-    def _arrive(self, chunks: Sequence[tuple[_Ticket, Chunk]]) -> None:
+    # What the engine's thread tells, see `engine_thread.Listener`.
+
+    def on_chunks(self, chunks: Sequence[tuple[Ticket, Chunk]]) -> None:
         """Hand out what a step wrote."""
         for ticket, chunk in chunks:
-            if ticket.request.request_id not in ticket.generation.open:
+            if ticket.name not in self._tickets:
                 continue  # its caller has left
             ticket.generation.news.put_nowait(chunk)
             if chunk.ending is not None:
-                ticket.generation.open.discard(ticket.request.request_id)
-                self._num_open -= 1
+                self._close(ticket)
                 self._seconds += 0.1 * (time.monotonic() - ticket.came - self._seconds)
-                if not ticket.generation.open:
-                    self._open.discard(ticket.generation)
         for told in self._probes:
             if not told.done():
                 told.set_result(None)
 
-    # From here on: the engine's thread.
+    def on_failed(self, ticket: Ticket, error: LongtailError) -> None:
+        """Tell the caller of one completion."""
+        if ticket.name in self._tickets:
+            self._metrics.failed()
+            ticket.generation.news.put_nowait(error)
+            self._close(ticket)
 
-    def _main(self) -> None:
-        try:
-            while self._turn():
-                pass
-        except BaseException:
-            self._tell(self._give_up, "the engine failed; see the server's log")
-            raise
-        self._withdraw([name for name, _, _ in self._engine.unfinished()])
-        self._usage = self._engine.kv_usage()
-
-    def _turn(self) -> bool:
-        """Do what was asked for, then one step; False when told to stop."""
-        wait = self._engine.num_unfinished == 0
-        while wait or not self._inbox.empty():
-            todo = self._inbox.get()
-            if todo is None:
-                return False
-            self._progress = time.monotonic()
-            todo()
-            wait = False
-        self._usage = self._engine.kv_usage()
-        if self._engine.num_unfinished:
-            self._step()
-            self._progress = time.monotonic()
-        return True
-
-    def _begin(self, tickets: Sequence[_Ticket]) -> None:
-        try:
-            for ticket in tickets:
-                self._engine.submit(ticket.request)
-                self._tickets[ticket.request.request_id] = ticket
-        except RequestError as error:  # whoever submits should have known
-            self._tell(tickets[0].generation.news.put_nowait, error)
-
-    def _begin_probe(self) -> None:
-        """Have a token written, if nothing is in progress that writes one anyway."""
-        if not self._engine.num_unfinished:
-            sampling = SamplingParams(temperature=0.0, max_tokens=1)
-            self._engine.submit(
-                Request(request_id=_PROBE, prompt_tokens=(0,), noise_key=0, sampling=sampling)
-            )
-
-    def _withdraw(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._tickets.pop(name, None)
-            if self._engine.is_unfinished(name):  # else it ended while its caller was leaving
-                self._engine.abort(name)
-                self._metrics.aborted()
-
-    def _step(self) -> None:
-        report = self._engine.step()
-        self._usage = self._engine.kv_usage()  # before anybody hears that a completion ended
-        self._metrics.stepped(report)
-        now = time.monotonic()
-        touched: dict[str, _Ticket] = {}
-        for each in report.emitted:
-            ticket = self._tickets.get(each.request_id)
-            if ticket is not None:
-                touched[each.request_id] = ticket
-                ticket.tokens.append(each.token)
-                ticket.logprobs.append(each.logprob)
-        for verified in report.verified:
-            ticket = self._tickets.get(verified.request_id)
-            if ticket is not None:
-                ticket.num_verified += 1
-                ticket.num_drafted += verified.num_drafted
-                ticket.num_accepted += verified.num_accepted
-        ended = {completion.request_id: completion for completion in report.finished}
-        chunks = [
-            (ticket, self._chunk(ticket, ended.get(name), now)) for name, ticket in touched.items()
-        ]
-        if report.emitted:
-            self._tell(self._arrive, chunks)
-
-    def _chunk(self, ticket: _Ticket, completion: Completion | None, now: float) -> Chunk:
-        if not ticket.first:
-            ticket.first = now
-            self._metrics.began(now - ticket.came)
-        text, ending = ticket.reader.feed(ticket.tokens), None
-        if completion is not None:
-            del self._tickets[completion.request_id]
-            text += ticket.reader.finish(completion.text)
-            num_tokens = len(completion.tokens)
-            ending = Ending(
-                reason=completion.finish_reason,
-                num_tokens=num_tokens,
-                num_drafted=ticket.num_drafted,
-                num_accepted=ticket.num_accepted,
-                num_verified=ticket.num_verified,
-            )
-            reason = completion.finish_reason.value
-            self._metrics.finished(reason, now - ticket.came, now - ticket.first, num_tokens)
-        chunk = Chunk(
-            choice=ticket.choice,
-            text=text,
-            tokens=tuple(ticket.tokens),
-            logprobs=tuple(ticket.logprobs),
-            ending=ending,
-        )
-        ticket.tokens.clear()
-        ticket.logprobs.clear()
-        return chunk
-
-    def _tell(self, listener: Callable[[Any], None], news: object) -> None:
-        assert self._loop is not None, "the thread begins after the loop is known"
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(listener, news)
+    def on_ended(self, running: frozenset[str] | None) -> None:
+        """Put another engine in the place of the one that failed."""
+        if self._closed is not None:
+            self._give_up(self._closed)
+            return
+        if running is None:
+            self._give_up("the engine failed and cannot be started again; see the server's log")
+            return
+        _log.error("the engine failed and is started again; its completions are written again")
+        self._metrics.restarted()
+        self._fail_probes("the engine failed and is being started again")
+        self._thread = EngineThread(self._make_engine, self, self._metrics, before=self._thread)
+        self._thread.start()
+        suspects = running & self._tickets.keys() or self._tickets.keys()
+        self._suspects.clear()
+        for ticket in tuple(self._tickets.values()):
+            ticket.num_failures += ticket.name in suspects
+            if ticket.num_failures == _MOST_FAILURES:
+                self.on_failed(ticket, CompletionError(_TWICE))
+            elif ticket.num_failures:
+                self._suspects.append(ticket)
+            else:
+                self._thread.begin([ticket])
+        if self._suspects:
+            self._thread.begin([self._suspects[0]])

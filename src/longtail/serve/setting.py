@@ -136,6 +136,9 @@ def read_setting(args: argparse.Namespace) -> Setting:
         kv_tokens=args.kv_tokens,
         max_body=args.max_body_kb * 1024,
     )
+    name = args.name or Path(args.model).resolve().name
+    if not name.isprintable():
+        raise ConfigError(f"--name = {name!a}: give a name that can be printed")
     api_key = _api_key(args.api_key_file)
     if api_key is None and not is_loopback(args.host):
         raise ConfigError(
@@ -145,7 +148,7 @@ def read_setting(args: argparse.Namespace) -> Setting:
     return Setting(
         model=args.model,
         drafter=args.drafter,
-        name=args.name or Path(args.model).resolve().name,
+        name=name,
         host=args.host,
         port=args.port,
         api_key=api_key,

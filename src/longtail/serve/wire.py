@@ -5,14 +5,16 @@ nothing are ignored; unknown ones are refused, since a mistyped option would be 
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, Literal, TypeVar, final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from longtail.errors import JsonError
+from longtail.strict_json import parse_json
+from longtail.types import LEAST_TEMPERATURE
+
 _MAX_STOPS, _MAX_STOP_LEN = 16, 256
-_LEAST_TEMPERATURE = 1e-3
-"""Logits are divided by it; less would leave float32."""
 _SHOWN = 60
 
 
@@ -160,8 +162,8 @@ class _Asked(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> "_Asked":
-        if self.temperature is not None and 0 < self.temperature < _LEAST_TEMPERATURE:
-            raise _named("temperature", f"it must be 0, or at least {_LEAST_TEMPERATURE}")
+        if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
+            raise _named("temperature", f"it must be 0, or at least {LEAST_TEMPERATURE}")
         if self.stream_options is not None and not self.stream:
             raise _named("stream_options", "it is for streams; set stream to true")
         _only(self, "presence_penalty", 0)
@@ -255,14 +257,24 @@ def _named(name: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message, "param": name})
 
 
-def refusal_of(errors: Sequence[Any]) -> Refusal:
+Call = TypeVar("Call", CompletionCall, ChatCall)
+
+
+def read_call(kind: type[Call], body: bytes) -> Call:
+    """Read the body of a request. Raises Refusal, whatever the body is."""
+    try:
+        return kind.model_validate(parse_json(body))
+    except JsonError as error:
+        raise Refusal(400, f"the body: {error}", code="invalid_json") from error
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)) from error
+
+
+def _refusal(errors: Sequence[Any]) -> Refusal:
     """Say the first thing that is wrong with a body: which field, its value, what it must be."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
     context = first.get("ctx") or {}
-    param = context.get("param") or ".".join(place)
-    if first["type"] == "json_invalid":
-        return Refusal(400, f"the body is not JSON: {context.get('error')}", code="invalid_json")
+    param = context.get("param") or ".".join(str(part) for part in first["loc"])
     if not param:
         return Refusal(400, "the body must be a JSON object", code="invalid_json")
     message = str(first["msg"])
