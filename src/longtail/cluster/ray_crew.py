@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from longtail.cluster.crew import Crew, Ended
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
-from longtail.errors import ClusterError, LongtailError
+from longtail.errors import ClusterError, LongtailError, LostWorkerError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -113,7 +113,7 @@ class RayCrew(Crew):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Ask, with patience for some seconds. Raises ClusterError."""
+        """Ask, with patience for some seconds."""
         tell = self._beside(self._actors[worker].tell)
         return self._answer(worker, self._sent(worker, tell, message, args, kwargs))
 
@@ -196,7 +196,7 @@ class RayCrew(Crew):
     def _ended(self, reference: Any) -> Ended:
         worker = self._running.pop(reference)
         try:
-            return Ended(worker=worker, result=ray.get(reference))
+            return Ended(worker=worker, result=ray.get(reference, timeout=_PATIENCE_S))
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LongtailError | Stopped):
@@ -228,8 +228,10 @@ class RayCrew(Crew):
             raise ClusterError(
                 f"worker {worker} has not answered for {_PATIENCE_S:.0f} s"
             ) from error
+        except RayActorError as error:
+            raise LostWorkerError(f"worker {worker} is gone: {_first_line(error)}") from error
         except RayError as error:
-            raise ClusterError(f"worker {worker} is gone: {_first_line(error)}") from error
+            raise ClusterError(f"worker {worker} cannot answer: {_first_line(error)}") from error
 
 
 def _lost(worker: int, error: Exception) -> Ended:
