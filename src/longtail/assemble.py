@@ -14,6 +14,7 @@ import torch
 from longtail import machine
 from longtail.cluster.crew import OwnProcess
 from longtail.cluster.fleet import Fleet, FleetSettings
+from longtail.cluster.reach import check_answers
 from longtail.cluster.records import Progress
 from longtail.config import RunConfig
 from longtail.device import choose_device, threads_each, to_stderr
@@ -81,6 +82,7 @@ def assemble(
     """
     choose_device(config.run.device)
     _check_sharding(config)
+    check_answers(config.cluster.address)
     shape = hf.load_config(directory)
     tokenizer = hf.load_tokenizer(directory)
     hf.check_vocabulary(tokenizer, shape)
@@ -89,7 +91,11 @@ def assemble(
         check_columns(config.reward.name, some)
     limits = _limits(config, prompts, shape)
     fleet = _fleet(config, directory, limits, say, listen)
-    drafter_s = fleet.begin()
+    try:
+        drafter_s = fleet.begin()
+    except BaseException:
+        fleet.close()
+        raise
     return Parts(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=prompts.heldout.prompts,
@@ -142,6 +148,7 @@ def _fleet(
         own.workers,
         address=own.address,
         gpus=float(choose_device(config.run.device).type == "cuda"),
+        say=say,
     )
     return Fleet(crew, settings, listen=listen, say=say, meeting_point=crew.meeting_point)
 

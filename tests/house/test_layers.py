@@ -62,7 +62,7 @@ DOORS = {
     "tomli_w": ("configfile",),
     "ctypes": ("model.*",),
     "pickle": ("rl.grader", "rl.grading"),  # over a pipe to their own processes, never a file
-    "ray": ("cluster.ray_crew",),
+    "ray": ("cluster.ray_crew", "cluster.own_ray"),
     "matplotlib": ("plots",),
     "triton": ("model.triton_*",),
 }
@@ -70,7 +70,7 @@ DOORS = {
 
 TORCH_FREE = (
     *("", "cli", "cli_parsers", "config", "drafter_config", "sft_config", "configfile"),
-    *("errors", "machine", "doctor"),
+    *("errors", "machine", "doctor", "listening"),
     *("serve.setting", "serve.command"),
 )
 
