@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
-from fake_worker import HANG_S, FakeWorker, Script, Task
+from fake_worker import HANG_S, Death, FakeWorker, Script, Task
 from longtail.cluster.crew import Crew, Ended
 from longtail.cluster.fleet import Fleet, FleetSettings, Training
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker
-from longtail.errors import ClusterError
+from longtail.errors import ClusterError, LostWorkerError
 from longtail.types import Request, SamplingParams, TrainBatch
 
 PATIENCE_S = 20.0
@@ -119,6 +119,9 @@ class ScriptedCrew(Crew):
         self._counts: dict[tuple[int, str], int] = {}
         self._runs: dict[int, _Run] = {}
         self._ended: list[Ended] = []
+        self._deaths: list[Death] = []
+        for death in self.script.deaths:
+            self.befall(death)
         for number in range(size):
             self._begin(number, "ready", ())
 
@@ -151,7 +154,7 @@ class ScriptedCrew(Crew):
         self._pass_to(self.clock.now)
         name, one = message.__name__, self.workers[worker]
         if one.is_dead:
-            raise ClusterError(f"worker {worker} is gone")
+            raise LostWorkerError(f"worker {worker} is gone")
         late = self.script.late.get((worker, name), 0)
         if late or one.is_frozen:
             self.script.late[worker, name] = late - 1
@@ -180,16 +183,18 @@ class ScriptedCrew(Crew):
 
     def meeting_point(self) -> str:
         if self.workers[0].is_dead:
-            raise ClusterError("worker 0 is gone")
+            raise LostWorkerError("worker 0 is gone")
         return f"tcp://{len(self.meetings)}"
 
     # ---- the script's side
 
     def kill(self, worker: int) -> None:
         """End a worker's process now; its task ends with it."""
-        self.workers[worker].is_dead = True
-        if worker in self._runs:
-            self._runs[worker].fault_s, self._runs[worker].kind = self.clock.now, "lost"
+        self._die(Death(worker=worker, at_s=self.clock.now))
+
+    def befall(self, death: Death) -> None:
+        """Let a death come at its time."""
+        self._deaths = sorted([*self._deaths, death], key=lambda each: -each.at_s)
 
     def begins(self, task: str) -> list[tuple[float, int]]:
         """When, and by whom, a task was begun."""
@@ -205,15 +210,28 @@ class ScriptedCrew(Crew):
                 run.fault_s, run.kind = now + fault.after_s, fault.kind
         if self.workers[worker].is_dead:
             run.fault_s, run.kind = now, "lost"
+        elif self.workers[worker].is_frozen:
+            run.fault_s, run.kind = now, "frozen"
         self._runs[worker] = run
 
+    def _die(self, death: Death) -> None:
+        one = self.workers[death.worker]
+        one.is_dead |= death.kind == "lost"
+        one.is_frozen |= death.kind == "frozen"
+        if death.worker in self._runs:
+            run = self._runs[death.worker]
+            run.fault_s, run.kind = death.at_s, death.kind
+
     def _next(self) -> float:
-        return min((min(run.wakes_s, run.fault_s) for run in self._runs.values()), default=math.inf)
+        runs = [min(run.wakes_s, run.fault_s) for run in self._runs.values()]
+        return min(runs + [death.at_s for death in self._deaths[-1:]], default=math.inf)
 
     def _pass_to(self, when: float) -> None:
         """Let everybody work until then."""
         while (due := self._next()) <= when:
             self.clock.pass_to(due)
+            while self._deaths and self._deaths[-1].at_s <= due:
+                self._die(self._deaths.pop())
             for worker, run in list(self._runs.items()):
                 if run.fault_s <= due:
                     self._befall(worker, run)

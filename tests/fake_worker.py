@@ -63,9 +63,20 @@ class Teaching:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """Something befalls the process of a worker at a time, whatever it does, or nothing at all."""
+
+    worker: int
+    at_s: float
+    kind: str = "lost"
+    """lost; frozen: no step is made and no message is answered any more."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Script:
     faults: Sequence[Fault] = ()
+    deaths: Sequence[Death] = ()
     late: dict[tuple[int, str], int] = field(default_factory=dict)
     """By worker and message: how many answers come too late."""
     teachings: Callable[[int, int], Teaching] = lambda worker, nth: Teaching()

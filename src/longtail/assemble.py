@@ -15,6 +15,7 @@ from longtail import machine
 from longtail.cache import cache_directory
 from longtail.cluster.crew import OwnProcess
 from longtail.cluster.fleet import Fleet, FleetSettings
+from longtail.cluster.reach import check_answers
 from longtail.cluster.records import Progress
 from longtail.config import RunConfig
 from longtail.device import choose_device, threads_each, to_stderr
@@ -86,13 +87,18 @@ def assemble(
     """
     choose_device(config.run.device)
     _check_sharding(config)
+    check_answers(config.cluster.address)
     shape = hf.load_config(directory)
     tokenizer = hf.load_tokenizer(directory)
     hf.check_vocabulary(tokenizer, shape)
     prompts = _prompts(config, tokenizer, check)
     limits = _limits(config, prompts, shape)
     fleet = _fleet(config, directory, limits, say, listen)
-    drafter_s = fleet.begin()
+    try:
+        drafter_s = fleet.begin()
+    except BaseException:
+        fleet.close()
+        raise
     return Parts(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=prompts.heldout.prompts,
@@ -146,6 +152,7 @@ def _fleet(
         own.workers,
         address=own.address,
         gpus=float(choose_device(config.run.device).type == "cuda"),
+        say=say,
     )
     return Fleet(crew, settings, listen=listen, say=say, meeting_point=crew.meeting_point)
 

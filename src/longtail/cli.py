@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from longtail import cli_parsers
 from longtail.errors import ConfigError, LongtailError
+from longtail.interrupt import signals_as_ctrl_c
 
 _SUMMARY = """\
 longtail VERB ...
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # wants their core; asleep they lose a few percent. Read when PyTorch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        code = _dispatch(words)
+        with signals_as_ctrl_c():
+            code = _dispatch(words)
         sys.stdout.flush()
         return code
     except LongtailError as error:

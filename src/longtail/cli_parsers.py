@@ -259,7 +259,9 @@ def doctor_parser() -> argparse.ArgumentParser:
         "doctor", "Say what this machine offers, what is missing and the command to get it."
     )
     parser.add_argument(
-        "--run", metavar="DIR", help="run whose cost model is shown (default: newest under runs/)"
+        "--run",
+        metavar="DIR",
+        help="run whose cost model (default: newest under runs/) and open sockets are shown",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return parser

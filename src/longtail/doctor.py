@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from longtail import machine
+from longtail import listening, machine
 
 Level = Literal["ok", "optional", "missing"]
 
@@ -76,6 +76,8 @@ def examine(run_dir: str | None = None) -> list[Finding]:
         findings += [attempt("matrix product", _matrix_product), attempt("generation", generation)]
         findings += _gpu_generation()
         findings += cost_model(newest_run() if run_dir is None else Path(run_dir))
+    if run_dir is not None:
+        findings += sockets(Path(run_dir))
     return findings
 
 
@@ -276,6 +278,24 @@ def cost_model(run_dir: Path | None) -> Iterator[Finding]:
     yield fact("context", cost_file.context_time(costs))
     for place, draft in enumerate(costs.drafts, 1):
         yield fact(f"drafter {place}", cost_file.draft_times(draft))
+
+
+def sockets(run_dir: Path) -> Iterator[Finding]:
+    """Tell on which sockets the processes of a run listen at present."""
+
+    def fact(name: str, value: str, remedy: str = "") -> Finding:
+        level: Level = "optional" if remedy else "ok"
+        return Finding(part="listens", name=name, level=level, value=value, remedy=remedy)
+
+    process = listening.process_of(run_dir)
+    if process is None:
+        yield fact("run", f"no process works in {run_dir} at present")
+        return
+    for each in listening.listening(listening.family(process)):
+        name = "longtail" if each.pid == process else each.program
+        who = "this machine only" if each.is_loopback else "whoever reaches this machine"
+        remedy = "" if each.is_loopback else "see SECURITY.md for what may listen beyond loopback"
+        yield fact(f"{name} ({each.pid})", f"{each.address} port {each.port}: {who}", remedy)
 
 
 def _print(findings: Sequence[Finding], healthy: bool) -> None:

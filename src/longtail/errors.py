@@ -11,6 +11,7 @@
     +-- GradingError            (RuntimeError)     a grader failed; the completion has no reward
     +-- TeamError               (ConnectionError)  a member of the learner's team is gone or late
     +-- ClusterError            (RuntimeError)     workers cannot do what the step wants
+    |   +-- LostWorkerError                        a worker's process is gone
     +-- CompletionError         (RuntimeError)     one completion failed; its service goes on
     +-- OverloadedError         (RuntimeError)     too many completions wait; ask again later
     +-- UnavailableError        (RuntimeError)     the engine behind a service failed or stops
@@ -62,6 +63,10 @@ class TeamError(LongtailError, ConnectionError):
 
 class ClusterError(LongtailError, RuntimeError):
     """Workers are lost, late, or in no state for what is asked of them. The message names them."""
+
+
+class LostWorkerError(ClusterError):
+    """The process of the worker that was asked is gone."""
 
 
 class CompletionError(LongtailError, RuntimeError):

@@ -92,6 +92,15 @@ class Trainer:
         self._parts = assemble(config, directory, grader.check, console.say, self._listen)
         self.fleet = self._parts.fleet
         """All workers as one."""
+        try:
+            self._prepare(checkpoint, warm_start_s, threads)
+        except BaseException:
+            self.fleet.close()
+            raise
+
+    def _prepare(self, checkpoint: Checkpoint | None, warm_start_s: float, threads: int) -> None:
+        """Put everything where the run begins, or goes on."""
+        config, run, console = self._config, self._run, self._console
         self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints)
         if self.fleet.published is not None:
             self.fleet.save_drafter(run.path / "drafter" / INITIAL)
@@ -109,7 +118,7 @@ class Trainer:
             kept = {name: checkpoint.state[name] for name in ("cursor", "seconds", "warm_start_s")}
             self._progress = Standing(step=checkpoint.step, **kept)
         self._saved_step = self._progress.step
-        grader.wait_ready()
+        self._grader.wait_ready()
         last_step = None if checkpoint is None else checkpoint.step
         self._journal = Journal(config, run.path, last_step=last_step)
         console.say(

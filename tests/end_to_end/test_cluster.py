@@ -18,13 +18,13 @@ from longtail.cluster.roster import State
 from longtail.cluster.shift import Shift
 from longtail.cluster.timeline import read_trace
 from longtail.cluster.worker import Worker
-from longtail.errors import ClusterError
+from longtail.errors import ClusterError, LostWorkerError
 
 pytest.importorskip("ray")
 
 from ray.exceptions import ObjectStoreFullError
 
-from longtail.cluster import ray_crew
+from longtail.cluster import own_ray, ray_crew
 
 WORDS = (
     "--rollout.dtype=float64",
@@ -138,11 +138,29 @@ def test_workers_killed_while_they_train_learn_and_publish_change_nothing(worksh
     assert texts(workshop, "deadly") == texts(workshop, "calm")
 
 
+def test_a_worker_that_died_while_it_had_no_task_is_reported_to_who_asks_it():
+    crew = ray_crew.RayCrew(lambda number: None, 1)  # only processes matter
+    try:
+        assert [ended.error for ended in crew.wait(60.0)] == [None]
+        os.kill(crew.ask(0, lambda own: os.getpid()), signal.SIGKILL)
+        with pytest.raises(LostWorkerError, match="worker 0 is gone: "):
+            [crew.ask(0, lambda own: None) for _ in iter(int, 1)]  # until Ray has noticed
+        crew.replace(0)
+        assert [ended.error for ended in crew.wait(60.0)] == [None]
+        with pytest.raises(
+            ClusterError, match="worker 0 cannot answer: ZeroDivisionError: "
+        ) as kept:
+            crew.ask(0, lambda own: 1 / 0)
+        assert not isinstance(kept.value, LostWorkerError), "it answers another question"
+    finally:
+        crew.close()
+
+
 def test_a_full_object_store_loses_nothing_and_ends_a_worker_at_most(monkeypatch):
     def find_no_room(own: Worker) -> None:
         raise ObjectStoreFullError("no room is left")
 
-    monkeypatch.setattr(ray_crew, "_STORE_BYTES", 80 * 2**20)
+    monkeypatch.setattr(own_ray, "STORE_BYTES", 80 * 2**20)
     crew = ray_crew.RayCrew(lambda number: None, 2)  # only processes matter
     try:
         begun = [ended for _ in range(2) for ended in crew.wait(60.0)]

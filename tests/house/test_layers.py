@@ -62,7 +62,7 @@ DOORS = {
     "tomli_w": ("configfile",),
     "ctypes": ("model.*", "rl.supervisor"),
     "pickle": ("rl.grader", "rl.grading"),  # over a pipe to their own processes, never a file
-    "ray": ("cluster.ray_crew",),
+    "ray": ("cluster.ray_crew", "cluster.own_ray"),
     "matplotlib": ("plots",),
     "triton": ("model.triton_*",),
 }
@@ -70,7 +70,7 @@ DOORS = {
 
 TORCH_FREE = (
     *("", "cli", "cli_parsers", "config", "drafter_config", "sft_config", "configfile"),
-    *("errors", "strict_json", "machine", "doctor"),
+    *("errors", "strict_json", "machine", "doctor", "listening"),
     *("serve.setting", "serve.command"),
 )
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from crews import ScriptedCrew, batch, begun, requests
-from fake_worker import Fault, Teaching, text
+from fake_worker import Death, Fault, Teaching, text
 from fakes import unchecked_shapes
 from longtail.cluster.fleet import Fleet
 from longtail.cluster.roster import State
@@ -121,6 +121,41 @@ def test_when_all_are_lost_the_run_says_how_to_go_on(lengths, blows, torn):
     else:
         crew_waits_for_nobody(crew)
         assert [each.policy for each in crew.workers] == [(1, 2)] * 2
+
+
+@settings(max_examples=150)
+@given(
+    lengths=lengths,
+    workers=st.integers(2, 4),
+    training=st.sampled_from(("spot", "serial", "never")),
+    deaths=st.lists(
+        st.builds(
+            Death,
+            worker=st.integers(0, 3),
+            at_s=st.integers(0, 400).map(lambda tenths: tenths / 10),
+            kind=st.sampled_from(("lost", "frozen")),
+        ),
+        max_size=5,
+    ),
+)
+@example([9, 9], 2, "never", [Death(worker=0, at_s=3.5), Death(worker=1, at_s=5.0)])
+@example([9, 9], 2, "never", [Death(worker=0, at_s=3.5), Death(worker=1, at_s=5.0, kind="frozen")])
+def test_whenever_processes_die_the_run_is_the_same_or_says_how_to_go_on(
+    lengths, workers, training, deaths
+):
+    """At any time: at work, while they start or stop, and idle, where no task ends with them."""
+    deaths = [death for death in deaths if death.worker < workers]
+    crew, reason = ScriptedCrew(workers, deaths=deaths), ""
+    try:
+        two_steps(begun(crew, training), requests(*lengths))
+    except ClusterError as error:
+        reason = str(error)
+    if reason:
+        assert "start again: the run resumes" in reason
+        assert sum(crew.births) >= workers, "while one has the policy, the run goes on"
+    else:
+        assert len({each.engine for each in crew.workers}) == 1
+    crew_waits_for_nobody(crew)
 
 
 @settings(max_examples=40)

@@ -1,9 +1,10 @@
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from longtail.interrupt import Interrupted, Interruption
+from longtail.interrupt import Interrupted, Interruption, signals_as_ctrl_c
 
 
 def _receive(number: signal.Signals) -> None:
@@ -15,7 +16,10 @@ def test_without_a_signal_nothing_happens() -> None:
         interruption.check()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_waits_for_the_next_check(number: signal.Signals) -> None:
     with Interruption() as interruption:
         _receive(number)
@@ -24,7 +28,7 @@ def test_the_first_signal_waits_for_the_next_check(number: signal.Signals) -> No
                 interruption.check()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_second_signal_does_not_wait(number: signal.Signals) -> None:
     with Interruption(), pytest.raises(KeyboardInterrupt):  # noqa: PT012
         _receive(signal.SIGINT)
@@ -32,8 +36,39 @@ def test_the_second_signal_does_not_wait(number: signal.Signals) -> None:
 
 
 def test_handlers_are_as_before_afterwards_however_it_ends() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises(ZeroDivisionError), Interruption():  # noqa: PT012
         assert signal.getsignal(signal.SIGINT) not in before
         _ = 1 / 0
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_before_a_program_listens_a_signal_ends_it_as_ctrl_c_does(
+    number: signal.Signals,
+) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), signals_as_ctrl_c():
+        _receive(number)
+    assert signal.getsignal(number) is before
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_as_ctrl_c(), Interruption() as interruption:
+            _receive(signal.SIGHUP)
+            interruption.check()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        before = signal.getsignal(signal.SIGTERM)
+        assert pool.submit(_handlers_inside).result() == before
+
+
+def _handlers_inside() -> object:
+    with signals_as_ctrl_c():
+        return signal.getsignal(signal.SIGTERM)

@@ -1,5 +1,6 @@
 """Dealing work out, and adding up: in threads here, in processes in test_parallel_learner.py."""
 
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from longtail.errors import ConfigError, TeamError
+from longtail.listening import Listening, listening
 from longtail.rl.team import ALONE, Team, TorchTeam, spread, sum_gradients, tell
 from team_members import PATIENCE_S, free_address
 
@@ -106,6 +108,24 @@ def test_a_sum_is_over_all_members_and_the_same_on_each(size, numbers, monkeypat
             # Up to two additions, in any order: each errs by half a unit of what it adds up to.
             eps = 2 * torch.finfo(ours.dtype).eps
             torch.testing.assert_close(ours, theirs, rtol=0.0, atol=10 * eps)
+
+
+def test_members_on_one_machine_meet_in_a_file_and_listen_on_loopback_only(tmp_path):
+    def deed(team: Team) -> list[Listening]:
+        team.sum([torch.ones(3)])
+        return listening([os.getpid()])
+
+    known = set(listening([os.getpid()]))
+    address = f"file://{tmp_path}/team-1"
+    for found in together(3, deed, address=address):
+        assert set(found) - known, "gloo's pairs connect to somewhere"
+        assert all(each.is_loopback for each in set(found) - known)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_members_that_never_come_to_a_file_are_not_waited_for_for_ever(rank, tmp_path):
+    with pytest.raises(TeamError, match=r"waited in vain for the other members to come"):
+        TorchTeam(rank, 2, f"file://{tmp_path}/team-1", backend="gloo", timeout_s=0.5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -5,8 +5,8 @@
     ask(worker, Worker.written, step)            a message, answered beside the task
     progress(workers)                            how far they are, of those who say so at once
 
-Whatever waits, waits for a bounded time. A worker that is gone says so as the end of its task; a
-task that raised hands out what it raised.
+Whatever waits, waits for a bounded time. A lost worker is reported as the end of its task, and to
+whoever asks it, busy or idle (LostWorkerError); a task that raised hands out what it raised.
 """
 
 import abc
@@ -73,7 +73,10 @@ class Crew(abc.ABC):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Deliver a message and return the answer. Raises ClusterError if none comes in time."""
+        """Deliver a message and return the answer.
+
+        Raises LostWorkerError if the worker is gone, ClusterError if no answer comes in time.
+        """
 
     @abc.abstractmethod
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:

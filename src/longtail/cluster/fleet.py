@@ -315,7 +315,10 @@ class Fleet:
                 )
             self.shift.wait_ready()
         if self.shift.is_team_stale:
-            raise ClusterError("the workers cannot find each other; see that they share a network")
+            raise ClusterError(
+                "the workers cannot find each other; see that they share a network, then start "
+                "again: the run resumes from its newest checkpoint"
+            )
 
     def _address(self) -> str | None:
         """Return where to meet; None if the first worker, which knows, is gone."""

@@ -13,13 +13,12 @@ from typing import final
 from longtail.cluster.crew import Ended
 from longtail.cluster.publisher import Publisher
 from longtail.cluster.roster import State
-from longtail.cluster.shift import Shift
+from longtail.cluster.shift import UNHEARD, Shift
 from longtail.cluster.stream import TextStream
 from longtail.cluster.timeline import Mark
 from longtail.cluster.worker import Worker
 from longtail.drafter.buffer import DrafterBuffer, Written
 from longtail.drafter.spot import Replica, SpotEnd, SpotReport
-from longtail.errors import ClusterError
 from longtail.types import Completion, Request
 
 LOOK_S = 1.0
@@ -79,11 +78,7 @@ class Harvest:
     def feed(self, worker: int) -> None:
         """Send a worker the texts that it has not had."""
         news = self._texts.news(worker)
-        if news:
-            try:
-                self._shift.crew.ask(worker, Worker.feed, news)
-            except ClusterError:  # it is late, or gone: then its task ends
-                return
+        if news and self._shift.asked(worker, Worker.feed, UNHEARD, news) is not UNHEARD:
             self._texts.told(worker)
 
     # ---- training

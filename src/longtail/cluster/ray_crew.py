@@ -1,9 +1,9 @@
-"""Workers as Ray actors: the only module that knows Ray (extra `cluster`).
+"""Workers as Ray actors (extra `cluster`).
 
-Without an address a Ray of its own is started on this machine, loopback only, without dashboard,
-and stopped at the end. With one, an existing cluster is used; the model's directory and the run's
-must be readable there under the same paths. What passes between processes is pickled by Ray: use a
-cluster that you trust, as Ray itself asks.
+Without an address a Ray of its own is started on this machine (`own_ray`) and stopped at the end.
+With one, an existing cluster is used; the model's directory and the run's must be readable there
+under the same paths. What passes between processes is pickled by Ray: use a cluster that you trust,
+as Ray itself asks (SECURITY.md).
 """
 
 import logging
@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from longtail.cluster.crew import Crew, Ended
+from longtail.cluster.own_ray import OwnRay, discreetly
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
-from longtail.errors import ClusterError, LongtailError
+from longtail.errors import ClusterError, LongtailError, LostWorkerError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +30,6 @@ _PATIENCE_S = 20.0
 _MESSAGES = "messages"
 _MOMENT_S = 2.0
 """For word of how far everybody is. Who is late is heard the next time."""
-_STORE_BYTES = 512 * 2**20
 
 
 class _Actor:
@@ -60,8 +60,12 @@ class _Actor:
 
 @final
 class RayCrew(Crew):
-    """Begins so many workers, each made by `make(number)` in a process of its own."""
+    """Begins so many workers, each made by `make(number)` in a process of its own.
 
+    `say` is given what they print, where they are on this machine.
+    """
+
+    _own_ray: ClassVar[OwnRay | None] = None
     _sharers: ClassVar[set[int]] = set()
     """Crews of this process that use its Ray; the last one stops it."""
 
@@ -72,7 +76,9 @@ class RayCrew(Crew):
         *,
         address: str = "",
         gpus: float = 0.0,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        self._say = say
         self._make, self._size, self._gpus = make, size, gpus
         self._is_local = not address
         self._sharers.add(id(self))
@@ -100,6 +106,7 @@ class RayCrew(Crew):
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """Return what has ended; at once if something has."""
+        self._pass_on()
         if not self._running:
             time.sleep(timeout_s)
             return []
@@ -113,7 +120,7 @@ class RayCrew(Crew):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Ask, with patience for some seconds. Raises ClusterError."""
+        """Ask, with patience for some seconds."""
         tell = self._beside(self._actors[worker].tell)
         return self._answer(worker, self._sent(worker, tell, message, args, kwargs))
 
@@ -135,9 +142,11 @@ class RayCrew(Crew):
         return found
 
     def meeting_point(self) -> str:
-        """Return an address at which all can meet the first. Raises ClusterError."""
+        """Return where all can meet; elsewhere that is where the first is. Raises ClusterError."""
+        if self._own_ray is not None:
+            return self._own_ray.meeting_point()
         host, port = self._answer(0, self._beside(self._actors[0].whereabouts).remote())
-        return f"tcp://{'127.0.0.1' if self._is_local else host}:{port}"
+        return f"tcp://{host}:{port}"
 
     def replace(self, worker: int) -> None:
         """Kill what is left of it and begin another."""
@@ -150,10 +159,17 @@ class RayCrew(Crew):
         """End all workers, and Ray if it is ours."""
         for actor in self._actors:
             ray.kill(actor)
+        self._pass_on()
         self._running.clear()
         self._sharers.discard(id(self))
-        if self._is_local and not self._sharers:
-            ray.shutdown()
+        if self._own_ray is not None and not self._sharers:
+            self._own_ray.close()
+            RayCrew._own_ray = None
+
+    def _pass_on(self) -> None:
+        """Say what the workers have printed."""
+        for line in [] if self._own_ray is None else self._own_ray.lines():
+            self._say(line)
 
     def _begin_ray(self, address: str) -> None:
         if ray.is_initialized():
@@ -164,21 +180,15 @@ class RayCrew(Crew):
         os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             if address:
-                ray.init(address=address, logging_level=logging.ERROR)
+                with discreetly():
+                    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
             else:
-                ray.init(
-                    address="local",
-                    num_cpus=self._size,
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                    object_store_memory=_STORE_BYTES,
-                    _node_ip_address="127.0.0.1",
-                )
-        except (ConnectionError, RayError, OSError, ValueError) as error:
+                RayCrew._own_ray = OwnRay(self._size)
+        except (ConnectionError, RayError, OSError, RuntimeError, ValueError) as error:
             what = f"cluster.address = {address!r}" if address else "cluster.workers"
             raise ClusterError(
-                f"{what}: Ray cannot be reached or begun ({error}); see that it runs there (if it "
-                "asks for a token, RAY_AUTH_MODE=token is wanted here, too), or set "
+                f"{what}: Ray cannot be reached or begun ({_first_line(error)}); see that it runs "
+                "there (if it asks for a token, RAY_AUTH_MODE=token is wanted here, too), or set "
                 "cluster.workers = 1 to do without"
             ) from error
 
@@ -196,7 +206,7 @@ class RayCrew(Crew):
     def _ended(self, reference: Any) -> Ended:
         worker = self._running.pop(reference)
         try:
-            return Ended(worker=worker, result=ray.get(reference))
+            return Ended(worker=worker, result=ray.get(reference, timeout=_PATIENCE_S))
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LongtailError | Stopped):
@@ -228,8 +238,13 @@ class RayCrew(Crew):
             raise ClusterError(
                 f"worker {worker} has not answered for {_PATIENCE_S:.0f} s"
             ) from error
+        except RayActorError as error:
+            raise LostWorkerError(f"worker {worker} is gone: {_first_line(error)}") from error
+        except RayTaskError as error:
+            what = f"{type(error.cause).__name__}: {error.cause}"
+            raise ClusterError(f"worker {worker} cannot answer: {what}") from error
         except RayError as error:
-            raise ClusterError(f"worker {worker} is gone: {_first_line(error)}") from error
+            raise ClusterError(f"worker {worker} cannot answer: {_first_line(error)}") from error
 
 
 def _lost(worker: int, error: Exception) -> Ended:
@@ -238,4 +253,4 @@ def _lost(worker: int, error: Exception) -> Ended:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return str(error).strip().splitlines()[0].rstrip(".")

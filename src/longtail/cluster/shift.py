@@ -5,8 +5,13 @@
       gone, shows no sign   |                a newcomer: ready, the policy of a colleague, publish
       of life, does not stop +--wait--> DEAD --> STARTING ---------------------------------> IDLE
 
-A lost worker is replaced at once, beside whatever the others do. Its loss is told in one way only:
-`wait` returns it as the end of its task. What that was is for the caller to hand out again.
+A lost worker is replaced at once, beside whatever the others do. Its loss may be noticed as the end
+of its task or in place of an answer, and is reported in one way only: `wait` returns it. What the
+worker was doing is for the caller to hand out again.
+
+All waiting is done in `wait`, a moment at a time, and every worker that is waited for has a
+deadline: at work until its next beat, while it starts until it is ready, and an idle one that a
+newcomer needs the policy of until it answers.
 """
 
 import math
@@ -18,7 +23,7 @@ from longtail.cluster.crew import Crew, Ended
 from longtail.cluster.records import PolicyState, Progress
 from longtail.cluster.roster import Roster, State
 from longtail.cluster.worker import Worker
-from longtail.errors import ClusterError
+from longtail.errors import ClusterError, LostWorkerError
 
 READY_S = 600.0
 """For a worker to begin, or a task that shows no beats: a large model is read from disk."""
@@ -27,7 +32,9 @@ STOP_S = 15.0
 MOST_LOSSES = 5
 """Workers lost in a row, with nothing achieved between, that do not end the run."""
 _POLL_S = 0.5
-_NO_BEATS, _UNHEARD = -1, object()
+_NO_BEATS = -1
+UNHEARD = object()
+"""No answer came: for who cannot take None for it."""
 _AT_WORK = (State.GENERATING, State.SPOT, State.LEARNING)
 _BEATING = (Worker.generate, Worker.spot, Worker.learn)
 _HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT)
@@ -63,6 +70,8 @@ class Shift:
         """Why; `wait` tells."""
         self._newcomer_tasks: dict[int, Callable[..., object]] = {}
         self._without_policy: list[int] = []
+        self._withholding: dict[int, float] = {}
+        """Workers that were asked for the policy in vain, and since when."""
         self._losses = 0
         self._has_begun = False
         """Everybody was idle once; before, there is no policy to be handed on."""
@@ -77,7 +86,7 @@ class Shift:
         """Begin a task that puts an idle worker into a state."""
         self.roster.move(worker, state)
         self._told_to_stop.pop(worker, None)
-        if worker in self._stopped and self.asked(worker, Worker.go, _UNHEARD) is not _UNHEARD:
+        if worker in self._stopped and self.asked(worker, Worker.go, UNHEARD) is not UNHEARD:
             self._stopped.discard(worker)
         self._send(worker, task, *args)
 
@@ -93,7 +102,8 @@ class Shift:
                 self._go_on_starting(ended)
             else:
                 self.roster.move(ended.worker, State.IDLE)
-                if state is not State.SPOT:  # which ends whenever it is told to
+                # Spot training ends whenever it is told to; what failed is no achievement either.
+                if ended.error is None and state is not State.SPOT:
                     self._losses = 0
             if state is not State.STARTING:
                 found.append(ended)
@@ -149,9 +159,15 @@ class Shift:
     # ---- messages
 
     def asked(self, worker: int, message: Callable[..., Any], otherwise: Any, *args: object) -> Any:
-        """Ask a worker that may be gone or late: its answer, or `otherwise`."""
+        """Ask a worker that may be gone or late: its answer, or `otherwise`.
+
+        A worker that is gone is given up, whatever it was doing: an idle one has no task to end.
+        """
         try:
             return self.crew.ask(worker, message, *args)
+        except LostWorkerError as error:
+            self.give_up(worker, str(error))
+            return otherwise
         except ClusterError:
             return otherwise
 
@@ -219,6 +235,7 @@ class Shift:
         self._stopped.discard(worker)
         self.newcomers.add(worker)
         self.is_team_stale = True
+        self._withholding.pop(worker, None)
         if worker in self._without_policy:
             self._without_policy.remove(worker)
         if self._has_begun:
@@ -242,13 +259,16 @@ class Shift:
 
     def _hand_on_the_policy(self) -> None:
         """Let newcomers have the policy of a colleague; while all of them learn, they wait."""
+        if not self._without_policy:
+            self._withholding.clear()
         while self._without_policy and (policy := self._policy()) is not None:
             self._begin_newcomer(self._without_policy.pop(0), Worker.restore, policy)
 
     def _policy(self) -> PolicyState | None:
-        """Copy the policy of somebody who has it; None if nobody can give it now.
+        """Copy the policy of a worker that has it; None if none can give it now.
 
-        Raises ClusterError if nobody has it any more.
+        A worker that does not hand it on for `hang_s` is given up. Raises ClusterError if no worker
+        has it any more.
         """
         being_given = any(task is not Worker.ready for task in self._newcomer_tasks.values())
         if not being_given and not self.roster.workers(*_HAVE_POLICY, State.LEARNING):
@@ -257,9 +277,15 @@ class Shift:
                 "its newest checkpoint"
             )
         for worker in self.roster.workers(*_HAVE_POLICY):
+            since = self._withholding.setdefault(worker, self.clock())
             state: PolicyState | None = self.asked(worker, Worker.policy_state, None)
             if state is not None:
+                del self._withholding[worker]
                 return state
+            if self.clock() - since > self._hang_s:
+                self.give_up(
+                    worker, f"worker {worker} has not handed on the policy for {self._hang_s:.0f} s"
+                )
         return None
 
     def _give_up_late_starters(self) -> None:

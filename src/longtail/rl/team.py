@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from longtail.errors import ConfigError, TeamError
 
+_LOOPBACK = "127.0.0.1"
 _BUNDLE = 2**20
 """Numbers that travel together; a larger tensor travels alone, without being copied for it."""
 
@@ -174,7 +175,10 @@ class TorchTeam(Team):
         backend: Literal["gloo", "nccl"],
         timeout_s: float,
     ) -> None:
-        """Meet the other members at `address` (tcp://host:port), where member 0 listens.
+        """Meet the other members at `address`.
+
+        That is tcp://host:port, where member 0 listens, or file://path, which nobody may have used
+        before: then all members are on this machine, and listen on loopback only.
 
         Every wait ends after `timeout_s`; to meet takes several, at worst five to connect to a
         member that came and hangs. `gloo` adds up in main memory, `nccl` on the current GPU.
@@ -187,7 +191,7 @@ class TorchTeam(Team):
         self._device = torch.device("cpu" if backend == "gloo" else "cuda")
         self._group: dist.ProcessGroup | None = None
         with self._waiting_for("the other members to come"):
-            self._group = self._meet(urlsplit(address).hostname, urlsplit(address).port, backend)
+            self._group = self._meet(address, backend)
 
     @property
     def rank(self) -> int:
@@ -263,24 +267,21 @@ class TorchTeam(Team):
             reason = str(error).partition("\n")[0]
             raise TeamError(f"{self._name} waited in vain for {what}: {reason}") from error
 
-    def _meet(self, host: str | None, port: int | None, backend: str) -> dist.ProcessGroup:
+    def _meet(self, address: str, backend: str) -> dist.ProcessGroup:
         """Build a group that torch.distributed's globals know nothing of."""
-        assert host, f"{self._name}: there is no host"
-        assert port, f"{self._name}: there is no port"
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, self._size, self._rank == 0, self._timeout
-        )
+        store, own = self._store(address)
         group = dist.ProcessGroup(store, self._rank, self._size)
         if backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._timeout = self._timeout
-            own = _own_address(host, port)  # only where the others are: on loopback if they are
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
             joined: Any = dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
             # Without it a watchdog ends the whole process where we want an error.
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+            if own == _LOOPBACK:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = self._timeout
             joined = dist.ProcessGroupNCCL(store, self._rank, self._size, nccl)
@@ -288,6 +289,23 @@ class TorchTeam(Team):
         group._set_default_backend(kind)
         group._register_backend(self._device, kind, joined)
         return group
+
+    def _store(self, address: str) -> tuple[Any, str]:
+        """Return where members leave word for each other, and this one's address for them.
+
+        That is on loopback if all of them are there.
+        """
+        where = urlsplit(address)
+        if where.scheme == "file":
+            file = dist.FileStore(where.path, self._size)  # type: ignore[attr-defined]
+            file.set_timeout(self._timeout)
+            return file, _LOOPBACK
+        assert where.hostname, f"{self._name}: there is no host"
+        assert where.port, f"{self._name}: there is no port"
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            where.hostname, where.port, self._size, self._rank == 0, self._timeout
+        )
+        return store, _own_address(where.hostname, where.port)
 
 
 def _own_address(host: str, port: int) -> str:

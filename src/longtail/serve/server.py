@@ -50,8 +50,8 @@ def run(setting: Setting) -> int:
         sock.listen()  # whoever reads the next line may connect, and is answered in a moment
         print(f"serving {setting.name} at http://{host}:{sock.getsockname()[1]}/v1", flush=True)
         to_stderr("Ctrl-C stops it: what is being written is finished first")
-        with Interruption():  # uvicorn hands signals on when it is done
-            asyncio.run(_serve(served, sock, setting.drain_s))
+        with Interruption() as asked:  # uvicorn takes all but SIGHUP, and hands them on at the end
+            asyncio.run(_serve(served, sock, setting.drain_s, stops=lambda: asked.came))
     to_stderr("stopped")
     return 0
 
@@ -139,12 +139,18 @@ def _server(served: Served, drain_s: float) -> uvicorn.Server:
 
 
 async def _serve(
-    served: Served, sock: socket.socket, drain_s: float, server: uvicorn.Server | None = None
+    served: Served,
+    sock: socket.socket,
+    drain_s: float,
+    server: uvicorn.Server | None = None,
+    stops: Callable[[], bool] = lambda: False,
 ) -> None:
     """Serve until told to stop; then finish what is in progress, for so long, and give it up."""
     server = server or _server(served, drain_s)
     serving = asyncio.create_task(server.serve([sock]))
     while not (server.should_exit or serving.done()):
+        if stops():
+            server.should_exit = True
         await asyncio.sleep(_POLL_S)
     await served.service.drain(0.0 if server.force_exit else drain_s)
     await serving

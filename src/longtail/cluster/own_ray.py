@@ -1,0 +1,158 @@
+"""A Ray of our own: on loopback only, behind a random token, in a folder that goes with it.
+
+    longtail-ray-XXXXXXXX/       0700, removed at the end
+        lock                     held as long as the folder is in use
+        token                    0600: what processes of this Ray show to each other
+        team-1, team-2, ...      where learners meet
+        ray/                     Ray's sockets and logs
+
+Ray keeps the mode of authentication, the token and this machine's address for a whole process, and
+offers no other way to set them than the environment and its own modules. All of that is done here.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+import ray
+from ray._private import ray_constants
+from ray._private import worker as ray_worker
+from ray._raylet import (  # type: ignore[attr-defined]  # compiled
+    AuthenticationTokenLoader,
+    Config,
+)
+
+STORE_BYTES = 512 * 2**20
+_PREFIX = "longtail-ray-"
+_RAYS_OWN_LINE = re.compile(r":\w+:|\[20\d\d-\d\d-\d\d |\[\w+ [EWIF] |\s*@ +0x")
+"""What Ray itself writes into the logs of its workers."""
+
+
+@final
+class OwnRay:
+    """One at a time in a process. Lifecycle: constructing begins it, `close` ends it."""
+
+    def __init__(self, num_cpus: int) -> None:
+        _sweep()
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = _locked(self.folder / "lock")
+        self._read: dict[Path, int] = {}
+        """By log of a worker, the bytes that were read."""
+        self._num_teams = 0
+        token = self.folder / "token"
+        with open(os.open(token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        self._before = _environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+        self._addresses = ray_constants.ENABLE_RAY_CLUSTER
+        # Where it is off, as on other systems by default, Ray takes 127.0.0.1 for this machine's
+        # address, and all of its processes listen there only.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        try:
+            with discreetly():
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    object_store_memory=STORE_BYTES,
+                    _temp_dir=str(self.folder / "ray"),
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def meeting_point(self) -> str:
+        """Return a place where nobody has met yet."""
+        self._num_teams += 1
+        return f"file://{self.folder}/team-{self._num_teams}"
+
+    def lines(self) -> Iterator[str]:
+        """Hand out what the workers have printed since the last time."""
+        for path in sorted(self.folder.glob("ray/session_2*/logs/worker-*.err")):
+            with open(path, "rb") as file:
+                file.seek(self._read.get(path, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            self._read[path] = self._read.get(path, 0) + len(whole) + bool(whole)
+            for line in whole.decode(errors="replace").splitlines():
+                if line and not _RAYS_OWN_LINE.match(line):
+                    yield line
+
+    def close(self) -> None:
+        """End Ray and remove its folder; the environment is what it was."""
+        ray.shutdown()
+        ray_constants.ENABLE_RAY_CLUSTER = self._addresses
+        _environment(**self._before)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+@contextmanager
+def discreetly() -> Iterator[None]:
+    """Let Ray be begun or reached: it takes no signal for good and prints nothing, then or later.
+
+    SIGTERM is Ctrl-C meanwhile, afterwards what it was. What Ray prints is about lost workers: the
+    crew reports those itself.
+    """
+    ray_worker.print_to_stdstream = lambda *_, **__: None
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as error:  # Ray's answer to SIGTERM
+        raise KeyboardInterrupt from error
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _environment(
+    *,
+    RAY_AUTH_MODE: str | None,  # noqa: N803
+    RAY_AUTH_TOKEN_PATH: str | None,  # noqa: N803
+    RAY_AUTH_TOKEN: str | None = None,  # noqa: N803
+) -> dict[str, str | None]:
+    """Set how processes of Ray authenticate, this one included; return how they did."""
+    wanted = {
+        "RAY_AUTH_MODE": RAY_AUTH_MODE,
+        "RAY_AUTH_TOKEN_PATH": RAY_AUTH_TOKEN_PATH,
+        "RAY_AUTH_TOKEN": RAY_AUTH_TOKEN,
+    }
+    before = {name: os.environ.pop(name, None) for name in wanted}
+    os.environ.update({name: value for name, value in wanted.items() if value is not None})
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    return before
+
+
+def _locked(path: Path) -> int:
+    """Open a file and lock it, as long as this process lives. Raises OSError if another has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _sweep() -> None:
+    """Remove the folders of processes of this user that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            os.close(_locked(folder / "lock"))
+        except OSError:  # in use, or just removed
+            continue
+        shutil.rmtree(folder, ignore_errors=True)

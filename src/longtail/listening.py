@@ -1,0 +1,117 @@
+"""On which sockets a run listens: its own process and all that it started, as Linux's /proc says.
+
+Listening(pid=4242, program="raylet", address="127.0.0.1", port=40321)
+"""
+
+import ipaddress
+import os
+import re
+import socket
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_LISTENS = "0A"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """A TCP socket that waits for connections.
+
+    Example: Listening(pid=4242, program="raylet", address="127.0.0.1", port=40321)
+    """
+
+    pid: int
+    program: str
+    """Name of the process's program; of Python the script, of Ray's workers `ray::...`."""
+    address: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        found = ipaddress.ip_address(self.address)
+        mapped = getattr(found, "ipv4_mapped", None)
+        return (mapped or found).is_loopback
+
+
+def process_of(run_dir: Path) -> int | None:
+    """Return the process that works in a run directory, which it holds a lock of; None if none."""
+    try:
+        inode = (run_dir / ".lock").stat().st_ino
+        locks = (_PROC / "locks").read_text()
+    except OSError:
+        return None
+    found = re.search(rf" WRITE (\d+) \S+:{inode} ", locks)
+    return None if found is None else int(found[1])
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and all that it, or what it started, has started."""
+    parents = {}
+    for place in _PROC.glob("[0-9]*"):
+        try:
+            stat = (place / "stat").read_text()
+        except OSError:  # it has ended
+            continue
+        parents[int(place.name)] = int(stat.rpartition(")")[2].split()[1])
+    found = [pid]
+    for member in found:  # grows meanwhile
+        found += [child for child, parent in parents.items() if parent == member]
+    return found
+
+
+def listening(pids: Collection[int]) -> list[Listening]:
+    """Return the TCP sockets on which processes listen; those of other users are not seen."""
+    places = dict(_places())
+    found = set()
+    for pid in pids:
+        for inode in _sockets(pid):
+            if inode in places:
+                address, port = places[inode]
+                found.add(Listening(pid=pid, program=_program(pid), address=address, port=port))
+    return sorted(found, key=lambda each: (each.pid, each.port, each.address))
+
+
+def _places() -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield where sockets listen, by inode."""
+    for name, family_ in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        try:
+            rows = (_PROC / "net" / name).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            words = row.split()
+            address, _, port = words[1].partition(":")
+            if words[3] == _LISTENS:
+                yield words[9], (_address(address, family_), int(port, 16))
+
+
+def _address(digits: str, family_: socket.AddressFamily) -> str:
+    """Read an address: words of 32 bits in this machine's order."""
+    words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
+    return socket.inet_ntop(family_, b"".join(word.to_bytes(4, sys.byteorder) for word in words))
+
+
+def _sockets(pid: int) -> Iterator[str]:
+    """Yield the inodes of a process's sockets."""
+    try:
+        for place in (_PROC / str(pid) / "fd").iterdir():
+            target = os.readlink(place)
+            if target.startswith("socket:["):
+                yield target[8:-1]
+    except OSError:  # it has ended, or is another user's
+        return
+
+
+def _program(pid: int) -> str:
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_text().split("\0")
+    except OSError:
+        return "?"
+    names = [Path(word.strip()).name for word in words if not word.startswith("-")]
+    is_python = names[0].startswith("python") and len(names) > 1 and names[1]
+    name = names[1] if is_python else names[0]
+    return re.sub(r"^(ray::\w+).*", r"\1", name)  # without the task that it does at the moment
