@@ -88,11 +88,10 @@ def make_engine(
     kind: type[RolloutEngine] = RolloutEngine,
     limits: Limits = LIMITS,
     speculation: Speculation | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> RolloutEngine:
     sizes = EngineLimits(max_running=limits.max_running, max_step_tokens=64, max_len=limits.max_len)
-    return kind(
-        tiny_model(dtype=torch.float64), the_tokenizer().decode, sizes, speculation=speculation
-    )
+    return kind(tiny_model(dtype=dtype), the_tokenizer().decode, sizes, speculation=speculation)
 
 
 def make_service(

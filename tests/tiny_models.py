@@ -4,10 +4,12 @@ import string
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from longtail.model import native
 from longtail.model.rope import RopeConfig
 from longtail.model.tokenizer import Tokenizer
 from longtail.model.transformer import Family, ModelConfig, Transformer
@@ -17,6 +19,18 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+NATIVE_DTYPES = [
+    pytest.param(
+        dtype,
+        marks=pytest.mark.skipif(
+            native.layout(dtype) is None, reason=f"no native product in {dtype} on this machine"
+        ),
+        id=str(dtype),
+    )
+    for dtype in (torch.float32, torch.bfloat16)
+]
+"""In which a token's bits do not depend on its batch."""
 
 
 def tiny_config(family: Family = "qwen3", vocab_size: int = 128) -> ModelConfig:

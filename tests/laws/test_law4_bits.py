@@ -19,23 +19,12 @@ from fakes import unchecked_shapes
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculate import Speculation
-from longtail.model import native
 from longtail.sampling import draw_rows, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
-from tiny_models import tiny_model
+from tiny_models import NATIVE_DTYPES, tiny_model
 
 MAX_LEN = 400
-DTYPES = [
-    pytest.param(
-        dtype,
-        marks=pytest.mark.skipif(
-            native.layout(dtype) is None, reason=f"no native product in {dtype} on this machine"
-        ),
-        id=str(dtype),
-    )
-    for dtype in (torch.float32, torch.bfloat16)
-]
 # Grouped key heads, norms of queries and keys, biases, a window; 16 is a native head size.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -99,7 +88,7 @@ def ragged_drafts(family: str, dtype: torch.dtype, seed: int) -> Speculation:
     return Speculation.fixed(drafter, Strategy(depth=5, width=3, size=8))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12, deadline=None)
 @given(
@@ -127,7 +116,7 @@ def test_no_setting_changes_a_bit(
         assert bits(done) == bits([alone(family, dtype, number) for number in share])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 def test_being_computed_again_changes_no_bit(dtype):
     """KV for little more than one request: the others lose theirs and are computed again."""
     limits = EngineLimits(max_running=8, max_step_tokens=23, max_len=MAX_LEN, kv_tokens=416)
