@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,10 @@ def test_learners_meet_at_a_new_place_every_time(begun: list[dict[str, Any]]):
     assert len(places) == 3
     assert all(each.startswith(f"file://{ray.folder}/") for each in places)
     ray.close()
+
+
+def test_who_greets_as_ray_does_and_then_says_nothing_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match="no word of Ray's came for 1 s"):
+            own_ray.check_is_ray(address, 1.0)

@@ -30,7 +30,9 @@ from ray._private import worker as ray_worker
 from ray._raylet import (  # type: ignore[attr-defined]  # compiled
     AuthenticationTokenLoader,
     Config,
+    GcsClient,
 )
+from ray.exceptions import RayError
 
 STORE_BYTES = 512 * 2**20
 _LONGEST_PLACE = 16
@@ -117,6 +119,29 @@ def discreetly() -> Iterator[None]:
     finally:
         if is_main:
             signal.signal(signal.SIGTERM, before)
+
+
+def check_is_ray(address: str, patience_s: float) -> None:
+    """See that what answers at an address is a Ray that takes this process's token.
+
+    Raises ConnectionError, or what Ray says against it. Ray itself would try for minutes.
+    """
+    found: list[RayError | None] = []
+
+    def ask() -> None:
+        try:
+            GcsClient(address=address.removeprefix("ray://"))
+            found.append(None)
+        except RayError as error:
+            found.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(patience_s)
+    if not found:
+        raise ConnectionError(f"no word of Ray's came for {patience_s:.0f} s")
+    if found[0] is not None:
+        raise found[0]
 
 
 def _environment(
