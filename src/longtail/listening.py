@@ -33,7 +33,7 @@ class Listening:
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
         found = ipaddress.ip_address(self.address)
-        mapped = getattr(found, "ipv4_mapped", None)
+        mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
         return (mapped or found).is_loopback
 
 

@@ -121,6 +121,15 @@ def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_fi
     assert KEY not in log.read_text()
 
 
+def test_a_closed_terminal_stops_the_server_as_a_signal_does(
+    model_path: Path, tmp_path: Path
+) -> None:
+    with serving(model_path, tmp_path / "log") as (process, _):
+        os.kill(process.pid, signal.SIGHUP)
+        assert finish(process) == 0
+    assert (tmp_path / "log").read_text().splitlines()[-1] == "stopped"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -11,6 +11,8 @@ from end_to_end.workshop import Workshop, build, write_lines
 from longtail.checkpoint import RunDirectory
 from longtail.model import hf
 
+BEFORE_A_STEP = "stopped before the first step was complete; the same command begins again"
+
 
 @pytest.fixture
 def workshop(tmp_path: Path) -> Workshop:
@@ -136,14 +138,16 @@ def test_two_processes_do_not_share_a_run_directory(workshop: Workshop) -> None:
     assert "another process is running in it" in said.err
 
 
-def test_an_interrupt_while_a_run_is_being_set_up_ends_it_without_a_traceback(
-    workshop: Workshop,
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_run_is_being_set_up_ends_it_with_a_word(
+    workshop: Workshop, number: signal.Signals
 ) -> None:
     log = workshop.path / "log"
     process = processes.start(workshop.words("early", "--run.steps=1000"), log)
     config = workshop.path / "early" / "config.toml"
     assert processes.wait_until(config.exists, process), log.read_text()
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     assert processes.finish(process) == 130
+    assert log.read_text().splitlines()[-1] in ("longtail: interrupted", BEFORE_A_STEP)
     assert "Traceback" not in log.read_text()

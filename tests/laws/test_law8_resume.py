@@ -173,7 +173,7 @@ def test_a_checkpoint_killed_while_it_is_written_is_none(workshop: Workshop) -> 
     assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_a_long_rollout_stops_at_once_and_keeps_the_last_complete_step(
     workshop: Workshop, number: signal.Signals
 ) -> None:

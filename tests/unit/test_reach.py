@@ -65,5 +65,6 @@ def test_a_place_where_nobody_listens_is_refused(port):
 
 
 def test_it_takes_less_than_ten_seconds():
-    assert 2 * reach.ANSWER_S < 10.0
+    # A connection, the beginning of an answer; then Ray's own, see `RayCrew`.
+    assert 2 * reach.ANSWER_S + 5.0 < 10.0
     assert RunConfig().cluster.address == "", "by default nothing is asked"

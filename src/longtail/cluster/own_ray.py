@@ -30,10 +30,13 @@ from ray._private import worker as ray_worker
 from ray._raylet import (  # type: ignore[attr-defined]  # compiled
     AuthenticationTokenLoader,
     Config,
+    GcsClient,
 )
+from ray.exceptions import RayError
 
 STORE_BYTES = 512 * 2**20
-_PREFIX = "longtail-ray-"
+_LONGEST_PLACE = 16
+_PREFIX, _NEW = "longtail-ray-", "longtail-new-"
 _RAYS_OWN_LINE = re.compile(r":\w+:|\[20\d\d-\d\d-\d\d |\[\w+ [EWIF] |\s*@ +0x")
 """What Ray itself writes into the logs of its workers."""
 
@@ -44,8 +47,10 @@ class OwnRay:
 
     def __init__(self, num_cpus: int) -> None:
         _sweep()
-        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        self._lock = _locked(self.folder / "lock")
+        new = Path(tempfile.mkdtemp(prefix=_NEW, dir=_place()))
+        self._lock = _locked(new / "lock")
+        # Only now has it a name that other processes sweep.
+        self.folder = new.rename(new.with_name(new.name.replace(_NEW, _PREFIX)))
         self._read: dict[Path, int] = {}
         """By log of a worker, the bytes that were read."""
         self._num_teams = 0
@@ -116,6 +121,29 @@ def discreetly() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def check_is_ray(address: str, patience_s: float) -> None:
+    """See that what answers at an address is a Ray that takes this process's token.
+
+    Raises ConnectionError, or what Ray says against it. Ray itself would try for minutes.
+    """
+    found: list[RayError | None] = []
+
+    def ask() -> None:
+        try:
+            GcsClient(address=address.removeprefix("ray://"))
+            found.append(None)
+        except RayError as error:
+            found.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(patience_s)
+    if not found:
+        raise ConnectionError(f"no word of Ray's came for {patience_s:.0f} s")
+    if found[0] is not None:
+        raise found[0]
+
+
 def _environment(
     *,
     RAY_AUTH_MODE: str | None,  # noqa: N803
@@ -135,6 +163,12 @@ def _environment(
     return before
 
 
+def _place() -> Path:
+    """Return where folders are made: what Ray's sockets are named may have 107 letters in all."""
+    place = tempfile.gettempdir()
+    return Path(place if len(place) <= _LONGEST_PLACE else "/tmp")
+
+
 def _locked(path: Path) -> int:
     """Open a file and lock it, as long as this process lives. Raises OSError if another has it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -148,7 +182,7 @@ def _locked(path: Path) -> int:
 
 def _sweep() -> None:
     """Remove the folders of processes of this user that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in _place().glob(f"{_PREFIX}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from longtail.cluster.crew import Crew, Ended
-from longtail.cluster.own_ray import OwnRay, discreetly
+from longtail.cluster.own_ray import OwnRay, check_is_ray, discreetly
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
@@ -27,6 +27,8 @@ R = TypeVar("R")
 
 _PATIENCE_S = 20.0
 """For the answer to a message: an engine step and a garbage collection are far shorter."""
+_REACH_S = 4.0
+"""For a cluster to say that it is one."""
 _MESSAGES = "messages"
 _MOMENT_S = 2.0
 """For word of how far everybody is. Who is late is heard the next time."""
@@ -66,6 +68,8 @@ class RayCrew(Crew):
     """
 
     _own_ray: ClassVar[OwnRay | None] = None
+    _has_connected: ClassVar[bool] = False
+    """To a Ray by address, which was not done before by others in this process."""
     _sharers: ClassVar[set[int]] = set()
     """Crews of this process that use its Ray; the last one stops it."""
 
@@ -156,15 +160,20 @@ class RayCrew(Crew):
         self._actors[worker] = self._actor(worker)
 
     def close(self) -> None:
-        """End all workers, and Ray if it is ours."""
+        """End all workers, and leave Ray, which ends if it is ours."""
         for actor in self._actors:
             ray.kill(actor)
         self._pass_on()
         self._running.clear()
         self._sharers.discard(id(self))
-        if self._own_ray is not None and not self._sharers:
+        if self._sharers:
+            return
+        if self._own_ray is not None:
             self._own_ray.close()
             RayCrew._own_ray = None
+        elif self._has_connected:
+            ray.shutdown()
+        RayCrew._has_connected = False
 
     def _pass_on(self) -> None:
         """Say what the workers have printed."""
@@ -180,8 +189,11 @@ class RayCrew(Crew):
         os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             if address:
+                if ":" in address:
+                    check_is_ray(address, _REACH_S)
                 with discreetly():
                     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+                RayCrew._has_connected = True
             else:
                 RayCrew._own_ray = OwnRay(self._size)
         except (ConnectionError, RayError, OSError, RuntimeError, ValueError) as error:

@@ -5,7 +5,7 @@ import socket
 
 from longtail.errors import ClusterError
 
-ANSWER_S = 4.0
+ANSWER_S = 2.0
 """For a connection, and again for an answer."""
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """The beginning of HTTP/2, which gRPC answers with its settings: a frame of kind 4."""
