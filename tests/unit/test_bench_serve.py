@@ -16,7 +16,7 @@ from longtail.bench.serve_cells import Clients, Point, Turn
 from longtail.bench.serve_client import Answer, ask, load
 from longtail.bench.serve_peer import Rival, _peer
 from longtail.bench.serve_setting import Setting, add_arguments, read_setting
-from longtail.bench.serve_soak import soak
+from longtail.bench.serve_soak import Soaked, soak
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculate import Speculation
@@ -148,6 +148,36 @@ def test_a_soak_of_a_sound_server_is_clean() -> None:
     assert found.num_whole + found.num_left + found.num_refused == 200
     assert min(found.num_whole, found.num_left, found.num_refused) > 10
     assert found.num_asked_again > 0  # more came than may wait
+    promises = found.promises
+    assert promises.pop("memory flat over the last half") is None  # too few to tell
+    assert all(promises.values())
+    assert json.loads(json.dumps(found.numbers()))["promises"]["no 5xx but 503"] is True
+
+
+def test_a_soak_judges_memory_and_statuses() -> None:
+    sound = Soaked(
+        num_requests=1000,
+        seconds=1.0,
+        num_whole=600,
+        num_left=200,
+        num_refused=200,
+        num_asked_again=5,
+        statuses={200: 640, 400: 200, 429: 4, 503: 1},
+        faults={},
+        is_kv_free=True,
+        rss_mb=(200.0, 300.0, 400.0, 404.0),
+    )
+    assert sound.is_clean
+    assert set(sound.promises.values()) == {True}
+    for change, promise in (
+        ({"rss_mb": (200.0, 300.0, 400.0, 405.0)}, "memory flat over the last half"),
+        ({"statuses": {500: 1}}, "no 5xx but 503"),
+        ({"is_kv_free": False}, "all KV free at the end"),
+        ({"num_whole": 599}, "all answered as they should be"),
+    ):
+        broken = replace(sound, **change)
+        assert not broken.is_clean
+        assert [name for name, held in broken.promises.items() if not held] == [promise]
 
 
 class FickleEngine(RolloutEngine):
@@ -170,6 +200,6 @@ class FickleEngine(RolloutEngine):
 )
 def test_a_soak_notices_what_is_wrong(kind: type[RolloutEngine], fault: str) -> None:
     served = make_served(make_engine(kind, LIMITS), LIMITS)
-    found = soak(served, NAME, 100, callers=4, max_tokens=8)
+    found = soak(served, NAME, 40, callers=4, max_tokens=8)
     assert found.faults[fault] > 0
     assert not found.is_clean
