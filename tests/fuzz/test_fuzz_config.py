@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from longtail import configfile
 from longtail.config import RunConfig
+from longtail.drafter.checkpoint import TrainingRecord, identity, load_drafter, save_drafter
+from longtail.drafter.eagle import EagleConfig, EagleLayer
 from longtail.drafter_config import DrafterTrainConfig
 from longtail.errors import ConfigError, DataError, NonFiniteError
 from longtail.model import hf
@@ -162,6 +165,48 @@ def test_any_bytes_are_a_models_configuration_or_refused(text: bytes) -> None:
     (path / "config.json").write_bytes(text)
     with contextlib.suppress(ConfigError):
         hf.load_config(path)
+
+
+@functools.cache
+def _drafter() -> tuple[tempfile.TemporaryDirectory[str], Path, dict[str, Any]]:
+    """A drafter of the tiny model on disk, and its description."""
+    folder, target, tokenizer = tempfile.TemporaryDirectory(), tiny_model(), _tokenizer()
+    path = Path(folder.name, "drafter")
+    layer = EagleLayer(EagleConfig(recipe="eagle1", target=target.config, window=8))
+    layer.initialize(torch.Generator().manual_seed(0))
+    record = TrainingRecord(steps=0, tokens=0, unroll_steps=2)
+    save_drafter(path, layer, None, identity("tiny", target, tokenizer), record)
+    return folder, path, json.loads((path / "drafter.json").read_text())
+
+
+shapes = st.fixed_dictionaries(
+    {},
+    optional={
+        name: st.sampled_from([1, 2, 10**9, 2**40, 0, -1, "x"])
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+    },
+)
+DESCRIBED = ("recipe", "layers", "window", "draft_vocab_size", "feature_scale", "own_shape")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*DESCRIBED, "format", "target", "training"]),
+        values | st.sampled_from(["eagle1", "eagle3", [1, 2, 3]]) | shapes,
+        max_size=3,
+    ),
+    shapes,
+)
+def test_a_drafter_with_any_description_is_loaded_or_refused(
+    changes: dict[str, Any], own: dict[str, Any]
+) -> None:
+    _, path, content = _drafter()
+    described = {**content, **changes}
+    if own:
+        described["own_shape"] = {**content["target"]["shape"], **own}
+    (path / "drafter.json").write_text(json.dumps(described, default=str))
+    with contextlib.suppress(ConfigError):
+        load_drafter(path, tiny_model(), _tokenizer(), strict_weights=False)
 
 
 PIECES = st.sampled_from(

@@ -13,12 +13,13 @@ the drafter of a moment ago is still a good one, so whether they must match is t
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -26,8 +27,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longtail.drafter.eagle import EagleConfig, EagleLayer
+from longtail.drafter.eagle import EagleConfig, EagleLayer, Recipe
 from longtail.errors import CheckpointError, ConfigError
+from longtail.model.hf_config import MOST
 from longtail.model.rope import RopeConfig
 from longtail.model.tokenizer import Tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
@@ -41,6 +43,14 @@ _SAMPLE = 4096
 _MAY_DIFFER = ("max_positions",)
 _FIELDS = ("recipe", "layers", "window", "draft_vocab_size", "feature_scale")
 _LATER_FIELDS = ("own_shape", "norm_before_residual")
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
+    *("num_kv_heads", "head_dim", "max_positions"),
+)
+_MALFORMED = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What making a drafter of impossible numbers raises."""
 _REMEDY = "give the drafter of this target, or train one: longtail drafter train"
 
 
@@ -178,15 +188,18 @@ def load_drafter(
         fields = {name: description[name] for name in _FIELDS}
         fields |= {name: description[name] for name in _LATER_FIELDS if name in description}
         fields["own_shape"] = _shape(fields.get("own_shape"))
-    except (KeyError, TypeError, ValueError) as error:
+        fields["layers"] = tuple(fields["layers"])
+        _require_numbers(fields)
+        config = EagleConfig(**fields, target=target.config)
+        expected = _shapes(config)
+    except _MALFORMED as error:
         raise ConfigError(f"{path / DESCRIPTION} is malformed ({error!r}): {_REMEDY}") from error
     _require_target(path, theirs, found, target, tokenizer, strict_weights=strict_weights)
-    fields["layers"] = tuple(fields["layers"])
-    config = EagleConfig(**fields, target=target.config)
     tensors = _tensors(path)
     draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
     _require_draft_ids(path, config, draft_ids)
-    layer = _layer(path, config, tensors)
+    _require_shapes(path, expected, tensors)
+    layer = _layer(config, tensors)
     return LoadedDrafter(
         layer=layer.to(target.device, dtype or next(iter(tensors.values())).dtype),
         draft_ids=None if draft_ids is None else draft_ids.to(target.device),
@@ -196,9 +209,24 @@ def load_drafter(
     )
 
 
+def _require_numbers(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError where a field could not have been written by `save_drafter`."""
+    counts = (*fields["layers"], fields["window"], fields["draft_vocab_size"])
+    scale = fields["feature_scale"]
+    if (
+        fields["recipe"] not in get_args(Recipe)
+        or not all(type(count) is int and 0 <= count <= MOST for count in counts)
+        or not (isinstance(scale, int | float) and 0 < scale < math.inf)
+    ):
+        raise ValueError(f"one of {', '.join(_FIELDS)} has an impossible value")
+
+
 def _shape(described: Mapping[str, Any] | None) -> ModelConfig | None:
     if described is None:
         return None
+    sizes = {name: described[name] for name in _SIZES}
+    if not all(type(size) is int and 1 <= size <= MOST for size in sizes.values()):
+        raise ValueError(f"own_shape has an impossible size: {sizes!r:.200}")
     fields = {**described, "windows": tuple(described["windows"])}
     return ModelConfig(**{**fields, "rope": RopeConfig(**described["rope"])})
 
@@ -291,12 +319,18 @@ def _require_draft_ids(path: Path, config: EagleConfig, draft_ids: Tensor | None
         )
 
 
-def _layer(path: Path, config: EagleConfig, tensors: Mapping[str, Tensor]) -> EagleLayer:
-    layer = EagleLayer(config)
-    expected = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+def _shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight that a description asks for; nothing is allocated."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in EagleLayer(config).named_parameters()}
+
+
+def _require_shapes(
+    path: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]
+) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if expected != shapes:
-        odd = min(n for n in expected | shapes if expected.get(n) != shapes.get(n))
+        odd = min(n for n in {*expected, *shapes} if expected.get(n) != shapes.get(n))
         raise ConfigError(
             f"{path / TENSORS}: {odd} has shape {shapes.get(odd)}, {DESCRIPTION} asks for "
             f"{expected.get(odd)}: {_REMEDY}"
@@ -304,6 +338,10 @@ def _layer(path: Path, config: EagleConfig, tensors: Mapping[str, Tensor]) -> Ea
     broken = min((n for n, t in tensors.items() if not t.isfinite().all()), default=None)
     if broken is not None:
         raise ConfigError(f"{path / TENSORS}: {broken} is not finite: {_REMEDY}")
+
+
+def _layer(config: EagleConfig, tensors: Mapping[str, Tensor]) -> EagleLayer:
+    layer = EagleLayer(config)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.data = tensors[name].clone()
