@@ -148,9 +148,8 @@ class _SwiGLU(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padded = _padded(x)
-        ctx.save_for_backward(padded, weight)
-        return _onednn(padded, weight, bias)[: len(x)]
+        ctx.save_for_backward(x, weight)  # not the padded copy: others keep x as well
+        return _onednn(_padded(x), weight, bias)[: len(x)]
 
     @staticmethod
     @once_differentiable
@@ -160,7 +159,7 @@ class _Product(torch.autograd.Function):
         rows, padded = len(grad), _padded(grad)
         return (
             _onednn(padded, weight.t(), None)[:rows] if for_x else None,
-            _onednn(padded.t(), x.t(), None) if for_weight else None,
+            _onednn(padded.t(), _padded(x).t(), None) if for_weight else None,
             grad.sum(0) if for_bias else None,
         )
 
