@@ -19,7 +19,10 @@ def test_parameters_are_counted_without_a_model(family: Family) -> None:
 
 
 def _saved_bytes(model: Transformer, tokens: int) -> int:
-    """Bytes of the distinct storages that autograd keeps, weights excluded."""
+    """Bytes of the distinct storages that autograd keeps, weights excluded.
+
+    Products of oneDNN pad their rows to a multiple of 128: a number that is one shows the rest.
+    """
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -44,8 +47,8 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(family: Family)
     )  # fmt: skip
     model = Transformer(shape)
     model.initialize(torch.Generator().manual_seed(0))
-    measured = _saved_bytes(model, 400)
-    estimated = memory.activation_bytes(shape, 400, 4, recompute=False)
+    measured = _saved_bytes(model, 512)
+    estimated = memory.activation_bytes(shape, 512, 4, recompute=False)
     # an upper bound that is not far off: what the estimate adds is the layer in flight
     assert measured <= estimated <= 1.15 * measured
 
