@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -26,11 +26,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longtail.drafter.eagle import EagleConfig, EagleLayer
+from longtail.drafter.eagle import EagleConfig, EagleLayer, Recipe
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.rope import RopeConfig
 from longtail.model.tokenizer import Tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
+from longtail.strict_json import parse_json
 
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
 _FORMAT = 1
@@ -170,18 +171,17 @@ def load_drafter(
     """
     description = _read(path)
     try:
-        trained_on = description["target"]
+        trained_on = dict(description["target"])
         theirs = dict(trained_on.pop("shape"))
         found = TargetIdentity(**trained_on)
         training = read_record(description["training"])
-        fields = {name: description[name] for name in _FIELDS}
-        fields |= {name: description[name] for name in _LATER_FIELDS if name in description}
-        fields["own_shape"] = _shape(fields.get("own_shape"))
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path / DESCRIPTION} is malformed ({error!r}): {_REMEDY}") from error
+        raise _malformed(path, error) from error
     _require_target(path, theirs, found, target, tokenizer, strict_weights=strict_weights)
-    fields["layers"] = tuple(fields["layers"])
-    config = EagleConfig(**fields, target=target.config)
+    try:
+        config = _config(description, target.config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _malformed(path, error) from error
     tensors = _tensors(path)
     draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
     _require_draft_ids(path, config, draft_ids)
@@ -193,6 +193,33 @@ def load_drafter(
         trained_on=found,
         training=training,
     )
+
+
+def _malformed(path: Path, error: Exception) -> ConfigError:
+    said = " ".join(repr(error).split())
+    return ConfigError(f"{path / DESCRIPTION} is malformed ({said:.300}): {_REMEDY}")
+
+
+def _config(description: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
+    """Read the drafter's shape; KeyError, TypeError or ValueError if it is none."""
+    fields = {name: description[name] for name in _FIELDS}
+    fields |= {name: description[name] for name in _LATER_FIELDS if name in description}
+    fields["own_shape"] = _shape(fields.get("own_shape"))
+    fields["layers"] = tuple(fields["layers"])
+    good = {
+        "recipe": fields["recipe"] in get_args(Recipe),
+        "layers": all(
+            type(each) is int and 0 <= each < target.num_layers for each in fields["layers"]
+        ),
+        "window": type(fields["window"]) is int and fields["window"] >= 0,
+        "draft_vocab_size": type(fields["draft_vocab_size"]) is int,
+        "feature_scale": isinstance(fields["feature_scale"], (int, float))
+        and fields["feature_scale"] > 0,
+    }
+    for name in good:
+        if not good[name]:
+            raise ValueError(f"{name} = {fields[name]!r:.80}")
+    return EagleConfig(**fields, target=target)
 
 
 def _shape(described: Mapping[str, Any] | None) -> ModelConfig | None:
@@ -229,10 +256,10 @@ def _read(path: Path) -> dict[str, Any]:
         what = "holds no drafter.json" if path.is_dir() else "is not a directory"
         raise ConfigError(f"drafter {path} {what}: {_REMEDY}")
     try:
-        description: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        description: dict[str, Any] = parse_json(file.read_bytes())
         known = description["format"] == _FORMAT
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is malformed ({error!r}): {_REMEDY}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _malformed(path, error) from error
     if not known:
         raise ConfigError(f"{file} has format {description['format']}, known is {_FORMAT}")
     return description
@@ -291,8 +318,12 @@ def _require_draft_ids(path: Path, config: EagleConfig, draft_ids: Tensor | None
 
 
 def _layer(path: Path, config: EagleConfig, tensors: Mapping[str, Tensor]) -> EagleLayer:
-    layer = EagleLayer(config)
-    expected = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    try:
+        with torch.device("meta"):  # a shape from outside: memory only once the tensors bear it out
+            outline = EagleLayer(config)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise _malformed(path, error) from error
+    expected = {name: tuple(p.shape) for name, p in outline.named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if expected != shapes:
         odd = min(n for n in expected | shapes if expected.get(n) != shapes.get(n))
@@ -303,6 +334,7 @@ def _layer(path: Path, config: EagleConfig, tensors: Mapping[str, Tensor]) -> Ea
     broken = min((n for n, t in tensors.items() if not t.isfinite().all()), default=None)
     if broken is not None:
         raise ConfigError(f"{path / TENSORS}: {broken} is not finite: {_REMEDY}")
+    layer = EagleLayer(config)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.data = tensors[name].clone()
