@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _calls = 0
@@ -41,6 +42,12 @@ def troubled(completions: Sequence[str], trouble: Sequence[str], **more: object)
             return [0.0, 1.0]
         case "returns NaN":
             return [float("nan")]
+        case "forks":
+            os.fork()
+        case "writes everywhere":
+            for number in range(3, 64):
+                with suppress(OSError):
+                    os.write(number, b"printed by mistake\n")
     return sevens(completions, **more)
 
 

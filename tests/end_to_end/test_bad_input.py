@@ -150,6 +150,21 @@ DATA: dict[str, tuple[list[dict[str, object]] | str | None, list[str], list[str]
         [],
         ["data.heldout_size = 4", "4 prompts, none would be left to train on"],
     ),
+    "without reference answers": (
+        '{"prompt": "1", "answer": "7"}\n{"prompt": "2", "answer": NaN}\n',
+        ["--reward.name=exact"],
+        ["bad.jsonl', row 1, column 'answer'", "the reference answer of this row is nan"],
+    ),
+    "with half a character": (
+        '{"prompt": "1"}\n{"prompt": "\\ud83d"}\n',
+        [],
+        ["bad.jsonl:2: a string holds '\\ud83d'", "give the whole character"],
+    ),
+    "nested too deep": (
+        '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        [],
+        ["bad.jsonl:1: lists or objects are nested more than 100 deep"],
+    ),
     "longer than the model": (
         [{"prompt": "1"}] * 9,
         ["--rollout.max_tokens=509"],

@@ -28,27 +28,45 @@ def _newest(workshop: Workshop, run: str) -> int:
 
 
 def test_completions_whose_reward_fails_are_left_out_and_counted(workshop: Workshop) -> None:
-    troubles = ["none", "raises", "hangs", "returns too many", "returns NaN"]
+    troubles = ["raises", "hangs", "returns too many", "returns NaN", "writes everywhere"]
+    troubles = ["none", "forks", *troubles]
     write_lines(workshop.prompts, *({"prompt": t, "trouble": t} for t in troubles))
     said = workshop.train(
         "troubled",
         "--reward.name=end_to_end.rewards:troubled",
         "--reward.timeout_s=0.3",
         "--reward.workers=2",
-        "--rollout.prompts_per_step=5",
+        "--rollout.prompts_per_step=7",
         "--rollout.group_size=2",
         "--data.heldout_size=0",
         "--run.steps=2",
     )
     assert said.code == 0
-    assert said.err.count("  8 ungraded") == 2
+    assert said.err.count("  10 ungraded") == 2
+    assert "Traceback" not in said.err
     for row in workshop.metrics("troubled"):
-        assert row["reward/failures"] == 8
+        assert row["reward/failures"] == 10
         assert row["reward/min"] >= 0
     rollouts = workshop.rollouts("troubled")
-    assert [line["prompt_id"] for line in rollouts] == ["prompts/0"] * 4  # the one without trouble
+    graded = [line["prompt_id"] for line in rollouts]
+    assert sorted(graded) == ["prompts/0"] * 4 + ["prompts/1"] * 4  # without trouble, and forked
     first = [line["reward"] for line in rollouts if line["step"] == 1]
-    assert workshop.metrics("troubled")[0]["reward/mean"] == pytest.approx(sum(first) / 2)
+    assert workshop.metrics("troubled")[0]["reward/mean"] == pytest.approx(sum(first) / 4)
+
+
+def test_rows_without_an_answer_are_left_out_with_a_count_if_so_configured(
+    workshop: Workshop,
+) -> None:
+    answers = ["7", "", "8", float("nan"), "9"]
+    write_lines(workshop.prompts, *({"prompt": f"{a}?", "answer": a} for a in answers))
+    words = ("--reward.name=exact", "--data.heldout_size=1", "--run.steps=1")
+    refused = workshop.train("refused", *words)
+    assert refused.code == 2
+    assert "row 1, column 'answer'" in refused.err
+    assert "1 more of 5 rows are no better (3)" in refused.err
+    said = workshop.train("left-out", *words, "--data.drop_ungradable=true")
+    assert said.code == 0
+    assert "2 prompts are left out (data.drop_ungradable)" in said.err
 
 
 def test_a_reward_that_always_fails_stops_the_run_with_its_error(workshop: Workshop) -> None:

@@ -197,3 +197,55 @@ def test_tensors_of_another_recipe_are_refused(tmp_path: Path, tokenizer: Tokeni
     (tmp_path / "a" / "drafter.safetensors").rename(tmp_path / "b" / "drafter.safetensors")
     with pytest.raises(ConfigError, match=r"embedding_norm.weight has shape None"):
         load_drafter(tmp_path / "b", target, tokenizer, strict_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("target", [1]),
+        ("target", {"shape": 3}),
+        ("training", "none"),
+        ("recipe", "eagle9"),
+        ("layers", 3),
+        ("layers", [10**12]),
+        ("layers", ["one"]),
+        ("window", -1),
+        ("window", "all"),
+        ("draft_vocab_size", 0.5),
+        ("feature_scale", 0),
+        ("feature_scale", "much"),
+        ("own_shape", {"windows": []}),
+        ("own_shape", 7),
+    ],
+)
+def test_a_description_that_was_tampered_with_is_one_sentence(
+    tmp_path: Path, tokenizer: Tokenizer, field: str, value: object
+) -> None:
+    target = _save(tmp_path / "d", tokenizer)
+    described = json.loads((tmp_path / "d" / "drafter.json").read_text())
+    (tmp_path / "d" / "drafter.json").write_text(json.dumps(described | {field: value}))
+    with pytest.raises(ConfigError, match=r"drafter\.json is malformed .*longtail drafter train"):
+        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b'{"format": ' + b"1" * 5_000 + b"}", b"\xff", b'"\\ud83d"', b"[]"]
+)
+def test_a_description_that_is_no_json_is_one_sentence(
+    tmp_path: Path, tokenizer: Tokenizer, text: bytes
+) -> None:
+    target = _save(tmp_path / "d", tokenizer)
+    (tmp_path / "d" / "drafter.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"drafter\.json is malformed"):
+        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
+
+
+def test_sizes_from_a_file_take_no_memory_before_the_tensors_bear_them_out(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    target = _save(tmp_path / "d", tokenizer)
+    described = json.loads((tmp_path / "d" / "drafter.json").read_text())
+    shape = described["target"]["shape"] | {"intermediate_size": 10**8}
+    (tmp_path / "d" / "drafter.json").write_text(json.dumps(described | {"own_shape": shape}))
+    with pytest.raises(ConfigError, match=r"feed_forward.* has shape .*100000000"):
+        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)

@@ -91,6 +91,7 @@ def batch(*texts):
 
 def test_a_grader_is_ready_then_answers_each_task_and_ends_with_its_parent(start):
     process, channel = start("exact")
+    assert json.loads(read_frame(channel)) == {"loading": True}
     assert json.loads(read_frame(channel)) == {"ready": True}
     channel.sendall(batch("42", "41"))
     assert json.loads(read_frame(channel)) == {"begun": True}
@@ -102,12 +103,14 @@ def test_a_grader_is_ready_then_answers_each_task_and_ends_with_its_parent(start
 
 def test_a_grader_without_its_reward_refuses(start):
     process, channel = start("hang:none")
+    assert json.loads(read_frame(channel)) == {"loading": True}
     assert "has no 'none'" in json.loads(read_frame(channel))["refused"]
     assert process.wait(timeout=60) == 0
 
 
 def test_a_grader_that_hangs_ends_with_its_parent(start):
     process, channel = start("hang:in_c")
+    assert json.loads(read_frame(channel)) == {"loading": True}
     assert json.loads(read_frame(channel)) == {"ready": True}
     channel.sendall(batch("42"))
     assert json.loads(read_frame(channel)) == {"begun": True}

@@ -50,6 +50,70 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path):
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (b'"a\\ud83d"', "a string holds '\\\\ud83d', half of a surrogate pair"),
+        (b"9" * 5_000, r"the integer 99999999\.\.\. has 5000 digits"),
+        (b"[" * 100_000 + b"]" * 100_000, ".* nested more than 100 deep"),
+        (b"[" * 100_000, ".* nested more than 100 deep"),
+        (b'"\xed\xa0\xbd"', "not UTF-8"),
+    ],
+    ids=["surrogate", "digits", "deep", "open", "bytes"],
+)
+def test_an_extreme_value_is_named_by_file_and_line(tmp_path, value, why):
+    path = write(tmp_path / "a.jsonl", b'{"prompt": "x"}\n{"prompt": ' + value + b"}\n")
+    with pytest.raises(DataError, match=rf"{path}:2: {why}"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_deep_nesting_in_a_folder_is_refused_before_a_reader_dies_of_it(tmp_path, datasets, name):
+    path = write(tmp_path / name, b'{"prompt": "[[["}\n{"prompt": ' + b"[" * 100_000 + b"}\n")
+    with pytest.raises(DataError, match=rf"{path}:2: .*nested more than 100 deep"):
+        load(f"hf:{tmp_path}")
+
+
+def test_a_folder_is_refused_by_the_file_and_line_that_is_not_utf8(tmp_path, datasets):
+    path = write(tmp_path / "train.csv", b"prompt,answer\nx,\xff\n")
+    with pytest.raises(DataError, match=rf"{path}:2: not UTF-8 \(invalid start byte at byte 2\)"):
+        load(f"hf:{tmp_path}")
+
+
+def test_an_empty_folder_file_is_one_sentence(tmp_path, datasets):
+    write(tmp_path / "train.jsonl", b"")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load(f"hf:{tmp_path}")
+
+
+def parquet_table(path, **columns):
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def test_a_parquet_value_that_python_cannot_hold_is_named_by_row_and_column(tmp_path):
+    offsets = pa.array([0, 2, 3], pa.int32()).buffers()[1]
+    bad = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"ok\xff")])
+    path = parquet_table(tmp_path / "text.parquet", prompt=["a", "b"], answer=bad)
+    with pytest.raises(DataError, match=rf"{path}, row 1, column 'answer': .*can't decode"):
+        load(path)
+    days = pa.array([0, 2**31 - 1], pa.date32())
+    path = parquet_table(tmp_path / "days.parquet", prompt=["a", "b"], day=days)
+    with pytest.raises(DataError, match=rf"{path}, row 1, column 'day'"):
+        load(path)
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
+    import pyarrow.parquet
+
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match="several columns of one name"):
+        load(tmp_path / "twice.parquet")
+
+
 def test_parquet_rows_keep_their_structs_and_lists(tmp_path):
     import pyarrow.parquet
 

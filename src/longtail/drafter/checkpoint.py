@@ -181,25 +181,21 @@ def load_drafter(
     """
     description = _read(path)
     try:
-        trained_on = description["target"]
+        trained_on = dict(description["target"])
         theirs = dict(trained_on.pop("shape"))
         found = TargetIdentity(**trained_on)
         training = read_record(description["training"])
-        fields = {name: description[name] for name in _FIELDS}
-        fields |= {name: description[name] for name in _LATER_FIELDS if name in description}
-        fields["own_shape"] = _shape(fields.get("own_shape"))
-        fields["layers"] = tuple(fields["layers"])
-        _require_numbers(fields)
-        config = EagleConfig(**fields, target=target.config)
-        expected = _shapes(config)
     except _MALFORMED as error:
-        raise ConfigError(f"{path / DESCRIPTION} is malformed ({error!r}): {_REMEDY}") from error
+        raise _malformed(path, error) from error
     _require_target(path, theirs, found, target, tokenizer, strict_weights=strict_weights)
+    try:
+        config = _config(description, target.config)
+    except _MALFORMED as error:
+        raise _malformed(path, error) from error
     tensors = _tensors(path)
     draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
     _require_draft_ids(path, config, draft_ids)
-    _require_shapes(path, expected, tensors)
-    layer = _layer(config, tensors)
+    layer = _layer(path, config, tensors)
     return LoadedDrafter(
         layer=layer.to(target.device, dtype or next(iter(tensors.values())).dtype),
         draft_ids=None if draft_ids is None else draft_ids.to(target.device),
@@ -209,16 +205,32 @@ def load_drafter(
     )
 
 
-def _require_numbers(fields: Mapping[str, Any]) -> None:
-    """Raise ValueError where a field could not have been written by `save_drafter`."""
-    counts = (*fields["layers"], fields["window"], fields["draft_vocab_size"])
-    scale = fields["feature_scale"]
-    if (
-        fields["recipe"] not in get_args(Recipe)
-        or not all(type(count) is int and 0 <= count <= MOST for count in counts)
-        or not (isinstance(scale, int | float) and 0 < scale < math.inf)
-    ):
-        raise ValueError(f"one of {', '.join(_FIELDS)} has an impossible value")
+def _malformed(path: Path, error: Exception) -> ConfigError:
+    said = " ".join(repr(error).split())
+    return ConfigError(f"{path / DESCRIPTION} is malformed ({said:.300}): {_REMEDY}")
+
+
+def _config(description: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
+    """Read the drafter's shape; KeyError, TypeError or ValueError if it is none."""
+    fields = {name: description[name] for name in _FIELDS}
+    fields |= {name: description[name] for name in _LATER_FIELDS if name in description}
+    fields["own_shape"] = _shape(fields.get("own_shape"))
+    fields["layers"] = tuple(fields["layers"])
+    good = {
+        "recipe": fields["recipe"] in get_args(Recipe),
+        "layers": all(
+            type(each) is int and 0 <= each < target.num_layers for each in fields["layers"]
+        ),
+        "window": type(fields["window"]) is int and 0 <= fields["window"] <= MOST,
+        "draft_vocab_size": type(fields["draft_vocab_size"]) is int
+        and 0 <= fields["draft_vocab_size"] <= MOST,
+        "feature_scale": isinstance(fields["feature_scale"], (int, float))
+        and 0 < fields["feature_scale"] < math.inf,
+    }
+    for name in good:
+        if not good[name]:
+            raise ValueError(f"{name} = {fields[name]!r:.80}")
+    return EagleConfig(**fields, target=target)
 
 
 def _shape(described: Mapping[str, Any] | None) -> ModelConfig | None:
@@ -260,8 +272,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         description: dict[str, Any] = parse_json(file.read_bytes())
         known = description["format"] == _FORMAT
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is malformed ({error!r}): {_REMEDY}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _malformed(path, error) from error
     if not known:
         raise ConfigError(f"{file} has format {description['format']}, known is {_FORMAT}")
     return description
@@ -319,15 +331,13 @@ def _require_draft_ids(path: Path, config: EagleConfig, draft_ids: Tensor | None
         )
 
 
-def _shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight that a description asks for; nothing is allocated."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in EagleLayer(config).named_parameters()}
-
-
-def _require_shapes(
-    path: Path, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]
-) -> None:
+def _layer(path: Path, config: EagleConfig, tensors: Mapping[str, Tensor]) -> EagleLayer:
+    try:
+        with torch.device("meta"):  # a shape from outside: memory only once the tensors bear it out
+            outline = EagleLayer(config)
+    except _MALFORMED as error:
+        raise _malformed(path, error) from error
+    expected = {name: tuple(p.shape) for name, p in outline.named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if expected != shapes:
         odd = min(n for n in {*expected, *shapes} if expected.get(n) != shapes.get(n))
@@ -338,9 +348,6 @@ def _require_shapes(
     broken = min((n for n, t in tensors.items() if not t.isfinite().all()), default=None)
     if broken is not None:
         raise ConfigError(f"{path / TENSORS}: {broken} is not finite: {_REMEDY}")
-
-
-def _layer(config: EagleConfig, tensors: Mapping[str, Tensor]) -> EagleLayer:
     layer = EagleLayer(config)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

@@ -3,8 +3,9 @@
 `longtail.rl.grading` starts, watches and kills it. It imports no torch unless the reward does.
 
     parent -> grader   frame: pickle of (kind, [(number, pickle of what the kind asks about), ...])
-    grader -> parent   frame: JSON; first {"ready": true} or {"refused": message}, then for each
-                       batch {"begun": true} and, as each task ends, [number, reward, null] or
+    grader -> parent   frame: JSON; first {"loading": true} before anything of the reward runs,
+                       then {"ready": true} or {"refused": message}, then for each batch
+                       {"begun": true} and, as each task ends, [number, reward, null] or
                        [number, null, error]
 
 Tasks are pickled because rewards look at types: through JSON two of reasoning-gym's scorers take
@@ -131,6 +132,7 @@ def serve(reward_name: str, path: list[str]) -> None:
     with suppress(OSError):  # when memory ends, end the grader, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
     with suppress(ConnectionError):  # the parent is gone: nobody is left to tell
+        _say(channel, {"loading": True})
         try:
             reward = resolve_reward(reward_name)
         except BaseException as error:  # whatever the user's module does when imported

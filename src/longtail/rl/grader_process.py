@@ -81,6 +81,7 @@ class GraderProcess:
         self.refusal: str | None = None
         self.tasks: deque[int] = deque()
         self.deadline = time.monotonic() + start_timeout_s
+        self._loading = False
         self._timeout_s = timeout_s
         self._received = bytearray()
         self._unsent = b""
@@ -146,7 +147,9 @@ class GraderProcess:
 
     def _take(self, message: Any) -> Iterator[tuple[int, float | str]]:
         match message:
-            case {"ready": True} if not self.ready:
+            case {"loading": True} if not self._loading:
+                self._loading = True
+            case {"ready": True} if self._loading and not self.ready:
                 self.ready = True
             case {"refused": str(why)} if not self.ready:
                 self.refusal, self.closed = one_line(why), True
@@ -171,10 +174,19 @@ class GraderProcess:
             self.tasks.popleft()
         self.deadline = time.monotonic() + self._timeout_s
 
+    def hang_up(self) -> None:
+        """Begin to end the process: its supervisor takes this for our end."""
+        if not self._loading:
+            with suppress(ProtocolError):
+                list(self.receive())
+        if not self._loading:  # nothing of the reward has run, and the supervisor may not listen
+            self._process.kill()
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
     def kill(self) -> int | None:
         """End the process and all it started; return how it had ended, None where it goes on."""
-        with suppress(OSError):  # its supervisor takes that for our end
-            self.socket.shutdown(socket.SHUT_RDWR)
+        self.hang_up()
         self.socket.close()
         for _ in range(2):
             try:

@@ -157,6 +157,8 @@ class GraderPool:
         """Kill every grader. Graders keep no state, so nothing is lost; closing twice is fine."""
         if not self._closed:
             self._closed = True
+            for worker in self._workers:
+                worker.hang_up()
             for worker in list(self._workers):
                 self._remove(worker)
             self._selector.close()
