@@ -14,6 +14,7 @@ that failed is kept, with the stacks of all threads if it hung. The last line is
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -166,6 +167,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Run a campaign; 1 if a trial failed."""
     own = _arguments(words)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     place = own.dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     campaign = Campaign(place, own.steps, own.patience)

@@ -89,7 +89,7 @@ class Trial:
                 kill.recovery = ""
         outcome.seconds = time.monotonic() - self._began
         if not outcome.failure:
-            _share_lost_seconds(outcome, self._lateness())
+            share_lost_seconds(outcome, self._lateness())
         return outcome
 
     def _finish(self) -> None:
@@ -228,7 +228,7 @@ def _victim(sitting: Sitting, strike: Strike, entered: int) -> int | None:
     return random.Random(strike.moment).choice(others) if others else None
 
 
-def _share_lost_seconds(outcome: Outcome, lateness: Sequence[tuple[float, float]]) -> None:
+def share_lost_seconds(outcome: Outcome, lateness: Sequence[tuple[float, float]]) -> None:
     """Give each kill the lateness that came up between it and the next one.
 
     Kills between which no phase ended share it. Example: late by 0.1 s, killed twice, then late by
