@@ -1,7 +1,7 @@
 """Kill workers and drivers of small runs at random moments, and see that nothing comes of it.
 
     make chaos MINUTES=20
-    python -m chaos.campaign --minutes 20 --seed 7 --only 3       the third trial of a campaign again
+    make chaos SEED=7 ONLY=3       trial 3 of a campaign again
 
 A trial is a run of the tiny reasoner: rollouts, spot training, learning, checkpoints. Its processes
 are killed (SIGKILL) as a plan says, it is started again whenever it has ended, and in the end its

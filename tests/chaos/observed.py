@@ -117,4 +117,3 @@ def main(words: list[str]) -> int:
     diary.note(path, diary.DRIVER, pid=os.getpid())
     observe(path)
     return cli.main(words[1:])
-

@@ -81,9 +81,7 @@ class Plan:
     strikes: tuple[Strike, ...]
 
 
-def plans(
-    seed: int, dtypes: Sequence[str], crews: Sequence[int], *, blows: int
-) -> Iterator[Plan]:
+def plans(seed: int, dtypes: Sequence[str], crews: Sequence[int], *, blows: int) -> Iterator[Plan]:
     """Deal plans for ever, `blows` a trial; settings take turns, so that all meet all."""
     deck = _dealt(seed)
     for number in count():
