@@ -155,7 +155,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="begin trials for so long")
     parser.add_argument("--seed", type=int, default=0, help="of all plans")
     parser.add_argument("--only", type=int, help="number of the one trial to make")
-    parser.add_argument("--steps", type=int, default=8, help="of each run")
+    parser.add_argument("--steps", type=int, default=16, help="of each run")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of the rollouts, in turn")
     parser.add_argument("--workers", default="2,3", help="of each run, in turn")
     parser.add_argument("--blows", type=int, default=3, help="of each run; some are two kills")

@@ -16,7 +16,9 @@ Victim = Literal["itself", "another worker", "the driver"]
 
 _COMMON = (IDLE, "generating", "learning", "publishing weights", "rollout", "grading")
 """Activities of every step: some are let pass first."""
-_MOST_SKIPS = 4
+_MOST_SKIPS = 6
+_ORDER = {STARTING: 0, SETUP: 1, "meeting the team": 2, "adopting a drafter": 4, "finishing": 5}
+"""Activities that come only at the beginning, seldom, or only at the end; all others are 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +112,7 @@ def _dealt(seed: int) -> Iterator[Blow]:
 
 def _ordered(blows: list[Blow]) -> list[Blow]:
     """Put first what is only at the beginning, and last what is only at the end."""
-    return sorted(blows, key=lambda blow: _place(blow[0].awaited))
-
-
-def _place(activity: str) -> int:
-    return {STARTING: 0, SETUP: 1, "meeting the team": 2, "finishing": 4}.get(activity, 3)
+    return sorted(blows, key=lambda blow: _ORDER.get(blow[0].awaited, 3))
 
 
 def _drawn(strike: Strike, rng: random.Random) -> Strike:

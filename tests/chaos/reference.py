@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos import diary
-from chaos.sitting import Failure, Sitting
+from chaos.sitting import Failure, Sitting, leftovers
 
 Milestone = tuple[int, str]
 """A step and a phase of it; reached when the phase ends."""
@@ -40,7 +40,8 @@ def undisturbed(words: Sequence[str], place: Path, *, patience_s: float) -> Refe
         if sitting.code != 0:
             raise Failure(f"the undisturbed run failed: {sitting.last_words}; see {sitting.log}")
     finally:
-        left = sitting.clear()
+        sitting.end()
+        left = leftovers(place)
     if left:
         raise Failure(f"the undisturbed run left processes: {left}")
     lengths = diary.lengths(sitting.diary.entries)

@@ -1,4 +1,7 @@
-"""One process of a run, observed: it is waited for with a bound, struck, and cleaned up after."""
+"""One process of a run, observed: it is waited for with a bound, struck, and cleaned up after.
+
+A run is a directory; each of its sittings has a directory in it.
+"""
 
 import os
 import signal
@@ -16,9 +19,9 @@ _PROGRAM = "import sys; from chaos import observed; sys.exit(observed.main(sys.a
 """Imported, not `-m`: Ray pickles what a main module defines instead of its name."""
 _MARK = "LONGTAIL_CHAOS_RUN"
 """An environment variable that every process of a run inherits: so leftovers are found."""
-_POLL_S = 0.005
-_LEFTOVER_S = 30.0
-"""For the processes of a run to end after its driver."""
+_POLL_S = 0.002
+_LEFTOVER_S = 90.0
+"""For the processes of a run to end after its driver: Ray's agents take their time."""
 
 
 class Failure(Exception):  # noqa: N818 - what a chaos run looks for
@@ -31,9 +34,12 @@ class Sitting:
     def __init__(self, words: list[str], place: Path, *, patience_s: float) -> None:
         place.mkdir(parents=True)
         self._place, self._patience_s = place, patience_s
-        self._mark = str(place.parent)
         path = os.pathsep.join([str(_ROOT / "tests"), str(_ROOT / "src")])
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", _MARK: self._mark}
+        environment = os.environ | {
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            _MARK: str(place.parent),
+        }
         self.began = self._heard = time.monotonic()
         self.diary = diary.Reader(place / "diary.jsonl")
         self.log = place / "log"
@@ -94,18 +100,10 @@ class Sitting:
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(1.0)
 
-    def clear(self) -> list[str]:
-        """Kill what is left of the run; return what outlived its driver for too long."""
-        if self.code is None:
-            self._process.kill()
+    def end(self) -> None:
+        """Kill the driver if it is still there. What it leaves is `leftovers`' business."""
+        self._process.kill()
         self._process.wait()
-        deadline = time.monotonic() + _LEFTOVER_S
-        while (left := list(self._left())) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for pid, _ in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return [name for _, name in left]
 
     def _pid(self, worker: int) -> int:
         """Return a worker's process; 0 if none is known, or it is a worker no more."""
@@ -116,20 +114,32 @@ class Sitting:
             return 0
         return pid if name.startswith(b"ray::") else 0
 
-    def _left(self) -> Iterator[tuple[int, str]]:
-        """Find the processes that carry this run's mark."""
-        mark = f"{_MARK}={self._mark}".encode()
-        for place in Path("/proc").iterdir():
-            try:
-                if mark in (place / "environ").read_bytes().split(b"\0"):
-                    name = (place / "cmdline").read_bytes().replace(b"\0", b" ")[:80]
-                    yield int(place.name), name.decode(errors="replace")
-            except (OSError, ValueError):
-                continue
-
     def _standing(self) -> str:
         actors = sorted(self.diary.actors.items())
         return "; ".join(
             f"{'driver' if who == diary.DRIVER else f'worker {who}'}: {actor.activity}"
             for who, actor in actors
         )
+
+
+def leftovers(place: Path) -> list[str]:
+    """Wait for the last processes of the run in `place`; kill those that stay, and return them."""
+    deadline = time.monotonic() + _LEFTOVER_S
+    while (left := dict(_marked(place))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return list(left.values())
+
+
+def _marked(run: Path) -> Iterator[tuple[int, str]]:
+    """Find the processes that carry a run's mark: by pid, how they were called."""
+    mark = f"{_MARK}={run}".encode()
+    for place in Path("/proc").iterdir():
+        try:
+            if mark in (place / "environ").read_bytes().split(b"\0"):
+                name = (place / "cmdline").read_bytes().replace(b"\0", b" ")[:80]
+                yield int(place.name), name.decode(errors="replace").strip()
+        except (OSError, ValueError):
+            continue

@@ -11,7 +11,7 @@ from chaos.campaign import summary, table
 from chaos.diary import ANEW, DRIVER, Reader, lengths, note
 from chaos.plan import BLOWS, Strike, plans
 from chaos.reference import Reference, differing, undisturbed
-from chaos.sitting import Failure, Sitting
+from chaos.sitting import Failure, Sitting, leftovers
 from chaos.trial import Kill, Outcome, Trial, share_lost_seconds
 from end_to_end.workshop import build, save_untaught, write_lines
 
@@ -51,8 +51,9 @@ def test_a_process_that_shows_nothing_new_is_a_hang(tmp_path: Path, monkeypatch)
     process = Sitting([], tmp_path / "run" / "sitting-0", patience_s=0.2)
     with pytest.raises(Failure, match="hang: nothing happened"):
         process.wait_until(lambda: False)
-    assert process.clear() == []
+    process.end()
     assert process.code is not None
+    assert leftovers(tmp_path / "run") == []
 
 
 def test_a_process_that_outlives_its_driver_is_found_and_ended(tmp_path: Path, monkeypatch):
@@ -61,9 +62,9 @@ def test_a_process_that_outlives_its_driver_is_found_and_ended(tmp_path: Path, m
     monkeypatch.setattr(sitting, "_LEFTOVER_S", 0.1)
     process = Sitting([], tmp_path / "run" / "sitting-0", patience_s=60.0)
     assert not process.wait_until(lambda: False)
-    assert [name.strip() for name in process.clear()] == ["sleep 600"]
+    assert leftovers(tmp_path / "run") == ["sleep 600"]
     monkeypatch.setattr(sitting, "_LEFTOVER_S", 60.0)
-    assert process.clear() == []
+    assert leftovers(tmp_path / "run") == []
 
 
 def test_a_rollout_that_differs_or_is_there_twice_is_seen(tmp_path: Path):

@@ -9,7 +9,7 @@ from pathlib import Path
 from chaos.diary import ANEW, DEAD, DRIVER, STARTING, Actor, named
 from chaos.plan import Strike
 from chaos.reference import Milestone, Reference, differing, milestones, weights_of
-from chaos.sitting import Failure, Sitting
+from chaos.sitting import Failure, Sitting, leftovers
 
 _SENTENCE = "start again: the run resumes from its newest checkpoint"
 """With it a run may end by itself, once too much of it is lost."""
@@ -81,14 +81,19 @@ class Trial:
         """Sit until the run is finished, then compare. What fails is told by the outcome."""
         outcome, self._began = self._outcome, time.monotonic()
         try:
-            self._finish()
+            try:
+                self._finish()
+            finally:
+                outcome.seconds = time.monotonic() - self._began
+                left = leftovers(self._place)
             self._compare()
+            if left:
+                raise Failure(f"processes outlived the run: {left}")
         except Failure as failure:
             outcome.failure = str(failure)
             for kill in outcome.kills:
                 kill.recovery = ""
-        outcome.seconds = time.monotonic() - self._began
-        if not outcome.failure:
+        else:
             share_lost_seconds(outcome, self._lateness())
         return outcome
 
@@ -104,9 +109,7 @@ class Trial:
                 raise
             finally:
                 self._reached += milestones(sitting)
-                left = sitting.clear()
-            if left:
-                raise Failure(f"processes outlived sitting {number}: {left}")
+                sitting.end()
             if "Traceback (most recent" in sitting.log.read_text(errors="replace"):
                 raise Failure(f"sitting {number} shows a traceback: {sitting.last_words}")
             if is_finished:
