@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from chaos.diary import DRIVER
 from chaos.plan import Plan, plans
 from chaos.reference import Reference, undisturbed
 from chaos.sitting import Failure
@@ -112,7 +113,10 @@ def _line(plan: Plan, outcome: Outcome) -> str:
 def summary(outcomes: Sequence[tuple[Plan, Outcome]], seed: int, minutes: float) -> dict[str, Any]:
     """Add up the trials."""
     kills = [kill for _, outcome in outcomes for kill in outcome.kills]
-    lost = sorted(kill.lost_s for kill in kills if kill.recovery)
+    lost = {
+        whose: [k.lost_s for k in kills if k.recovery and (k.who == DRIVER) == (whose == "driver")]
+        for whose in ("worker", "driver")
+    }
     return {
         "seed": seed,
         "minutes": round(minutes, 1),
@@ -120,7 +124,10 @@ def summary(outcomes: Sequence[tuple[Plan, Outcome]], seed: int, minutes: float)
         "kills": len(kills),
         "kills_by_state": dict(sorted(Counter(kill.state for kill in kills).items())),
         "recoveries": dict(Counter(kill.recovery for kill in kills if kill.recovery)),
-        "seconds_lost": {"median": _rounded(lost, median), "worst": _rounded(lost, max)},
+        "seconds_lost": {
+            whose: {"median": _rounded(each, median), "worst": _rounded(each, max)}
+            for whose, each in lost.items()
+        },
         "missed": sum(outcome.missed for _, outcome in outcomes),
         "ended_with_a_sentence": sum(len(outcome.sentences) for _, outcome in outcomes),
         "rollouts_compared": sum(outcome.num_rollouts for _, outcome in outcomes),

@@ -1,6 +1,7 @@
 """A short chaos run, and the harness of the long one: it sees what goes wrong."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -46,14 +47,22 @@ def test_a_run_whose_workers_and_driver_are_killed_writes_what_it_would_have(tmp
     assert outcome.num_rollouts == 4 * 3 * 4
 
 
-def test_a_process_that_shows_nothing_new_is_a_hang(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(sitting, "_PROGRAM", "import time; time.sleep(600)")
-    process = Sitting([], tmp_path / "run" / "sitting-0", patience_s=0.2)
-    with pytest.raises(Failure, match="hang: nothing happened"):
-        process.wait_until(lambda: False)
-    process.end()
-    assert process.code is not None
-    assert leftovers(tmp_path / "run") == []
+NOTHING = Reference(rollouts={}, weights="", milestones={}, lengths={}, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "patience_s", "failure"),
+    [
+        ("import time; time.sleep(600)", 0.2, "hang: nothing happened for 0 s"),
+        ("raise SystemExit('out of luck')", 60.0, "the run ended with code 1: out of luck"),
+    ],
+)
+def test_a_run_that_hangs_or_ends_by_itself_fails(
+    tmp_path: Path, monkeypatch, program: str, patience_s: float, failure: str
+):
+    monkeypatch.setattr(sitting, "_PROGRAM", program)
+    trial = Trial([], [], NOTHING, tmp_path / "run", patience_s=patience_s)
+    assert trial.run().failure.startswith(failure)
 
 
 def test_a_process_that_outlives_its_driver_is_found_and_ended(tmp_path: Path, monkeypatch):
@@ -70,9 +79,7 @@ def test_a_process_that_outlives_its_driver_is_found_and_ended(tmp_path: Path, m
 def test_a_rollout_that_differs_or_is_there_twice_is_seen(tmp_path: Path):
     row = {"step": 1, "request_id": "a", "text": "7", "reward": 1.0, "policy_version": 0}
     row["logprob"] = -0.5
-    reference = Reference(
-        rollouts={(1, "a"): ("7", 1.0, 0, -0.5)}, weights="", milestones={}, lengths={}, seconds=1.0
-    )
+    reference = replace(NOTHING, rollouts={(1, "a"): ("7", 1.0, 0, -0.5)})
     log = tmp_path / "rollouts.jsonl"
     write_lines(log, row)
     assert differing(tmp_path, reference) == []
@@ -129,7 +136,7 @@ def test_a_campaign_adds_up_its_trials():
     found = summary([(plan, good), (plan, bad)], 0, 1.0)
     assert found["kills_by_state"] == {"driver: rollout": 1, "idle": 1}
     assert found["recoveries"] == {"in place": 1}
-    assert found["seconds_lost"] == {"median": 3.0, "worst": 3.0}
+    assert found["seconds_lost"]["worker"] == {"median": 3.0, "worst": 3.0}
     assert [failure["what"] for failure in found["failures"]] == ["hang"]
     json.dumps(found)
     assert "idle" in table([*good.kills, *bad.kills])

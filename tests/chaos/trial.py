@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.diary import ANEW, DEAD, DRIVER, STARTING, Actor, named
+from chaos.diary import ANEW, DEAD, DRIVER, IDLE, STARTING, Actor, named
 from chaos.plan import Strike
 from chaos.reference import Milestone, Reference, differing, milestones, weights_of
 from chaos.sitting import Failure, Sitting, leftovers
@@ -32,7 +32,8 @@ class Kill:
     """Of the victim, as it was killed."""
     at: float
     recovery: str = ""
-    """`in place`, or `by resuming` where the run was started again; empty of a failed run."""
+    """`in place` where a successor took over, `by resuming` where the run was started again before
+    that; empty of a failed run."""
     lost_s: float = 0.0
 
     @property
@@ -129,7 +130,7 @@ class Trial:
         if victim != DRIVER:
             sitting.wait_until(self._is_over_in_time)
         for kill in kills[first:]:
-            kill.recovery = "in place" if sitting.code == 0 else "by resuming"
+            kill.recovery = _recovery(sitting, kill)
         if victim == DRIVER or sitting.code == 0:
             return victim != DRIVER
         if _SENTENCE not in sitting.last_words or len(kills) == first:
@@ -229,6 +230,18 @@ def _victim(sitting: Sitting, strike: Strike, entered: int) -> int | None:
         if who != entered and actor.pid and actor.activity != DEAD
     ]
     return random.Random(strike.moment).choice(others) if others else None
+
+
+def _recovery(sitting: Sitting, kill: Kill) -> str:
+    """Tell whether the victim was replaced while the run went on."""
+    states = [
+        entry["state"]
+        for entry in sitting.diary.entries
+        if entry["who"] == kill.who and entry["at"] > kill.at and "state" in entry
+    ]
+    is_replaced = DEAD in states and IDLE in states[states.index(DEAD) :]
+    is_worker = kill.who != DRIVER
+    return "in place" if is_worker and (is_replaced or sitting.code == 0) else "by resuming"
 
 
 def share_lost_seconds(outcome: Outcome, lateness: Sequence[tuple[float, float]]) -> None:
