@@ -14,7 +14,7 @@ One JSON object a line, appended in one write, by the driver and by workers alik
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,6 @@ class Actor:
     activity: str = STARTING
     pid: int = 0
     """0 while it has no process that is known."""
-    since: float = 0.0
-    """When the activity began."""
 
 
 @dataclass
@@ -65,6 +63,8 @@ class Reader:
     path: Path
     actors: dict[int, Actor] = field(default_factory=dict)
     entries: list[dict[str, Any]] = field(default_factory=list)
+    entered: list[tuple[float, int, str]] = field(default_factory=list)
+    """When who entered which activity, however short it was."""
     _offset: int = 0
 
     def read(self) -> int:
@@ -91,31 +91,31 @@ class Reader:
         yield from map(json.loads, whole.splitlines())
 
     def _take(self, entry: dict[str, Any]) -> None:
-        actor = self.actors.setdefault(entry["who"], Actor(since=entry["at"]))
-        before = actor.activity
+        who = entry["who"]
+        before = self.actors[who].activity if who in self.actors else ""
+        actor = self.actors.setdefault(who, Actor())
         if "pid" in entry:
             actor.pid = entry["pid"]
         elif "task" in entry and actor.activity not in (STARTING, ANEW):
             actor.activity = _TASKS.get(entry["task"], SETUP)
-        elif entry.get("state") == STARTING and entry["who"] != DRIVER:
+        elif entry.get("state") == STARTING and who != DRIVER:
             actor.activity = ANEW  # the roster begins in STARTING: only successors move there
-        elif "state" in entry and (entry["who"] == DRIVER or entry["state"] in (IDLE, DEAD)):
+        elif "state" in entry and (who == DRIVER or entry["state"] in (IDLE, DEAD)):
             actor.activity = entry["state"]  # at work: its task follows at once, and says more
             if actor.activity == DEAD:
                 actor.pid = 0
         if actor.activity != before:
-            actor.since = entry["at"]
+            self.entered.append((entry["at"], who, actor.activity))
 
 
-def lengths(entries: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return how long each activity lasted, each time; the driver's by its phases."""
-    reader, found = Reader(Path()), dict[str, list[float]]()
-    for entry in entries:
-        known = reader.actors.get(entry["who"])
-        before = None if known is None else (known.activity, known.since)
-        reader._take(entry)
-        if before is not None and before[0] != reader.actors[entry["who"]].activity:
-            found.setdefault(named(entry["who"], before[0]), []).append(entry["at"] - before[1])
+def lengths(entered: Iterable[tuple[float, int, str]]) -> dict[str, list[float]]:
+    """Return how long each activity lasted, each time."""
+    last, found = dict[int, tuple[float, str]](), dict[str, list[float]]()
+    for at, who, activity in entered:
+        if who in last:
+            since, before = last[who]
+            found.setdefault(named(who, before), []).append(at - since)
+        last[who] = (at, activity)
     return found
 
 

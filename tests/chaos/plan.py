@@ -91,7 +91,8 @@ def plans(seed: int, dtypes: Sequence[str], crews: Sequence[int], *, blows: int)
         strikes = [
             _drawn(strike, rng) for blow in _ordered(list(islice(deck, blows))) for strike in blow
         ]
-        has_idle = any(strike.awaited == IDLE for strike in strikes)
+        awaited = {strike.awaited for strike in strikes}
+        has_idle = IDLE in awaited and not awaited & {"spot training", "adopting a drafter"}
         yield Plan(
             number=number,
             dtype=dtypes[number % len(dtypes)],

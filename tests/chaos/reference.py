@@ -44,7 +44,7 @@ def undisturbed(words: Sequence[str], place: Path, *, patience_s: float) -> Refe
         left = leftovers(place)
     if left:
         raise Failure(f"the undisturbed run left processes: {left}")
-    lengths = diary.lengths(sitting.diary.entries)
+    lengths = diary.lengths(sitting.diary.entered)
     return Reference(
         rollouts=rollouts_of(run),
         weights=weights_of(run),

@@ -111,7 +111,7 @@ def test_a_diary_tells_the_activity_of_each_actor(tmp_path: Path):
         file.write('{"at": 5')  # being written
     assert reader.read() == 4
     assert reader.workers[0].activity == "publishing weights"
-    assert list(lengths(reader.entries)) == ["starting", "idle"]
+    assert list(lengths(reader.entered)) == ["starting", "idle"]
     path.write_bytes(path.read_bytes().removesuffix(b'{"at": 5'))
     note(path, 0, state="dead")
     note(path, 0, state="starting")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos.diary import ANEW, DEAD, DRIVER, IDLE, STARTING, Actor, named
+from chaos.diary import ANEW, DEAD, DRIVER, IDLE, STARTING, named
 from chaos.plan import Strike
 from chaos.reference import Milestone, Reference, differing, milestones, weights_of
 from chaos.sitting import Failure, Sitting, leftovers
@@ -126,7 +126,8 @@ class Trial:
             entered = self._await(sitting, self._strikes[0], armed_at)
             if entered is None:
                 break
-            victim, armed_at = self._kill(sitting, self._strikes.pop(0), entered), time.monotonic()
+            armed_at = time.monotonic()
+            victim = self._kill(sitting, self._strikes.pop(0), entered)
         if victim != DRIVER:
             sitting.wait_until(self._is_over_in_time)
         for kill in kills[first:]:
@@ -204,18 +205,19 @@ class Trial:
 
 
 def _entered(sitting: Sitting, strike: Strike, armed_at: float) -> set[tuple[float, int]]:
-    """Return who is in the awaited activity, and since when, among those who entered it since.
+    """Return who entered the awaited activity since the strike was armed, and when.
 
-    A worker that starts is taken once its process is known, unless another is to be killed.
+    Whoever still starts counts, too. A worker that is to be killed needs a process that is known.
     """
-
-    def counts(who: int, actor: Actor) -> bool:
-        is_asked = (who == DRIVER) == strike.of_driver and actor.activity == strike.awaited
-        if strike.awaited in (STARTING, ANEW):
-            return is_asked and (actor.pid > 0 or strike.victim != "itself")
-        return is_asked and actor.since >= armed_at
-
-    return {(actor.since, who) for who, actor in sitting.diary.actors.items() if counts(who, actor)}
+    actors = sitting.diary.actors
+    return {
+        (at, who)
+        for at, who, activity in sitting.diary.entered
+        if (who == DRIVER) == strike.of_driver
+        and activity == strike.awaited
+        and (at >= armed_at or activity == actors[who].activity in (STARTING, ANEW))
+        and (actors[who].pid or strike.victim != "itself")
+    }
 
 
 def _victim(sitting: Sitting, strike: Strike, entered: int) -> int | None:
