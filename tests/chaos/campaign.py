@@ -30,6 +30,8 @@ from chaos.plan import Plan, plans
 from chaos.reference import Reference, undisturbed
 from chaos.sitting import Failure
 from chaos.trial import Kill, Outcome, Trial
+from longtail.device import DTYPES
+from longtail.model import native
 
 _HANG_S = 30
 WORDS = (
@@ -153,6 +155,11 @@ def table(kills: Iterable[Kill]) -> str:
     return "\n".join(lines)
 
 
+def exact_dtypes() -> list[str]:
+    """Return the dtypes in which a text does not depend on its batch on this machine."""
+    return [name for name in ("float32", "bfloat16") if native.layout(DTYPES[name]) is not None]
+
+
 def _rounded(values: Sequence[float], of: Any) -> float | None:
     return round(of(values), 1) if values else None
 
@@ -163,7 +170,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of all plans")
     parser.add_argument("--only", type=int, help="number of the one trial to make")
     parser.add_argument("--steps", type=int, default=16, help="of each run")
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="of the rollouts, in turn")
+    parser.add_argument("--dtypes", help="of the rollouts, in turn; default: all exact ones here")
     parser.add_argument("--workers", default="2,3", help="of each run, in turn")
     parser.add_argument("--blows", type=int, default=3, help="of each run; some are two kills")
     parser.add_argument("--patience", type=float, default=150.0, help="seconds until it is a hang")
@@ -179,7 +186,12 @@ def main(words: Sequence[str] | None = None) -> int:
     place = own.dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     campaign = Campaign(place, own.steps, own.patience)
     crews = [int(number) for number in own.workers.split(",")]
-    dealt = plans(own.seed, own.dtypes.split(","), crews, blows=own.blows)
+    dtypes = own.dtypes.split(",") if own.dtypes else exact_dtypes()
+    if not dtypes:
+        print("no native kernels here, so texts may depend on their batch: see `longtail doctor`")
+        return 2
+    print(f"seed {own.seed}, {' and '.join(dtypes)}, {own.workers} workers, in {place}", flush=True)
+    dealt = plans(own.seed, dtypes, crews, blows=own.blows)
     try:
         for plan in dealt:
             if own.only is None or plan.number == own.only:
