@@ -21,8 +21,8 @@ class Reference:
 
     rollouts: Mapping[tuple[int, str], Any]
     """Text, reward, policy version and logprob by step and request."""
-    weights: str
-    """Digest of the last checkpoint's policy."""
+    weights: str | None
+    """Digest of the last checkpoint's policy; None if its bits need not be met."""
     milestones: Mapping[Milestone, float]
     """Seconds from the beginning to the end of each phase."""
     lengths: Mapping[str, Sequence[float]]

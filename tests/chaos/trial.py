@@ -190,7 +190,8 @@ class Trial:
                 f"{len(different)} of {outcome.num_rollouts} rollouts differ, the first in step "
                 f"{different[0][0]}"
             )
-        if weights_of(run) != self._reference.weights:
+        weights = self._reference.weights
+        if weights is not None and weights_of(run) != weights:
             raise Failure("the weights that the run ended with differ")
 
     def _lateness(self) -> list[tuple[float, float]]:
