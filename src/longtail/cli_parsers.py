@@ -204,6 +204,7 @@ def generate_parser() -> argparse.ArgumentParser:
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
     add("--threads", metavar="N", type=int, default=0, help="compute threads; 0: every core")
+    add("--batch-invariant", action="store_true", help="as rollout.batch_invariant of train")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", help="apply the chat template, or fail")
     form.add_argument(

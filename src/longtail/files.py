@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from longtail.strict_json import parse_json
+
 _FORMAT = 2
 _UNSEALED = 1
 """Format of earlier versions, whose seal has no digest of its own."""
@@ -80,11 +82,8 @@ def open_sealed(root: Path, name: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; OSError where it cannot be read, ValueError for whatever is no JSON."""
-    try:
-        return json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError(f"{path.name} is nested too deeply") from None
+    """Read a JSON file; OSError where it cannot be read, JsonError for whatever is no JSON."""
+    return parse_json(path.read_bytes(), allow_nan=True)
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -48,7 +48,14 @@ def run(args: argparse.Namespace) -> int:
         stop_token_ids=tokenizer.eos_ids,
     )
     limits = _limits(args, positions, len(tokens))
-    target = open_model(args.model, path, tokenizer, args.dtype, args.device)
+    target = open_model(
+        args.model,
+        path,
+        tokenizer,
+        args.dtype,
+        args.device,
+        batch_invariant=args.batch_invariant,
+    )
     engine = open_engine(target, limits, args.drafter)
     acceptance = Acceptance()
     requests = [

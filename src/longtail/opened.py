@@ -31,11 +31,21 @@ def locate_model(name: str) -> Path:
 
 
 def open_model(
-    name: str, path: Path, tokenizer: hf.Tokenizer, dtype: str | None, device: str = "cpu"
+    name: str,
+    path: Path,
+    tokenizer: hf.Tokenizer,
+    dtype: str | None,
+    device: str = "cpu",
+    *,
+    batch_invariant: bool = False,
 ) -> Target:
-    """Read the weights in `path`; a dtype of None is the stored one."""
+    """Read the weights in `path`; a dtype of None is the stored one.
+
+    `batch_invariant` keeps a text's bits from depending on its batch on a GPU, too.
+    """
     precision: torch.dtype | None = DTYPES[dtype] if dtype else None
     model = hf.load_model(path, precision, choose_device(device))
+    model.batch_invariant = batch_invariant
     hf.check_vocabulary(tokenizer, model.config)
     return Target(model=model, tokenizer=tokenizer, directory=path, name=name)
 

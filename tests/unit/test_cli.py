@@ -6,11 +6,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longtail import cli, cli_parsers, generate
 from longtail.config import RunConfig, dump
+from longtail.drafters import Target
+from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import Piece
 from longtail.model import hf
 from longtail.model.tokenizer import Tokenizer
@@ -150,6 +153,23 @@ def test_generate_writes_the_same_text_streamed_and_at_once(
     assert first["text"] != second["text"]
     assert first["num_tokens"] <= 24
     assert first["logprob"] < 0
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_generate_has_the_model_compute_batch_invariantly_if_asked(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, invariant: bool
+) -> None:
+    opened: list[Target] = []
+    open_engine = generate.open_engine
+
+    def noted(target: Target, *rest: Any) -> RolloutEngine:
+        opened.append(target)
+        return open_engine(target, *rest)
+
+    monkeypatch.setattr(generate, "open_engine", noted)
+    words = ["generate", str(model_path), "--prompt=1", "--max-tokens=1", "--threads=1"]
+    assert cli.main([*words, *(["--batch-invariant"] * invariant)]) == 0
+    assert opened[0].model.batch_invariant is invariant
 
 
 def test_generate_reads_the_prompt_as_chat_where_there_is_a_template(

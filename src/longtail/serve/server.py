@@ -60,7 +60,14 @@ def open_served(setting: Setting) -> Served:
     """Load the model, make its engine, and put the service in front of it."""
     path = locate_model(setting.model)
     tokenizer = hf.load_tokenizer(path)
-    target = open_model(setting.model, path, tokenizer, setting.dtype, setting.device)
+    target = open_model(
+        setting.model,
+        path,
+        tokenizer,
+        setting.dtype,
+        setting.device,
+        batch_invariant=setting.batch_invariant,
+    )
     shape = target.model.config
     own = setting.limits
     limits = replace(own, max_len=min(own.max_len, shape.max_positions))

@@ -89,6 +89,8 @@ class Setting:
     dtype: str | None = None
     device: str = "auto"
     threads: int = 0
+    batch_invariant: bool = False
+    """On a GPU, let no other request change a bit of a text; slower. Native kernels always do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="(default: as stored)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
     add("--threads", metavar="N", type=int, default=0, help="compute threads; 0: every core")
+    add("--batch-invariant", action="store_true", help="as rollout.batch_invariant of train")
 
 
 def read_setting(args: argparse.Namespace) -> Setting:
@@ -155,6 +158,7 @@ def read_setting(args: argparse.Namespace) -> Setting:
         limits=limits,
         drain_s=args.drain_s,
         dtype=args.dtype,
+        batch_invariant=args.batch_invariant,
         device=args.device,
         threads=args.threads,
     )
