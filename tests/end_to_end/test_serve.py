@@ -128,6 +128,7 @@ def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_fi
         (["--host", "example.org"], "an API key is needed"),
         (["--port", "70000"], "--port = 70000"),
         (["--drain-s", "-1"], "--drain-s = -1.0"),
+        (["--name", "a\udcff"], "--name = 'a\\udcff': give a name that can be printed"),
         (["--max-running", "0"], "--max-running = 0: it must be at least 1"),
         (["--kv-tokens", "100"], "--kv-tokens = 100: it cannot hold one text"),
         (["--max-choices", "999"], "--max-choices = 999: a call of so many would always"),
