@@ -137,6 +137,7 @@ def test_a_closed_terminal_stops_the_server_as_a_signal_does(
         (["--host", "example.org"], "an API key is needed"),
         (["--port", "70000"], "--port = 70000"),
         (["--drain-s", "-1"], "--drain-s = -1.0"),
+        (["--name", "a\udcff"], "--name = 'a\\udcff': give a name that can be printed"),
         (["--max-running", "0"], "--max-running = 0: it must be at least 1"),
         (["--kv-tokens", "100"], "--kv-tokens = 100: it cannot hold one text"),
         (["--max-choices", "999"], "--max-choices = 999: a call of so many would always"),
