@@ -37,9 +37,9 @@ def check_template(template: str) -> None:
 
 
 @contextlib.contextmanager
-def bounded(most_lines: int = MOST_LINES) -> Iterator[None]:
-    """Raise DataError once the templates rendered inside have executed so many lines."""
-    left = most_lines
+def bounded() -> Iterator[None]:
+    """Raise DataError once the templates rendered inside have executed MOST_LINES lines."""
+    left = MOST_LINES
 
     def count(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
@@ -48,7 +48,7 @@ def bounded(most_lines: int = MOST_LINES) -> Iterator[None]:
         left -= 1
         if left < 0:
             raise DataError(
-                f"tokenizer.chat_template does not end: stopped after {most_lines} lines; copy the "
+                f"tokenizer.chat_template does not end: stopped after {MOST_LINES} lines; copy the "
                 "model's own template again"
             )
         return count

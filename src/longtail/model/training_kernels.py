@@ -25,7 +25,7 @@ from longtail.model.rope import Rotation
 
 Functions = Mapping[str, Callable[..., None]]
 _ROWS = 128
-"""oneDNN's products are of so many rows, twice as many, and so on."""
+"""Products by oneDNN have a multiple of this number of rows, or fewer: then a power of two."""
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -165,8 +165,12 @@ class _Product(torch.autograd.Function):
 
 
 def _padded(rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "more_rows columns"]:
-    """Fill up with zeros: oneDNN compiles, and keeps, a kernel for every number of rows."""
-    missing = -len(rows) % _ROWS
+    """Fill up with zeros: oneDNN compiles, and keeps, a kernel for every number of rows.
+
+    Example: 16 rows stay 16, 17 become 32, 129 become 256
+    """
+    few = len(rows) < _ROWS
+    missing = (1 << (len(rows) - 1).bit_length()) - len(rows) if few else -len(rows) % _ROWS
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
