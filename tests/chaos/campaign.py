@@ -30,8 +30,10 @@ from chaos.plan import Plan, plans
 from chaos.reference import Reference, undisturbed
 from chaos.sitting import Failure
 from chaos.trial import Kill, Outcome, Trial
+from longtail.assemble import TINY_REASONER, model_directory
 from longtail.device import DTYPES
 from longtail.model import native
+from longtail.tiny import drafter
 
 _HANG_S = 30
 WORDS = (
@@ -191,6 +193,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("no native kernels here, so texts may depend on their batch: see `longtail doctor`")
         return 2
     print(f"seed {own.seed}, {' and '.join(dtypes)}, {own.workers} workers, in {place}", flush=True)
+    drafter.ensure(model_directory(TINY_REASONER))  # may take minutes, which would be a hang
     dealt = plans(own.seed, dtypes, crews, blows=own.blows)
     try:
         for plan in dealt:
