@@ -184,7 +184,6 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run a campaign; 1 if a trial failed."""
     own = _arguments(words)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    began = time.monotonic()
     place = own.dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     campaign = Campaign(place, own.steps, own.patience)
     crews = [int(number) for number in own.workers.split(",")]
@@ -194,6 +193,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     print(f"seed {own.seed}, {' and '.join(dtypes)}, {own.workers} workers, in {place}", flush=True)
     drafter.ensure(model_directory(TINY_REASONER))  # may take minutes, which would be a hang
+    began = time.monotonic()
     dealt = plans(own.seed, dtypes, crews, blows=own.blows)
     try:
         for plan in dealt:
