@@ -30,8 +30,10 @@ from chaos.plan import Plan, plans
 from chaos.reference import Reference, undisturbed
 from chaos.sitting import Failure
 from chaos.trial import Kill, Outcome, Trial
+from longtail.assemble import TINY_REASONER, model_directory
 from longtail.device import DTYPES
 from longtail.model import native
+from longtail.tiny import drafter
 
 _HANG_S = 30
 WORDS = (
@@ -182,7 +184,6 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run a campaign; 1 if a trial failed."""
     own = _arguments(words)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    began = time.monotonic()
     place = own.dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     campaign = Campaign(place, own.steps, own.patience)
     crews = [int(number) for number in own.workers.split(",")]
@@ -191,6 +192,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print("no native kernels here, so texts may depend on their batch: see `longtail doctor`")
         return 2
     print(f"seed {own.seed}, {' and '.join(dtypes)}, {own.workers} workers, in {place}", flush=True)
+    drafter.ensure(model_directory(TINY_REASONER))  # may take minutes, which would be a hang
+    began = time.monotonic()
     dealt = plans(own.seed, dtypes, crews, blows=own.blows)
     try:
         for plan in dealt:
