@@ -21,10 +21,10 @@ pytest.importorskip("ray")
 PATIENCE_S = 150.0
 STRIKES = (
     Strike("learning", skips=1, moment=0.0),
-    Strike(ANEW, victim="the driver", moment=0.0),
     Strike("generating", skips=1, moment=0.0),
+    Strike(ANEW, victim="the driver", moment=0.0),
 )
-"""A worker in mid-learning, then the driver beside its successor, then one after the resume."""
+"""A worker as it learns, one as it generates, and the driver while a successor starts."""
 
 
 def test_a_run_whose_workers_and_driver_are_killed_writes_what_it_would_have(tmp_path: Path):
@@ -44,11 +44,15 @@ def test_a_run_whose_workers_and_driver_are_killed_writes_what_it_would_have(tmp
     rewards = {rollout[1] for rollout in reference.rollouts.values()}
     assert len(rewards) > 1, "without a gradient all policies are alike"
     words += ["--cluster.workers=2", "--cluster.hang_s=30", "--run.threads=2"]
-    trial = Trial(words, STRIKES, reference, tmp_path / "struck", patience_s=PATIENCE_S)
+    trial = Trial(
+        *(words, STRIKES, reference, tmp_path / "struck"),
+        patience_s=PATIENCE_S,
+        resumed=["--cluster.workers=1", "--run.threads=1"],  # a checkpoint suits any number
+    )
     outcome = trial.run()
     assert not outcome.failure, outcome.failure
-    assert [kill.who == DRIVER for kill in outcome.kills] == [False, True, False]
-    assert [kill.recovery for kill in outcome.kills] == [*2 * ["by resuming"], "in place"]
+    assert [kill.who == DRIVER for kill in outcome.kills] == [False, False, True]
+    assert [kill.recovery for kill in outcome.kills] == ["in place", *2 * ["by resuming"]]
     assert outcome.num_rollouts == 4 * 3 * 4
 
 

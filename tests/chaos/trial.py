@@ -68,8 +68,10 @@ class Trial:
         place: Path,
         *,
         patience_s: float,
+        resumed: Sequence[str] = (),
     ) -> None:
-        self._words = [*words, f"--run.dir={place / 'run'}"]
+        """Plan a trial; `resumed` are words of all sittings but the first."""
+        self._words, self._resumed = [*words, f"--run.dir={place / 'run'}"], resumed
         self._strikes, self._reference, self._place = list(strikes), reference, place
         self._patience_s = patience_s
         self._most_s = _SLOWER * reference.seconds + _EACH_KILL_S * len(strikes) + patience_s
@@ -100,9 +102,9 @@ class Trial:
 
     def _finish(self) -> None:
         for number in range(self._most_sittings):
-            sitting = Sitting(
-                self._words, self._place / f"sitting-{number}", patience_s=self._patience_s
-            )
+            words = [*self._words, *(self._resumed if number else ())]
+            place = self._place / f"sitting-{number}"
+            sitting = Sitting(words, place, patience_s=self._patience_s)
             try:
                 is_finished = self._sit(sitting)
             except Failure:
