@@ -7,18 +7,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MINUTES ?= 10
 
-.PHONY: help install quickstart test fuzz lint format bench docs clean
-.PHONY: chaos
+.PHONY: help install quickstart test fuzz chaos lint format bench docs clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
 	@echo "make test         the whole test suite"
-	@echo "make fuzz         random input to every reader for MINUTES (10) in all"
+	@echo "make fuzz         random input to every reader for MINUTES=10"
+	@echo "make chaos        kill workers and drivers of small runs for MINUTES=20, compare texts"
 	@echo "make install      environment in $(VENV), package and development tools"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff's formatter, in place"
 	@echo "make bench        every benchmark"
-	@echo "make chaos        kill workers and drivers of small runs for MINUTES=20, compare texts"
 	@echo "make docs         write docs/cli.md anew from the command line's own help"
 	@echo "make clean        remove the environment and caches; runs/ stays"
 
@@ -42,6 +41,12 @@ test: install
 fuzz: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/campaign.py --minutes $(MINUTES)
 
+chaos: MINUTES = 20
+# SEED=7 deals other plans; ONLY=3 makes trial 3 alone.
+chaos: install
+	PYTHONPATH=tests $(BIN)/python -m chaos.campaign --minutes $(MINUTES) \
+		--seed $(or $(SEED),0) $(if $(ONLY),--only $(ONLY))
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,12 +64,6 @@ bench: install
 	$(BIN)/longtail bench drafter
 	$(BIN)/longtail bench serve
 	$(BIN)/longtail bench e2e
-
-chaos: MINUTES = 20
-# SEED=7 deals other plans; ONLY=3 makes trial 3 alone.
-chaos: install
-	PYTHONPATH=tests $(BIN)/python -m chaos.campaign --minutes $(MINUTES) \
-		--seed $(or $(SEED),0) $(if $(ONLY),--only $(ONLY))
 
 docs: install
 	$(BIN)/python -m longtail.cli_docs docs/cli.md
