@@ -121,11 +121,12 @@ def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_fi
     assert KEY not in log.read_text()
 
 
-def test_a_closed_terminal_stops_the_server_as_a_signal_does(
-    model_path: Path, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_stops_the_server_as_soon_as_it_has_named_its_address(
+    model_path: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     with serving(model_path, tmp_path / "log") as (process, _):
-        os.kill(process.pid, signal.SIGHUP)
+        os.kill(process.pid, number)
         assert finish(process) == 0
     assert (tmp_path / "log").read_text().splitlines()[-1] == "stopped"
 

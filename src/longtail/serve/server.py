@@ -48,9 +48,11 @@ def run(setting: Setting) -> int:
         served = open_served(setting)
         host = f"[{setting.host}]" if ":" in setting.host else setting.host
         sock.listen()  # whoever reads the next line may connect, and is answered in a moment
-        print(f"serving {setting.name} at http://{host}:{sock.getsockname()[1]}/v1", flush=True)
-        to_stderr("Ctrl-C stops it: what is being written is finished first")
-        with Interruption() as asked:  # uvicorn takes all but SIGHUP, and hands them on at the end
+        address = f"http://{host}:{sock.getsockname()[1]}/v1"
+        # uvicorn takes all signals but SIGHUP once it runs, and hands them on at the end.
+        with Interruption() as asked:
+            print(f"serving {setting.name} at {address}", flush=True)
+            to_stderr("Ctrl-C stops it: what is being written is finished first")
             asyncio.run(_serve(served, sock, setting.drain_s, stops=lambda: asked.came))
     to_stderr("stopped")
     return 0
@@ -156,7 +158,7 @@ async def _serve(
     server = server or _server(served, drain_s)
     serving = asyncio.create_task(server.serve([sock]))
     while not (server.should_exit or serving.done()):
-        if stops():
+        if server.started and stops():
             server.should_exit = True
         await asyncio.sleep(_POLL_S)
     await served.service.drain(0.0 if server.force_exit else drain_s)
