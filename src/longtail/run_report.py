@@ -200,7 +200,9 @@ def _metrics(path: Path) -> list[dict[str, Number | None]]:
 def _points(rows: Iterable[Mapping[str, Number | None]], name: str) -> list[tuple[int, float]]:
     """Return step and value where there is one."""
     pairs = ((row["step"], row.get(name)) for row in rows)
-    return [(int(step), float(value)) for step, value in pairs if step and value is not None]
+    return [
+        (int(step), float(value)) for step, value in pairs if step is not None and value is not None
+    ]
 
 
 def _chart(title: str, points: Sequence[tuple[int, float]], form: str) -> str:
