@@ -86,7 +86,7 @@ def _entry(final: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _own(folder: Path) -> Path:
-    """Make a folder that nobody else can write into, and return it."""
+    """Make a folder that only this user can write into, and return it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_foreign(folder)
     mode = folder.stat().st_mode

@@ -4,7 +4,7 @@
       a.bin  sub/b.bin     anything
       state.json           the seal: a document, size and SHA-256 of each file above, and of itself
 
-What the document means is the business of whoever wrote it. Nothing is ever unpickled.
+Its writer decides what the document means. Nothing is ever unpickled.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ SAMPLINGS: tuple[Mapping[str, Any], ...] = (
     {"stop": ["\U0001f600", "\x00", "zzz" * 80]},
     {"top_p": 0.5, "logprobs": 0, "n": 1, "user": "x" * 1000},
 )
-"""Of the text of each seed, in turn."""
+"""Sampling fields of the request for seed i: entry i modulo the length."""
 
 _TEXT = b'{"model": "MODEL", "prompt": "a", %s}'
 BAD: tuple[tuple[bytes, int], ...] = (

@@ -55,7 +55,7 @@ class Soaked:
     """Whatever else happened, and how often; there must be nothing."""
     is_kv_free: bool
     rss_mb: tuple[float, float, float, float]
-    """Of this process, the mean of each quarter of the requests; 0 where that is unknown."""
+    """Mean resident memory of this process in each quarter of the requests; 0 where unknown."""
 
     @property
     def promises(self) -> dict[str, bool | None]:

@@ -5,8 +5,8 @@
     ask(worker, Worker.written, step)            a message, answered beside the task
     progress(workers)                            how far they are, of those who say so at once
 
-Whatever waits, waits for a bounded time. A lost worker is reported as the end of its task, and to
-whoever asks it, busy or idle (LostWorkerError); a task that raised hands out what it raised.
+Every wait has a deadline. A lost worker is reported as a failed task, and as LostWorkerError in
+place of an answer, busy or idle; an exception in a task is returned in its result.
 """
 
 import abc

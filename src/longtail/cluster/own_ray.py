@@ -78,7 +78,7 @@ class OwnRay:
             raise
 
     def meeting_point(self) -> str:
-        """Return a place where nobody has met yet."""
+        """Return the URL of a new file for the learners' rendezvous."""
         self._num_teams += 1
         return f"file://{self.folder}/team-{self._num_teams}"
 

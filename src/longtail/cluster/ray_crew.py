@@ -62,7 +62,7 @@ class _Actor:
 
 @final
 class RayCrew(Crew):
-    """Begins so many workers, each made by `make(number)` in a process of its own.
+    """Starts `size` workers, each made by `make(number)` in a process of its own.
 
     `say` is given what they print, where they are on this machine.
     """

@@ -34,7 +34,7 @@ MOST_LOSSES = 5
 _POLL_S = 0.5
 _NO_BEATS = -1
 UNHEARD = object()
-"""No answer came: for who cannot take None for it."""
+"""What `asked` returns for a missing answer where None is a valid one."""
 _AT_WORK = (State.GENERATING, State.SPOT, State.LEARNING)
 _BEATING = (Worker.generate, Worker.spot, Worker.learn)
 _HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT)

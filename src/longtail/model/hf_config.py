@@ -25,7 +25,7 @@ MOST = 2**31 - 1
 """No size is larger: token ids and positions are 32-bit integers in kernels."""
 _MOST_LAYERS = 10_000
 _MOST_HEADS = 65_536
-"""Of heads, and of the dimensions of one; what the weights say is compared before any is read."""
+"""Most heads, and most dimensions of a head; both are compared with the weights, too."""
 # What the families' configuration classes assume where config.json is silent; None derives it.
 _MAX_POSITIONS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
 _KV_HEADS = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
-"""Of prctl, see linux/prctl.h."""
+"""Options of prctl, see linux/prctl.h."""
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

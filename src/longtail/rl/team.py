@@ -177,7 +177,7 @@ class TorchTeam(Team):
     ) -> None:
         """Meet the other members at `address`.
 
-        That is tcp://host:port, where member 0 listens, or file://path, which nobody may have used
+        That is tcp://host:port, where member 0 listens, or file://path, a file that no team has used
         before: then all members are on this machine, and listen on loopback only.
 
         Every wait ends after `timeout_s`; to meet takes several, at worst five to connect to a

@@ -10,11 +10,10 @@ Each side owns its own state: the loop knows what was taken on and not yet ended
 `call_soon_threadsafe` the other. Nobody waits for a caller that reads slowly: what was written is
 kept for it, and there is no more of it than `max_tokens`. It knows nothing of HTTP.
 
-An engine that fails is replaced, and what was in progress is written again: nobody hears of it.
-Whoever was being written when it failed is a suspect, and suspects are written one after the other,
-beside all others. The second engine that fails over a suspect is the last: that one is told, the
-others get their texts. When an engine hangs or cannot be made, whoever waits is told, and so is
-everybody who comes later.
+An engine that fails is replaced, and the completions in progress are written again, unseen by their
+callers. Those that were running when it failed are suspects, and suspects run one at a time, beside
+the other completions. A suspect under which a second engine fails gets an error; the others get
+their texts. When an engine hangs or cannot be made, all waiting and later callers get an error.
 """
 
 import asyncio
