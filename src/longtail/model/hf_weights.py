@@ -126,13 +126,14 @@ def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
     return located
 
 
-def read_weights(model: Transformer, located: Mapping[str, Path]) -> None:
-    """Fill the model's parameters, tensor by tensor, from the files that `check_weights` names.
+def read_weights(model: Transformer, path: Path) -> None:
+    """Fill the model's parameters from a directory, tensor by tensor.
 
-    Beside the model itself only one tensor of the files is in memory at a time. Raises
-    NonFiniteError for NaN or infinity, by name.
+    Beside the model itself only one tensor of the files is in memory at a time. Raises what
+    `check_weights` does, and NonFiniteError for NaN or infinity, by name.
     """
     table = layout(model.config)
+    located = check_weights(model.config, path)
     parameters = dict(model.named_parameters())
     targets: dict[str, Tensor] = {}
     for name, parts in table.items():

@@ -82,7 +82,7 @@ class Linear(nn.Module):
 
     @property
     def native(self) -> NativeProduct | None:
-        """The present weight as product.c reads it; None where another product has it or it is padded."""
+        """The present weight as product.c reads it; None if packed otherwise, or padded."""
         packed = self._packed
         return packed if isinstance(packed, NativeProduct) and not packed.num_filled else None
 

@@ -177,8 +177,8 @@ class TorchTeam(Team):
     ) -> None:
         """Meet the other members at `address`.
 
-        That is tcp://host:port, where member 0 listens, or file://path, a file that no team has used
-        before: then all members are on this machine, and listen on loopback only.
+        That is tcp://host:port, where member 0 listens, or file://path, a file that no team has
+        used before: then all members are on this machine, and listen on loopback only.
 
         Every wait ends after `timeout_s`; to meet takes several, at worst five to connect to a
         member that came and hangs. `gloo` adds up in main memory, `nccl` on the current GPU.
