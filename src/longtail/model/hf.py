@@ -84,7 +84,7 @@ def load_model(
     """
     path = Path(path)
     config = load_config(path)
-    check_weights(config, path)  # before a size that only config.json claims is allocated
+    files = check_weights(config, path)  # before a size that config.json claims is allocated
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(dtype or stored_dtype(path)).to_empty(device=device)
@@ -92,7 +92,7 @@ def load_model(
         embedding = model.embedding.weight
         assert isinstance(embedding, torch.nn.Parameter)
         model.head.weight = embedding
-    read_weights(model, path)
+    read_weights(model, path, files)
     return model
 
 

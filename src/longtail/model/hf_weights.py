@@ -126,14 +126,14 @@ def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
     return located
 
 
-def read_weights(model: Transformer, path: Path) -> None:
+def read_weights(model: Transformer, path: Path, located: Mapping[str, Path]) -> None:
     """Fill the model's parameters from a directory, tensor by tensor.
 
-    Beside the model itself only one tensor of the files is in memory at a time. Raises what
-    `check_weights` does, and NonFiniteError for NaN or infinity, by name.
+    `located` is what `check_weights` returned. Beside the model itself only one tensor of the files
+    is in memory at a time. Raises ConfigError for a tied head of its own, NonFiniteError for NaN or
+    infinity, by name.
     """
     table = layout(model.config)
-    located = check_weights(model.config, path)
     parameters = dict(model.named_parameters())
     targets: dict[str, Tensor] = {}
     for name, parts in table.items():
