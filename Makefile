@@ -15,7 +15,7 @@ help:
 	@echo "make fuzz         random input to every reader for MINUTES=10"
 	@echo "make chaos        kill workers and drivers of small runs for MINUTES=20, compare texts"
 	@echo "make install      environment in $(VENV), package and development tools"
-	@echo "make lint         ruff and mypy"
+	@echo "make lint         ruff, import-linter and mypy"
 	@echo "make format       ruff's formatter, in place"
 	@echo "make bench        every benchmark"
 	@echo "make docs         write docs/cli.md anew from the command line's own help"
@@ -50,6 +50,7 @@ chaos: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 format: install
@@ -66,7 +67,7 @@ bench: install
 	$(BIN)/longtail bench e2e
 
 docs: install
-	$(BIN)/python -m longtail.cli_docs docs/cli.md
+	$(BIN)/python -m longtail.cli.docs docs/cli.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

@@ -16,34 +16,34 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from longtail.ask import Asked, ask_groups, ask_heldout, ask_probe, regroup
-from longtail.assemble import assemble, model_directory
-from longtail.card import finished_card, make_card, read_metrics
-from longtail.checkpoint import Checkpoint, RunDirectory
+from longtail.build.trainer import assemble, model_directory
 from longtail.cluster.records import Progress
-from longtail.cluster.rollout import Rolled
+from longtail.cluster.rollout import RolloutResult
 from longtail.cluster.timeline import Timeline
-from longtail.config import RunConfig, dump
-from longtail.console import Console
-from longtail.device import set_threads, threads_each
-from longtail.drafter_store import INITIAL, DrafterStore
+from longtail.config.rl import RunConfig, dump
+from longtail.engine.rollout_log import EVALUATION, TRAINING
 from longtail.errors import GradingError, NonFiniteError
-from longtail.interrupt import Interrupted, Interruption
-from longtail.journal import Journal
-from longtail.metrics import Stopwatch
+from longtail.report.page import report_if_possible
 from longtail.rl.advantage import keep_informative, shaped_rewards
-from longtail.rl.grading import Graded, GraderPool
+from longtail.rl.data.requests import Asked, eval_requests, probe_requests, regroup, train_requests
+from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.learner import LearnerState
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_mini_batches
-from longtail.rollout_log import EVALUATION, TRAINING
-from longtail.run_report import report_if_possible
-from longtail.step_metrics import step_metrics
+from longtail.run.checkpoint import Checkpoint, RunDirectory
+from longtail.run.console import Console
+from longtail.run.drafter_store import INITIAL, DrafterStore
+from longtail.run.logger import RunLogger
+from longtail.run.metrics import Stopwatch
+from longtail.run.step_metrics import step_metrics
+from longtail.run.summary import finished_card, make_card, read_metrics
+from longtail.system.device import set_threads, threads_each
+from longtail.system.interrupt import Interrupted, Interruption
 from longtail.types import Completion, Group, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class TrainerState:
     """Where a run stands between two steps; with the learner's state, all that a resume needs."""
 
     step: int
@@ -107,7 +107,7 @@ class Trainer:
         if checkpoint is None and config.speculation.tuner != "off":
             self._probe_drafter()
         warm_start_s += self._parts.drafter_s
-        self._progress = Standing(
+        self._progress = TrainerState(
             step=0,
             cursor=self._parts.source.state(),
             seconds=0.0,
@@ -116,11 +116,11 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint)
             kept = {name: checkpoint.state[name] for name in ("cursor", "seconds", "warm_start_s")}
-            self._progress = Standing(step=checkpoint.step, **kept)
+            self._progress = TrainerState(step=checkpoint.step, **kept)
         self._saved_step = self._progress.step
         self._grader.wait_ready()
         last_step = None if checkpoint is None else checkpoint.step
-        self._journal = Journal(config, run.path, last_step=last_step)
+        self._journal = RunLogger(config, run.path, last_step=last_step)
         console.say(
             f"{config.model.path}: {self.fleet.num_parameters:,} parameters, "
             f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
@@ -170,7 +170,7 @@ class Trainer:
         evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
         self._journal.trace(step, self.fleet.timeline())
         watch = Stopwatch()
-        asked = ask_groups(
+        asked = train_requests(
             parts.source.take(config.rollout.prompts_per_step),
             samples=config.rollout.group_size,
             seed=config.run.seed,
@@ -203,7 +203,7 @@ class Trainer:
         self._progress = replace(before, step=step, cursor=parts.source.state())
         return metrics
 
-    def _generate(self, label: str, asked: Asked, kind: str) -> Rolled:
+    def _generate(self, label: str, asked: Asked, kind: str) -> RolloutResult:
         """Write the completions; between two tokens is where a run may stop."""
         self._console.begin_rollout(label, len(asked.requests))
         step = self._progress.step + 1
@@ -257,7 +257,7 @@ class Trainer:
         """Reward the present policy on held-out problems, always with the same noise."""
         if not self._parts.heldout:
             return {}
-        asked = ask_heldout(
+        asked = eval_requests(
             self._parts.heldout,
             samples=self._config.eval.samples,
             seed=self._config.run.seed,
@@ -275,7 +275,7 @@ class Trainer:
 
     def _probe_drafter(self) -> None:
         """Say what the drafter that was given is worth here."""
-        asked = ask_probe(
+        asked = probe_requests(
             self._parts.heldout or self._parts.source.prompts,
             seed=self._config.run.seed,
             sampling=self._parts.sampling,

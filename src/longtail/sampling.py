@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longtail.transfer import to_device
+from longtail.system.transfer import to_device
 from longtail.types import SamplingParams
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.errors import RequestError
-from longtail.strict_json import find_surrogate
+from longtail.system.strict_json import find_surrogate
 
 LEAST_TEMPERATURE = 1e-3
 """Above 0: logits are divided by it, and less would leave the range of float32."""

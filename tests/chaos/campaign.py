@@ -30,9 +30,9 @@ from chaos.plan import Plan, plans
 from chaos.reference import Reference, undisturbed
 from chaos.sitting import Failure
 from chaos.trial import Kill, Outcome, Trial
-from longtail.assemble import TINY_REASONER, model_directory
-from longtail.device import DTYPES
-from longtail.model import native
+from longtail.build.trainer import TINY_REASONER, model_directory
+from longtail.model.kernels import native
+from longtail.system.device import DTYPES
 from longtail.tiny import drafter
 
 _HANG_S = 30

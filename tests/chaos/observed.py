@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from chaos import diary
-from longtail import cli
-from longtail.cluster.fleet import Fleet
-from longtail.cluster.ray_crew import RayCrew
-from longtail.cluster.roster import Roster, State
+from longtail.cli import main as cli
+from longtail.cluster.group import WorkerGroup
+from longtail.cluster.ray.pool import RayWorkerPool
+from longtail.cluster.states import State, WorkerStates
 from longtail.loop import Trainer
 
 _PHASES: tuple[tuple[type, str, str], ...] = (
     (Trainer, "_generate", "rollout"),
     (Trainer, "_grade", "grading"),
-    (Fleet, "learn", "learning"),
-    (Fleet, "publish", "publishing"),
-    (Fleet, "offer_drafter", "offering a drafter"),
+    (WorkerGroup, "learn", "learning"),
+    (WorkerGroup, "publish", "publishing"),
+    (WorkerGroup, "offer_drafter", "offering a drafter"),
     (Trainer, "_checkpoint", "checkpointing"),
     (Trainer, "_finish", "finishing"),
 )
@@ -93,21 +93,21 @@ def observe(path: Path) -> None:
         step = self._progress.step + 1
         return advance(self)
 
-    make_crew, start, move = RayCrew.__init__, RayCrew.start, Roster.move
+    make_crew, start, move = RayWorkerPool.__init__, RayWorkerPool.start, WorkerStates.move
 
-    def makes(self: RayCrew, make: Callable[[int], Any], *args: Any, **kwargs: Any) -> None:
+    def makes(self: RayWorkerPool, make: Callable[[int], Any], *args: Any, **kwargs: Any) -> None:
         make_crew(self, Born(path, make), *args, **kwargs)
 
-    def starts(self: RayCrew, worker: int, task: Any, *args: Any, **kwargs: Any) -> None:
+    def starts(self: RayWorkerPool, worker: int, task: Any, *args: Any, **kwargs: Any) -> None:
         diary.note(path, worker, task=task.__name__)
         start(self, worker, task, *args, **kwargs)
 
-    def moves(self: Roster, worker: int, state: State, reason: str = "") -> None:
+    def moves(self: WorkerStates, worker: int, state: State, reason: str = "") -> None:
         move(self, worker, state, reason)
         diary.note(path, worker, state=state.value, reason=reason)
 
     Trainer.begin, Trainer.advance = begins, advances
-    RayCrew.__init__, RayCrew.start, Roster.move = makes, starts, moves
+    RayWorkerPool.__init__, RayWorkerPool.start, WorkerStates.move = makes, starts, moves
 
 
 def main(words: list[str]) -> int:

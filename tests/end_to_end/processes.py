@@ -47,7 +47,7 @@ def wait_until(condition: Callable[[], bool], process: BaseProcess) -> bool:
 def _run(words: list[str], log: str, max_file_bytes: int | None) -> None:
     import resource
 
-    from longtail import cli
+    from longtail.cli import main as cli
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from end_to_end.workshop import Said, Workshop, build, say, write_lines
-from longtail.model import hf
-from tiny_models import tiny_model
+from longtail.model.hf import model as hf
+from support.tiny_models import tiny_model
 
 Change = Callable[[Path], None]
 
@@ -55,11 +55,11 @@ def test_a_missing_or_malformed_run_file(
     assert not (workshop.path / "never").exists()
 
 
-def _remove(*names: str) -> Change:
+def _remove(*names: str) -> StateChange:
     return lambda model: [(model / name).unlink() for name in names] and None
 
 
-def _edit(name: str, **changes: object) -> Change:
+def _edit(name: str, **changes: object) -> StateChange:
     def edit(model: Path) -> None:
         content = json.loads((model / name).read_text())
         (model / name).write_text(json.dumps({**content, **changes}))
@@ -78,7 +78,7 @@ def _with_nan(model: Path) -> None:
     hf.save_model(broken, model)
 
 
-MODELS: dict[str, tuple[Change, int, list[str]]] = {
+MODELS: dict[str, tuple[StateChange, int, list[str]]] = {
     "no directory": (shutil.rmtree, 2, ["model.path", "is not a directory"]),
     "no config.json": (_remove("config.json"), 2, ["holds no config.json"]),
     "config.json is not JSON": (

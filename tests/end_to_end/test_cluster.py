@@ -14,8 +14,8 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build, save_untaught
-from longtail.cluster.roster import State
-from longtail.cluster.shift import Shift
+from longtail.cluster.states import State
+from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.timeline import read_trace
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
@@ -24,7 +24,8 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ObjectStoreFullError
 
-from longtail.cluster import own_ray, ray_crew
+from longtail.cluster.ray import instance as own_ray
+from longtail.cluster.ray import pool as ray_crew
 
 WORDS = (
     "--rollout.dtype=float64",
@@ -121,16 +122,16 @@ def test_workers_killed_while_they_train_learn_and_publish_change_nothing(worksh
     assert workshop.train("calm", *words, "--spot.train=never").code == 0
     fatal = {Worker.spot: 1, Worker.learn: 4, Worker.publish: 6}
     """Which begin of a task is its worker's last: two workers, the second step and the third."""
-    start = Shift.start
+    start = WorkerSupervisor.start
 
-    def deadly(shift: Shift, worker: int, state: State, task: Any, *args: Any) -> None:
+    def deadly(shift: WorkerSupervisor, worker: int, state: State, task: Any, *args: Any) -> None:
         start(shift, worker, state, task, *args)
         if task in fatal:
             fatal[task] -= 1
             if fatal[task] == 0:
                 os.kill(shift.crew.ask(worker, lambda own: os.getpid()), signal.SIGKILL)
 
-    monkeypatch.setattr(Shift, "start", deadly)
+    monkeypatch.setattr(WorkerSupervisor, "start", deadly)
     said = workshop.train("deadly", *words, *TWO)
     assert said.code == 0
     assert all(begins <= 0 for begins in fatal.values()), fatal
@@ -139,7 +140,7 @@ def test_workers_killed_while_they_train_learn_and_publish_change_nothing(worksh
 
 
 def test_a_worker_that_died_while_it_had_no_task_is_reported_to_who_asks_it():
-    crew = ray_crew.RayCrew(lambda number: None, 1)  # only processes matter
+    crew = ray_crew.RayWorkerPool(lambda number: None, 1)  # only processes matter
     try:
         assert [ended.error for ended in crew.wait(60.0)] == [None]
         os.kill(crew.ask(0, lambda own: os.getpid()), signal.SIGKILL)
@@ -161,7 +162,7 @@ def test_a_full_object_store_loses_nothing_and_ends_a_worker_at_most(monkeypatch
         raise ObjectStoreFullError("no room is left")
 
     monkeypatch.setattr(own_ray, "STORE_BYTES", 80 * 2**20)
-    crew = ray_crew.RayCrew(lambda number: None, 2)  # only processes matter
+    crew = ray_crew.RayWorkerPool(lambda number: None, 2)  # only processes matter
     try:
         begun = [ended for _ in range(2) for ended in crew.wait(60.0)]
         assert [ended.error for ended in begun] == [None, None]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from end_to_end.workshop import Workshop, build
-from longtail.card import finished_card, make_card, read_metrics
-from longtail.checkpoint import RunDirectory
-from longtail.config import RunConfig
+from longtail.config.rl import RunConfig
+from longtail.engine.rollout_log import read_rollout
 from longtail.errors import LongtailError
-from longtail.journal import Journal
-from longtail.rollout_log import read_rollout
-from longtail.run_report import render
+from longtail.report.page import render
+from longtail.run.checkpoint import RunDirectory
+from longtail.run.logger import RunLogger
+from longtail.run.summary import finished_card, make_card, read_metrics
 
 WORDS = (
     *("--run.steps=4", "--run.checkpoint_every=2", "--rollout.max_tokens=8"),
@@ -166,7 +166,7 @@ def _go_on(run: Path, config_text: str, steps: int) -> None:
         checkpoint = directory.start(config_text, resume=True)
         if card := finished_card(run, checkpoint, steps):
             card.lines(run)
-        Journal(RunConfig(), run, last_step=checkpoint and checkpoint.step).close()
+        RunLogger(RunConfig(), run, last_step=checkpoint and checkpoint.step).close()
         rows = read_metrics(run / "metrics.jsonl")
         make_card(rows, steps=steps, reward_after=None, seconds=1.0, warm_start_s=0.0)
 

@@ -11,14 +11,14 @@ import torch
 import yaml
 
 from end_to_end.workshop import Said, Workshop, build, say
-from longtail import drafter_export
-from longtail.drafter.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
-from longtail.drafter.eagle import EagleConfig, EagleLayer
-from longtail.drafter.layouts import to_tensors
-from longtail.drafter_eval import answer, open_target
-from longtail.drafter_store import DrafterStore, load_run_drafter
-from longtail.drafters import Target, open_drafters, read_drafter
-from longtail.model import hf
+from longtail.build.drafters import Target, open_drafters, read_drafter
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.formats.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
+from longtail.drafter.formats.layouts import to_tensors
+from longtail.model.hf import model as hf
+from longtail.programs import drafter_export
+from longtail.programs.drafter_eval import answer, open_target
+from longtail.run.drafter_store import DrafterStore, load_run_drafter
 from longtail.types import SamplingParams
 
 DRAFTED = ("--speculation.tuner=fixed", "--speculation.depth=3", "--run.steps=2")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from end_to_end.workshop import Said, Workshop, build, read_lines, say, write_lines
-from longtail.drafter.checkpoint import load_drafter
-from longtail.drafter.trainer import DrafterTrainer
-from longtail.drafters import drafter_directory
+from longtail.build.drafters import drafter_directory
+from longtail.drafter.formats.checkpoint import load_drafter
+from longtail.drafter.training.trainer import DrafterTrainer
 from longtail.errors import ConfigError
-from longtail.model import hf
+from longtail.model.hf import model as hf
 
 STEPS = 6
 
@@ -104,7 +104,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_without_writing_texts_anew(
     assert said.code == 130
     assert f"stopped after step {at + 1}; start again to go on" in said.err
     with monkeypatch.context() as patch:
-        patch.setattr("longtail.drafter_data._write", None)  # must not be needed
+        patch.setattr("longtail.programs.drafter_data._write", None)  # must not be needed
         assert _train(workshop, run).code == 0
     assert _outcome(workshop, run) == _outcome(workshop, "done")
 
@@ -132,7 +132,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
 def test_a_run_that_is_stopped_while_texts_are_written_begins_again(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, seen = "longtail.console.Console.rollout_step", []
+    step, seen = "longtail.run.console.Console.rollout_step", []
 
     def terminated(*_: Any) -> None:
         seen.append(1)

@@ -12,8 +12,8 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build
-from longtail import doctor
-from longtail.listening import Listening, family, listening, process_of
+from longtail.cli import doctor
+from longtail.system.listening import Listening, family, listening, process_of
 
 pytest.importorskip("ray")
 

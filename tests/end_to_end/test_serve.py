@@ -16,10 +16,10 @@ import openai
 import pytest
 
 from end_to_end.processes import finish, start, wait_until
-from longtail import cli
-from longtail.model import hf
-from longtail.serve.setting import KEY_VARIABLE
-from tiny_models import tiny_model, tiny_tokenizer
+from longtail.cli import main as cli
+from longtail.model.hf import model as hf
+from longtail.serve.options import KEY_VARIABLE
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 KEY = "a-key-of-enough-letters"
 LISTENING = re.compile(r"serving (\S+) at (http://\S+/v1)")

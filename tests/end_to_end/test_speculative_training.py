@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, read_lines, say
-from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
-from longtail.drafter.eagle import EagleConfig, EagleLayer
-from longtail.model import hf, native
-from longtail.rollout_log import read_rollout
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.engine.rollout_log import read_rollout
+from longtail.model.hf import model as hf
+from longtail.model.kernels import native
 
 pytestmark = pytest.mark.skipif(
     native.product(torch.float32) is None, reason="bit equality in float32 is the native kernels'"

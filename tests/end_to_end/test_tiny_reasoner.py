@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from end_to_end.workshop import Workshop, say
-from longtail.model import hf
+from longtail.model.hf import model as hf
 from longtail.tiny import warmstart
 
 BRIEF = warmstart.Recipe(num_examples=64, steps=3, batch_tokens=512, autocast=False)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, say, write_lines
-from longtail.config import RunConfig, load
-from longtail.model import hf
+from longtail.config.rl import RunConfig, load
 from longtail.model.attention import PackedAttention
+from longtail.model.hf import model as hf
 from longtail.rl.loss import LOSSES
 
 STEPS = 3

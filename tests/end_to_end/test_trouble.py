@@ -8,8 +8,8 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build, write_lines
-from longtail.checkpoint import RunDirectory
-from longtail.model import hf
+from longtail.model.hf import model as hf
+from longtail.run.checkpoint import RunDirectory
 
 BEFORE_A_STEP = "stopped before the first step was complete; the same command begins again"
 

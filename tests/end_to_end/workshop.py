@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from longtail import cli
-from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
-from longtail.drafter.eagle import EagleConfig, EagleLayer
-from longtail.model import hf
-from tiny_models import tiny_model, tiny_tokenizer
+from longtail.cli import main as cli
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.model.hf import model as hf
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 CLOCKED = (
     *("timing_s/", "rollout/tokens_per_s", "rollout/tail_idle", "rollout/bookkeeping"),

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from longtail import configfile
-from longtail.config import RunConfig
-from longtail.drafter.checkpoint import TrainingRecord, identity, load_drafter, save_drafter
-from longtail.drafter.eagle import EagleConfig, EagleLayer
-from longtail.drafter_config import DrafterTrainConfig
+from longtail.config import files as configfile
+from longtail.config.drafter import DrafterTrainConfig
+from longtail.config.rl import RunConfig
+from longtail.config.sft import SftConfig
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.formats.checkpoint import TrainingRecord, identity, load_drafter, save_drafter
 from longtail.errors import ConfigError, DataError, NonFiniteError
-from longtail.model import hf
-from longtail.sft_config import SftConfig
-from tiny_models import tiny_model, tiny_tokenizer
+from longtail.model.hf import model as hf
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 MODELS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, DrafterTrainConfig)
 NAMES = sorted({name for model in MODELS for name in configfile.fields_of(model)})

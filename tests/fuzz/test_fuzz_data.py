@@ -13,14 +13,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from longtail.drafter.texts import read_texts, save_texts
+from longtail.drafter.training.texts import read_texts, save_texts
 from longtail.errors import ConfigError, DataError
-from longtail.rl.data import Encoder, PromptSource, fingerprint, make_prompts
-from longtail.rl.examples import Example, example_of, make_examples
-from longtail.rl.references import gradable
-from longtail.rl.reward import ExactReward
-from longtail.rl.sources import Row, load_rows
-from longtail.strict_json import find_surrogate
+from longtail.rl.data.examples import Example, example_of, make_examples
+from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, make_prompts
+from longtail.rl.data.sources import Row, load_rows
+from longtail.rl.grading.references import gradable
+from longtail.rl.grading.reward import ExactReward
+from longtail.system.strict_json import find_surrogate
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

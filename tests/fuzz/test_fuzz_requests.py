@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from longtail.engine.engine import RolloutEngine
 from longtail.errors import JsonError
-from longtail.serve.wire import ChatCall, CompletionCall, Refusal, read_call
-from longtail.strict_json import find_surrogate, parse_json
-from serving import NAME, is_free, make_engine, make_served
+from longtail.serve.protocol import APIError, ChatCall, CompletionCall, read_call
+from longtail.system.strict_json import find_surrogate, parse_json
+from support.serving import NAME, is_free, make_engine, make_served
 
 NUMBERS = st.sampled_from(
     [
@@ -97,7 +97,7 @@ def check_sentence(message: str) -> None:
     assert find_surrogate(message) is None
 
 
-def check_refusal(refusal: Refusal) -> None:
+def check_refusal(refusal: APIError) -> None:
     assert 400 <= refusal.status < 500
     check_sentence(refusal.message)
     json.dumps(refusal.envelope(), ensure_ascii=False).encode()
@@ -121,7 +121,7 @@ def test_a_body_is_a_call_or_a_refusal(drawn: tuple[str, bytes]) -> None:
     field, body = drawn
     try:
         call = read_call(KINDS[field], body)
-    except Refusal as refusal:
+    except APIError as refusal:
         check_refusal(refusal)
         return
     assert all(find_surrogate(stop) is None for stop in call.stop)
@@ -132,7 +132,7 @@ def test_a_body_is_a_call_or_a_refusal(drawn: tuple[str, bytes]) -> None:
 def test_any_bytes_are_a_call_or_a_refusal(body: bytes, field: str) -> None:
     try:
         read_call(KINDS[field], body)
-    except Refusal as refusal:
+    except APIError as refusal:
         check_refusal(refusal)
 
 

@@ -9,16 +9,16 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.card import make_card, read_card, read_metrics
-from longtail.checkpoint import RunDirectory
 from longtail.cluster.timeline import Timeline, TraceFile, read_trace
-from longtail.config import RunConfig, dump
-from longtail.cost_file import load_costs
+from longtail.config.rl import RunConfig, dump
+from longtail.engine.rollout_log import read_rollout
 from longtail.errors import ConfigError
-from longtail.files import open_sealed
-from longtail.metrics import JsonLines
-from longtail.rollout_log import read_rollout
-from longtail.run_report import render
+from longtail.report.page import render
+from longtail.run.checkpoint import RunDirectory
+from longtail.run.metrics import JsonLines
+from longtail.run.summary import make_card, read_card, read_metrics
+from longtail.system.files import open_sealed
+from longtail.tuner.cost_file import load_costs
 
 numbers = st.sampled_from([0, 1, -1, 2, 10**12, 10**400, 1e308, 0.5, float("nan"), float("inf")])
 scalars = st.none() | st.booleans() | numbers | st.integers() | st.text(max_size=5)

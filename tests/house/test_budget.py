@@ -14,7 +14,7 @@ MAX_TEST_FILE = 500
 MAX_FUNCTION = 60
 
 BROAD_EXCEPT = (
-    *("model.tokenizer", "rl.grader", "rl.reward", "rl.sources"),
+    *("model.hf.tokenizer", "rl.grading.grader", "rl.grading.reward", "rl.data.sources"),
     *("engine.engine", "serve.engine_thread"),
 )
 """Where a foreign library or a user's function raises whatever it likes, and where what one

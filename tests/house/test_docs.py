@@ -9,10 +9,12 @@ import pytest
 from pydantic import BaseModel
 
 from house.tree import ROOT, SOURCES, module_name
-from longtail import cli_docs, cli_parsers, configfile
-from longtail.config import RunConfig
-from longtail.drafter_config import DrafterTrainConfig
-from longtail.sft_config import SftConfig
+from longtail.cli import docs as cli_docs
+from longtail.cli import parsers as cli_parsers
+from longtail.config import files as configfile
+from longtail.config.drafter import DrafterTrainConfig
+from longtail.config.rl import RunConfig
+from longtail.config.sft import SftConfig
 
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

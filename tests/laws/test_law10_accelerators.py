@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, read_lines, write_lines
-from fakes import unchecked_shapes
-from longtail import worker_parts
-from longtail.cluster import fleet
-from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
-from longtail.drafter.eagle import EagleConfig
-from longtail.drafter.fresh import fresh_drafter
-from longtail.drafter.texts import pack_texts
-from longtail.model import hf
-from longtail.rl.examples import Example
+from longtail.build import worker as worker_parts
+from longtail.cluster import group as fleet
+from longtail.drafter.eagle.fresh import fresh_drafter
+from longtail.drafter.eagle.layer import EagleConfig
+from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.drafter.training.texts import pack_texts
+from longtail.model.hf import model as hf
+from longtail.rl.data.examples import Example
+from support.fakes import unchecked_shapes
 
 WORDS = (
     *("--run.steps=2", "--data.shuffle=false", "--data.heldout_size=0", "--learner.kl_coef=0.1"),

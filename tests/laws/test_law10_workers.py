@@ -1,6 +1,6 @@
 """Law 10 for workers: how many write, who trains meanwhile and who is lost changes no text.
 
-In simulated time (tests/crews.py): a shift that waits for ever fails.
+In simulated time (tests/support/crews.py): a shift that waits for ever fails.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from crews import ScriptedCrew, batch, begun, requests
-from fake_worker import Death, Fault, Teaching, text
-from fakes import unchecked_shapes
-from longtail.cluster.fleet import Fleet
-from longtail.cluster.roster import State
-from longtail.cluster.shift import READY_S
+from longtail.cluster.group import WorkerGroup
+from longtail.cluster.states import State
+from longtail.cluster.supervisor import READY_S
 from longtail.errors import ClusterError
 from longtail.types import Request
+from support.crews import ScriptedCrew, batch, begun, requests
+from support.fake_worker import Death, Fault, Teaching, text
+from support.fakes import unchecked_shapes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +45,7 @@ lengths = st.lists(st.integers(1, 90), min_size=1, max_size=9)
 
 
 def two_steps(
-    fleet: Fleet, asked: Sequence[Request], between: Callable[[], None] = lambda: None
+    fleet: WorkerGroup, asked: Sequence[Request], between: Callable[[], None] = lambda: None
 ) -> None:
     """Write, learn and publish, and again; every text is as it must be."""
     expected = [text(each) for each in asked]

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fakes import unchecked_shapes, write_plainly
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.sampling import noise_key
 from longtail.types import Request, SamplingParams
-from tiny_models import tiny_model
+from support.fakes import unchecked_shapes, write_plainly
+from support.tiny_models import tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAMPLINGS = (

@@ -14,18 +14,18 @@ import httpx
 import pytest
 import torch
 
-from fakes import unchecked_shapes
-from longtail import cli
+from longtail.build.engine import completion_key
+from longtail.cli import main as cli
 from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.history import HistoryDrafter
-from longtail.engine.speculate import Speculation
-from longtail.model import hf
-from longtail.opened import completion_key
+from longtail.engine.speculation.speculator import Speculation
+from longtail.model.hf import model as hf
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
-from serving import NAME, live, make_engine, make_served, the_tokenizer
-from tiny_models import NATIVE_DTYPES, tiny_model
+from support.fakes import unchecked_shapes
+from support.serving import NAME, live, make_engine, make_served, the_tokenizer
+from support.tiny_models import NATIVE_DTYPES, tiny_model
 
 CHAIN = Strategy(depth=4, size=4)
 DRAFTERS: dict[str, Callable[[], Drafter] | None] = {

@@ -5,8 +5,8 @@ token's attention, have the same bits in any batch. Only a prompt that is cut el
 sum there. With other products the share of texts that differ is bounded.
 
 The plain texts are the engine's own, which test_law1_plain_decoding.py holds to the definition.
-Drafters are scripted (tests/drafters.py): they know how the texts go on, so trees are right, wrong
-or mixed on purpose, and run on behind the end of a text as if it went on.
+Drafters are scripted (tests/support/drafters.py): they know how the texts go on, so trees are
+right, wrong or mixed on purpose, and run on behind the end of a text as if it went on.
 """
 
 import dataclasses
@@ -19,22 +19,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import RIGHT, WRONG, Script, ScriptedDrafter, Sketch, chain, listed, ragged, silent
-from fake_graphs import FakeGraphs
-from fakes import decode_pieces, scripted_model, unchecked_shapes
 from longtail.engine import engine as engine_module
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
-from longtail.engine.speculate import Speculation
+from longtail.engine.speculation.speculator import Speculation
 from longtail.model.graphs import GraphPool
-from longtail.model.linear import Linear
+from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Family
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, FinishReason, Request, SamplingParams
-from paged import use_pages
-from tiny_models import tiny_model
+from support.drafters import (
+    RIGHT,
+    WRONG,
+    Script,
+    ScriptedDrafter,
+    Sketch,
+    chain,
+    listed,
+    ragged,
+    silent,
+)
+from support.fake_graphs import FakeGraphs
+from support.fakes import decode_pieces, scripted_model, unchecked_shapes
+from support.paged import use_pages
+from support.tiny_models import tiny_model
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 TREE = Strategy(depth=6, width=3, size=9)

@@ -14,18 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
-from fakes import unchecked_shapes
 from longtail.drafter import draft_model
 from longtail.engine import engine as engine_module
-from longtail.engine.clock import PlayedClock, StepClock
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
-from longtail.engine.speculate import Speculation
+from longtail.engine.speculation.clock import PlayedClock, StepClock
+from longtail.engine.speculation.speculator import Speculation
 from longtail.sampling import noise_key
+from longtail.speculation.depth import PredictedDepth
 from longtail.speculation.drafter import Draftable, Drafter
-from longtail.speculation.gauge import ForeseeingGauge
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked, reach_probabilities
 from longtail.tuner.bandit import BanditTuner
@@ -34,7 +32,9 @@ from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.records import Batch, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, joined
 from longtail.types import Completion, Request, SamplingParams
-from tiny_models import tiny_model
+from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
+from support.fakes import unchecked_shapes
+from support.tiny_models import tiny_model
 
 ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
 TIGHT = EngineLimits(max_running=6, max_step_tokens=23, max_len=80, kv_tokens=192)
@@ -98,7 +98,7 @@ class SureDrafter(ScriptedDrafter):
 def make_foreseeing() -> draft_model.ModelDrafter:
     """The target itself as drafter, that looks at nothing while it drafts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_model, "select_gauge", lambda _: ForeseeingGauge())
+        patch.setattr(draft_model, "select_gauge", lambda _: PredictedDepth())
         return draft_model.ModelDrafter(tiny_model(dtype=torch.float64))
 
 

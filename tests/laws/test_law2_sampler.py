@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters import CoupledMarkovDrafter
-from fakes import markov_model, unchecked_shapes
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.engine.speculate import Speculation
+from longtail.engine.speculation.speculator import Speculation
 from longtail.sampling import draw, draw_rows, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
+from support.drafters import CoupledMarkovDrafter
+from support.fakes import markov_model, unchecked_shapes
 
 FALSE_ALARM = 1e-9
 Z = 6.11

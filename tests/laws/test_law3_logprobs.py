@@ -7,18 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from drafters import ScriptedDrafter, ragged
-from fakes import unchecked_shapes
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.engine.speculate import Speculation
+from longtail.engine.speculation.speculator import Speculation
 from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import score
 from longtail.rl.packing import lay_out
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
-from tiny_models import tiny_model
+from support.drafters import ScriptedDrafter, ragged
+from support.fakes import unchecked_shapes
+from support.tiny_models import tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PLAIN = SamplingParams(max_tokens=24, stop_token_ids=(3, 4, 5), stop=("\x50\x51",))

@@ -14,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import ScriptedDrafter, ragged
-from fakes import unchecked_shapes
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.engine.speculate import Speculation
+from longtail.engine.speculation.speculator import Speculation
 from longtail.sampling import draw_rows, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
-from tiny_models import NATIVE_DTYPES, tiny_model
+from support.drafters import ScriptedDrafter, ragged
+from support.fakes import unchecked_shapes
+from support.tiny_models import NATIVE_DTYPES, tiny_model
 
 MAX_LEN = 400
 # Grouped key heads, norms of queries and keys, biases, a window; 16 is a native head size.

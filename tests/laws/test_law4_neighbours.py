@@ -15,17 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import ScriptedDrafter, ragged
-from fakes import unchecked_shapes, write_plainly
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import Verified
-from longtail.engine.speculate import Speculation
-from longtail.model import native
+from longtail.engine.speculation.speculator import Speculation
+from longtail.model.kernels import native
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, FinishReason, Request, SamplingParams
-from tiny_models import tiny_model
+from support.drafters import ScriptedDrafter, ragged
+from support.fakes import unchecked_shapes, write_plainly
+from support.tiny_models import tiny_model
 
 MAX_LEN = 64
 LONG = tuple((3 * j) % 128 for j in range(27))

@@ -10,22 +10,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from drafters import Script, ScriptedDrafter, Sketch, ragged
-from fakes import LedgerKV, unchecked_shapes
-from kv_machine import BLOCK, CacheMachine, blocks, contiguous_cache, paged_cache
 from longtail.engine.batch import Scheduled
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.kv_cache import KeptPath
+from longtail.engine.kv.cache import KeptPath
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.request import ActiveRequest
 from longtail.engine.scheduler import Scheduler
-from longtail.engine.speculate import Speculation
+from longtail.engine.speculation.speculator import Speculation
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
-from tiny_models import tiny_model
+from support.drafters import Script, ScriptedDrafter, Sketch, ragged
+from support.fakes import LedgerKV, unchecked_shapes
+from support.kv_machine import BLOCK, CacheMachine, blocks, contiguous_cache, paged_cache
+from support.tiny_models import tiny_model
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -9,7 +9,7 @@ from longtail.engine.limits import EngineLimits
 from longtail.errors import RequestError
 from longtail.sampling import noise_key
 from longtail.types import Completion, PolicyWeights, Request, SamplingParams
-from tiny_models import tiny_model
+from support.tiny_models import tiny_model
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import unchecked_shapes
-from longtail.drafter.spot import SpotEnd
-from longtail.drafter.texts import pack_texts
-from longtail.drafter.unroll import Pairs
-from longtail.rl.examples import Example
-from spot_rooms import SETTINGS, Room, counting, same, stop_at
+from longtail.drafter.eagle.unroll import Pairs
+from longtail.drafter.training.spot import SpotEnd
+from longtail.drafter.training.texts import pack_texts
+from longtail.rl.data.examples import Example
+from support.fakes import unchecked_shapes
+from support.spot_rooms import SETTINGS, Room, counting, same, stop_at
 
 NUM_STEPS = 4
 LEARNING = (None, 0.02)

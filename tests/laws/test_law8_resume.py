@@ -37,7 +37,7 @@ VARIANTS = {
     "dynamic sampling, penalty, importance cap, truncation": [
         "--learner.loss=dapo",
         "--learner.overlong_buffer=4",
-        "--learner.importance_cap=2.0",
+        "--learner.tis_cap=2.0",
         "--rollout.top_p=0.95",
         "--rollout.temperature=0.9",
     ],

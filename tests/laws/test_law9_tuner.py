@@ -1,7 +1,7 @@
 """Law 9: the tuner's regret shrinks; it recovers after a shift; plain decoding is never left out.
 
-On a simulated engine (tests/simulated.py), where the truth is known: regret is what is lost against
-an oracle that plays the best fixed chain, or none, for every number of running requests.
+On a simulated engine (tests/support/simulated.py), where the truth is known: regret is what is lost
+against an oracle that plays the best fixed chain, or none, for every number of running requests.
 """
 
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import pytest
 
-from fakes import unchecked_shapes
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.bandit import BUCKETS, BanditTuner
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
-from simulated import BAD, GOOD, Machine, Truth, oracle_rate, simulate
+from support.fakes import unchecked_shapes
+from support.simulated import BAD, GOOD, Machine, Truth, oracle_rate, simulate
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,7 +93,7 @@ def test_a_drafter_that_was_changed_is_looked_at_at_once():
 
     def running(step: int) -> int:
         if step == swapped:
-            tuner.look_again()
+            tuner.reset_estimates()
         return 4
 
     run = simulate(

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, show, text
-from longtail.drafter.eagle import Recipe
-from longtail.drafter.eagle_drafter import EagleDrafter
-from longtail.model import native
+from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.eagle.layer import Recipe
+from longtail.model.kernels import native
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable
-from longtail.speculation.strategy import Strategy, Worth
+from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import DraftTree, depths, reach_probabilities
 from longtail.speculation.verify import Accepted
 from longtail.types import SamplingParams
-from tiny_models import tiny_model
+from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, show, text
+from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(native.chains(torch.float32) is None, reason="no native round here")
 
@@ -24,12 +24,12 @@ LENGTHS, TEMPERATURES = (9, 30, 61, 44, 52), (1.0, 0.0, 0.7, 1.0, 0.9)
 CHAIN = Strategy(depth=5)
 SIBLINGS = Strategy(depth=5, width=2, beam=1, size=10)
 WORTHS = (
-    Worth(),
-    Worth(verify=0.3),
-    Worth(extend=0.3),
-    Worth(verify=0.4, extend=0.2),
-    Worth(level=2.0),
-    Worth(verify=0.1, extend=0.2, level=0.7),
+    DraftThresholds(),
+    DraftThresholds(verify=0.3),
+    DraftThresholds(extend=0.3),
+    DraftThresholds(verify=0.4, extend=0.2),
+    DraftThresholds(level=2.0),
+    DraftThresholds(verify=0.1, extend=0.2, level=0.7),
 )
 
 
@@ -92,7 +92,7 @@ def test_both_leave_out_what_is_not_worth_it(recipe, shape, worth):
     drafted = fast.propose(asked(), strategy, noise)
     assert_same_drafts(drafted, slow.grow(asked(), strategy, noise))
     everything = fast.propose(asked(), replace(shape, size=10), noise)
-    bites = worth != Worth() or shape.size == 4
+    bites = worth != DraftThresholds() or shape.size == 4
     assert (sum(t.size for t in drafted) < sum(t.size for t in everything)) == bites
     sure = ConfidenceCurve()
     for tree in drafted:
@@ -124,7 +124,7 @@ def test_both_follow_the_likelier_sibling_where_the_leader_is_known_to_be_wrong(
 def test_a_draft_is_the_same_alone_and_among_others_that_stop_early(dtype, recipe, shape):
     if native.chains(dtype) is None:
         pytest.skip(f"no native round in {dtype}")
-    strategy, drafter = replace(shape, worth=Worth(extend=0.3)), drafter_of(recipe, dtype)
+    strategy, drafter = replace(shape, worth=DraftThresholds(extend=0.3)), drafter_of(recipe, dtype)
     together = drafter.propose(asked(), strategy, KeyedNoise(LENGTHS, 128))
     alone = [
         drafter.propose([each], strategy, KeyedNoise([len(each.tokens)], 128))[0]
@@ -141,7 +141,7 @@ def test_a_request_that_has_stopped_is_computed_no_further(shape):
     windows = drafter.windows
     drafter.propose(asked(), Strategy(depth=1), None)
     windows.keys.fill_(untouched)
-    strategy = replace(shape, worth=Worth(extend=0.3))
+    strategy = replace(shape, worth=DraftThresholds(extend=0.3))
     trees = drafter.propose(asked(), strategy, KeyedNoise(LENGTHS, 128))
     passes = []
     for request, tree in zip(asked(), trees, strict=True):
@@ -156,7 +156,7 @@ def test_a_level_that_none_is_worth_alone_is_drafted_if_they_are_together():
     drafter = drafter_of("eagle1")
     promises = [tree.reach[0] for tree in drafter.propose(asked([9] * 5), CHAIN, None)]
     needed = (max(promises) + sum(promises)) / 2
-    strategy = replace(CHAIN, worth=Worth(level=needed))
+    strategy = replace(CHAIN, worth=DraftThresholds(level=needed))
     assert all(tree.size > 1 for tree in drafter.propose(asked([9] * 5), strategy, None))
     for each in asked([9] * 5):
         assert drafter.propose([each], strategy, None)[0].size == 1

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from longtail.model.attention import PackedAttention
-from longtail.model.hf import load_config, load_model, save_model
+from longtail.model.hf.model import load_config, load_model, save_model
 from longtail.model.transformer import Transformer
 
 SHAPE = {

@@ -12,23 +12,17 @@ from torch import Tensor
 
 from longtail.engine.batch import FlatBatch, Segment
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.kv_cache import ContiguousKVCache
+from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.limits import EngineLimits
-from longtail.model import native
 from longtail.model.attention import PackedAttention
-from longtail.model.kernel_choice import select_kernels
-from longtail.model.kernels import (
-    Kernels,
-    NativeKernels,
-    Places,
-    TorchKernels,
-    text_places,
-)
+from longtail.model.kernels import native
+from longtail.model.kernels.choice import select_kernels
+from longtail.model.kernels.ops import Kernels, NativeKernels, Places, TorchKernels, text_places
 from longtail.model.rope import Rope, RopeConfig, Rotation
 from longtail.sampling import noise_key
 from longtail.speculation.tree import visible_nodes
 from longtail.types import Request, SamplingParams
-from tiny_models import tiny_config, tiny_model
+from support.tiny_models import tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (16, 32, 64, 80, 96, 128)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longtail.model import native
-from longtail.model.linear import Linear
+from longtail.model.kernels import native
+from longtail.model.kernels.linear import Linear
 
 needs_bfloat16 = pytest.mark.skipif(
     native.product(torch.bfloat16) is None,

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from longtail.model.hf_config import Fields, parse
+from longtail.model.hf.config import Fields, parse
 from longtail.model.rope import Rope, inverse_frequencies
 
 LLAMA31 = {

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from longtail.model.tokenizer import load_tokenizer
+from longtail.model.hf.tokenizer import load_tokenizer
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"

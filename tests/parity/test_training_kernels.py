@@ -8,17 +8,18 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.model import native, training_kernels
 from longtail.model.attention import PackedAttention
-from longtail.model.kernels import Kernels, TorchKernels
-from longtail.model.rope import Rope, RopeConfig
-from longtail.model.training_kernels import (
+from longtail.model.kernels import native
+from longtail.model.kernels import training as training_kernels
+from longtail.model.kernels.ops import Kernels, TorchKernels
+from longtail.model.kernels.training import (
     NativeTrainingKernels,
     select_training_kernels,
     training_product,
 )
+from longtail.model.rope import Rope, RopeConfig
 from longtail.model.transformer import Transformer
-from tiny_models import tiny_model
+from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
     native.functions(torch.float32) is None, reason="needs a C compiler"

@@ -7,7 +7,7 @@ import torch
 
 from longtail.sampling import draw, gumbel_noise, is_truncated, log_distribution, noise_key
 from longtail.types import SamplingParams
-from worked import DRAWN, LEFT, NOISE, PROBS
+from support.worked import DRAWN, LEFT, NOISE, PROBS
 
 KEYS = (8493733112532773764, -2289745138935582735, -4022246430227414452)
 RECORDED = (

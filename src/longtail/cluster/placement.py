@@ -20,10 +20,10 @@ from typing import Any, final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Siblings:
+class PromptGroup:
     """A group of requests that ask the same prompt.
 
-    Example: Siblings(size=8, expected=412.0)
+    Example: PromptGroup(size=8, expected=412.0)
     """
 
     size: int
@@ -32,7 +32,7 @@ class Siblings:
 
 
 @final
-class LengthBook:
+class LengthHistory:
     """Remembers, by prompt id, the longest completion there was. Kept in checkpoints."""
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ class LengthBook:
         self._longest = {str(name): int(length) for name, length in state["longest"].items()}
 
 
-def place(groups: Sequence[Siblings], num_workers: int) -> list[list[int]]:
+def place(groups: Sequence[PromptGroup], num_workers: int) -> list[list[int]]:
     """Return the requests of each worker, in the order in which they should begin.
 
     Groups are dealt by falling expected length, each to the worker with the fewest expected tokens
     so far (ties: in the order given). Every worker gets its even share of requests, to a request:
-    whoever has it gets no more. Siblings share the KV of their prompt, so they stay together; a
+    whoever has it gets no more. PromptGroup share the KV of their prompt, so they stay together; a
     group is cut only where no worker has room left for the whole, which happens less often than
     there are workers. A group without an expectation counts like the median of the others, so
     without any knowledge groups are dealt in turn.

@@ -8,13 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longtail.drafter.checkpoint import LoadedDrafter
-from longtail.drafter.texts import pack_texts
-from longtail.drafter.trainer import DrafterTrainer, TrainerSettings
+from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.training.texts import pack_texts
+from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.model.tokenizer import Tokenizer
-from longtail.rl.examples import Example
+from longtail.model.hf.tokenizer import Tokenizer
+from longtail.rl.data.examples import Example
 from longtail.types import Request
 
 PAYS_BELOW = 0.95

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import final
 
 from longtail.cluster.records import Offer, Verdict
-from longtail.drafter.buffer import DrafterBuffer
-from longtail.drafter.spot import Replica, merge
-from longtail.drafter.weights import DrafterWeights, are_finite
+from longtail.drafter.eagle.weights import DrafterWeights, are_finite
+from longtail.drafter.training.buffer import DrafterBuffer
+from longtail.drafter.training.spot import Replica, merge
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from longtail.drafter.weights import DrafterWeights
+from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.engine.report import RolloutReport
-from longtail.rl.examples import Example
+from longtail.engine.rollout_log import RolloutSeries
+from longtail.rl.data.examples import Example
 from longtail.rl.learner import LearnerState
-from longtail.rollout_log import RolloutSeries
 from longtail.types import Completion
 
 

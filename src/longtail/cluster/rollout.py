@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import final
 
-from longtail.cluster.crew import Ended
-from longtail.cluster.harvest import Harvest
-from longtail.cluster.placement import Siblings, place
+from longtail.cluster.placement import PromptGroup, place
+from longtail.cluster.pool import TaskResult
 from longtail.cluster.publisher import Publisher
 from longtail.cluster.records import Progress, Served
-from longtail.cluster.roster import State
-from longtail.cluster.shift import Shift
+from longtail.cluster.spot import SpotCoordinator
+from longtail.cluster.states import State
+from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.worker import Stopped, Worker
-from longtail.drafter.spot import SpotReport
+from longtail.drafter.training.spot import SpotReport
 from longtail.engine.report import RolloutReport, together
-from longtail.rollout_log import LoggedRollout, RolloutSeries
+from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, Request
 
@@ -43,7 +43,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rolled:
+class RolloutResult:
     """What came of a rollout."""
 
     completions: tuple[Completion, ...]
@@ -102,9 +102,9 @@ class Rollout:
 
     def __init__(
         self,
-        shift: Shift,
+        shift: WorkerSupervisor,
         publisher: Publisher | None,
-        harvest: Harvest | None,
+        harvest: SpotCoordinator | None,
         listen: Callable[[Progress], None],
     ) -> None:
         self._shift, self._publisher, self._harvest = shift, publisher, harvest
@@ -116,7 +116,7 @@ class Rollout:
         self._completions: dict[str, Completion] = {}
         self._served: list[Share] = []
 
-    def run(self, requests: Sequence[Request], expected: Mapping[str, float]) -> Rolled:
+    def run(self, requests: Sequence[Request], expected: Mapping[str, float]) -> RolloutResult:
         """Serve all requests; `expected` says how long what group was in earlier epochs."""
         clock = self._shift.clock
         began = clock()
@@ -130,7 +130,7 @@ class Rollout:
             self._look()
         done = clock()
         self._recall()
-        return Rolled(
+        return RolloutResult(
             completions=tuple(self._completions[each.request_id] for each in requests),
             served=tuple(self._served),
             spots=() if self._harvest is None else tuple(self._harvest.spots),
@@ -161,7 +161,7 @@ class Rollout:
         if offer is not None:
             self._shift.asked(worker, Worker.offer, None, offer)
 
-    def _note(self, ended: Ended) -> None:
+    def _note(self, ended: TaskResult) -> None:
         """Take a task's end."""
         worker = ended.worker
         shard = self._shards.pop(worker, None)
@@ -223,7 +223,7 @@ def _shards(
     groups = [len(list(group)) for _, group in groupby(requests, key=_group)]
     firsts = [0, *accumulate(groups)][:-1]
     siblings = [
-        Siblings(size=size, expected=expected.get(requests[first].group_id))
+        PromptGroup(size=size, expected=expected.get(requests[first].group_id))
         for first, size in zip(firsts, groups, strict=True)
     ]
     placed = place(siblings, num_workers)

@@ -10,7 +10,7 @@ then what was written since it was last told. Only the longest version of a text
 from collections.abc import Iterable
 from typing import final
 
-from longtail.drafter.buffer import DrafterBuffer, Key, Written
+from longtail.drafter.training.buffer import DrafterBuffer, Key, Written
 
 
 @final

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from longtail.cluster.roster import State, Stretch
+from longtail.cluster.states import State, Stretch
 from longtail.errors import CheckpointError, ConfigError
 
 FILE = "trace.json"
@@ -122,9 +122,9 @@ class Timeline:
         """Return the step's numbers.
 
         cluster/generating_s, idle_s, spot_s, learning_s   sums over the workers
-        cluster/harvested_share   of spot and idle time in phases, what was spot; 0 of none
-        cluster/stolen_s          nobody generates, somebody is in SPOT
-        cluster/stolen_share      of the step
+        cluster/idle_utilization   of spot and idle time in phases, what was spot; 0 of none
+        cluster/spot_stop_latency_s          nobody generates, somebody is in SPOT
+        cluster/spot_stop_latency_share      of the step
         """
         totals = self.seconds().values()
         named = (State.GENERATING, State.IDLE, State.SPOT, State.LEARNING)
@@ -135,12 +135,12 @@ class Timeline:
         phases = self.phases
         spot, idle = (self._overlap(state, phases) for state in (State.SPOT, State.IDLE))
         generating_or_spot = _joined([*phases, *self._in_state(State.SPOT)])
-        stolen_s = max(_length(generating_or_spot) - _length(phases), 0.0)
+        spot_stop_latency_s = max(_length(generating_or_spot) - _length(phases), 0.0)
         step_s = self.end_s - self.begin_s
         return metrics | {
-            "cluster/harvested_share": spot / (spot + idle) if spot + idle else 0.0,
-            "cluster/stolen_s": stolen_s,
-            "cluster/stolen_share": stolen_s / step_s if step_s else 0.0,
+            "cluster/idle_utilization": spot / (spot + idle) if spot + idle else 0.0,
+            "cluster/spot_stop_latency_s": spot_stop_latency_s,
+            "cluster/spot_stop_latency_share": spot_stop_latency_s / step_s if step_s else 0.0,
         }
 
     def _in_state(self, state: State) -> list[Interval]:

@@ -19,21 +19,21 @@ import torch
 
 from longtail.cluster.probe import Probe, probe
 from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdict
-from longtail.device import compute_threads
-from longtail.drafter.buffer import DrafterBuffer, Written
-from longtail.drafter.checkpoint import LoadedDrafter
-from longtail.drafter.eagle_drafter import EagleDrafter
-from longtail.drafter.spot import Replica, SpotReport, SpotTrainer
-from longtail.drafter.weights import DrafterWeights, are_finite
+from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.eagle.weights import DrafterWeights, are_finite
+from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.spot import Replica, SpotReport, SpotTrainer
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport
+from longtail.engine.rollout_log import RolloutLog
 from longtail.errors import ClusterError, NonFiniteError
-from longtail.model import hf
+from longtail.model.hf import model as hf
 from longtail.model.transformer import Transformer
+from longtail.rl.collectives import TorchTeam
 from longtail.rl.learner import Learner, LearnerState
-from longtail.rl.tally import LearnerReport
-from longtail.rl.team import TorchTeam
-from longtail.rollout_log import RolloutLog
+from longtail.rl.learner_metrics import LearnerReport
+from longtail.system.device import compute_threads
 from longtail.types import Completion, Request, TrainBatch
 
 
@@ -53,7 +53,7 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
+class WorkerComponents:
     """What a worker drives. None of them knows another."""
 
     engine: RolloutEngine
@@ -82,7 +82,7 @@ class _Shard(NamedTuple):
 class Worker:
     """Owns its machines. Tasks are called by one thread, messages by any other."""
 
-    def __init__(self, machines: Machines) -> None:
+    def __init__(self, machines: WorkerComponents) -> None:
         self._machines = machines
         self._served = None if machines.drafting is None else machines.drafting.served
         self._stop = Event()
@@ -204,7 +204,7 @@ class Worker:
             reason = f"{after:.3f} on recent texts, {before:.3f} before" if after < before else ""
         if not reason:
             drafting.drafter.adopt(weights.tensors)
-            self._machines.engine.look_again()
+            self._machines.engine.reset_estimates()
             self._served = weights
         verdict = Verdict(
             version=weights.version,

@@ -16,17 +16,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.drafter.nodes import NodePlaces
+from longtail.drafter.eagle.nodes import NodePlaces
 from longtail.model.attention import Attention
 from longtail.model.graphs import GraphedPass
-from longtail.model.kernel_choice import select_kernels
-from longtail.model.kernels import Kernels, Places, text_places
-from longtail.model.transformer import NO_TAPS, ModelConfig, Taps, Transformer
+from longtail.model.kernels.choice import select_kernels
+from longtail.model.kernels.ops import Kernels, Places, text_places
+from longtail.model.transformer import ModelConfig, Transformer
 from longtail.speculation.confidence import ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
-from longtail.speculation.gauge import select_gauge
+from longtail.speculation.depth import select_gauge
+from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
 from longtail.speculation.grow import Frontier, Scoring, Walker, deepest, grow
 from longtail.speculation.strategy import Strategy
+from longtail.speculation.taps import NO_TAPS, Taps
 from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree
 from longtail.speculation.verify import Accepted
 
@@ -62,7 +63,7 @@ class ModelDrafter(Drafter):
         return self._curve.calibration_error()
 
     def observe(
-        self, seen: Sequence[Seen], features: Float[Tensor, "tokens features"] | None
+        self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
     ) -> None:
         """Tokens are read when a draft is asked."""
 

@@ -28,10 +28,10 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.model.transformer import NO_TAPS, Taps
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Seen
-from longtail.speculation.strategy import Strategy, Worth
+from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
+from longtail.speculation.strategy import DraftThresholds, Strategy
+from longtail.speculation.taps import NO_TAPS, Taps
 from longtail.speculation.tree import DraftTree
 from longtail.speculation.verify import Accepted
 
@@ -181,7 +181,7 @@ class HistoryDrafter(Drafter):
                 trees.append(self._tree(root, depth, strategy))
         return trees
 
-    def _chain(self, root: _Root, depth: int, worth: Worth) -> DraftTree:
+    def _chain(self, root: _Root, depth: int, worth: DraftThresholds) -> DraftTree:
         """Follow the best child: `_tree` of width 1, in fewer steps."""
         table, reach, text, longest = self._curve.table(), 1.0, root.text, len(self._lengths)
         floor, extend = max(worth.verify, _UNLIKELY), worth.extend
@@ -251,7 +251,7 @@ class HistoryDrafter(Drafter):
         )
 
     def observe(
-        self, seen: Sequence[Seen], features: Float[Tensor, "tokens features"] | None
+        self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
     ) -> None:
         """Count what was not counted yet; text that is computed anew has been."""
         for each in seen:

@@ -16,20 +16,21 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 import torch
 
 from longtail.engine.batch import Scheduled, flatten
-from longtail.engine.drafts import DraftClock, accept_drafts
 from longtail.engine.endings import complete, extend
-from longtail.engine.kv_cache import KeptPath, KVUsage
-from longtail.engine.kv_choice import make_kv
+from longtail.engine.kv.cache import KeptPath, KVUsage
+from longtail.engine.kv.choice import make_kv
 from longtail.engine.limits import EngineLimits
 from longtail.engine.profile import measure_costs
 from longtail.engine.report import Emitted, Failed, Piece, StepReport
 from longtail.engine.request import ActiveRequest
-from longtail.engine.runner import ModelRunner
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
-from longtail.engine.speculate import NOTHING_SAID, Speculation, Speculator
+from longtail.engine.speculation.drafts import DraftClock, accept_drafts
+from longtail.engine.speculation.speculator import NOTHING_SAID, Speculation, Speculator
+from longtail.engine.step.runner import ModelRunner
 from longtail.engine.text import Decode, Reader
 from longtail.errors import RequestError
-from longtail.model.transformer import NO_TAPS, Transformer
+from longtail.model.transformer import Transformer
+from longtail.speculation.taps import NO_TAPS
 from longtail.speculation.verify import Accepted
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, FinishReason, PolicyWeights, Request
@@ -95,10 +96,10 @@ class RolloutEngine:
         """The weights that generate, for drafters to refer to; only `pull` changes them."""
         return self._model
 
-    def look_again(self) -> None:
+    def reset_estimates(self) -> None:
         """Have drafting tried anew, since a drafter was changed; no token depends on it."""
         if self._speculator is not None:
-            self._speculator.look_again()
+            self._speculator.reset_estimates()
 
     @property
     def speculation(self) -> Speculation | None:

@@ -13,14 +13,15 @@ from typing import final
 import torch
 
 from longtail.engine.batch import Scheduled, flatten
-from longtail.engine.kv_choice import make_kv
+from longtail.engine.kv.choice import make_kv
 from longtail.engine.limits import EngineLimits
 from longtail.engine.request import ActiveRequest
-from longtail.engine.runner import ModelRunner
-from longtail.engine.sampler import make_sampler
-from longtail.model.transformer import NO_TAPS, Transformer
-from longtail.speculation.drafter import Draftable, Drafter, Seen
+from longtail.engine.step.runner import ModelRunner
+from longtail.engine.step.sampler import make_sampler
+from longtail.model.transformer import Transformer
+from longtail.speculation.drafter import Draftable, Drafter, Observed
 from longtail.speculation.strategy import Strategy
+from longtail.speculation.taps import NO_TAPS
 from longtail.speculation.tree import MAX_NODES, DraftTree, depths
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve, fit_draft_cost
 from longtail.types import Request, SamplingParams
@@ -181,7 +182,7 @@ def introduce(
     size = (len(taps.layers) + taps.final) * model.config.hidden_size
     features = torch.zeros(len(actives) * count, size, dtype=model.dtype, device=model.device)
     seen = [
-        Seen(
+        Observed(
             request_id=active.request_id,
             tokens=active.tokens,
             start=active.num_computed,

@@ -2,7 +2,7 @@
 
 A forward pass is a flat list of tokens. Who may see whom is the business of an `Attention`: the
 learner's looks inside packed sequences (`PackedAttention`, here), the rollout engine's looks into a
-KV cache (`engine.kv_cache`). The decoder is the same code under both.
+KV cache (`engine.kv.cache`). The decoder is the same code under both.
 """
 
 import abc

@@ -2,7 +2,7 @@
 
 Pre-norm decoder with RMSNorm, grouped-query attention, rotary positions and SwiGLU. The families
 differ by a bias, a norm on queries and keys, a window and the rope; all of them are data in
-`ModelConfig`. It owns parameters and arithmetic. Files are `model.hf`'s business, context is
+`ModelConfig`. It owns parameters and arithmetic. Files are `model.hf.model`'s business, context is
 `model.attention`'s.
 """
 
@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import Attention
 from longtail.model.graphs import GraphPool, pool_of
-from longtail.model.kernel_choice import select_kernels
-from longtail.model.kernels import Kernels, TorchKernels
-from longtail.model.linear import Linear
+from longtail.model.kernels.choice import select_kernels
+from longtail.model.kernels.linear import Linear
+from longtail.model.kernels.ops import Kernels, TorchKernels
+from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
-from longtail.model.training_kernels import select_training_kernels
+from longtail.speculation.taps import NO_TAPS, Taps
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -107,42 +108,6 @@ class FeedForward(nn.Module):
     ) -> Float[Tensor, "tokens hidden"]:
         """down(silu(gate(x)) * up(x))."""
         return self.down(kernels.swiglu(self.gate_up(x)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taps:
-    """Which of the decoder's inner states are wanted; the features of a token are these, joined.
-
-    Example: Taps(final=True) for EAGLE-1, Taps(layers=(2, 4, 5)) for EAGLE-3
-    """
-
-    layers: tuple[int, ...] = ()
-    """The residual stream as it enters these layers, in rising order."""
-    final: bool = False
-    """The normed hidden state that the LM head reads."""
-
-    @property
-    def any(self) -> bool:
-        """Tell whether anything is wanted."""
-        return self.final or bool(self.layers)
-
-    def union(self, other: "Taps") -> "Taps":
-        """Want what either wants."""
-        layers = tuple(sorted({*self.layers, *other.layers}))
-        return Taps(layers=layers, final=self.final or other.final)
-
-    def pick(
-        self, wanted: "Taps", features: Float[Tensor, "tokens features"] | None
-    ) -> Float[Tensor, "tokens some"] | None:
-        """Take out of features of these taps those of `wanted`, which are among them."""
-        if wanted == self or features is None or not wanted.any:
-            return features if wanted.any else None
-        parts = features.chunk(len(self.layers) + self.final, dim=1)
-        picked = [parts[self.layers.index(layer)] for layer in wanted.layers]
-        return torch.cat([*picked, *parts[-1:]] if wanted.final else picked, dim=1)
-
-
-NO_TAPS = Taps()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,9 +228,11 @@ class Transformer(nn.Module):
         `recompute` trades time for memory: activations inside layers are computed again in the
         backward pass (gradient checkpointing).
         """
-        return self.tapped(tokens, positions, attention, NO_TAPS, recompute=recompute).hidden
+        return self.forward_with_features(
+            tokens, positions, attention, NO_TAPS, recompute=recompute
+        ).hidden
 
-    def tapped(
+    def forward_with_features(
         self,
         tokens: Int[Tensor, "tokens"],
         positions: Int[Tensor, "tokens"],

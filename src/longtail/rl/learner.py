@@ -9,8 +9,8 @@ rollouts come from, who reads its weights, or where a checkpoint lies.
 
 In a team every member is given the same batches, computes its share of the micro-batches, and makes
 the update of the whole batch: gradients are summed, so that weights stay the same bits everywhere.
-Where members keep a share of the optimizer's moments each (`rl/shares.py`), or shards of everything
-(`rl/sharded.py`), they update what they keep, and `gather` fetches the rest.
+Where members keep a share of the optimizer's moments each (`rl.shares.py`), or shards of
+everything (`rl.sharded.py`), they update what they keep, and `gather` fetches the rest.
 """
 
 import copy
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from longtail.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, TeamError
 from longtail.model.transformer import Transformer
+from longtail.rl.collectives import ALONE, Team, spread, tell
+from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
 from longtail.rl.optim import Optimizer, OptimizerSettings
 from longtail.rl.packing import lay_out, moved
 from longtail.rl.shares import Doubt, Holding, Shares
-from longtail.rl.tally import LearnerReport, Tally
-from longtail.rl.team import ALONE, Team, spread, tell
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
 
 _NOTHING = lay_out([(0, 0)], prompt_lens=[1])
@@ -55,7 +55,7 @@ class LearnerSettings:
     clip_high: float | None = None
     kl_coef: float = 0.0
     """Above 0, a frozen copy of the weights at construction is kept as the reference."""
-    importance_cap: float | None = None
+    tis_cap: float | None = None
     recompute: bool = False
     """Gradient checkpointing of the decoder's layers."""
     autocast: bool = False
@@ -133,7 +133,7 @@ class Learner:
             _refuse_greedy(batch.sampling)
         can_undo = self._team.size > 1 < len(batches) and self._holding.has_all_weights
         undo = (self.state(), self.weights()) if can_undo else None
-        tally = Tally()
+        tally = LearnerMetrics()
         try:
             self._updates(batches, tally, on_progress)
         except TeamError:
@@ -150,7 +150,10 @@ class Learner:
         return tally.report(self._version, batches)
 
     def _updates(
-        self, batches: Sequence[TrainBatch], tally: Tally, on_progress: Callable[[bool], None]
+        self,
+        batches: Sequence[TrainBatch],
+        tally: LearnerMetrics,
+        on_progress: Callable[[bool], None],
     ) -> None:
         several = len(batches) > 1
         old = [
@@ -180,7 +183,7 @@ class Learner:
         return spread([one.packed.num_tokens for one in batch.micro_batches], self._team.size)
 
     def _old_logprobs(
-        self, batch: TrainBatch, tally: Tally, on_progress: Callable[[bool], None]
+        self, batch: TrainBatch, tally: LearnerMetrics, on_progress: Callable[[bool], None]
     ) -> dict[int, Tensor]:
         """Score this member's micro-batches under the policy before this step's first update."""
         start, dealt = self._now(), self._deal(batch)
@@ -199,7 +202,7 @@ class Learner:
         self,
         batch: TrainBatch,
         old: dict[int, Tensor] | None,
-        tally: Tally,
+        tally: LearnerMetrics,
         on_progress: Callable[[bool], None],
     ) -> None:
         """Accumulate the gradient of this member's share, then of everyone's."""
@@ -233,7 +236,7 @@ class Learner:
             )
 
     def _loss(
-        self, batch: TrainBatch, micro_batch: MicroBatch, old: Tensor | None, tally: Tally
+        self, batch: TrainBatch, micro_batch: MicroBatch, old: Tensor | None, tally: LearnerMetrics
     ) -> LossOutput:
         """Run the policy, and the reference if there is one, over a micro-batch."""
         scores = self._score(micro_batch.packed, batch.sampling)
@@ -266,7 +269,7 @@ class Learner:
             clip_high=spec.clip_high if own.clip_high is None else own.clip_high,
             max_tokens=max_tokens,
             kl_coef=own.kl_coef,
-            importance_cap=own.importance_cap,
+            tis_cap=own.tis_cap,
         )
 
     def _score(

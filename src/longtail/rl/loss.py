@@ -68,7 +68,7 @@ class LossSettings:
     max_tokens: int
     """Longest completion allowed; the constant of dr_grpo."""
     kl_coef: float = 0.0
-    importance_cap: float | None = None
+    tis_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,10 +219,10 @@ def _terms(
     plain = ratio * advantages
     limited = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
     loss, capped = -torch.minimum(plain, limited), torch.zeros_like(ratio)
-    if settings.importance_cap is not None:
+    if settings.tis_cap is not None:
         weight = _exp(log_weight.detach())
-        loss = weight.clamp(max=settings.importance_cap) * loss
-        capped = (weight > settings.importance_cap).to(ratio.dtype)
+        loss = weight.clamp(max=settings.tis_cap) * loss
+        capped = (weight > settings.tis_cap).to(ratio.dtype)
     return _Terms(
         loss=loss + settings.kl_coef * kl,
         clipped=(limited < plain).to(ratio.dtype).detach(),

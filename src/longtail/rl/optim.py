@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.errors import CheckpointError, NonFiniteError
-from longtail.rl.team import ALONE, Team, tell
+from longtail.rl.collectives import ALONE, Team, tell
 
 Schedule = Literal["constant", "linear", "cosine"]
 

@@ -26,9 +26,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 
 from longtail.model.transformer import Transformer
+from longtail.rl.collectives import Team, tell
 from longtail.rl.optim import Optimizer, OptimizerSettings
 from longtail.rl.shares import Holding
-from longtail.rl.team import Team, tell
 
 _MESH = GroupName("longtail-shards")
 

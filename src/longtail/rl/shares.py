@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from longtail.errors import ClusterError
+from longtail.rl.collectives import Team, spread, sum_gradients
 from longtail.rl.optim import Optimizer
-from longtail.rl.team import Team, spread, sum_gradients
 
 
 def deal(sizes: Sequence[int], members: int, copies: int) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from longtail.build.engine import completion_key
 from longtail.errors import (
     CompletionError,
     DataError,
@@ -25,15 +26,14 @@ from longtail.errors import (
     RequestError,
     UnavailableError,
 )
-from longtail.model.tokenizer import Tokenizer
-from longtail.opened import completion_key
-from longtail.serve.form import ChatForm, Choice, Form, Frame, TextForm
-from longtail.serve.gate import Gate
-from longtail.serve.generation import Generation
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.serve.metrics import ServeMetrics
+from longtail.serve.middleware import Gate
+from longtail.serve.options import Limits
+from longtail.serve.protocol import APIError, ChatCall, CompletionCall, read_call
+from longtail.serve.responses import ChatForm, Choice, ResponseBuilder, ResponseFormat, TextForm
 from longtail.serve.service import Service
-from longtail.serve.setting import Limits
-from longtail.serve.wire import ChatCall, CompletionCall, Refusal, read_call
+from longtail.serve.stream import Generation
 from longtail.types import Request, SamplingParams
 
 _log = logging.getLogger("longtail")
@@ -55,7 +55,7 @@ def make_app(
     api_key: str | None = None,
 ) -> ASGIApp:
     """Build the application; `limits.max_len` is what the engine has."""
-    desk = Desk(service, tokenizer, limits, name, vocab_size)
+    desk = OpenAIHandlers(service, tokenizer, limits, name, vocab_size)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -70,7 +70,9 @@ def make_app(
     return Gate(app, api_key=api_key, limits=limits, metrics=metrics)
 
 
-def _add_routes(app: FastAPI, desk: "Desk", service: Service, metrics: ServeMetrics) -> None:
+def _add_routes(
+    app: FastAPI, desk: "OpenAIHandlers", service: Service, metrics: ServeMetrics
+) -> None:
     @app.get("/v1/models")
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [desk.card]})
@@ -105,43 +107,43 @@ def _add_routes(app: FastAPI, desk: "Desk", service: Service, metrics: ServeMetr
 def _add_handlers(app: FastAPI, service: Service) -> None:
     """Say everything that goes wrong in the same form."""
 
-    def tell(kind: type[Exception], refusal: Callable[[Any], Refusal]) -> None:
+    def tell(kind: type[Exception], refusal: Callable[[Any], APIError]) -> None:
         async def answer(_: HttpRequest, error: Exception) -> JSONResponse:
             told = refusal(error)
             return JSONResponse(told.envelope(), told.status, told.headers)
 
         app.add_exception_handler(kind, answer)
 
-    tell(Refusal, lambda refusal: refusal)
-    tell(ClientDisconnect, lambda _: Refusal(499, _GONE))
+    tell(APIError, lambda refusal: refusal)
+    tell(ClientDisconnect, lambda _: APIError(499, _GONE))
     tell(HTTPException, _http_refusal)
     tell(OverloadedError, lambda error: _overloaded(error, service.retry_after_s()))
     tell(LongtailError, _told)
-    tell(Exception, lambda _: Refusal(500, "the server failed; see its log", code="internal"))
+    tell(Exception, lambda _: APIError(500, "the server failed; see its log", code="internal"))
 
 
-def _http_refusal(error: HTTPException) -> Refusal:
-    return Refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+def _http_refusal(error: HTTPException) -> APIError:
+    return APIError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
 
 
-def _overloaded(error: OverloadedError, retry_after_s: int) -> Refusal:
+def _overloaded(error: OverloadedError, retry_after_s: int) -> APIError:
     wait = {"Retry-After": str(retry_after_s)}
-    return Refusal(429, str(error), code="overloaded", headers=wait)
+    return APIError(429, str(error), code="overloaded", headers=wait)
 
 
-def _told(error: LongtailError) -> Refusal:
+def _told(error: LongtailError) -> APIError:
     if isinstance(error, UnavailableError):
-        return Refusal(503, str(error), code="unavailable")
+        return APIError(503, str(error), code="unavailable")
     if isinstance(error, RequestError | DataError):
-        return Refusal(400, str(error))
+        return APIError(400, str(error))
     if isinstance(error, CompletionError):
-        return Refusal(500, str(error), code="internal")
+        return APIError(500, str(error), code="internal")
     _log.error("a request failed: %s", error)
-    return Refusal(500, "the server failed; see its log", code="internal")
+    return APIError(500, "the server failed; see its log", code="internal")
 
 
 @final
-class Desk:
+class OpenAIHandlers:
     """Takes calls: checks them against the model, has them written, hands the text out."""
 
     def __init__(
@@ -166,7 +168,7 @@ class Desk:
     def check_model(self, name: str) -> None:
         """Refuse a model that is not served here."""
         if name != self._name:
-            raise Refusal(
+            raise APIError(
                 404,
                 f"the model {name[:100]!a} does not exist here; this server has {self._name!a}",
                 param="model",
@@ -212,7 +214,7 @@ class Desk:
 
     def _check_choices(self, asked: int) -> None:
         if asked > self._limits.max_choices:
-            raise Refusal(
+            raise APIError(
                 400,
                 f"n times the prompts is {asked}; this server writes at most "
                 f"{self._limits.max_choices} completions a call",
@@ -221,9 +223,9 @@ class Desk:
 
     def _check_prompt(self, tokens: Sequence[int], param: str) -> None:
         if not tokens:
-            raise Refusal(400, f"{param} has no tokens; give some text", param=param)
+            raise APIError(400, f"{param} has no tokens; give some text", param=param)
         if any(not 0 <= token < self._vocab_size for token in tokens):
-            raise Refusal(
+            raise APIError(
                 400,
                 f"{param} holds token ids outside 0 to {self._vocab_size - 1}",
                 param=param,
@@ -231,8 +233,8 @@ class Desk:
         if len(tokens) >= self._limits.max_len:
             raise self._too_long(str(len(tokens)), param)
 
-    def _too_long(self, num_tokens: str, param: str) -> Refusal:
-        return Refusal(
+    def _too_long(self, num_tokens: str, param: str) -> APIError:
+        return APIError(
             400,
             f"{param} has {num_tokens} tokens; with a completion this server has room for "
             f"{self._limits.max_len}",
@@ -243,7 +245,7 @@ class Desk:
     def _check_tokens(self, longest: int, max_tokens: int) -> None:
         room = min(self._limits.max_len - longest, self._limits.max_tokens)
         if max_tokens > room:
-            raise Refusal(
+            raise APIError(
                 400,
                 f"max_tokens = {max_tokens}: after a prompt of {longest} tokens at most {room} can "
                 "be written here",
@@ -254,7 +256,7 @@ class Desk:
     async def _answer(
         self,
         call: CompletionCall | ChatCall,
-        form: Form,
+        form: ResponseFormat,
         prompts: Sequence[tuple[int, ...]],
         max_tokens: int,
         request: HttpRequest,
@@ -288,7 +290,7 @@ class Desk:
         writing = Writing(
             generation,
             [Choice(form, decode) for _ in requests],
-            Frame(form, self._name, seed),
+            ResponseBuilder(form, self._name, seed),
             prompt_tokens=sum(map(len, prompts)),
         )
         headers = {_SEED_HEADER: str(seed)}
@@ -296,7 +298,7 @@ class Desk:
             return EventStream(writing.events(call.includes_usage), generation, headers)
         async with generation:
             if not await unless_gone(writing.finish(), request.receive):
-                raise Refusal(499, _GONE)
+                raise APIError(499, _GONE)
         return JSONResponse(writing.whole(), headers=headers)
 
 
@@ -305,7 +307,12 @@ class Writing:
     """The answer to one call while it is written."""
 
     def __init__(
-        self, generation: Generation, choices: list[Choice], frame: Frame, *, prompt_tokens: int
+        self,
+        generation: Generation,
+        choices: list[Choice],
+        frame: ResponseBuilder,
+        *,
+        prompt_tokens: int,
     ) -> None:
         self._generation, self._choices, self._frame = generation, choices, frame
         self._prompt_tokens = prompt_tokens

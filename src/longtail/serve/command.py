@@ -2,9 +2,9 @@
 
 import argparse
 
-from longtail import machine
 from longtail.errors import ConfigError
-from longtail.serve.setting import read_setting
+from longtail.serve.options import read_setting
+from longtail.system import machine
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, final
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.kv_cache import KVUsage
+from longtail.engine.kv.cache import KVUsage
 from longtail.engine.report import Emitted
 from longtail.errors import CompletionError, LongtailError
-from longtail.serve.generation import Chunk
 from longtail.serve.metrics import ServeMetrics
+from longtail.serve.stream import Chunk
 from longtail.serve.ticket import Ticket
 from longtail.types import Completion, Request, SamplingParams
 

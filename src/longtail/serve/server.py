@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 import uvicorn
 from starlette.types import ASGIApp
 
-from longtail.device import set_threads, to_stderr
+from longtail.build.engine import locate_model, open_engine, open_model
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.errors import ConfigError, UnavailableError
-from longtail.interrupt import Interruption
-from longtail.model import hf
-from longtail.opened import locate_model, open_engine, open_model
+from longtail.model.hf import model as hf
 from longtail.serve.app import make_app
 from longtail.serve.metrics import ServeMetrics
+from longtail.serve.options import Limits, Setting
 from longtail.serve.service import Service
-from longtail.serve.setting import Limits, Setting
+from longtail.system.device import set_threads, to_stderr
+from longtail.system.interrupt import Interruption
 
 _STEP_TOKENS = 512
 _LAST_WORDS_S = 5

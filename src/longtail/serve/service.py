@@ -27,13 +27,13 @@ from dataclasses import replace
 from typing import final
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.kv_cache import KVUsage
+from longtail.engine.kv.cache import KVUsage
 from longtail.engine.text import Decode, Reader
 from longtail.errors import CompletionError, LongtailError, OverloadedError, UnavailableError
 from longtail.serve.engine_thread import EngineThread, Listener
-from longtail.serve.generation import Chunk, Generation
 from longtail.serve.metrics import ServeMetrics
-from longtail.serve.setting import Limits
+from longtail.serve.options import Limits
+from longtail.serve.stream import Chunk, Generation
 from longtail.serve.ticket import Ticket
 from longtail.types import Request
 

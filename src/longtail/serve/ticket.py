@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from longtail.engine.report import Emitted, Verified
 from longtail.engine.text import Reader
 from longtail.errors import CompletionError
-from longtail.serve.generation import Chunk, Ending, Generation
+from longtail.serve.stream import Chunk, Ending, Generation
 from longtail.types import Completion, Request
 
 

@@ -26,10 +26,10 @@ Seconds = Callable[[Int[np.ndarray, "n"]], Float[np.ndarray, "n"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spending:
+class DraftBudget:
     """The best number of nodes.
 
-    Example: Spending(num_nodes=2, tokens_per_s=225.0)
+    Example: DraftBudget(num_nodes=2, tokens_per_s=225.0)
     """
 
     num_nodes: int
@@ -37,9 +37,9 @@ class Spending:
     """Expected."""
 
 
-def best_spending(
-    reach: Float[np.ndarray, "nodes"], scale: float, num_drawing: int, seconds: Seconds
-) -> Spending:
+def optimal_budget(
+    reach: Float[np.ndarray, "nodes"], scale: float, num_sampled: int, seconds: Seconds
+) -> DraftBudget:
     """Choose how many of the nodes to verify, given falling probabilities.
 
     Each listed node stands for `scale` nodes: a sample of requests speaks for a whole batch.
@@ -48,13 +48,13 @@ def best_spending(
              2.7 tokens in 12 ms
     """
     counts = np.arange(len(reach) + 1)
-    tokens = np.full(len(reach) + 1, float(num_drawing))
+    tokens = np.full(len(reach) + 1, float(num_sampled))
     np.cumsum(reach, out=tokens[1:])
     tokens[1:] *= scale
-    tokens[1:] += num_drawing
+    tokens[1:] += num_sampled
     rates = tokens / seconds(np.rint(counts * scale).astype(np.int64))
     best = int(rates.argmax())
-    return Spending(
+    return DraftBudget(
         num_nodes=best,
         tokens_per_s=float(rates[best]),
     )

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.model.transformer import Taps
 from longtail.speculation.strategy import Strategy
+from longtail.speculation.taps import Taps
 from longtail.speculation.tree import DraftTree
 from longtail.speculation.verify import Accepted
 from longtail.types import SamplingParams
@@ -46,10 +46,10 @@ class Draftable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Observed:
     """Consecutive tokens of one request that the target computed and that stay.
 
-    Example: Seen(request_id="a", tokens=[3, 9, 4, 7], start=1, num_tokens=2, prompt_len=3): the
+    Example: Observed(request_id="a", tokens=[3, 9, 4, 7], start=1, num_tokens=2, prompt_len=3): the
     target now has features of the tokens 9 and 4
     """
 
@@ -101,7 +101,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def observe(
-        self, seen: Sequence[Seen], features: Float[Tensor, "tokens features"] | None
+        self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
     ) -> None:
         """Take note of what the target computed; rows of `features` are the tokens of `seen`."""
 

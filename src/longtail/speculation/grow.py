@@ -6,8 +6,8 @@ children are the tokens that a target which agreed with the drafter would draw t
     children = top-W_v ( log q(v) + g[r, t, v] )        greedy, or not coupled: top-W_v log q(v)
 
 log q need not be normalised: neither the order nor a margin depends on it. Each level, the nodes
-likeliest to be reached are drafted on (`Strategy.beam`), those that promise enough (`Worth`); all
-nodes seen compete for the draft's size.
+likeliest to be reached are drafted on (`Strategy.beam`), those that promise enough
+(`DraftThresholds`); all nodes seen compete for the draft's size.
 
 What the host knows goes to the device before the first pass, and what was drafted comes back in one
 transfer at the end: between the two the device is only told what to do, unless the gauge looks.
@@ -24,9 +24,9 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
+from longtail.speculation.depth import DepthPolicy
 from longtail.speculation.drafter import Draftable, Noise
-from longtail.speculation.gauge import DepthGauge
-from longtail.speculation.strategy import Strategy, Worth
+from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked
 
 _THERE = sys.float_info.min
@@ -146,7 +146,7 @@ def grow(
     scoring: Scoring,
     strategy: Strategy,
     curve: ConfidenceCurve,
-    gauge: DepthGauge,
+    gauge: DepthPolicy,
 ) -> list[DraftTree]:
     """Draft for every request; one pass of the walker a level, as deep as the gauge says.
 
@@ -172,7 +172,7 @@ def grow(
         follows = (reach >= max(worth.extend, worth.verify, _THERE)) & (limits > depth)
         if worth.level or worth.extend:
             surpluses.append(_surplus(reach, follows, worth))
-            if not gauge.goes_on(surpluses):
+            if not gauge.should_extend(surpluses):
                 break
         reach = reach * follows
         numbers = total + 1 + best
@@ -196,7 +196,7 @@ def grow(
 def _surplus(
     reach: Float[Tensor, "requests followed"],
     follows: Bool[Tensor, "requests followed"],
-    worth: Worth,
+    worth: DraftThresholds,
 ) -> Float[Tensor, ""]:
     """By how much the nodes to be drafted on promise more, together, than a pass costs.
 

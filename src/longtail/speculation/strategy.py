@@ -20,10 +20,10 @@ from longtail.speculation.tree import MAX_NODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worth:
+class DraftThresholds:
     """What a node must promise, as probabilities of being reached; 0 demands nothing.
 
-    Example: Worth(verify=0.3, extend=0.4, level=1.5)
+    Example: DraftThresholds(verify=0.3, extend=0.4, level=1.5)
     """
 
     verify: float = 0.0
@@ -50,7 +50,7 @@ class Strategy:
     """Nodes of a draft, the likeliest to be reached; 0 is `depth`."""
     beam: int = 0
     """Nodes of a level that are drafted on, the likeliest; 0 is `width`."""
-    worth: Worth = Worth()
+    worth: DraftThresholds = DraftThresholds()
 
     def __post_init__(self) -> None:
         """Refuse shapes that have no room: a draft's nodes are bits of one mask, and slots."""

@@ -29,7 +29,7 @@ def accept(tree: DraftTree, drawn: Sequence[int]) -> Accepted:
 
     `drawn[i]` is the target's draw at node i, `drawn[0]` that at the root. Lossless for any draft,
     however made: the draws are fixed by the target and the keyed noise alone (Gumbel-max), so the
-    draft only decides how many of them are reached in one pass. Siblings with the same token are
+    draft only decides how many of them are reached in one pass. PromptGroup with the same token are
     one: the first is followed.
 
     Example: tokens (5, 6, 7), parents (0, 0, 1), drawn (5, 7, 9, 8):

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import torch
 
-from longtail.cache import build_once
-from longtail.drafter.checkpoint import TrainingRecord, identity, save_drafter
-from longtail.drafter.eagle import EagleConfig, Recipe
-from longtail.drafter.fresh import fresh_drafter
-from longtail.drafter.texts import TextBatches, pack_texts, write_texts
-from longtail.drafter.trainer import DrafterTrainer, TrainerReport, TrainerSettings
+from longtail.drafter.eagle.fresh import fresh_drafter
+from longtail.drafter.eagle.layer import EagleConfig, Recipe
+from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.drafter.training.texts import TextBatches, pack_texts, write_texts
+from longtail.drafter.training.trainer import DrafterTrainer, TrainerReport, TrainerSettings
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.model import hf
-from longtail.rl.examples import Example
+from longtail.model.hf import model as hf
+from longtail.rl.data import tiny_task as task
+from longtail.rl.data.examples import Example
 from longtail.rl.optim import OptimizerSettings
-from longtail.tiny import task
+from longtail.system.cache import build_once
 from longtail.tiny.warmstart import SOURCE
 from longtail.types import SamplingParams
 

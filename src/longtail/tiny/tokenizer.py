@@ -2,7 +2,7 @@
 
 A digit after a space is a token of its own, so a number is one token a digit and its first digit is
 marked. Text round-trips exactly; a character beyond ASCII is `<unk>`. It writes Hugging Face files
-with the `tokenizers` library; reading them back is `model.tokenizer`'s business.
+with the `tokenizers` library; reading them back is `model.hf.tokenizer`'s business.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from longtail.tiny.task import PHRASES
+from longtail.rl.data.tiny_task import PHRASES
 
 PAD, EOS, UNKNOWN, USER, ASSISTANT = "<pad>", "<eos>", "<unk>", "<user>", "<assistant>"
 THINK, END_OF_THINKING = "<think>", "</think>"

@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 
 from longtail import tiny
-from longtail.cache import build_once
-from longtail.model import hf
+from longtail.model.hf import model as hf
 from longtail.model.transformer import Transformer
-from longtail.rl.data import Encoder, PromptSource
-from longtail.rl.examples import ExampleBatches, make_examples
-from longtail.rl.imitation import ImitationReport, ImitationSettings, Imitator
+from longtail.rl.data import tiny_task as task
+from longtail.rl.data.examples import ExampleBatches, make_examples
+from longtail.rl.data.prompts import Encoder, PromptSource
 from longtail.rl.optim import OptimizerSettings
-from longtail.tiny import task, tokenizer
+from longtail.rl.sft_learner import SftLearner, SftReport, SftSettings
+from longtail.system.cache import build_once
+from longtail.tiny import tokenizer
 
 SOURCE = "tiny-reasoner"
 
@@ -52,7 +53,7 @@ class Lesson:
     num_tokens: int
     """Since the first step, prompts included."""
     seconds: float
-    report: ImitationReport
+    report: SftReport
 
     def line(self) -> str:
         """Say it in one line."""
@@ -91,7 +92,7 @@ def teach(
     )
     batches = ExampleBatches(PromptSource(examples, seed=recipe.seed), recipe.batch_tokens)
     model = fresh(recipe.seed)
-    imitator = Imitator(model, _settings(recipe))
+    imitator = SftLearner(model, _settings(recipe))
     began, num_tokens = time.perf_counter(), 0
     for step in range(1, recipe.steps + 1):
         report = imitator.step(batches.take())
@@ -125,8 +126,8 @@ def ensure(
     )
 
 
-def _settings(recipe: Recipe) -> ImitationSettings:
-    return ImitationSettings(
+def _settings(recipe: Recipe) -> SftSettings:
+    return SftSettings(
         optimizer=OptimizerSettings(
             learning_rate=recipe.learning_rate,
             schedule="cosine",
@@ -142,6 +143,6 @@ def _settings(recipe: Recipe) -> ImitationSettings:
 def _digest(recipe: Recipe) -> str:
     """Name what decides the weights: the recipe, the shape, and the text of task and tokenizer."""
     digest = hashlib.sha256(repr((asdict(recipe), tiny.model_config())).encode())
-    for source in ("task.py", "tokenizer.py"):
-        digest.update(Path(__file__).with_name(source).read_bytes())
+    for source in (task.__file__, tokenizer.__file__):
+        digest.update(Path(source).read_bytes())
     return digest.hexdigest()[:16]

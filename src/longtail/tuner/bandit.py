@@ -105,7 +105,7 @@ class BanditTuner(Tuner):
         several come down to the same chain, and all of them learn.
         """
         batch, played = outcome.batch, outcome.plan.strategy
-        if batch.num_tokens > batch.num_drawing:
+        if batch.num_tokens > batch.num_sampled:
             return
         place = self._place(batch)
         for arm, window in enumerate(self._windows[place]):
@@ -117,7 +117,7 @@ class BanditTuner(Tuner):
         """Return the first bucket that takes so many requests; the last one takes the rest."""
         limits = (bucket.max_requests for bucket in self._buckets[:-1])
         return next(
-            (i for i, limit in enumerate(limits) if batch.num_drawing <= limit),
+            (i for i, limit in enumerate(limits) if batch.num_sampled <= limit),
             len(self._buckets) - 1,
         )
 

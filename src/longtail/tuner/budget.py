@@ -25,8 +25,8 @@ from typing import final
 import numpy as np
 from jaxtyping import Float
 
-from longtail.speculation.budget import Seconds, best_spending, spend
-from longtail.speculation.strategy import Strategy, Worth
+from longtail.speculation.budget import Seconds, optimal_budget, spend
+from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import DraftTree, depths
 from longtail.tuner.cost import CostModel
 from longtail.tuner.records import Batch, Outcome, Plan
@@ -172,8 +172,8 @@ class BudgetTuner(Tuner):
         if self._age > (_LIFE if settled else _SHORT_LIFE):
             return True
         haste = 1 if self._age > _SHORT_LIFE else _HASTE
-        changed = abs(batch.num_drawing - self._decided_for) * 8 > self._decided_for * haste
-        return changed and batch.num_tokens == batch.num_drawing
+        changed = abs(batch.num_sampled - self._decided_for) * 8 > self._decided_for * haste
+        return changed and batch.num_tokens == batch.num_sampled
 
     def spend(
         self, batch: Batch, plan: Plan, proposals: Sequence[Sequence[DraftTree]]
@@ -202,20 +202,20 @@ class BudgetTuner(Tuner):
         if not self._drafting:
             self._wait = 1 if again else min(max(2 * self._wait, _WAIT), _LONGEST_WAIT)
 
-    def look_again(self) -> None:
+    def reset_estimates(self) -> None:
         """Expect of the drafts what their confidences say, and look at drafting at once."""
         self._expected = self._came = 0.0
         self._waited = self._wait = _WAIT
 
     def _decide(self, batch: Batch) -> None:
         """Compare all teams with plain decoding."""
-        self._decided_for, self._age = batch.num_drawing, 0
+        self._decided_for, self._age = batch.num_sampled, 0
         forecasts = [self._forecast(team, batch) for team in self._teams]
         best = max(forecasts, key=lambda forecast: forecast.tokens_per_s)
-        plain = batch.num_drawing / self._costs.plain_s(batch)
+        plain = batch.num_sampled / self._costs.plain_s(batch)
         self._gain = best.tokens_per_s / plain
         self._drafting = self._gain > (_OFF if self._drafting else _ON)
-        reason = f"predicted {self._gain:.2f}x of plain decoding at {batch.num_drawing} running"
+        reason = f"predicted {self._gain:.2f}x of plain decoding at {batch.num_sampled} running"
         if self._drafting:
             self._price = best.tokens_per_s * self._costs.node_s(batch, best.num_nodes)
             worth = self._worth(best)
@@ -231,7 +231,7 @@ class BudgetTuner(Tuner):
         scale = batch.num_asking / max(len(sample.reach), 1)
         falling = sample.falling()[: max(int(batch.room / scale), 1)]
         falling = falling * min(self._luck, 1.0)
-        found = best_spending(falling, scale, batch.num_drawing, self._seconds(team, batch))
+        found = optimal_budget(falling, scale, batch.num_sampled, self._seconds(team, batch))
         return _Forecast(
             team=team,
             tokens_per_s=found.tokens_per_s,
@@ -245,13 +245,13 @@ class BudgetTuner(Tuner):
         sunk = sum(costs.drafts[each].seconds(num, sample.levels, rows) for each in team)
         return lambda nodes: sunk + costs.verify_each(batch, nodes)
 
-    def _worth(self, best: _Forecast) -> Worth:
+    def _worth(self, best: _Forecast) -> DraftThresholds:
         """Price nodes, rows and passes at the rate that is expected."""
         drafts = [self._costs.drafts[drafter] for drafter in best.team]
         node = self._price
         row = best.tokens_per_s * max(draft.row_s for draft in drafts)
         level = best.tokens_per_s * max(draft.level_s for draft in drafts)
-        return Worth(
+        return DraftThresholds(
             verify=min(_LENIENT * node, _SUREST), extend=min(node + row, _SUREST), level=level
         )
 

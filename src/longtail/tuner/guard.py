@@ -43,7 +43,7 @@ class Guard:
         if not outcome.asked:
             return ""
         plain_s = self._costs.plain_s(outcome.batch)
-        alike = plain_s * outcome.num_emitted / max(outcome.batch.num_drawing, 1)
+        alike = plain_s * outcome.num_emitted / max(outcome.batch.num_sampled, 1)
         took = min(outcome.seconds, _STALL * plain_s)
         self._window.append((took, alike))
         self._took, self._plain = self._took + took, self._plain + alike
@@ -60,5 +60,5 @@ class Guard:
         self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         return (
             f"drafting gave {gain:.2f}x of plain decoding over {_WINDOW} steps at "
-            f"{outcome.batch.num_drawing} running: paused for {self._left} steps"
+            f"{outcome.batch.num_sampled} running: paused for {self._left} steps"
         )

@@ -14,12 +14,12 @@ from longtail.speculation.strategy import Strategy
 class Batch:
     """A step as it would be without drafts.
 
-    Example: Batch(num_asking=8, num_drawing=8, num_tokens=8, num_pairs=2400, room=500)
+    Example: Batch(num_asking=8, num_sampled=8, num_tokens=8, num_pairs=2400, room=500)
     """
 
     num_asking: int
     """Requests that decode, and could use a draft unless they are about to end."""
-    num_drawing: int
+    num_sampled: int
     """Requests that get a token; what a plain step yields."""
     num_tokens: int
     """Flat tokens, those of prompts included."""
@@ -96,7 +96,7 @@ class Outcome:
     @property
     def num_emitted(self) -> int:
         """Tokens of the step."""
-        return self.batch.num_drawing + self.num_accepted
+        return self.batch.num_sampled + self.num_accepted
 
     @property
     def seconds(self) -> float:

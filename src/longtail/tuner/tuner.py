@@ -41,7 +41,7 @@ class Tuner(abc.ABC):
     def learn(self, outcome: Outcome) -> None:  # noqa: B027
         """Take note of how a step went, drafted or not."""
 
-    def look_again(self) -> None:  # noqa: B027
+    def reset_estimates(self) -> None:  # noqa: B027
         """Take note that a drafter was changed: what is known of it may be untrue."""
 
 
@@ -71,7 +71,7 @@ class FixedTuner(Tuner):
 
     def plan(self, batch: Batch) -> Plan:
         """Ask for the strategy, as far as there is room."""
-        if self._max_running and batch.num_drawing > self._max_running:
+        if self._max_running and batch.num_sampled > self._max_running:
             return PLAIN
         return fitted(self._strategy, batch, self._num_drafters)
 

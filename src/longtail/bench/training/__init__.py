@@ -1,0 +1,1 @@
+"""`longtail bench learner` and `longtail bench drafter`."""

@@ -1,0 +1,1 @@
+"""From a configuration to the parts of a run."""

@@ -1,0 +1,205 @@
+"""From the name of a drafter to a drafter at work; what a name may be is said in `config`.
+
+auto               the embedded model's own where it is the target, that of a run for the run's
+                   policy, else history
+history            suffixes of what was written, no weights
+tiny-reasoner      the embedded model's own, taught here once (recipe eagle1; tiny-reasoner:eagle3)
+a directory        a drafter, by what lies there: one of `longtail drafter train` or its run, the
+                   newest of a run of `longtail train`, one in a layout of vLLM, SGLang or
+                   speculators; or a small model with the target's tokenizer
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from longtail.drafter.draft_model import ModelDrafter
+from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.formats import checkpoint, published
+from longtail.drafter.history import HistoryDrafter
+from longtail.errors import ConfigError
+from longtail.model.hf import model as hf
+from longtail.model.transformer import Transformer
+from longtail.run.checkpoint import RunDirectory, policy_directory
+from longtail.run.drafter_store import load_run_drafter, run_drafters
+from longtail.speculation.drafter import Drafter
+from longtail.tiny import drafter as tiny_drafter
+
+_LESSONS_A_LINE = 50
+
+HISTORY, TINY_REASONER = "history", "tiny-reasoner"
+NONE, AUTO = "none", "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The model that is drafted for, as rollouts hold it."""
+
+    model: Transformer
+    tokenizer: hf.Tokenizer
+    directory: Path
+    name: str
+    """As the user wrote it."""
+
+
+def open_drafter(
+    name: str, target: Target, say: Callable[[str], None], *, window: int | None = None
+) -> Drafter:
+    """Make the drafter that `name` means, for this target.
+
+    `window` replaces an EAGLE drafter's own (0: unbounded). Raises ConfigError for what cannot
+    draft for this target.
+    """
+    if name == HISTORY:
+        return HistoryDrafter()
+    loaded = read_drafter(name, target, say, target.model.dtype)
+    if loaded is None:
+        return _small_model(name, Path(name), target)
+    return at_work(loaded, target, window=window)
+
+
+def at_work(
+    loaded: checkpoint.LoadedDrafter, target: Target, *, window: int | None = None
+) -> EagleDrafter:
+    """Let a drafter that was read draft; its layer is the drafter's from then on."""
+    return EagleDrafter(
+        loaded.layer, target.model, draft_ids=loaded.draft_ids, head=loaded.head, window=window
+    )
+
+
+def read_drafter(
+    name: str,
+    target: Target,
+    say: Callable[[str], None],
+    dtype: torch.dtype | None,
+    *,
+    field: str = "speculation.drafter",
+) -> checkpoint.LoadedDrafter | None:
+    """Read the EAGLE drafter that a name means, whatever its form, in `dtype` or as it is stored.
+
+    None where the name means history or a small model. `field` is what errors call the setting.
+    Raises ConfigError for all else.
+    """
+    embedded, _, recipe = name.partition(":")
+    if name == HISTORY:
+        return None
+    if embedded == TINY_REASONER:
+        path = taught(target, recipe or "eagle1", say, field=field)
+    else:
+        path = Path(name)
+    if not path.is_dir():
+        raise ConfigError(
+            f"{field} = {name!r}: it is neither {HISTORY}, {TINY_REASONER} nor a "
+            "directory; train one with `longtail drafter train`"
+        )
+    model, tokenizer = target.model, target.tokenizer
+    if run_drafters(path) is not None:
+        return load_run_drafter(path, model, tokenizer, dtype=dtype)
+    if published.is_published(path):
+        return published.load_published(path, target.name, model, tokenizer, dtype=dtype)
+    if _is_model(path):
+        return None
+    found = drafter_directory(path)
+    return checkpoint.load_drafter(found, model, tokenizer, strict_weights=False, dtype=dtype)
+
+
+def open_trainable(
+    names: str, target: Target, say: Callable[[str], None]
+) -> checkpoint.LoadedDrafter | None:
+    """Read the weights of the first drafter that can be trained, in float32; None if none can."""
+    for name in _names(names, target):
+        loaded = read_drafter(name, target, say, torch.float32)
+        if loaded is not None:
+            return loaded
+    return None
+
+
+def open_drafters(names: str, target: Target, say: Callable[[str], None]) -> tuple[Drafter, ...]:
+    """Make the drafters that `names` means: one, several joined by +, `auto`, or `none`.
+
+    Raises ConfigError as `open_drafter` does.
+    """
+    return tuple(open_drafter(name, target, say) for name in _names(names, target))
+
+
+def _names(names: str, target: Target) -> list[str]:
+    """Tell the drafters apart that are joined in one name."""
+    if names == NONE:
+        return []
+    if names == AUTO:
+        names = TINY_REASONER if target.name == TINY_REASONER else _own_of_run(target) or HISTORY
+    parts = [names] if Path(names).is_dir() else names.split("+")
+    if not all(parts):
+        raise ConfigError(
+            f"speculation.drafter = {names!r}: a name is missing beside +; as in DIR+{HISTORY}"
+        )
+    return parts
+
+
+def _own_of_run(target: Target) -> str | None:
+    """Return the run whose policy, or one of whose checkpoints, the target is, if it drafts."""
+    path = Path(target.name)
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    return None if run_drafters(run) is None else str(run)
+
+
+def drafter_directory(path: Path) -> Path:
+    """Return the drafter directory that a path means: itself, a checkpoint's, or a run's newest."""
+    for found in (path, path / "policy"):
+        if checkpoint.is_drafter(found):
+            return found
+    latest = RunDirectory(path).load_latest() if path.is_dir() else None
+    if latest is not None and checkpoint.is_drafter(latest.policy):
+        return latest.policy
+    reason = "neither a drafter nor a run with one" if path.exists() else "no such directory"
+    raise ConfigError(
+        f"{path}: {reason}; give a drafter directory (with drafter.json), a checkpoint, or a run "
+        "directory of longtail drafter train"
+    )
+
+
+def _is_model(path: Path) -> bool:
+    """Tell a Hugging Face directory, or a run of the policy, from a drafter's."""
+    try:
+        return (policy_directory(path) / "config.json").is_file()
+    except ConfigError:
+        return False
+
+
+def taught(
+    target: Target,
+    recipe: str,
+    say: Callable[[str], None],
+    *,
+    field: str = "speculation.drafter",
+) -> Path:
+    """Return the embedded model's drafter, teaching it first where it was never taught."""
+    if target.name != TINY_REASONER:
+        raise ConfigError(
+            f"{field} = {TINY_REASONER!r} drafts for model.path = {TINY_REASONER!r} "
+            f"only, not for {target.name!r}: set it to {HISTORY} or none, or train one with "
+            "`longtail drafter train`"
+        )
+    if recipe not in ("eagle1", "eagle3"):
+        raise ConfigError(f"{field} = '{TINY_REASONER}:{recipe}': the recipes are eagle1, eagle3")
+
+    def tell(lesson: tiny_drafter.Lesson) -> None:
+        if lesson.step % _LESSONS_A_LINE == 0:
+            say(lesson.line())
+
+    return tiny_drafter.ensure(target.directory, on_progress=tell, recipe=recipe)
+
+
+def _small_model(name: str, path: Path, target: Target) -> Drafter:
+    tokenizer = hf.load_tokenizer(path)
+    model = hf.load_model(path, target.model.dtype, target.model.device)
+    same = checkpoint.tokenizer_digest(tokenizer) == checkpoint.tokenizer_digest(target.tokenizer)
+    if not same or model.config.vocab_size != target.model.config.vocab_size:
+        raise ConfigError(
+            f"speculation.drafter = {name!r}: its tokenizer (vocabulary of "
+            f"{model.config.vocab_size}) is not that of {target.name!r} "
+            f"({target.model.config.vocab_size}); a draft model must share the target's"
+        )
+    return ModelDrafter(model)

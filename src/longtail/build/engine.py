@@ -1,0 +1,70 @@
+"""A model ready to write: what `longtail generate` and `longtail serve` begin with.
+
+From the name of a model to its weights and tokenizer, and from there to an engine that drafts. It
+knows neither prompts nor who asks.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from longtail.build.drafters import Target, open_drafters
+from longtail.build.trainer import TINY_REASONER, model_directory
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.speculation.speculator import Speculation
+from longtail.model.hf import model as hf
+from longtail.run.checkpoint import policy_directory
+from longtail.sampling import noise_key
+from longtail.system.device import DTYPES, choose_device, to_stderr
+from longtail.tuner.budget import BudgetTuner
+
+
+def locate_model(name: str) -> Path:
+    """Return the directory of the weights that a name means; a run's are its newest checkpoint's.
+
+    The embedded model is taught first where it was never taught.
+    """
+    path = model_directory(name)
+    return path if name == TINY_REASONER else policy_directory(path)
+
+
+def open_model(
+    name: str,
+    path: Path,
+    tokenizer: hf.Tokenizer,
+    dtype: str | None,
+    device: str = "cpu",
+    *,
+    batch_invariant: bool = False,
+) -> Target:
+    """Read the weights in `path`; a dtype of None is the stored one.
+
+    `batch_invariant` keeps a text's bits from depending on its batch on a GPU, too.
+    """
+    precision: torch.dtype | None = DTYPES[dtype] if dtype else None
+    model = hf.load_model(path, precision, choose_device(device))
+    model.batch_invariant = batch_invariant
+    hf.check_vocabulary(tokenizer, model.config)
+    return Target(model=model, tokenizer=tokenizer, directory=path, name=name)
+
+
+def open_engine(
+    target: Target, limits: EngineLimits, drafter: str, say: Callable[[str], None] = to_stderr
+) -> RolloutEngine:
+    """Make an engine that drafts as far as it pays; `drafter` is a name as `drafters` has them."""
+    engine = RolloutEngine(target.model, target.tokenizer.decode, limits)
+    drafters = open_drafters(drafter, target, say)
+    if drafters:
+        engine.speculate(Speculation(drafters=drafters, tuner=BudgetTuner()))
+    return engine
+
+
+def completion_key(seed: int, index: int) -> int:
+    """Return the noise key of the index-th completion of a prompt.
+
+    One rule for everyone who writes: `longtail serve` answers a seed with the text that
+    `longtail generate` writes for it.
+    """
+    return noise_key(seed, "generate", index)

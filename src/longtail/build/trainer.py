@@ -1,0 +1,231 @@
+"""From a configuration to the parts of a run, everything checked before any work starts.
+
+The only place that translates configuration into the numbers that parts take. What the parts then
+do is the loop's business.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from longtail.build.worker import build_worker, build_worker_apart
+from longtail.cluster.group import FleetSettings, WorkerGroup
+from longtail.cluster.pool import LocalWorkerPool
+from longtail.cluster.ray.address import check_answers
+from longtail.cluster.records import Progress
+from longtail.config.rl import RunConfig
+from longtail.engine.limits import EngineLimits
+from longtail.errors import ConfigError
+from longtail.model.hf import model as hf
+from longtail.model.transformer import ModelConfig
+from longtail.rl.data.prompts import (
+    Encoder,
+    HeldOut,
+    PromptSet,
+    PromptSource,
+    hold_out,
+    make_prompts,
+)
+from longtail.rl.data.sources import load_rows
+from longtail.rl.grading.references import Check, gradable
+from longtail.system import machine
+from longtail.system.cache import cache_directory
+from longtail.system.device import choose_device, threads_each, to_stderr
+from longtail.tiny import warmstart
+from longtail.types import Prompt, SamplingParams
+
+TINY_REASONER = "tiny-reasoner"
+
+_LESSONS_A_LINE = 50
+_SHARDING_SINCE = "2.13"
+"""PyTorch's FSDP2 takes collectives of one's own, as `rl.sharded` wants, from there on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerComponents:
+    """What the loop drives. None of them knows another."""
+
+    source: PromptSource
+    heldout: tuple[Prompt, ...]
+    fleet: WorkerGroup
+    sampling: SamplingParams
+    limits: EngineLimits
+    """Of every worker's engine."""
+    num_dropped: int
+    """Prompts left out because they were longer than the limit."""
+    num_ungradable: int
+    """Prompts left out because the reward cannot grade any answer to them."""
+    drafter_s: float
+    """Seconds that opening the drafter took: the embedded one may have been taught."""
+
+
+def model_directory(path: str, say: Callable[[str], None] = to_stderr) -> Path:
+    """Return the Hugging Face directory that `model.path` names, warm-starting the embedded one.
+
+    The warm start takes minutes, once, and tells `say` how far it is.
+    """
+    if path != TINY_REASONER:
+        return Path(path)
+
+    def tell(lesson: warmstart.Lesson) -> None:
+        if lesson.step == 1:
+            say(f"teaching the tiny reasoner, once; kept in {cache_directory()}")
+        if lesson.step % _LESSONS_A_LINE == 0 or lesson.step == lesson.steps:
+            say(lesson.line())
+
+    return warmstart.ensure(on_progress=tell)
+
+
+def assemble(
+    config: RunConfig,
+    directory: Path,
+    check: Check,
+    say: Callable[[str], None] = to_stderr,
+    listen: Callable[[Progress], None] = lambda progress: None,
+) -> TrainerComponents:
+    """Build every part from the model in `directory`.
+
+    `check` says which rows the reward cannot grade: they are refused, or left out if so configured.
+    `say` hears of a drafter being taught, and of workers; `listen` how rollouts go on, and may
+    raise. Raises ConfigError for whatever the configuration, the model and the data say against it.
+    """
+    choose_device(config.run.device)
+    _check_sharding(config)
+    check_answers(config.cluster.address)
+    shape = hf.load_config(directory)
+    tokenizer = hf.load_tokenizer(directory)
+    hf.check_vocabulary(tokenizer, shape)
+    prompts = _prompts(config, tokenizer, check)
+    limits = _limits(config, prompts, shape)
+    fleet = _fleet(config, directory, limits, say, listen)
+    try:
+        drafter_s = fleet.begin()
+    except BaseException:
+        fleet.close()
+        raise
+    return TrainerComponents(
+        source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
+        heldout=prompts.heldout.prompts,
+        fleet=fleet,
+        sampling=_sampling(config, tokenizer),
+        limits=limits,
+        num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
+        num_ungradable=prompts.train.num_ungradable + prompts.heldout.num_ungradable,
+        drafter_s=drafter_s,
+    )
+
+
+def _check_sharding(config: RunConfig) -> None:
+    if config.is_sharded and torch.__version__ < _SHARDING_SINCE:
+        raise ConfigError(
+            f"learner.sharding = 'full' needs PyTorch {_SHARDING_SINCE} or newer, and this is "
+            f"{torch.__version__}; update it, or set 'none'"
+        )
+
+
+def _fleet(
+    config: RunConfig,
+    directory: Path,
+    limits: EngineLimits,
+    say: Callable[[str], None],
+    listen: Callable[[Progress], None],
+) -> WorkerGroup:
+    """Begin the workers: one in this process, or several as Ray actors."""
+    own = config.cluster
+    settings = FleetSettings(
+        seed=config.run.seed,
+        training=config.spot.train,
+        buffer_bytes=config.spot.buffer_mb * 2**20,
+        hang_s=own.hang_s,
+        shares_updates=config.is_sharded or 0 < config.learner.moment_copies < own.workers,
+        is_sharded=config.is_sharded,
+    )
+    if own.workers == 1 and not own.address:
+        alone = LocalWorkerPool(build_worker(config, directory, limits, say), listen)
+        return WorkerGroup(alone, settings, listen=lambda progress: None, say=say)
+    try:
+        from longtail.cluster.ray.pool import RayWorkerPool
+    except ImportError as error:
+        raise ConfigError(
+            f"cluster.workers = {own.workers}: more than one are Ray actors: "
+            f"{machine.pip_install('cluster')}; or set it to 1"
+        ) from error
+    threads = threads_each(config.run.threads, own.workers)
+    crew = RayWorkerPool(
+        partial(build_worker_apart, config, directory, limits, threads),
+        own.workers,
+        address=own.address,
+        gpus=float(choose_device(config.run.device).type == "cuda"),
+        say=say,
+    )
+    return WorkerGroup(crew, settings, listen=listen, say=say, meeting_point=crew.meeting_point)
+
+
+def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:
+    """Size the engine by the longest prompt there is."""
+    longest_prompt = max(
+        len(prompt.tokens) for prompt in (*prompts.train.prompts, *prompts.heldout.prompts)
+    )
+    longest = longest_prompt + config.rollout.max_tokens
+    if longest > shape.max_positions:
+        raise ConfigError(
+            f"rollout.max_tokens = {config.rollout.max_tokens}: after the longest prompt, of "
+            f"{longest_prompt} tokens, the model has "
+            f"{max(shape.max_positions - longest_prompt, 0)} of its {shape.max_positions} "
+            "positions left; lower it, or data.max_prompt_len with data.drop_long_prompts = true"
+        )
+    return EngineLimits(
+        max_running=config.rollout.max_running,
+        max_step_tokens=config.rollout.max_step_tokens,
+        kv_tokens=config.rollout.kv_tokens,
+        max_len=longest,
+    )
+
+
+def _sampling(config: RunConfig, tokenizer: hf.Tokenizer) -> SamplingParams:
+    own = config.rollout
+    return SamplingParams(
+        temperature=own.temperature,
+        top_k=own.top_k,
+        top_p=own.top_p,
+        min_p=own.min_p,
+        max_tokens=own.max_tokens,
+        stop=own.stop,
+        stop_token_ids=tokenizer.eos_ids,
+    )
+
+
+def _prompts(config: RunConfig, tokenizer: hf.Tokenizer, check: Check) -> HeldOut:
+    """Load prompts to train on and prompts held out, of which there may be none."""
+    data, seed = config.data, config.run.seed
+    encoder = Encoder(
+        encode=tokenizer.encode, render=tokenizer.render if tokenizer.has_chat_template else None
+    )
+
+    def load(source: str, size: int, field: str) -> PromptSet:
+        prompts = make_prompts(
+            load_rows(source, size, seed, field=field),
+            source=source,
+            encoder=encoder,
+            max_prompt_len=data.max_prompt_len,
+            drop_long=data.drop_long_prompts,
+            prompt_column=data.prompt_column,
+            answer_column=data.answer_column,
+        )
+        return gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
+
+    heldout = data.heldout
+    if heldout is None and data.source == TINY_REASONER:
+        heldout = f"{TINY_REASONER}:heldout"  # disjoint by construction
+    everything = load(data.source, data.size, "data.source")
+    if data.heldout_size == 0:
+        none = PromptSet(source=data.source, prompts=(), rows=())
+        return HeldOut(train=everything, heldout=none)
+    if heldout is None:
+        return hold_out(everything, data.heldout_size)
+    held = load(heldout, data.heldout_size, "data.heldout")
+    size = min(data.heldout_size, len(held.prompts))
+    return HeldOut(train=everything, heldout=held.part(range(size)))

@@ -1,0 +1,201 @@
+"""From a configuration to what one worker drives: a learner, an engine that speculates, a trainer.
+
+Runs in the worker's own process, where there are several. Like `assemble`, it translates
+configuration into numbers, and nothing else does.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from longtail.build import memory
+from longtail.build.drafters import Target, open_drafters, open_trainable
+from longtail.cluster.worker import Drafting, Worker, WorkerComponents
+from longtail.config.rl import RunConfig, SpotSection
+from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.eagle.weights import DrafterWeights, own_tensors
+from longtail.drafter.training.buffer import DrafterBuffer
+from longtail.drafter.training.reader import taught_taps
+from longtail.drafter.training.spot import SpotSettings, SpotTrainer
+from longtail.drafter.training.trainer import TrainerSettings
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.speculation.features import FeatureStore
+from longtail.engine.speculation.speculator import Speculation
+from longtail.model.hf import model as hf
+from longtail.rl.learner import Learner, LearnerSettings
+from longtail.rl.optim import OptimizerSettings
+from longtail.speculation.drafter import Drafter
+from longtail.speculation.strategy import Strategy
+from longtail.system.device import DTYPES, choose_device, rollout_threads, set_threads, to_stderr
+from longtail.tuner.bandit import BanditTuner
+from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
+
+_MICRO_TOKENS = 384
+"""A stop waits for one micro-batch at most."""
+_HELDOUT_TOKENS = 2048
+_MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 12, 3, 6
+_MIN_GAIN = 0.002
+
+
+def build_worker_apart(
+    config: RunConfig, directory: Path, limits: EngineLimits, threads: int, number: int
+) -> Worker:
+    """Build a worker in a process of its own."""
+    set_threads(threads)
+    return build_worker(config, directory, limits, number=number)
+
+
+def build_worker(
+    config: RunConfig,
+    directory: Path,
+    limits: EngineLimits,
+    say: Callable[[str], None] = to_stderr,
+    *,
+    number: int = 0,
+) -> Worker:
+    """Build a worker; `say` hears of a drafter being taught."""
+    return Worker(build_machines(config, directory, limits, say, number=number))
+
+
+def build_machines(
+    config: RunConfig,
+    directory: Path,
+    limits: EngineLimits,
+    say: Callable[[str], None] = to_stderr,
+    *,
+    number: int = 0,
+) -> WorkerComponents:
+    """Build what one worker drives."""
+    device, tokenizer = choose_device(config.run.device), hf.load_tokenizer(directory)
+    home = "cpu" if config.is_sharded else device  # shards move where the team computes
+    policy = hf.load_model(directory, DTYPES[config.learner.dtype], home)
+    rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
+    rollout_model.batch_invariant = config.rollout.batch_invariant
+    target = Target(
+        model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
+    )
+    if device.type == "cuda":  # KV takes what is free, but for what learning keeps later
+        made_later = memory.estimate(config, policy.config).made_later
+        limits = replace(limits, reserved_bytes=made_later)
+    began = time.perf_counter()
+    speculation = _speculation(config, target, say)
+    drafter_s = time.perf_counter() - began
+    return WorkerComponents(
+        engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
+        learner=Learner(policy, _learner_settings(config)),
+        policy=policy,
+        device=device,
+        tokenizer=tokenizer,
+        drafting=_drafting(config, target, speculation, say, number),
+        read_drafter=partial(open_trainable, config.speculation.drafter, target, say),
+        rollout_threads=rollout_threads(policy.config.hidden_size),
+        drafter_s=drafter_s,
+    )
+
+
+def _drafting(
+    config: RunConfig,
+    target: Target,
+    speculation: Speculation | None,
+    say: Callable[[str], None],
+    number: int,
+) -> Drafting | None:
+    """Make the trainer of the first drafter that can be trained."""
+    if speculation is None or config.spot.train == "never":
+        return None
+    served = _eagles(speculation.drafters)
+    loaded = open_trainable(config.speculation.drafter, target, say)
+    if not served or loaded is None:
+        return None
+    own = config.spot
+    settings = SpotSettings(
+        trainer=TrainerSettings(
+            unroll_steps=loaded.training.unroll_steps,
+            optimizer=OptimizerSettings(learning_rate=own.learning_rate),
+            matrix_rate=own.matrix_rate or None,
+        ),
+        batch_tokens=own.batch_tokens,
+        tokens_per_micro_batch=min(_MICRO_TOKENS, own.batch_tokens),
+        heldout_tokens=_HELDOUT_TOKENS,
+        measure_every=_MEASURE_EVERY,
+        num_depths=_MEASURED_DEPTHS,
+        min_gain=_MIN_GAIN,
+        patience=_PATIENCE,
+    )
+    features = speculation.features
+    return Drafting(
+        drafter=served[0],
+        trainer=SpotTrainer(
+            loaded.layer,
+            target.model,
+            settings,
+            draft_ids=loaded.draft_ids,
+            head=loaded.head,
+            recall=None if features is None else features.find,
+        ),
+        served=DrafterWeights(version=0, tensors=own_tensors(loaded.layer)),
+        # Each worker draws in an order of its own, or all would train the same replica.
+        buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
+    )
+
+
+def _speculation(
+    config: RunConfig, target: Target, say: Callable[[str], None]
+) -> Speculation | None:
+    own, seed = config.speculation, config.run.seed
+    drafters = open_drafters(own.drafter, target, say)
+    if not drafters:
+        return None
+    fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
+    tuners: dict[str, Callable[[], Tuner]] = {
+        "budget": BudgetTuner,
+        "beg-mab": lambda: BanditTuner(seed=seed),
+        "fixed": lambda: FixedTuner(fixed, max_running=own.max_running),
+        "off": OffTuner,
+    }
+    return Speculation(
+        drafters=drafters,
+        tuner=tuners[own.tuner](),
+        coupled=own.coupled,
+        features=_feature_store(config.spot, drafters),
+    )
+
+
+def _feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore | None:
+    """Make room for what the trainer reads while others write; later it is the old policy's."""
+    eagles = _eagles(drafters)
+    if not (eagles and own.train == "spot" and own.features_mb):
+        return None
+    return FeatureStore(taught_taps(eagles[0].taps), own.features_mb * 2**20)
+
+
+def _eagles(drafters: Sequence[Drafter]) -> list[EagleDrafter]:
+    return [each for each in drafters if isinstance(each, EagleDrafter)]
+
+
+def _learner_settings(config: RunConfig) -> LearnerSettings:
+    own = config.learner
+    return LearnerSettings(
+        loss=own.loss,
+        optimizer=OptimizerSettings(
+            learning_rate=own.learning_rate,
+            schedule=own.schedule,
+            warmup_steps=own.warmup_steps,
+            total_steps=config.run.steps,
+            weight_decay=own.weight_decay,
+            betas=own.betas,
+            max_grad_norm=own.max_grad_norm,
+        ),
+        clip_low=own.clip_low,
+        clip_high=own.clip_high,
+        kl_coef=own.kl_coef,
+        tis_cap=own.tis_cap,
+        recompute=own.gradient_checkpointing,
+        autocast=own.autocast,
+        moment_copies=own.moment_copies,
+        sharding=own.sharding,
+    )

@@ -1,0 +1,217 @@
+"""The command line: `longtail VERB ...`. Starts nothing that the verb at hand does not need.
+
+Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 the command line or
+the configuration is wrong, 130 interrupted. Programs are imported when their verb runs, so that
+help is immediate; what a verb does is the business of its module.
+"""
+
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module, metadata
+from types import MappingProxyType
+
+from longtail.cli import parsers as cli_parsers
+from longtail.errors import ConfigError, LongtailError
+from longtail.system.interrupt import signals_as_ctrl_c
+
+_SUMMARY = """\
+longtail VERB ...
+
+Reinforcement learning of reasoning models, without the long tail of rollouts.
+
+verbs:
+  train      train a policy with reinforcement learning
+  sft        fine-tune a model on prompts with completions
+  drafter    train what lets a model's rollouts speculate; evaluate, export or import it
+  generate   write completions with a model or a run's newest checkpoint
+  serve      answer OpenAI's protocol over HTTP with a model or a run's newest checkpoint
+  bench      measure engine, speculation, tuner, drafter, serving, GPU or whole runs, in one run
+  report     show a run on one page: its card, its rollouts, and why it drafted when it did
+  doctor     say what this machine offers, what is missing and how to get it
+
+`longtail VERB --help` tells more; `longtail --version` the version.
+Start with `longtail train quickstart`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="longtail: %(message)s")
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Threads that spin while they wait for each other slow down tenfold as soon as anything else
+    # wants their core; asleep they lose a few percent. Read when PyTorch loads OpenMP.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        with signals_as_ctrl_c():
+            code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except LongtailError as error:
+        print(f"longtail: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("longtail: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, `head` say, went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def summary() -> str:
+    """Return what `longtail --help` prints."""
+    return f"usage: {_SUMMARY}"
+
+
+def _dispatch(words: list[str]) -> int:
+    verbs: Mapping[str, Callable[[list[str]], int]] = MappingProxyType(
+        {
+            "train": _train,
+            "sft": _sft,
+            "drafter": _drafter,
+            "generate": _generate,
+            "serve": _serve,
+            "bench": _bench,
+            "report": _report,
+            "doctor": _doctor,
+        }
+    )
+    match words:
+        case []:
+            print(summary(), file=sys.stderr)
+            return 2
+        case ["-h" | "--help" | "help", *_]:
+            print(summary())
+            return 0
+        case ["--version", *_]:
+            print(f"longtail {metadata.version('longtail')}")
+            return 0
+        case [verb, *rest] if verb in verbs:
+            return verbs[verb](rest)
+    close = difflib.get_close_matches(words[0], verbs, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the verbs are {', '.join(verbs)}"
+    raise ConfigError(f"{words[0]}: no such verb; {hint}")
+
+
+def _train(words: list[str]) -> int:
+    from longtail.config import files as configfile
+    from longtail.config import rl as config
+
+    own, overrides = _split(words)
+    args = cli_parsers.train_parser().parse_args(own)
+    loaded = config.load(configfile.locate(args.run) if args.run else None, overrides)
+    if args.dry_run:
+        from longtail.build import memory
+
+        table = memory.report(loaded)
+        print(config.dump(loaded) + "\n" + "".join(f"# {row}\n" for row in table.splitlines()))
+        return 0
+    from longtail import loop
+
+    return loop.train(loaded) or 0
+
+
+def _sft(words: list[str]) -> int:
+    from longtail.config import files as configfile
+    from longtail.config import sft as sft_config
+
+    own, overrides = _split(words)
+    args = cli_parsers.sft_parser().parse_args(own)
+    loaded = sft_config.load(configfile.locate(args.run) if args.run else None, overrides)
+    if args.dry_run:
+        print(configfile.render(loaded))
+        return 0
+    from longtail.programs import sft
+
+    return sft.run(loaded) or 0
+
+
+def _drafter(words: list[str]) -> int:
+    match words:
+        case ["train", *rest]:
+            return _drafter_train(rest)
+        case ["eval" | "export" | "import" as noun, *rest]:
+            args = cli_parsers.parsers()[f"drafter {noun}"]().parse_args(rest)
+            return import_module(f"longtail.programs.drafter_{noun}").run(args) or 0
+    nouns = "{train,eval,export,import}"
+    return _usage(words, f"usage: longtail drafter {nouns} [options]; each has its own --help")
+
+
+def _drafter_train(words: list[str]) -> int:
+    from longtail.config import drafter as drafter_config
+    from longtail.config import files as configfile
+
+    own, overrides = _split(words)
+    args = cli_parsers.drafter_train_parser().parse_args(own)
+    path = configfile.locate(args.run) if args.run else None
+    loaded = drafter_config.load(path, overrides)
+    if args.dry_run:
+        print(configfile.render(loaded))
+        return 0
+    from longtail.programs import drafter_train
+
+    return drafter_train.run(loaded) or 0
+
+
+def _usage(words: list[str], usage: str) -> int:
+    """Answer a verb without its noun: on stdout and 0 if that was asked for."""
+    helping = bool(words) and words[0] in ("-h", "--help")
+    print(usage, file=sys.stdout if helping else sys.stderr)
+    return 0 if helping else 2
+
+
+def _generate(words: list[str]) -> int:
+    args = cli_parsers.generate_parser().parse_args(words)
+    from longtail.cli import generate
+
+    return generate.run(args)
+
+
+def _serve(words: list[str]) -> int:
+    args = cli_parsers.serve_parser().parse_args(words)
+    from longtail.serve import command
+
+    return command.run(args)
+
+
+def _bench(words: list[str]) -> int:
+    if not words or words[0] not in cli_parsers.BENCHES:
+        each = ",".join(cli_parsers.BENCHES)
+        return _usage(words, f"usage: longtail bench {{{each}}} [options]; each has its own --help")
+    args = cli_parsers.bench_parser(words[0]).parse_args(words[1:])
+    return cli_parsers.bench_module(words[0]).run(args) or 0
+
+
+def _report(words: list[str]) -> int:
+    args = cli_parsers.report_parser().parse_args(words)
+    from longtail.report import page as run_report
+
+    return run_report.run(args)
+
+
+def _doctor(words: list[str]) -> int:
+    args = cli_parsers.doctor_parser().parse_args(words)
+    from longtail.cli import doctor
+
+    return doctor.run(as_json=args.json, run_dir=args.run)
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part the words of argparse from those of the configuration, which come with their values."""
+    own: list[str] = []
+    overrides: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        if not word.startswith("--") or word in ("--help", "--dry-run"):
+            own.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and queue and not queue[0].startswith("--"):
+            overrides.append(queue.pop(0))
+    return own, overrides
+
+
+if __name__ == "__main__":
+    sys.exit(main())

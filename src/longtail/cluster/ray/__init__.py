@@ -1,0 +1,1 @@
+"""Workers as Ray actors: the only package that imports Ray."""

@@ -1,0 +1,1 @@
+"""Configurations: frozen pydantic trees, their TOML files and command-line options."""

@@ -1,0 +1,1 @@
+"""EAGLE: one decoder layer on the features of the target."""

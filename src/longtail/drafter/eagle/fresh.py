@@ -1,0 +1,69 @@
+"""A drafter before its first lesson: what the target and the text already tell about it."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.model.attention import PackedAttention
+from longtail.model.transformer import Transformer
+from longtail.rl.data.examples import Example
+from longtail.types import PackedSequences
+
+
+def fresh_drafter(
+    config: EagleConfig, target: Transformer, sample: PackedSequences, generator: torch.Generator
+) -> EagleLayer:
+    """Draw a drafter for `target`, float32, sized by the features of some text.
+
+    eagle3 takes over the target's last norm: the frozen head has learned to read behind it. Sizes
+    matter because the target's residual stream may be tens in size where the embedding is tenths;
+    measured, the same accuracy then needs several times the steps.
+    """
+    if config.recipe == "eagle3":
+        config = replace(config, feature_scale=1 / feature_size(config, target, sample))
+    with torch.device(target.device):
+        layer = EagleLayer(config)
+    drawn = EagleLayer(config)  # on the CPU: the same numbers on every device
+    drawn.initialize(generator)
+    layer.load_state_dict(drawn.state_dict())
+    if config.recipe == "eagle3":
+        with torch.no_grad():
+            layer.norm.weight.copy_(target.norm.weight)
+    return layer
+
+
+def commonest_tokens(
+    texts: Iterable[Example], size: int, always: Sequence[int] = ()
+) -> Int[Tensor, "draft"]:
+    """Return the `size` commonest tokens of what is learned, `always` among them, in rising order.
+
+    Tokens that never occur fill up from the smallest id.
+
+    Example: of completions 7 9 9 and 9 5 the two commonest are 5 and 9 (ties: the smaller first)
+    """
+    counts = Counter[int]()
+    for text in texts:
+        counts.update(text.tokens[text.prompt_len :])
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    unseen = (token for token in range(size) if token not in counts)
+    chosen = list(dict.fromkeys((*always, *ranked, *unseen)))[:size]
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
+
+
+def feature_size(config: EagleConfig, target: Transformer, sample: PackedSequences) -> float:
+    """Return the root mean square of the target's features, rounded: the same on all machines."""
+    device = target.device
+    with torch.no_grad():
+        features = target.forward_with_features(
+            sample.tokens.to(device),
+            sample.positions.to(device),
+            PackedAttention(sample.cu_seqlens),
+            config.taps,
+        ).features
+    assert features is not None, "eagle3 taps layers"
+    return float(f"{features.float().square().mean().sqrt().item():.2g}")

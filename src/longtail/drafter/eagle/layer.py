@@ -1,0 +1,238 @@
+"""EAGLE: one decoder layer on the target's features, with the target's own embedding and LM head.
+
+Position i of a text pairs the target's feature at token i with the embedding of token i + 1, which
+is known by then, and predicts token i + 2. NOTE: an off-by-one here is silent: everything still
+trains and drafts, only worse. tests/unit/test_eagle.py holds the pairing.
+
+    target          f0   f1   f2   f3              features of tokens x0 .. x3
+    pairs          f0x1 f1x2 f2x3 f3x4             x4 is the root: drawn, not yet computed
+    predicts         x2   x3   x4   x5             x5: depth 1 of the draft
+
+Deeper in a draft the feature is the layer's own output. Two recipes (Li et al. 2024, arXiv
+2401.15077; Li et al. 2025, arXiv 2503.01840):
+
+    eagle1   feature = final hidden state; fc([embedding; feature]) is the layer's input; the
+             output is a feature again, and the head reads it as it is
+    eagle3   feature = fc([low; middle; high]); attention reads [norm(embedding); norm(feature)],
+             the residual is the feature; the head reads the normed output, the next depth the
+             output as it is
+
+It owns parameters and the arithmetic that training and drafting share. The target's embedding and
+head are arguments, never parameters: they are not copied, saved or learned.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longtail.model.kernels.choice import select_kernels
+from longtail.model.kernels.linear import Linear
+from longtail.model.kernels.ops import Kernels, QueryKeyValue, TorchKernels
+from longtail.model.kernels.training import select_training_kernels
+from longtail.model.rope import Rope, Rotation
+from longtail.model.transformer import FeedForward, ModelConfig, Norm
+from longtail.speculation.taps import Taps
+
+Recipe = Literal["eagle1", "eagle3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """Shape of an EAGLE drafter.
+
+    Example: EagleConfig(recipe="eagle3", target=config, layers=(2, 4, 5), window=64)
+    """
+
+    recipe: Recipe
+    target: ModelConfig
+    """Of the target; the drafter's layer has its width, heads and rope."""
+    own_shape: ModelConfig | None = None
+    """Of the drafter's layer, where its heads, inner size or rope are not the target's; the width
+    and the vocabulary are. Only published drafters have one."""
+    norm_before_residual: bool = False
+    """eagle3: the residual is the normed feature, as some published drafters have it."""
+    layers: tuple[int, ...] = ()
+    """eagle3: where the residual stream is tapped (low, middle, high)."""
+    window: int = 64
+    """Pairs that a pair sees, itself included; 0 is all before it."""
+    draft_vocab_size: int = 0
+    """eagle3: tokens the drafter can propose, the commonest ones; 0 is the whole vocabulary."""
+    feature_scale: float = 1.0
+    """eagle3: multiplies the features before `fc`. A residual stream grows with depth, and a fresh
+    layer learns several times faster where what enters it has a size of about 1."""
+
+    @property
+    def shape(self) -> ModelConfig:
+        """Of the drafter's layer."""
+        return self.own_shape or self.target
+
+    @property
+    def taps(self) -> Taps:
+        """What is read of the target."""
+        if self.recipe == "eagle1":
+            return Taps(final=True)
+        return Taps(layers=self.layers)
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers a token in what the taps give."""
+        return self.target.hidden_size * (1 if self.recipe == "eagle1" else len(self.layers))
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the taps of EAGLE-3 that the engines assume where a checkpoint names none.
+
+    A target of few layers has fewer of them.
+
+    Example: default_layers(32) == (2, 16, 29)
+    """
+    low, high = min(2, num_layers - 1), max(num_layers - 3, 0)
+    return tuple(sorted({low, num_layers // 2, high}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInput:
+    """What the layer starts from."""
+
+    stream: Float[Tensor, "pairs hidden"]
+    """The residual stream."""
+    attended: Float[Tensor, "pairs inputs"]
+    """What attention's projection reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOutput:
+    """What the layer predicts from."""
+
+    feature: Float[Tensor, "pairs hidden"]
+    """Takes the place of the target's feature one depth further."""
+    scored: Float[Tensor, "pairs hidden"]
+    """What the LM head reads."""
+
+
+class EagleLayer(nn.Module):
+    """The drafter's own parameters."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        shape = config.shape
+        hidden, heads, kv_heads = shape.hidden_size, shape.num_heads, shape.num_kv_heads
+        self.config = config
+        fused = 2 * hidden if config.recipe == "eagle1" else len(config.layers) * hidden
+        inputs = hidden if config.recipe == "eagle1" else 2 * hidden
+        self.fc = Linear(fused, hidden)
+        self.qkv = Linear(inputs, (heads + 2 * kv_heads) * shape.head_dim)
+        self.output = Linear(heads * shape.head_dim, hidden)
+        self.feed_forward_norm = Norm(hidden)
+        self.feed_forward = FeedForward(_bare(shape))
+        if config.recipe == "eagle3":
+            self.embedding_norm, self.feature_norm = Norm(hidden), Norm(hidden)
+            self.norm = Norm(hidden)
+        self._rope = Rope(shape.head_dim, shape.rope)
+        self._kernels: Kernels = TorchKernels()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return self.fc.weight.dtype
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels in use."""
+        return self._kernels
+
+    @property
+    def rope(self) -> Rope:
+        """Its rotary embedding."""
+        return self._rope
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.fc.weight.device
+
+    def initialize(self, generator: torch.Generator) -> None:
+        """Draw fresh weights that keep sizes: normal(0, inputs ** -0.5), residual outputs half."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.fill_(1.0)
+                else:
+                    residual = name.endswith(("output.weight", "down.weight"))
+                    std = parameter.shape[1] ** -0.5 * (0.5 if residual else 1.0)
+                    parameter.normal_(0.0, std, generator=generator)
+
+    def fuse(self) -> None:
+        """Prepare for training."""
+        self._kernels = select_training_kernels(self.dtype, self.fc.weight.device)
+
+    def pack(self) -> None:
+        """Prepare for drafting only; again after the weights change."""
+        device = self.fc.weight.device
+        self._kernels = select_kernels(self.dtype, device, self.config.shape.head_dim)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+
+    def fold(self) -> None:
+        """Multiply `feature_scale` into `fc`: the same function, with a scale of 1."""
+        with torch.no_grad():
+            self.fc.weight.mul_(self.config.feature_scale)
+        self.config = replace(self.config, feature_scale=1.0)
+
+    def fuse_features(
+        self, features: Float[Tensor, "pairs features"]
+    ) -> Float[Tensor, "pairs hidden"]:
+        """Turn what the taps gave into a feature of the layer's width."""
+        if self.config.recipe == "eagle1":
+            return features
+        return self.fc(features * self.config.feature_scale)
+
+    def enter(
+        self,
+        features: Float[Tensor, "pairs hidden"],
+        embeddings: Float[Tensor, "pairs hidden"],
+    ) -> LayerInput:
+        """Join the feature of a token with the embedding of the next."""
+        if self.config.recipe == "eagle1":
+            stream = self.fc(torch.cat((embeddings, features), -1)).to(features.dtype)
+            return LayerInput(stream=stream, attended=stream)
+        add_norm, eps = self._kernels.add_norm, self.config.shape.norm_eps
+        embedded = add_norm(embeddings, None, self.embedding_norm.weight, eps).normed
+        stream, normed = add_norm(features, None, self.feature_norm.weight, eps)
+        stream = normed if self.config.norm_before_residual else stream
+        return LayerInput(stream=stream, attended=torch.cat((embedded, normed), -1))
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Rotation of pairs by the position of their feature's token."""
+        return self._rope.rotation(positions, self._kernels.rotation_dtype(self.dtype))
+
+    def heads(self, attended: Float[Tensor, "pairs inputs"], rotation: Rotation) -> QueryKeyValue:
+        """Project and rotate."""
+        shape = self.config.shape
+        qkv = self.qkv(attended).view(attended.shape[0], -1, shape.head_dim)
+        return self._kernels.rotate(qkv, shape.num_heads, None, None, shape.norm_eps, rotation)
+
+    def leave(
+        self,
+        stream: Float[Tensor, "pairs hidden"],
+        attended: Float[Tensor, "pairs heads head_dim"],
+    ) -> LayerOutput:
+        """Finish the layer behind attention."""
+        add_norm, eps = self._kernels.add_norm, self.config.shape.norm_eps
+        projected = self.output(attended.reshape(stream.shape[0], -1))
+        stream, normed = add_norm(stream, projected, self.feed_forward_norm.weight, eps)
+        delta = self.feed_forward(normed, self._kernels)
+        if self.config.recipe == "eagle1":
+            feature = stream + delta
+            return LayerOutput(feature=feature, scored=feature)
+        feature, scored = add_norm(stream, delta, self.norm.weight, eps)
+        return LayerOutput(feature=feature, scored=scored)
+
+
+def _bare(shape: ModelConfig) -> ModelConfig:
+    """The target's shape without the biases that the drafter's layer leaves out."""
+    return replace(shape, qkv_bias=False, output_bias=False, mlp_bias=False)

@@ -1,0 +1,163 @@
+"""What a drafter is taught, and how well it would be accepted: pure mathematics on rows of states.
+
+A row is a pair of the drafter (see `drafter.eagle.layer`) that predicts one token. The target's
+distribution p and the drafter's q come from the same frozen head, so the soft cross-entropy knows
+its own gradient: (q - p) W. It is taken at once, in chunks of rows, and rows x vocab never exists
+whole, neither in the forward nor in the backward pass.
+
+    eagle1    1.0 SmoothL1(feature, target's next feature) + 0.1 CE(p || q)
+    eagle3    CE(p || q)
+    depth s of an unrolled drafter weighs decay ** s        (Li et al. 2025, arXiv 2503.01840)
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+DECAY = 0.8
+"""Weight of a depth relative to the one before it."""
+FEATURE_WEIGHT, TOKEN_WEIGHT = 1.0, 0.1
+"""eagle1's two terms."""
+MAX_LOGITS = 2**22
+"""Scores of one chunk; 16 MiB of float32 for each of the few tensors of that size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScores:
+    """How the drafter did on each row at each depth."""
+
+    cross_entropy: Float[Tensor, "depths rows"]
+    """-sum_v p(v) log q(v), nats; the only one with a gradient."""
+    agreement: Float[Tensor, "depths rows"]
+    """1 where argmax q is argmax p: acceptance at temperature 0."""
+    overlap: Float[Tensor, "depths rows"]
+    """sum_v min(p(v), q(v)): acceptance of an ideal coupling at temperature 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    """What the target says about some rows: its final states, and the head that reads them.
+
+    The head also reads the drafter, unless that has its own; with `draft_ids` the drafter knows
+    those tokens only.
+    """
+
+    hidden: Float[Tensor, "rows hidden"]
+    head: Float[Tensor, "vocab hidden"]
+    draft_ids: Int[Tensor, "draft"] | None = None
+    """Target tokens that the drafter can propose; None: all."""
+    drafter_head: Float[Tensor, "draft hidden"] | None = None
+    """What reads the drafter where that is not the target's head: a published drafter's own."""
+
+    @property
+    def drafted(self) -> Float[Tensor, "draft hidden"]:
+        """The head that reads the drafter."""
+        if self.drafter_head is not None:
+            return self.drafter_head.to(self.head)
+        return self.head if self.draft_ids is None else self.head[self.draft_ids]
+
+
+def depth_weights(num_depths: int, decay: float = DECAY) -> tuple[float, ...]:
+    """Return the weight of each depth.
+
+    Example: depth_weights(3, 0.8) == (1.0, 0.8, 0.64...)
+    """
+    return tuple(decay**depth for depth in range(num_depths))
+
+
+def expected_accept_len(overlaps: Sequence[float]) -> float:
+    """Return tokens emitted a verify step by a chain whose depth d + 1 is accepted with overlap d.
+
+    Example: expected_accept_len([0.8, 0.5]) == 1 + 0.8 + 0.4
+    """
+    total, reached = 1.0, 1.0
+    for overlap in overlaps:
+        reached *= overlap
+        total += reached
+    return total
+
+
+def feature_loss(
+    predicted: Float[Tensor, "rows hidden"], wanted: Float[Tensor, "rows hidden"]
+) -> Float[Tensor, "rows"]:
+    """Smooth L1 with beta 1, mean over the width (EAGLE, Li et al. 2024, section 4.2)."""
+    return F.smooth_l1_loss(predicted, wanted, reduction="none").mean(-1)
+
+
+def score_rows(
+    scored: Float[Tensor, "depths rows hidden"], teacher: Teacher, *, max_logits: int = MAX_LOGITS
+) -> RowScores:
+    """Compare the drafter with the target, row by row; the gradient reaches `scored` alone.
+
+    With a reduced vocabulary the cross-entropy is to p restricted to it and renormalised, while
+    agreement and overlap still count what is outside as lost.
+    """
+    both = _SoftCrossEntropy.apply(scored, teacher, max_logits)  # type: ignore[no-untyped-call]
+    return RowScores(cross_entropy=both[0], agreement=both[1], overlap=both[2])
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scored: Tensor, teacher: Teacher, max_logits: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        working = torch.float64 if scored.dtype == torch.float64 else torch.float32
+        depths, rows, _ = scored.shape
+        found = torch.empty(3, depths, rows, dtype=working, device=scored.device)
+        gradient = torch.empty_like(scored) if scored.requires_grad else None
+        head, ids = teacher.head, teacher.draft_ids
+        drafted = teacher.drafted
+        for part in _chunks(rows, max_logits // head.shape[0]):
+            logits = F.linear(teacher.hidden[part].to(head.dtype), head).to(working)
+            target = _target(logits, ids)
+            for depth in range(depths):
+                logits = F.linear(scored[depth, part].to(head.dtype), drafted).to(working)
+                log_q = logits.log_softmax(-1)
+                q = log_q.exp()
+                found[0, depth, part] = -(target.restricted * log_q).sum(-1)
+                found[1, depth, part] = (q.argmax(-1) == target.best).to(working)
+                found[2, depth, part] = torch.minimum(target.p, q).sum(-1)
+                if gradient is not None:
+                    error = q.sub_(target.restricted).to(head.dtype)  # d CE / d logits
+                    gradient[depth, part] = (error @ drafted).to(gradient.dtype)
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        cross_entropy, agreement, overlap = found.unbind()
+        ctx.mark_non_differentiable(agreement, overlap)
+        return cross_entropy, agreement, overlap
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad[..., None].to(gradient.dtype), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    p: Float[Tensor, "rows draft"]
+    """Over the drafter's tokens."""
+    restricted: Float[Tensor, "rows draft"]
+    """The same, renormalised."""
+    best: Int[Tensor, "rows"]
+    """Where the likeliest token is among the drafter's; -1 if it is not."""
+
+
+def _target(logits: Float[Tensor, "rows vocab"], draft_ids: Tensor | None) -> _Target:
+    p, best = logits.softmax(-1), logits.argmax(-1)
+    if draft_ids is None:
+        return _Target(p, p, best)
+    places = torch.full((logits.shape[-1],), -1, dtype=torch.int64, device=logits.device)
+    places[draft_ids] = torch.arange(len(draft_ids), device=logits.device)
+    return _Target(p[:, draft_ids], logits[:, draft_ids].softmax(-1), places[best])
+
+
+def _chunks(rows: int, size: int) -> Iterator[slice]:
+    size = max(size, 1)
+    return (slice(start, start + size) for start in range(0, rows, size))

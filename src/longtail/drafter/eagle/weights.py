@@ -1,0 +1,86 @@
+"""A drafter's own tensors as they travel: versioned, digested, averaged, laid into a layer.
+
+They are what is learned: in the scale of training, before `EagleLayer.fold`. The target's embedding
+and head are never among them, for whoever receives a drafter has them.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from longtail.drafter.eagle.layer import EagleLayer
+from longtail.errors import CheckpointError
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterWeights:
+    """A published drafter. Tensors are never modified after publication.
+
+    Example: DrafterWeights(version=3, tensors=own_tensors(layer))
+    """
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    """Parameter name, as in `EagleLayer`, to tensor."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over names, dtypes, shapes and bytes, in the order of names."""
+        digest = hashlib.sha256()
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name].detach().cpu()
+            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+            digest.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def own_tensors(layer: EagleLayer) -> dict[str, Tensor]:
+    """Copy a drafter's parameters."""
+    return {name: p.detach().clone() for name, p in layer.named_parameters()}
+
+
+def require_own(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless these are all parameters of such a drafter, and no others."""
+    expected = {name: p.shape for name, p in layer.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if shapes != expected:
+        odd = min(n for n in expected | shapes if expected.get(n) != shapes.get(n))
+        raise CheckpointError(f"state of another drafter: {odd} is missing, misshapen or unknown")
+
+
+def lay_into(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
+    """Write parameters into a layer, in place; CheckpointError before anything is changed."""
+    require_own(layer, tensors)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(tensors[name])
+
+
+def are_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Tell whether no value is NaN or infinite."""
+    # The least and the greatest in one pass: where there is a NaN, it is both.
+    return all(bool(torch.stack(each.aminmax()).isfinite().all()) for each in tensors.values())
+
+
+def weighted_mean(
+    several: Sequence[Mapping[str, Tensor]], weights: Sequence[int]
+) -> dict[str, Tensor]:
+    """Average tensors of the same names; equal ones stay as they are to the last bit.
+
+    Accumulated in float64, as weighted distances from the first.
+    """
+    total, first = sum(weights), several[0]
+    assert total > 0, "an average of nothing"
+    mean = {}
+    for name, tensor in first.items():
+        start = tensor.double()
+        moved = start.clone()
+        for other, weight in zip(several[1:], weights[1:], strict=True):
+            moved += (other[name].double() - start) * (weight / total)
+        mean[name] = moved.to(tensor.dtype)
+    return mean

@@ -1,0 +1,1 @@
+"""Drafters on disk: our layout and those of vLLM, SGLang and speculators."""

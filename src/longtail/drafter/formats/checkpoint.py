@@ -1,0 +1,355 @@
+"""A drafter on disk: its own tensors, and a description of the target it belongs to.
+
+    drafter/
+      drafter.json             recipe, taps, window; the target's shape, tokenizer and weights;
+                               how it was trained and how it did on held-out text
+      drafter.safetensors      the layer, `draft_ids` with a reduced vocabulary, and the `head` of
+                               a published drafter that has its own
+
+The target's embedding and head are never written: whoever loads a drafter has them. A drafter is of
+one shape and one tokenizer for good. Weights are another matter: during RL the policy moves on, and
+the drafter of a moment ago is still a good one, so whether they must match is the caller's choice.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.errors import CheckpointError, ConfigError
+from longtail.model.hf.config import MOST
+from longtail.model.hf.tokenizer import Tokenizer
+from longtail.model.rope import RopeConfig
+from longtail.model.transformer import ModelConfig, Transformer
+from longtail.system.strict_json import parse_json
+
+DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
+_FORMAT = 1
+_DRAFT_IDS, _HEAD = "draft_ids", "head"
+_SAMPLE = 4096
+"""Values of a tensor, and tokens of a vocabulary, that its digest reads, evenly spread."""
+_MAY_DIFFER = ("max_positions",)
+_FIELDS = ("recipe", "layers", "window", "draft_vocab_size", "feature_scale")
+_LATER_FIELDS = ("own_shape", "norm_before_residual")
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
+    *("num_kv_heads", "head_dim", "max_positions"),
+)
+_MALFORMED = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What making a drafter of impossible numbers raises."""
+_REMEDY = "give the drafter of this target, or train one: longtail drafter train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetIdentity:
+    """Which model a drafter was trained on.
+
+    Example: TargetIdentity(name="tiny-reasoner", tokenizer="1f0c...", weights="77ab...")
+    """
+
+    name: str
+    """For people: where the target lay."""
+    tokenizer: str
+    weights: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRecord:
+    """How a drafter was trained and how it did on text that was held out, by depth.
+
+    Example: TrainingRecord(steps=400, tokens=800_000, unroll_steps=4, agreement=(0.8, 0.7),
+                            overlap=(0.8, 0.7), accept_len=2.36)
+    """
+
+    steps: int
+    tokens: int
+    unroll_steps: int
+    agreement: tuple[float, ...] = ()
+    """Empty where nothing was held out."""
+    overlap: tuple[float, ...] = ()
+    accept_len: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedDrafter:
+    """What a directory holds."""
+
+    layer: EagleLayer
+    draft_ids: Int[Tensor, "draft"] | None
+    """Target tokens the drafter can propose; None: all."""
+    head: Float[Tensor, "draft hidden"] | None = None
+    """What scores them, where that is not the target's head."""
+    trained_on: TargetIdentity
+    training: TrainingRecord
+
+    def save(self, path: Path) -> None:
+        """Write it as `save_drafter` does."""
+        save_drafter(path, self.layer, self.draft_ids, self.trained_on, self.training, self.head)
+
+
+def identity(name: str, target: Transformer, tokenizer: Tokenizer) -> TargetIdentity:
+    """Name a target by its tokenizer and its present weights."""
+    return TargetIdentity(
+        name=name, tokenizer=tokenizer_digest(tokenizer), weights=weights_digest(target)
+    )
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Digest a vocabulary: its size, what ends a text, and the text of tokens spread over it."""
+    size = tokenizer.vocab_size
+    stride = -(-size // _SAMPLE)
+    content = [size, tokenizer.eos_ids, [tokenizer.decode([i]) for i in range(0, size, stride)]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def weights_digest(target: Transformer) -> str:
+    """Digest values spread over every parameter, rounded to bfloat16: whatever dtype is loaded."""
+    digest = hashlib.sha256()
+    for name, parameter in target.named_parameters():
+        flat = parameter.detach().flatten()
+        sample = flat[:: -(-flat.numel() // _SAMPLE)].to("cpu", torch.bfloat16)
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def save_drafter(
+    path: Path,
+    layer: EagleLayer,
+    draft_ids: Int[Tensor, "draft"] | None,
+    trained_on: TargetIdentity,
+    training: TrainingRecord,
+    head: Float[Tensor, "draft hidden"] | None = None,
+) -> None:
+    """Write a drafter directory, whole or not at all; one that lies there is replaced.
+
+    Raises CheckpointError when the disk refuses.
+    """
+    config = layer.config
+    description = {
+        "format": _FORMAT,
+        **{name: value for name, value in asdict(config).items() if name != "target"},
+        "target": {**asdict(trained_on), "shape": asdict(config.target)},
+        "training": asdict(training),
+    }
+    tensors = {n: p.detach().cpu().contiguous().clone() for n, p in layer.named_parameters()}
+    if draft_ids is not None:
+        tensors[_DRAFT_IDS] = draft_ids.cpu().clone()
+    if head is not None:
+        tensors[_HEAD] = head.detach().cpu().contiguous().clone()
+    temporary = path.with_name(f".new-{path.name}-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
+        text = json.dumps(description, indent=1, allow_nan=False) + "\n"
+        (temporary / DESCRIPTION).write_text(text, encoding="utf-8")
+        _put(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the drafter cannot be written to {path}: {error}; free space or choose another path"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_drafter(
+    path: Path,
+    target: Transformer,
+    tokenizer: Tokenizer,
+    *,
+    strict_weights: bool,
+    dtype: torch.dtype | None = None,
+) -> LoadedDrafter:
+    """Read the drafter of `target`, onto its device, in the dtype stored or in `dtype`.
+
+    Raises ConfigError where it is no drafter, or of a target of another shape or tokenizer; with
+    `strict_weights`, also of other weights.
+    """
+    description = _read(path)
+    try:
+        trained_on = dict(description["target"])
+        theirs = dict(trained_on.pop("shape"))
+        found = TargetIdentity(**trained_on)
+        training = read_record(description["training"])
+    except _MALFORMED as error:
+        raise _malformed(path, error) from error
+    _require_target(path, theirs, found, target, tokenizer, strict_weights=strict_weights)
+    try:
+        config = _config(description, target.config)
+    except _MALFORMED as error:
+        raise _malformed(path, error) from error
+    tensors = _tensors(path)
+    draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
+    _require_draft_ids(path, config, draft_ids)
+    layer = _layer(path, config, tensors)
+    return LoadedDrafter(
+        layer=layer.to(target.device, dtype or next(iter(tensors.values())).dtype),
+        draft_ids=None if draft_ids is None else draft_ids.to(target.device),
+        head=None if head is None else head.to(target.device),
+        trained_on=found,
+        training=training,
+    )
+
+
+def _malformed(path: Path, error: Exception) -> ConfigError:
+    said = " ".join(repr(error).split())
+    return ConfigError(f"{path / DESCRIPTION} is malformed ({said:.300}): {_REMEDY}")
+
+
+def _config(description: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
+    """Read the drafter's shape; KeyError, TypeError or ValueError if it is none."""
+    fields = {name: description[name] for name in _FIELDS}
+    fields |= {name: description[name] for name in _LATER_FIELDS if name in description}
+    fields["own_shape"] = _shape(fields.get("own_shape"))
+    fields["layers"] = tuple(fields["layers"])
+    good = {
+        "recipe": fields["recipe"] in get_args(Recipe),
+        "layers": all(
+            type(each) is int and 0 <= each < target.num_layers for each in fields["layers"]
+        ),
+        "window": type(fields["window"]) is int and 0 <= fields["window"] <= MOST,
+        "draft_vocab_size": type(fields["draft_vocab_size"]) is int
+        and 0 <= fields["draft_vocab_size"] <= MOST,
+        "feature_scale": isinstance(fields["feature_scale"], (int, float))
+        and 0 < fields["feature_scale"] < math.inf,
+    }
+    for name in good:
+        if not good[name]:
+            raise ValueError(f"{name} = {fields[name]!r:.80}")
+    return EagleConfig(**fields, target=target)
+
+
+def _shape(described: Mapping[str, Any] | None) -> ModelConfig | None:
+    if described is None:
+        return None
+    sizes = {name: described[name] for name in _SIZES}
+    if not all(type(size) is int and 1 <= size <= MOST for size in sizes.values()):
+        raise ValueError(f"own_shape has an impossible size: {sizes!r:.200}")
+    fields = {**described, "windows": tuple(described["windows"])}
+    return ModelConfig(**{**fields, "rope": RopeConfig(**described["rope"])})
+
+
+def read_record(record: Mapping[str, Any]) -> TrainingRecord:
+    """Make a record of what JSON holds of one; KeyError or TypeError if it is none."""
+    fields: dict[str, Any] = dict(record)
+    fields |= {name: tuple(record[name]) for name in ("agreement", "overlap")}
+    return TrainingRecord(**fields)
+
+
+def is_drafter(path: Path) -> bool:
+    """Tell whether a directory holds a drafter."""
+    return (path / DESCRIPTION).is_file()
+
+
+def _put(temporary: Path, path: Path) -> None:
+    """Rename into place; what lies there steps aside first."""
+    aside = path.with_name(f".old-{path.name}-{os.getpid()}")
+    if path.exists():
+        path.rename(aside)
+    temporary.rename(path)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / DESCRIPTION
+    if not file.is_file():
+        what = "holds no drafter.json" if path.is_dir() else "is not a directory"
+        raise ConfigError(f"drafter {path} {what}: {_REMEDY}")
+    try:
+        description: dict[str, Any] = parse_json(file.read_bytes())
+        known = description["format"] == _FORMAT
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _malformed(path, error) from error
+    if not known:
+        raise ConfigError(f"{file} has format {description['format']}, known is {_FORMAT}")
+    return description
+
+
+def _require_target(
+    path: Path,
+    theirs: Mapping[str, Any],
+    found: TargetIdentity,
+    target: Transformer,
+    tokenizer: Tokenizer,
+    *,
+    strict_weights: bool,
+) -> None:
+    """Refuse a drafter of another target, naming what differs."""
+    mine = json.loads(json.dumps(asdict(target.config)))
+    for name, value in mine.items():
+        if name not in _MAY_DIFFER and theirs.get(name) != value:
+            raise ConfigError(
+                f"drafter {path}: it was trained on {found.name}, with {name} = "
+                f"{theirs.get(name)!r}; this target has {name} = {value!r}: {_REMEDY}"
+            )
+    digest = tokenizer_digest(tokenizer)
+    if found.tokenizer != digest:
+        raise ConfigError(
+            f"drafter {path}: it was trained on {found.name}, whose tokenizer is "
+            f"{found.tokenizer}; this target's is {digest}: {_REMEDY}"
+        )
+    if strict_weights and found.weights != (weights := weights_digest(target)):
+        raise ConfigError(
+            f"drafter {path}: it was trained on {found.name} with the weights {found.weights}; "
+            f"this target has other ones, {weights}: {_REMEDY}"
+        )
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{path / TENSORS} is not a readable safetensors file ({error}): copy it again"
+        ) from error
+
+
+def _require_draft_ids(path: Path, config: EagleConfig, draft_ids: Tensor | None) -> None:
+    found = 0 if draft_ids is None else len(draft_ids)
+    inside = draft_ids is None or bool(
+        ((draft_ids >= 0) & (draft_ids < config.target.vocab_size)).all()
+    )
+    if found != config.draft_vocab_size or not inside:
+        raise ConfigError(
+            f"{path / TENSORS}: draft_ids holds {found} tokens, {DESCRIPTION} says "
+            f"draft_vocab_size = {config.draft_vocab_size} of {config.target.vocab_size}: "
+            f"{_REMEDY}"
+        )
+
+
+def _layer(path: Path, config: EagleConfig, tensors: Mapping[str, Tensor]) -> EagleLayer:
+    try:
+        with torch.device("meta"):  # a shape from outside: memory only once the tensors bear it out
+            outline = EagleLayer(config)
+    except _MALFORMED as error:
+        raise _malformed(path, error) from error
+    expected = {name: tuple(p.shape) for name, p in outline.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if expected != shapes:
+        odd = min(n for n in {*expected, *shapes} if expected.get(n) != shapes.get(n))
+        raise ConfigError(
+            f"{path / TENSORS}: {odd} has shape {shapes.get(odd)}, {DESCRIPTION} asks for "
+            f"{expected.get(odd)}: {_REMEDY}"
+        )
+    broken = min((n for n, t in tensors.items() if not t.isfinite().all()), default=None)
+    if broken is not None:
+        raise ConfigError(f"{path / TENSORS}: {broken} is not finite: {_REMEDY}")
+    layer = EagleLayer(config)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.data = tensors[name].clone()
+    return layer

@@ -1,0 +1,1 @@
+"""Drafter training: texts, replicas, spot training."""

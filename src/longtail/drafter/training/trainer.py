@@ -1,0 +1,338 @@
+"""Teach an EAGLE drafter to follow a target: packed sequences in, a better drafter out.
+
+    target (read only) --tapped, packed--> features, final states --> p
+    drafter  --unroll--> predictions of every depth              --> q
+    loss(p, q) --> gradient of the drafter's own tensors         --> AdamW
+
+It owns a drafter and its optimizer. The loss of each depth is a mean over the whole batch, so how
+the batch is cut into micro-batches cannot change the gradient. Where texts come from, and where
+the drafter is kept, is the caller's business.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from longtail.drafter.eagle.layer import EagleLayer
+from longtail.drafter.eagle.loss import (
+    DECAY,
+    FEATURE_WEIGHT,
+    TOKEN_WEIGHT,
+    Teacher,
+    depth_weights,
+    expected_accept_len,
+    feature_loss,
+    score_rows,
+)
+from longtail.drafter.eagle.unroll import Pairs, unroll
+from longtail.drafter.eagle.weights import lay_into, own_tensors, require_own
+from longtail.drafter.training.reader import Recall, TargetReader
+from longtail.errors import DataError, NonFiniteError
+from longtail.model.transformer import Transformer
+from longtail.rl.muon import MuonOptimizer
+from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.packing import moved
+from longtail.types import PackedSequences
+
+_LAYER, _OPTIMIZER = "layer/", "optimizer/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """How a drafter is taught.
+
+    Example: TrainerSettings(unroll_steps=4, optimizer=OptimizerSettings(learning_rate=1e-3))
+    """
+
+    unroll_steps: int = 4
+    """Depths that are trained, each on the outputs of the one before (training-time test)."""
+    decay: float = DECAY
+    """Weight of a depth relative to the one before."""
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    matrix_rate: float | None = None
+    """Muon's learning rate of the matrices; None learns them by AdamW, too."""
+    autocast: bool = False
+    """bfloat16 matrix products over float32 weights, the target's included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DepthReport:
+    """How far the drafter's predictions are the target's, at depth 1, 2, ...; text is given.
+
+    Example: DepthReport(agreement=(0.81, 0.74), overlap=(0.80, 0.71), cross_entropy=(0.9, 1.1))
+    """
+
+    agreement: tuple[float, ...]
+    """Share of tokens where both find the same one likeliest."""
+    overlap: tuple[float, ...]
+    """Mean of sum_v min(p, q)."""
+    cross_entropy: tuple[float, ...]
+
+    @property
+    def accept_len(self) -> float:
+        """Expected accept length of a chain of so many tokens under an ideal coupling."""
+        return expected_accept_len(self.overlap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerReport:
+    """What one step did."""
+
+    loss: float
+    depths: DepthReport
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    num_learned: int
+    """Tokens whose prediction at depth 1 was learned."""
+    num_reused: int = 0
+    """Of these, those for which the target's states were recalled, not computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sums over rows: of the loss, of each score by depth, and how many were recalled."""
+
+    loss: Float[Tensor, ""]
+    scores: Float[Tensor, "3 depths"]
+    num_reused: int = 0
+
+
+@final
+class DrafterTrainer:
+    """Owns the drafter given and its optimizer; reads the target and never writes it.
+
+    The target's weights may change between steps (the policy learns); its embedding and head are
+    read where they are. With autocast it must not be packed for inference. A step whose gradient is
+    not finite is not made and raises NonFiniteError.
+    """
+
+    def __init__(
+        self,
+        layer: EagleLayer,
+        target: Transformer,
+        settings: TrainerSettings,
+        *,
+        draft_ids: Int[Tensor, "draft"] | None = None,
+        head: Float[Tensor, "draft hidden"] | None = None,
+        recall: Recall | None = None,
+    ) -> None:
+        assert layer.config.target == target.config, "a drafter is of one target's shape"
+        size = layer.config.draft_vocab_size
+        assert size == (0 if draft_ids is None else len(draft_ids)), "one id a draft token"
+        self._layer, self._target, self._settings = layer, target, settings
+        self._reader = TargetReader(target, layer, recall)
+        self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
+        self._head = None if head is None else head.to(target.device)
+        layer.requires_grad_(True)
+        layer.fuse()
+        self._optimizer = _optimizer(layer, settings)
+        self._steps = 0
+
+    @property
+    def steps(self) -> int:
+        """Updates made."""
+        return self._steps
+
+    @property
+    def layer(self) -> EagleLayer:
+        """The drafter."""
+        return self._layer
+
+    @property
+    def draft_ids(self) -> Int[Tensor, "draft"] | None:
+        """Target tokens that the drafter can propose; None: all."""
+        return self._draft_ids
+
+    @property
+    def head(self) -> Float[Tensor, "draft hidden"] | None:
+        """What scores the drafter's tokens where that is not the target's; never learned."""
+        return self._head
+
+    def step(self, batch: Sequence[PackedSequences]) -> TrainerReport:
+        """Make one update on a batch of micro-batches."""
+        report = self.try_step(batch, _never)
+        assert report is not None, "nobody stops it"
+        return report
+
+    def try_step(
+        self, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
+    ) -> TrainerReport | None:
+        """Make one update, or none: `stopped` is asked before every micro-batch and the update.
+
+        Once it says True nothing has changed, and None is returned.
+        """
+        counts = self._counts(batch, self._settings.unroll_steps)
+        if 0 in counts:
+            raise DataError(
+                f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
+                f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
+            )
+        loss, num_reused = 0.0, 0
+        scores = torch.zeros(3, len(counts), dtype=torch.float64)
+        try:
+            for packed in batch:
+                if stopped():
+                    self._optimizer.discard()
+                    return None
+                sums = self._forward(packed, counts)
+                if sums is None:
+                    continue
+                if not sums.loss.isfinite():
+                    raise NonFiniteError(
+                        f"step {self._steps}: the loss is not finite; no update was made"
+                    )
+                torch.autograd.backward(sums.loss)
+                loss += float(sums.loss.detach())
+                scores += sums.scores
+                num_reused += sums.num_reused
+            if stopped():
+                self._optimizer.discard()
+                return None
+            update = self._optimizer.update(self._steps)
+        except NonFiniteError:
+            self._optimizer.discard()
+            raise
+        self._steps += 1
+        return TrainerReport(
+            loss=loss,
+            depths=_report(scores, counts),
+            grad_norm=update.grad_norm,
+            learning_rate=update.learning_rate,
+            num_tokens=sum(packed.num_tokens for packed in batch),
+            num_learned=counts[0],
+            num_reused=num_reused,
+        )
+
+    def evaluate(
+        self, batch: Sequence[PackedSequences], num_depths: int | None = None
+    ) -> DepthReport:
+        """Measure on texts, learning nothing: the depths that are trained, or so many.
+
+        Depths that no text reaches are left out.
+        """
+        depths = self.try_evaluate(batch, _never, num_depths)
+        assert depths is not None, "nobody stops it"
+        return depths
+
+    def try_evaluate(
+        self,
+        batch: Sequence[PackedSequences],
+        stopped: Callable[[], bool],
+        num_depths: int | None = None,
+    ) -> DepthReport | None:
+        """Measure as `evaluate` does; None once `stopped` says so, asked before micro-batches."""
+        counts = self._counts(batch, num_depths or self._settings.unroll_steps)
+        counts = counts[: counts.index(0)] if 0 in counts else counts
+        scores = torch.zeros(3, len(counts), dtype=torch.float64)
+        with torch.no_grad():
+            for packed in batch:
+                if stopped():
+                    return None
+                sums = self._forward(packed, counts)
+                if sums is not None:
+                    scores += sums.scores
+        return _report(scores, counts)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copy everything that learning changes: the drafter and the optimizer's moments."""
+        return {_LAYER + name: tensor for name, tensor in self.weights().items()} | {
+            _OPTIMIZER + name: tensor for name, tensor in self._optimizer.tensors().items()
+        }
+
+    def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
+        """Go on exactly where `steps` updates had led; CheckpointError if of another drafter."""
+        own = {n.removeprefix(_LAYER): t for n, t in tensors.items() if n.startswith(_LAYER)}
+        require_own(self._layer, own)
+        self._optimizer.load(
+            {n.removeprefix(_OPTIMIZER): t for n, t in tensors.items() if n.startswith(_OPTIMIZER)}
+        )
+        lay_into(self._layer, own)
+        self._steps = steps
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copy the drafter's parameters."""
+        return own_tensors(self._layer)
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from other parameters with the same moments; CheckpointError if misshapen."""
+        lay_into(self._layer, weights)
+
+    def restart(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin anew: other parameters, no moments, no steps; CheckpointError if misshapen."""
+        self.restore(0, {_LAYER + name: tensor for name, tensor in weights.items()})
+
+    def _counts(self, batch: Sequence[PackedSequences], num_depths: int) -> list[int]:
+        """Rows that are learned at each depth, over the whole batch."""
+        counts = [0] * num_depths
+        for packed in batch:
+            pairs = Pairs.of(packed)
+            for step in range(num_depths):
+                counts[step] += int((pairs.learned & pairs.exist(step)).sum())
+        return counts
+
+    def _forward(self, packed: PackedSequences, counts: Sequence[int]) -> _Sums | None:
+        """Unroll over a micro-batch; the loss is its part of the batch's. None: nothing learned."""
+        here = moved(packed, self._target.device)
+        pairs = Pairs.of(here)
+        chosen = pairs.learned.nonzero()[:, 0]
+        if not len(chosen):
+            return None
+        depths = range(len(counts))
+        autocast, device = self._settings.autocast, self._target.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            seen = self._reader.read(here, pairs)
+            outputs = unroll(self._layer, seen.features, seen.embeddings, pairs, len(counts))
+            teacher = Teacher(
+                hidden=seen.after.index_select(0, chosen),
+                head=self._target.head.weight.detach(),
+                draft_ids=self._draft_ids,
+                drafter_head=self._head,
+            )
+            scored = torch.stack([output.scored.index_select(0, chosen) for output in outputs])
+            exist = torch.stack([pairs.exist(depth)[chosen] for depth in depths])
+            sums = self._sums(scored, teacher, exist, counts)
+            return replace(sums, num_reused=int(seen.reused[chosen].sum()))
+
+    def _sums(
+        self,
+        scored: Float[Tensor, "depths rows hidden"],
+        teacher: Teacher,
+        exist: Bool[Tensor, "depths rows"],
+        counts: Sequence[int],
+    ) -> _Sums:
+        rows = score_rows(scored, teacher)
+        per_row = rows.cross_entropy
+        if self._layer.config.recipe == "eagle1":
+            wanted = teacher.hidden.to(scored.dtype)
+            regression = torch.stack([feature_loss(feature, wanted) for feature in scored])
+            per_row = FEATURE_WEIGHT * regression + TOKEN_WEIGHT * per_row
+        decayed = depth_weights(len(counts), self._settings.decay)
+        weights = [weight / count for weight, count in zip(decayed, counts, strict=True)]
+        loss = ((per_row * exist).sum(-1) * per_row.new_tensor(weights)).sum()
+        with torch.no_grad():
+            scores = torch.stack((rows.agreement, rows.overlap, rows.cross_entropy))
+            sums = (scores * exist).sum(-1, dtype=torch.float64).cpu()
+        return _Sums(loss, sums)
+
+
+def _never() -> bool:
+    return False
+
+
+def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer | MuonOptimizer:
+    if settings.matrix_rate is None:
+        return Optimizer(layer.named_parameters(), settings.optimizer)
+    inside = nn.ModuleDict({"layers": nn.ModuleList([layer])})  # it asks where matrices lie
+    return MuonOptimizer(inside, settings.optimizer, matrix_rate=settings.matrix_rate)
+
+
+def _report(scores: Float[Tensor, "3 depths"], counts: Sequence[int]) -> DepthReport:
+    agreement, overlap, cross_entropy = (scores / torch.tensor(counts)).tolist()
+    return DepthReport(
+        agreement=tuple(agreement), overlap=tuple(overlap), cross_entropy=tuple(cross_entropy)
+    )

@@ -1,0 +1,1 @@
+"""KV caches: contiguous rows on a CPU, pages on a GPU."""

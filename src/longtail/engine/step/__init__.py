@@ -1,0 +1,1 @@
+"""One engine step: the flat batch, the forward pass, the draws."""

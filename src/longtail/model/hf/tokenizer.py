@@ -1,0 +1,210 @@
+"""Text to token ids and back, and the chat template; the door to the tokenizers of transformers.
+
+transformers takes seconds to import, so it is imported when the first tokenizer is made. What is
+done with text is nobody's business here.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, final
+
+from longtail.errors import ConfigError, DataError
+from longtail.model.hf.templates import bounded, check_template
+from longtail.model.hf.token_bounds import longest_token
+from longtail.model.transformer import ModelConfig
+from longtail.system.strict_json import find_surrogate, parse_json
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def _transformers() -> ModuleType:
+    import transformers
+
+    return transformers
+
+
+@final
+class Tokenizer:
+    """A vocabulary with its chat template. No special token is added to a text or left out of it.
+
+    Texts carry their special tokens in writing (the chat template writes them), and each is read
+    as the one token it names.
+    """
+
+    def __init__(
+        self, inner: Any, eos_ids: tuple[int, ...], files: Mapping[str, bytes] | None = None
+    ) -> None:
+        self._inner = inner  # transformers' PreTrainedTokenizerBase
+        self._eos_ids = eos_ids
+        self._files = files or {}
+        self._vocab_size = 1 + max(inner.get_vocab().values())
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return self._vocab_size
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text; the tokenizer's own, with which training texts end, is first."""
+        return self._eos_ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Tell whether `render` and `chat` can be used."""
+        return self._inner.chat_template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template as it is written; None where there is none."""
+        template = self._inner.chat_template
+        return template if template is None or isinstance(template, str) else json.dumps(template)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text, none added. Raises DataError for a lone surrogate."""
+        _check_characters(text)
+        return tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `encode` gives at least, from the bytes of a text alone.
+
+        It takes no tokenizing; 0 where the tokenizer's file does not say how much text a token
+        stands for. Raises DataError for a lone surrogate.
+        """
+        _check_characters(text)
+        longest = self._longest_token
+        return 0 if longest is None else math.ceil(len(text.encode()) / longest)
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        if not self._inner.is_fast:
+            return None
+        return longest_token(json.loads(self._inner.backend_tokenizer.to_str()))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones left out."""
+        return self._inner.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
+    ) -> str:
+        """Apply the chat template, up to where the assistant's answer begins.
+
+        Without `generation_prompt` the text ends after the last message. Raises DataError when
+        there is no chat template or when it refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise DataError(
+                "tokenizer.chat_template is missing but the prompts are chat messages: add a "
+                "chat_template.jinja to the model directory, or give prompts as plain text"
+            )
+        conversation = [dict(message) for message in messages]
+        try:
+            with bounded():
+                return self._inner.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=generation_prompt
+                )
+        except DataError:
+            raise
+        except Exception as error:  # a template is a program: whatever it divides, calls or adds
+            roles = [message.get("role") for message in conversation]
+            raise DataError(
+                f"tokenizer.chat_template refuses messages with roles {roles}: {error}; change "
+                "the messages or the template"
+            ) from error
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """Return the tokens of `render`."""
+        return self.encode(self.render(messages, generation_prompt=generation_prompt))
+
+    def save(self, path: Path | str) -> None:
+        """Write tokenizer.json, tokenizer_config.json and the chat template into a directory.
+
+        What was read from files is written back byte for byte.
+        """
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            (path / name).write_bytes(content)
+        if not self._files:
+            self._inner.save_pretrained(str(path))
+
+
+def _check_characters(text: str) -> None:
+    index = find_surrogate(text)
+    if index is not None:
+        raise DataError(
+            f"a text holds {text[index]!a}, half of a surrogate pair, as character {index}: "
+            "give the whole character"
+        )
+
+
+def _eos_ids(path: Path, inner: Any) -> tuple[int, ...]:
+    """Tokenizer's own, then those of generation_config.json (config.json where that is absent)."""
+    ids = [] if inner.eos_token_id is None else [inner.eos_token_id]
+    names = ("generation_config.json", "config.json")
+    file = next((path / name for name in names if (path / name).is_file()), None)
+    if file is not None:
+        try:
+            value = parse_json(file.read_bytes()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{file} is not a JSON object: copy the file again") from error
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(token) is not int or token < 0 for token in listed):
+            raise ConfigError(f"{file}: eos_token_id = {value!r}: it must be token ids or null")
+        ids += listed
+    return tuple(dict.fromkeys(ids))
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """Read the tokenizer of a Hugging Face directory; nothing is downloaded, no code is run."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError(f"tokenizer path {str(path)!r} is not a directory: give a local one")
+    files = {name: (path / name).read_bytes() for name in _FILES if (path / name).is_file()}
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & files.keys():
+        raise DataError(
+            f"{path} holds no tokenizer (tokenizer.json): copy the tokenizer files of the model "
+            "into it"
+        )
+    # NOTE: AutoTokenizer rebuilds the pipeline from the model type (every qwen2 vocabulary becomes
+    # byte-level BPE); the generic class takes tokenizer.json at its word.
+    complete = "tokenizer.json" in files
+    classes = _transformers()
+    reader = classes.PreTrainedTokenizerFast if complete else classes.AutoTokenizer
+    try:
+        inner = reader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the Rust library raises no narrower class
+        raise DataError(
+            f"{path}: the tokenizer cannot be read ({error}): copy its files again"
+        ) from error
+    if isinstance(inner.chat_template, str):
+        check_template(inner.chat_template)
+    return Tokenizer(inner, _eos_ids(path, inner), files if complete else None)
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for (the converse is common)."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has token ids up to {tokenizer.vocab_size - 1} but the model's "
+            f"vocab_size = {config.vocab_size}: use the tokenizer that the model was trained with"
+        )

@@ -1,0 +1,334 @@
+"""Weights under the names of Hugging Face: the map between theirs and ours, and safetensors files.
+
+Ours are theirs stacked along the rows: `attention.qkv` is q_proj, k_proj, v_proj one above the
+other, `feed_forward.gate_up` is gate_proj above up_proj, all else is one to one. The configuration
+file is `model.hf.model`'s business.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longtail.errors import ConfigError, NonFiniteError
+from longtail.model.transformer import ModelConfig, Transformer
+from longtail.system.files import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_WRITTEN_BY_US = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_DERIVED_SUFFIX = "rotary_emb.inv_freq"  # older llama files store what the config determines
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One tensor of Hugging Face, some rows of one of ours.
+
+    Example: Part(name="model.layers.0.self_attn.k_proj.weight", shape=(512, 4096))
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def layout(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
+    """Tell, for each parameter of `Transformer`, the tensors that are stacked to make it."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * dim, config.num_kv_heads * dim
+
+    def one(name: str, *shape: int) -> tuple[Part, ...]:
+        return (Part(name=name, shape=shape),)
+
+    def linear(ours: str, theirs: dict[str, int], inputs: int, bias: bool) -> None:
+        for kind in ("weight", "bias") if bias else ("weight",):
+            tail = (inputs,) if kind == "weight" else ()
+            table[f"{ours}.{kind}"] = tuple(
+                Part(name=f"{name}.{kind}", shape=(rows, *tail)) for name, rows in theirs.items()
+            )
+
+    table = {"embedding.weight": one(_EMBEDDING, config.vocab_size, hidden)}
+    for i in range(config.num_layers):
+        us, them = f"layers.{i}", f"model.layers.{i}"
+        attention, mlp = f"{them}.self_attn", f"{them}.mlp"
+        table[f"{us}.attention_norm.weight"] = one(f"{them}.input_layernorm.weight", hidden)
+        projections = {f"{attention}.q_proj": queries}
+        projections |= {f"{attention}.k_proj": keys, f"{attention}.v_proj": keys}
+        linear(f"{us}.attention.qkv", projections, hidden, config.qkv_bias)
+        output = {f"{attention}.o_proj": hidden}
+        linear(f"{us}.attention.output", output, queries, config.output_bias)
+        if config.qk_norm:
+            table[f"{us}.attention.q_norm.weight"] = one(f"{attention}.q_norm.weight", dim)
+            table[f"{us}.attention.k_norm.weight"] = one(f"{attention}.k_norm.weight", dim)
+        norm = one(f"{them}.post_attention_layernorm.weight", hidden)
+        table[f"{us}.feed_forward_norm.weight"] = norm
+        gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+        linear(f"{us}.feed_forward.gate_up", gate_up, hidden, config.mlp_bias)
+        linear(f"{us}.feed_forward.down", {f"{mlp}.down_proj": hidden}, inner, config.mlp_bias)
+    table["norm.weight"] = one("model.norm.weight", hidden)
+    if not config.tied_embeddings:
+        table["head.weight"] = one(_HEAD, config.vocab_size, hidden)
+    return table
+
+
+def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Rename and unstack our parameters; the results are views of them.
+
+    The head of a tied model is left out, as Hugging Face does.
+    """
+    table = layout(config)
+    tied = {"head.weight"} if config.tied_embeddings else set()
+    _require_same_names(table, state.keys() - tied, "the model state")
+    return {
+        part.name: rows
+        for name, parts in table.items()
+        for part, rows in zip(
+            parts, state[name].split_with_sizes([part.shape[0] for part in parts]), strict=True
+        )
+    }
+
+
+def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Stack and rename tensors of Hugging Face into our parameters: the inverse of `to_hf`."""
+    table = layout(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    _require_tensors(table, shapes, config, "the tensors given")
+    return {
+        name: torch.cat([tensors[part.name] for part in parts])
+        if len(parts) > 1
+        else tensors[parts[0].name]
+        for name, parts in table.items()
+    }
+
+
+def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
+    """Compare a directory's weights with a configuration, by their headers alone.
+
+    Returns the file of each tensor. Raises ConfigError for missing, extra or misshapen tensors, by
+    name.
+    """
+    located: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(path):
+        with _open(file) as handle:
+            for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
+                located[name] = file
+                shapes[name] = _shape(handle, name, file)
+    _require_tensors(layout(config), shapes, config, str(path))
+    return located
+
+
+def read_weights(model: Transformer, path: Path, located: Mapping[str, Path]) -> None:
+    """Fill the model's parameters from a directory, tensor by tensor.
+
+    `located` is what `check_weights` returned. Beside the model itself only one tensor of the files
+    is in memory at a time. Raises ConfigError for a tied head of its own, NonFiniteError for NaN or
+    infinity, by name.
+    """
+    table = layout(model.config)
+    parameters = dict(model.named_parameters())
+    targets: dict[str, Tensor] = {}
+    for name, parts in table.items():
+        rows = parameters[name].detach().split_with_sizes([part.shape[0] for part in parts])
+        targets |= {part.name: target for part, target in zip(parts, rows, strict=True)}
+    for file in sorted(set(located.values())):
+        with _open(file) as handle:
+            for name, target in targets.items():
+                if located[name] == file:
+                    target.copy_(_finite(handle.get_tensor(name), name, file))
+    if model.config.tied_embeddings and _HEAD in located:
+        with _open(located[_HEAD]) as handle:
+            _require_tied(handle.get_tensor(_HEAD), model.embedding.weight, path)
+
+
+def write_weights(
+    tensors: Mapping[str, Tensor], path: Path, dtype: torch.dtype, max_shard_bytes: int
+) -> None:
+    """Write one model.safetensors, or shards of at most `max_shard_bytes` with their index.
+
+    Weights that lie there under the same naming are removed first: a reader takes all it finds.
+    """
+    from safetensors.torch import save_file
+
+    for old in path.iterdir():
+        if _WRITTEN_BY_US.fullmatch(old.name):
+            old.unlink()
+    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors.items()}
+    shards = _shards(sizes, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else SINGLE_FILE
+        weight_map |= dict.fromkeys(names, file)
+        content = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
+        save_file(content, path / file, metadata={"format": "pt"})
+        del content  # before the next shard is converted
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a directory as they are stored; for a single layer, not for a model.
+
+    Raises ConfigError where there are none, NonFiniteError for NaN or infinity, by name.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(path):
+        with _open(file) as handle:
+            for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
+                tensor = handle.get_tensor(name)
+                tensors[name] = (
+                    _finite(tensor, name, file) if tensor.is_floating_point() else tensor
+                )
+    return tensors
+
+
+def tensor_names(path: Path) -> frozenset[str]:
+    """Name the tensors of a directory without reading them; none where there are no weights."""
+    if not ((path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()):
+        return frozenset()
+    names: set[str] = set()
+    for file in _weight_files(path):
+        with _open(file) as handle:
+            names.update(handle.keys())
+    return frozenset(names)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write one model.safetensors with tensors of any dtype."""
+    from safetensors.torch import save_file
+
+    content = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    save_file(content, path / SINGLE_FILE, metadata={"format": "pt"})
+
+
+def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Cut the names, in order, into runs that fit; a tensor above the limit is a shard alone."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """List the safetensors files of a directory: the single one, or those its index names."""
+    if (path / SINGLE_FILE).is_file():
+        return [path / SINGLE_FILE]
+    index = path / INDEX_FILE
+    if not index.is_file():
+        pickled = sorted(file.name for file in path.glob("*.bin"))
+        found = f" ({pickled[0]} is a pickle and never opened)" if pickled else ""
+        raise ConfigError(
+            f"{path} holds no {SINGLE_FILE} and no {INDEX_FILE}{found}: save the model with "
+            "save_pretrained(..., safe_serialization=True) and point model.path there"
+        )
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file outside the directory")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{index} is malformed: it must hold a weight_map from tensor names to file names of "
+            "this directory; copy the file again"
+        ) from error
+    for name in names:
+        if not os.path.isfile(path / name):  # Path.is_file raises for a name that is too long
+            raise ConfigError(f"{path} lacks {name}, which {INDEX_FILE} names: copy it there")
+    return [path / name for name in names]
+
+
+def _open(file: Path) -> Any:
+    """Open a safetensors file; tensors are read one by one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{file} is not a readable safetensors file ({error}): copy or download it again"
+        ) from error
+
+
+def _shape(handle: Any, name: str, file: Path) -> tuple[int, ...]:
+    tensor = handle.get_slice(name)
+    if tensor.get_dtype() not in _FLOATING:
+        raise ConfigError(
+            f"{file}: {name} has dtype {tensor.get_dtype()}: quantized weights cannot be trained; "
+            "use the float16, bfloat16 or float32 version of the model"
+        )
+    return tuple(tensor.get_shape())
+
+
+def _finite(tensor: Tensor, name: str, file: Path) -> Tensor:
+    extremes = torch.stack(torch.aminmax(tensor))  # NaN wins both; no temporary of tensor's size
+    if not torch.isfinite(extremes).all():
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise NonFiniteError(
+            f"{file}: {name} holds {bad} values that are NaN or infinite of {tensor.numel()}; use "
+            "an earlier checkpoint or download the file again"
+        )
+    return tensor
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + more
+
+
+def _require_same_names(expected: Iterable[str], found: Iterable[str], where: str) -> None:
+    expected, found = set(expected), set(found)
+    remedy = "the weights and config.json must be of the same model"
+    if missing := expected - found:
+        raise ConfigError(f"{where} lacks {_listed(missing)}: {remedy}")
+    if extra := found - expected:
+        raise ConfigError(
+            f"{where} holds {_listed(extra)}, which this model has no place for: {remedy}"
+        )
+
+
+def _require_tensors(
+    table: Mapping[str, tuple[Part, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: ModelConfig,
+    where: str,
+) -> None:
+    """Compare names and shapes with what the configuration asks for."""
+    parts = {part.name: part.shape for entry in table.values() for part in entry}
+    found = {name for name in shapes if not name.endswith(_DERIVED_SUFFIX)}
+    if config.tied_embeddings:
+        found.discard(_HEAD)
+    elif _HEAD not in found:
+        raise ConfigError(
+            f"{where} lacks {_HEAD} and tie_word_embeddings is false: set it to true if the model "
+            "shares its embedding, else copy the missing tensor"
+        )
+    _require_same_names(parts, found, where)
+    for name, shape in parts.items():
+        if shapes[name] != shape:
+            raise ConfigError(
+                f"{where}: {name} has shape {list(shapes[name])} but config.json asks for "
+                f"{list(shape)}: the weights and config.json must be of the same model"
+            )
+
+
+def _require_tied(head: Tensor, embedding: Tensor, path: Path) -> None:
+    if not torch.equal(head.to(embedding), embedding):
+        raise ConfigError(
+            f"{path}: tie_word_embeddings is true but {_HEAD} differs from {_EMBEDDING}: set "
+            "tie_word_embeddings to false in config.json to use both"
+        )

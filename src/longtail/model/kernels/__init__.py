@@ -1,0 +1,1 @@
+"""Kernels: PyTorch definitions, C for CPUs, Triton for GPUs."""

@@ -1,0 +1,197 @@
+/* Fused small operations of the decoder for inference on a CPU (float32 and bfloat16).
+ *
+ * Compiled at first use by model/kernels/native.py, which includes this file once per element type:
+ *   T       element type             NAME(f)  name of f for this type
+ *   LOAD(v) element -> float         STORE(v) float -> element
+ * All arithmetic is in float32. Every function is the twin of a method of TorchKernels, and
+ * tests/parity holds them together. Arrays are dense in their last dimension.
+ */
+#ifndef LT_COMMON
+#define LT_COMMON
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
+#define LT_INLINE static inline __attribute__((always_inline))
+
+static inline float lt_from_bf16(uint16_t v) {
+  uint32_t bits = (uint32_t)v << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+/* Round to nearest even, like PyTorch; NaN stays NaN. */
+static inline uint16_t lt_to_bf16(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+/* 2^f for f in [-1/2, 1/2], a float or a vector of them: relative error 2e-7. */
+#define LT_EXP2(f) \
+  ((((((1.5353362e-4f * f + 1.3398874e-3f) * f + 9.6184373e-3f) * f + 5.5503325e-2f) * f + \
+     2.4022648e-1f) * f + 6.9314720e-1f) * f + 1.0f)
+
+/* 2^x: 2^round(x) from the exponent bits, times that. Without branches, so that loops over it
+ * become vector code. */
+static inline float lt_exp2(float x) {
+  const float clamped = x < -125.0f ? -125.0f : x > 126.0f ? 126.0f : x;
+  const float n = rintf(clamped), f = clamped - n;
+  const int32_t bits = ((int32_t)n + 127) << 23;
+  float power;
+  memcpy(&power, &bits, 4);
+  return x < -125.0f ? 0.0f : power * LT_EXP2(f); /* 0, not a denormal: those stall the adder */
+}
+
+#define LT_LOG2E 1.44269504f
+#define LT_LANES 16
+typedef float lt_vec __attribute__((vector_size(4 * LT_LANES), aligned(4), may_alias));
+
+typedef int32_t lt_index __attribute__((vector_size(4 * LT_LANES)));
+typedef uint32_t lt_u32 __attribute__((vector_size(4 * LT_LANES), aligned(4), may_alias));
+typedef uint16_t lt_u16 __attribute__((vector_size(2 * LT_LANES), aligned(2), may_alias));
+
+#endif
+
+/* x += delta (if any); out = x / rms(x) * weight. */
+void NAME(add_norm)(T *restrict x, const T *restrict delta, const T *restrict weight,
+                    T *restrict out, int64_t rows, int64_t size, float eps) {
+  for (int64_t r = 0; r < rows; r++, x += size, out += size) {
+    float sum = 0.0f;
+    if (delta) {
+      for (int64_t i = 0; i < size; i++) x[i] = STORE(LOAD(x[i]) + LOAD(delta[i]));
+      delta += size;
+    }
+    for (int64_t i = 0; i < size; i++) sum += LOAD(x[i]) * LOAD(x[i]);
+    const float scale = 1.0f / sqrtf(sum / (float)size + eps);
+    for (int64_t i = 0; i < size; i++) out[i] = STORE(LOAD(x[i]) * scale * LOAD(weight[i]));
+  }
+}
+
+/* Norm (if a weight is given) and rotate the query and key heads of qkv, in place.
+ * cos and sin are [rows, dim], sin with the sign of rotate_half folded in. */
+void NAME(rotate)(T *restrict qkv, const T *restrict q_weight, const T *restrict k_weight,
+                  const float *restrict cos, const float *restrict sin, int64_t rows,
+                  int64_t heads, int64_t kv_heads, int64_t dim, float eps) {
+  const int64_t half = dim / 2, stride = (heads + 2 * kv_heads) * dim;
+  float buffer[1536]; /* a head, and its first half again: rotating is one loop */
+  for (int64_t r = 0; r < rows; r++, qkv += stride, cos += dim, sin += dim) {
+    for (int64_t h = 0; h < heads + kv_heads; h++) {
+      T *head = qkv + h * dim;
+      const T *weight = h < heads ? q_weight : k_weight;
+      for (int64_t i = 0; i < dim; i++) buffer[i] = LOAD(head[i]);
+      if (weight) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < dim; i++) sum += buffer[i] * buffer[i];
+        const float scale = 1.0f / sqrtf(sum / (float)dim + eps);
+        for (int64_t i = 0; i < dim; i++) buffer[i] *= scale * LOAD(weight[i]);
+      }
+      memcpy(buffer + dim, buffer, (size_t)half * sizeof(float));
+      for (int64_t i = 0; i < dim; i++)
+        head[i] = STORE(buffer[i] * cos[i] + buffer[i + half] * sin[i]);
+    }
+  }
+}
+
+/* out = silu(gate) * up, where a row of gate_up is all gates, then all ups. */
+void NAME(swiglu)(const T *restrict gate_up, T *restrict out, int64_t rows, int64_t size) {
+  for (int64_t r = 0; r < rows; r++, gate_up += 2 * size, out += size)
+    for (int64_t i = 0; i < size; i++) {
+      const float gate = LOAD(gate_up[i]);
+      out[i] = STORE(gate / (1.0f + lt_exp2(-LT_LOG2E * gate)) * LOAD(gate_up[size + i]));
+    }
+}
+
+/* Store every token's key and value at (row, slot) of a contiguous cache. */
+void NAME(store_kv)(const T *restrict keys, const T *restrict values, int64_t token_stride,
+                    T *restrict key_cache, T *restrict value_cache, int64_t row_stride,
+                    const int64_t *restrict rows, const int64_t *restrict slots, int64_t tokens,
+                    int64_t width) {
+  for (int64_t t = 0; t < tokens; t++) {
+    const int64_t at = rows[t] * row_stride + slots[t] * width;
+    memcpy(key_cache + at, keys + t * token_stride, (size_t)width * sizeof(T));
+    memcpy(value_cache + at, values + t * token_stride, (size_t)width * sizeof(T));
+  }
+}
+
+#include "attention.c"
+
+/* ---- Training: the same operations out of place, and their gradients. ---- */
+
+/* stream = x + delta (delta may be absent); normed = stream / rms(stream) * weight. */
+void NAME(add_norm_forward)(const T *restrict x, const T *restrict delta,
+                            const T *restrict weight, T *restrict stream, T *restrict normed,
+                            int64_t rows, int64_t size, float eps) {
+  memcpy(stream, x, (size_t)(rows * size) * sizeof(T));
+  NAME(add_norm)(stream, delta, weight, normed, rows, size, eps);
+}
+
+/* With r = 1 / rms and u = weight * grad_normed:
+ *   grad = grad_stream + r u - stream r^3 / size * sum(u stream)     grad_weight += grad_normed r stream */
+void NAME(add_norm_backward)(const T *restrict stream, const T *restrict weight,
+                             const T *restrict grad_stream, const T *restrict grad_normed,
+                             T *restrict grad, float *restrict grad_weight, int64_t rows,
+                             int64_t size, float eps) {
+  for (int64_t r = 0; r < rows; r++) {
+    const T *s = stream + r * size, *gs = grad_stream + r * size, *gn = grad_normed + r * size;
+    T *g = grad + r * size;
+    float square = 0.0f, dot = 0.0f;
+    for (int64_t i = 0; i < size; i++) square += LOAD(s[i]) * LOAD(s[i]);
+    for (int64_t i = 0; i < size; i++) dot += LOAD(weight[i]) * LOAD(gn[i]) * LOAD(s[i]);
+    const float scale = 1.0f / sqrtf(square / (float)size + eps);
+    const float pull = scale * scale * scale / (float)size * dot;
+    for (int64_t i = 0; i < size; i++) {
+      g[i] = STORE(LOAD(gs[i]) + scale * LOAD(weight[i]) * LOAD(gn[i]) - pull * LOAD(s[i]));
+      grad_weight[i] += LOAD(gn[i]) * LOAD(s[i]) * scale;
+    }
+  }
+}
+
+/* Gradient of `rotate` on `heads` heads that share a norm weight (or have none): the rotation is
+ * undone, then the norm as above. The input is the projection before `rotate`, at `stride`. */
+void NAME(rotate_backward)(const T *restrict input, int64_t stride, const T *restrict weight,
+                           const float *restrict cos, const float *restrict sin,
+                           const T *restrict grad_out, T *restrict grad_in,
+                           float *restrict grad_weight, int64_t rows, int64_t heads, int64_t dim,
+                           float eps) {
+  const int64_t half = dim / 2;
+  float g[1024];
+  for (int64_t r = 0; r < rows; r++, cos += dim, sin += dim)
+    for (int64_t h = 0; h < heads; h++) {
+      const T *x = input + r * stride + h * dim, *go = grad_out + (r * heads + h) * dim;
+      T *gi = grad_in + r * stride + h * dim;
+      for (int64_t i = 0; i < half; i++) {
+        g[i] = LOAD(go[i]) * cos[i] + LOAD(go[i + half]) * sin[i + half];
+        g[i + half] = LOAD(go[i + half]) * cos[i + half] + LOAD(go[i]) * sin[i];
+      }
+      if (!weight) {
+        for (int64_t i = 0; i < dim; i++) gi[i] = STORE(g[i]);
+        continue;
+      }
+      float square = 0.0f, dot = 0.0f;
+      for (int64_t i = 0; i < dim; i++) square += LOAD(x[i]) * LOAD(x[i]);
+      for (int64_t i = 0; i < dim; i++) dot += LOAD(weight[i]) * g[i] * LOAD(x[i]);
+      const float scale = 1.0f / sqrtf(square / (float)dim + eps);
+      const float pull = scale * scale * scale / (float)dim * dot;
+      for (int64_t i = 0; i < dim; i++) {
+        gi[i] = STORE(scale * LOAD(weight[i]) * g[i] - pull * LOAD(x[i]));
+        grad_weight[i] += g[i] * LOAD(x[i]) * scale;
+      }
+    }
+}
+
+/* d silu(a) b: with s = sigmoid(a), grad_a = g b s (1 + a (1 - s)), grad_b = g a s. */
+void NAME(swiglu_backward)(const T *restrict gate_up, const T *restrict grad_out,
+                           T *restrict grad, int64_t rows, int64_t size) {
+  for (int64_t r = 0; r < rows; r++, gate_up += 2 * size, grad += 2 * size, grad_out += size)
+    for (int64_t i = 0; i < size; i++) {
+      const float a = LOAD(gate_up[i]), b = LOAD(gate_up[size + i]), g = LOAD(grad_out[i]);
+      const float s = 1.0f / (1.0f + lt_exp2(-LT_LOG2E * a));
+      grad[i] = STORE(g * b * s * (1.0f + a * (1.0f - s)));
+      grad[size + i] = STORE(g * a * s);
+    }
+}

@@ -1,0 +1,49 @@
+"""The decoder's small operations on a GPU: PyTorch's, but for the cache of a drafter.
+
+A drafter's window is a row of a contiguous cache. A row is a page, so whoever writes and reads
+pages does so with rows; nothing waits for the host, and a whole draft is launched without a look
+at it.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longtail.model.kernels.ops import Places, TorchKernels
+from longtail.model.kernels.pages import PageKernels, Pages, Tiles
+
+
+class GpuKernels(TorchKernels):
+    """No gradients; dtypes are those of the pages. `triton_small` does the rest faster."""
+
+    def __init__(self, pages: PageKernels) -> None:
+        self._pages = pages
+
+    def store_rows(
+        self,
+        keys: Float[Tensor, "tokens kv_heads head_dim"],
+        values: Float[Tensor, "tokens kv_heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        rows: Int[Tensor, "tokens"],
+        slots: Int[Tensor, "tokens"],
+    ) -> None:
+        """Write into one page a row."""
+        addresses = rows * key_rows.shape[1] + slots
+        self._pages.store(keys, values, Pages(key_rows, value_rows), addresses)
+
+    def attend_rows(
+        self,
+        queries: Float[Tensor, "tokens heads head_dim"],
+        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
+        places: Places,
+        window: int,
+    ) -> Float[Tensor, "tokens heads head_dim"]:
+        """Attend over one page a row, every token by itself."""
+        device = queries.device
+        tables = torch.arange(len(key_rows), dtype=torch.int32, device=device)[:, None]
+        tokens = torch.arange(len(queries), device=device)
+        tiles = Tiles(tokens, torch.ones_like(tokens))
+        pages = Pages(key_rows, value_rows)
+        return self._pages.attend(queries, pages, tables, places, tiles, window, long=False)

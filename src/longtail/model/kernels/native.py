@@ -1,0 +1,190 @@
+"""Compiles and loads the kernels in C, once a machine, when it has a C compiler.
+
+The shared object is an entry of the user's cache (`longtail.system.cache`), named by the digest of
+source, flags, compiler and processor; a damaged or foreign one is never loaded. Without a compiler
+everything runs on PyTorch's operations, more slowly; `unavailable_because` says why.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from longtail.system.cache import build_once
+
+_log = logging.getLogger(__name__)
+
+_NAMES = ("kernels", "attention", "vectors", "tiles", "product", "draft")
+"""kernels.c includes attention.c, and that vectors.c and tiles.c."""
+_SOURCES = {name: Path(__file__).parent / "cpu" / f"{name}.c" for name in _NAMES}
+_FLAGS = (
+    "-O2",
+    "-ftree-vectorize",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-ffast-math",
+    "-fno-finite-math-only",
+    "-fopenmp",  # the runtime is the libgomp that PyTorch has loaded
+    "-fPIC",
+)
+_LINK_FLAGS = ("-shared", "-fopenmp", "-lm")
+"""Without -ffast-math: linked with it, a library sets its loader's thread to flush subnormals."""
+_FLOAT32 = """
+#define T float
+#define NAME(f) f##_f32
+#define LOAD(v) (v)
+#define STORE(v) (v)
+#include "{source}"
+#undef T
+#undef NAME
+#undef LOAD
+#undef STORE
+"""
+_BFLOAT16 = """
+#define T uint16_t
+#define NAME(f) f##_bf16
+#define LOAD(v) lt_from_bf16(v)
+#define STORE(v) lt_to_bf16(v)
+#define T_TILES
+#include "{source}"
+#undef T
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef T_TILES
+"""
+_UNIT = (
+    (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["kernels"])
+    + f'#include "{_SOURCES["product"]}"\n'
+    + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draft"])
+)
+_LIBRARY = "kernels.so"
+Layout = Literal["inputs", "pairs", "tiles"]
+
+_PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_THREADS = ctypes.c_int
+_SIGNATURES: dict[str, list[Any]] = {
+    "add_norm": [_PTR] * 4 + [_INT] * 2 + [_FLOAT],
+    "rotate": [_PTR] * 5 + [_INT] * 4 + [_FLOAT],
+    "swiglu": [_PTR] * 2 + [_INT] * 2,
+    "store_kv": [_PTR] * 2 + [_INT] + [_PTR] * 2 + [_INT] + [_PTR] * 2 + [_INT] * 2,
+    "add_norm_forward": [_PTR] * 5 + [_INT] * 2 + [_FLOAT],
+    "add_norm_backward": [_PTR] * 6 + [_INT] * 2 + [_FLOAT],
+    "rotate_backward": [_PTR, _INT] + [_PTR] * 6 + [_INT] * 3 + [_FLOAT],
+    "swiglu_backward": [_PTR] * 3 + [_INT] * 2,
+    "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT] + [_PTR] * 5 + [_INT] * 5 + [_THREADS],
+}
+
+
+def unavailable_because() -> str | None:
+    """Say why native kernels cannot be had here; None when they can."""
+    if os.environ.get("LONGTAIL_NATIVE") == "0":
+        return "LONGTAIL_NATIVE=0 is set"
+    if platform.system() != "Linux":
+        return f"they are built on Linux only, this is {platform.system()}"
+    if shutil.which("cc") is None:
+        return "no C compiler: install one (Debian: apt-get install gcc libc6-dev)"
+    return None
+
+
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Load the compiled kernels, or None where they cannot be built."""
+    path = _build()
+    return None if path is None else ctypes.CDLL(str(path))
+
+
+@functools.cache
+def layout(dtype: torch.dtype) -> Layout | None:
+    """Tell how product.c wants weights of a dtype on this machine; None where it cannot be had."""
+    loaded = None if unavailable_because() is not None else _library()
+    if loaded is None or dtype not in _SUFFIXES:
+        return None
+    if dtype == torch.float32:
+        return "inputs" if loaded["product_f32_ready"]() else None
+    found: tuple[Layout | None, ...] = (None, "pairs", "tiles")
+    return found[loaded["product_bf16_layout"]()]
+
+
+@functools.cache
+def product(dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return the product of few rows (product.c); None where this machine or dtype has none."""
+    loaded = None if layout(dtype) is None else _library()
+    if loaded is None:
+        return None
+    function = loaded[f"product_{_SUFFIXES[dtype]}"]
+    function.argtypes, function.restype = [_PTR] * 4 + [_INT] * 3 + [_THREADS], None
+    return function
+
+
+@functools.cache
+def chains(dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return the drafting round of draft.c, where `product` can be had; None elsewhere."""
+    loaded = None if product(dtype) is None else _library()
+    if loaded is None:
+        return None
+    function = loaded[f"eagle_chains_{_SUFFIXES[dtype]}"]
+    function.argtypes, function.restype = [_PTR] * 2, None
+    return function
+
+
+@functools.cache
+def functions(dtype: torch.dtype) -> Mapping[str, Callable[..., None]] | None:
+    """Kernels for an element type by name; None where they cannot be built or do not exist."""
+    loaded = None if unavailable_because() is not None else _library()
+    if dtype not in _SUFFIXES or loaded is None:
+        return None
+    found: dict[str, Callable[..., None]] = {}
+    for name, signature in _SIGNATURES.items():
+        function = loaded[f"{name}_{_SUFFIXES[dtype]}"]
+        function.argtypes, function.restype = signature, None
+        found[name] = function
+    return found
+
+
+def _build() -> Path | None:
+    """Compile into the cache unless it is there; None when the compiler refuses."""
+    compiler = shutil.which("cc")
+    assert compiler is not None
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
+    sources = "".join(path.read_text() for path in _SOURCES.values())
+    parts = (sources, _FLOAT32, _BFLOAT16, " ".join((*_FLAGS, *_LINK_FLAGS)), version.stdout, flags)
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    try:
+        return build_once("kernels", digest, partial(_compile, compiler)) / _LIBRARY
+    except subprocess.CalledProcessError as error:
+        _log.warning(
+            "%s refused the native kernels, so PyTorch's operations run, more slowly: %s",
+            compiler,
+            error.stderr.strip()[:500],
+        )
+        return None
+
+
+def _compile(compiler: str, folder: Path) -> None:
+    """Compile into a new folder; CalledProcessError when the compiler refuses."""
+    folder.mkdir()
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        unit, thing = Path(scratch, "kernels.c"), Path(scratch, "kernels.o")
+        unit.write_text(_UNIT)
+        for command in (
+            (*_FLAGS, "-c", unit, "-o", thing),
+            (thing, "-o", folder / _LIBRARY, *_LINK_FLAGS),
+        ):
+            subprocess.run((compiler, *command), capture_output=True, text=True, check=True)

@@ -1,0 +1,1 @@
+"""Programs behind verbs: supervised fine-tuning, and work on drafters."""

@@ -1,0 +1,44 @@
+"""`longtail drafter import`: a published drafter as a drafter directory of ours, for one target."""
+
+import argparse
+from pathlib import Path
+
+from longtail.build.engine import locate_model, open_model
+from longtail.drafter.formats.published import is_published, load_published
+from longtail.errors import ConfigError
+from longtail.model.hf import model as hf
+from longtail.system.device import set_threads
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import as the command line says; see `cli` for the options."""
+    set_threads(args.threads)
+    path, out = Path(args.directory), Path(args.out)
+    if out.exists():
+        raise ConfigError(f"--out = {args.out!r} exists; remove it or choose another directory")
+    if args.window is not None and args.window < 0:
+        raise ConfigError(f"--window = {args.window}: it must be at least 0; 0 is all before")
+    if not is_published(path):
+        raise ConfigError(
+            f"{path}: no drafter lies there in a layout of vLLM, SGLang or speculators (it would "
+            "have the tensor fc.weight in model.safetensors; pickles are never opened): download "
+            "it whole, as safetensors"
+        )
+    directory = locate_model(args.target)
+    tokenizer = hf.load_tokenizer(directory)
+    model = open_model(args.target, directory, tokenizer, args.dtype).model
+    loaded = load_published(
+        path, args.target, model, tokenizer, layer_ids=args.layer_ids, window=args.window
+    )
+    loaded.save(out)
+    config = loaded.layer.config
+    size = sum(parameter.numel() for parameter in loaded.layer.parameters())
+    reads = f", reads the inputs of layers {list(config.layers)}" if config.layers else ""
+    print(
+        f"{config.recipe}: {size:,} parameters{reads}; window "
+        f"{config.window or 'unbounded'}; draft vocabulary "
+        f"{config.draft_vocab_size or config.target.vocab_size:,} of {config.target.vocab_size:,}; "
+        + ("a head of its own" if loaded.head is not None else "the target's head")
+    )
+    print(f"drafter: {out}\nmeasure it: longtail drafter eval {out} --target {args.target}")
+    return 0

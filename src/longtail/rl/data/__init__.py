@@ -1,0 +1,1 @@
+"""Prompts and examples: sources, tokenized rows, request batches."""

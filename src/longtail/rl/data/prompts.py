@@ -1,0 +1,350 @@
+"""Prompts: rows to tokenized prompts, and the order in which a run visits them.
+
+Owns column layouts (TRL's, verl's, or the user's own), prompt ids, the length limit, the held-out
+share and the resumable cursor. Where rows come from is `longtail.rl.data.sources`; tokenizing is
+done by callables that the caller hands in, and a reward reads `Prompt.data` without help from here.
+
+    rows --make_prompts--> PromptSet --hold_out--> train, heldout
+                                                     `--PromptSource.take--> (prompt, epoch), ...
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from longtail.errors import ConfigError, DataError
+from longtail.rl.data.sources import Row, source_label
+from longtail.types import Prompt
+
+PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "input")
+"""Tried in this order where `data.prompt_column` is unset; TRL and verl use the first."""
+
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "final_answer", "target", "reward_model")
+"""Tried in this order where `data.answer_column` is unset; verl's is the last."""
+
+ID_COLUMNS = ("prompt_id", "problem_id", "id", "uid")
+"""Columns that name a row, where every row has another value."""
+
+_MAX_LISTED = 20
+"""Columns that an error lists."""
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """What a tokenizer can do, as plain functions.
+
+    Example: Encoder(encode=tokenizer.encode, render=tokenizer.render)
+    """
+
+    encode: Callable[[str], Sequence[int]]
+    """Text to tokens, no special tokens added."""
+    render: Callable[[Messages], str] | None
+    """Chat messages to text with the generation prompt; None where there is no chat template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """The prompts of one source, in the source's order.
+
+    Example: of 3 rows, the second of which was too long and the third without an answer:
+        PromptSet(source="math.jsonl", prompts=(p,), rows=(0,), num_dropped=1, num_ungradable=1)
+    """
+
+    source: str
+    prompts: tuple[Prompt, ...]
+    rows: tuple[int, ...]
+    """The row of each prompt in the source, counted from 0."""
+    answer_column: str | None = None
+    """Where the reference answers stood; None: nowhere."""
+    num_dropped: int = 0
+    """Rows left out because they were longer than the limit."""
+    num_ungradable: int = 0
+    """Rows left out because no completion of theirs could be graded."""
+
+    def part(self, kept: Sequence[int]) -> "PromptSet":
+        """Return the prompts at some places, with the counts of what was left out before."""
+        return replace(
+            self,
+            prompts=tuple(self.prompts[place] for place in kept),
+            rows=tuple(self.rows[place] for place in kept),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A prompt set cut in two."""
+
+    train: PromptSet
+    heldout: PromptSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A prompt, and in which pass over the data it was visited.
+
+    Example: Taken(prompt=p, epoch=0)
+    """
+
+    prompt: Prompt
+    epoch: int
+
+
+def make_prompts(
+    rows: Sequence[Row],
+    *,
+    source: str,
+    encoder: Encoder,
+    max_prompt_len: int,
+    drop_long: bool = False,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+) -> PromptSet:
+    """Tokenize every row once.
+
+    `Prompt.data` is the row with two keys made certain: `prompt`, as the source gave it (text or
+    chat messages), and, where the row has a reference answer, `answer`. Text goes through the chat
+    template as one user message if there is a template.
+
+    Raises `DataError` for no rows, a column that is missing, a prompt that is neither text nor
+    messages, an empty one, or one longer than the limit (unless `drop_long`).
+    """
+    if not rows:
+        raise DataError(f"data.source = {source!r}: it holds no rows")
+    asks = _column(rows[0], prompt_column, PROMPT_COLUMNS, field="data.prompt_column")
+    answers = _column(rows[0], answer_column, ANSWER_COLUMNS, field="data.answer_column")
+    if asks is None:
+        raise DataError(
+            f"data.source = {source!r}: no prompt column; it has {_listed(rows[0])}, one of "
+            f"{', '.join(PROMPT_COLUMNS)} is expected; name yours in data.prompt_column"
+        )
+    ids = _ids(rows)
+    prompts, kept = [], []
+    for index, row in enumerate(rows):
+        where = f"data.source = {source!r}, row {index}"
+        data = _data(row, asks, answers, where=where)
+        text = _text(data["prompt"], encoder, where=where)
+        tokens = encode_at(where, encoder, text)
+        if not tokens:
+            raise DataError(f"{where}: the prompt is empty")
+        if len(tokens) <= max_prompt_len:
+            prompt_id = f"{source_label(source)}/{ids[index]}"
+            prompts.append(Prompt(prompt_id=prompt_id, tokens=tokens, text=text, data=data))
+            kept.append(index)
+        elif not drop_long:
+            raise DataError(
+                f"{where}: the prompt has {len(tokens)} tokens, data.max_prompt_len is "
+                f"{max_prompt_len}; raise it, or set data.drop_long_prompts = true to leave such "
+                f"rows out"
+            )
+    if not prompts:
+        raise DataError(
+            f"data.source = {source!r}: all {len(rows)} prompts are longer than "
+            f"data.max_prompt_len = {max_prompt_len}; raise it"
+        )
+    return PromptSet(
+        source=source,
+        prompts=tuple(prompts),
+        rows=tuple(kept),
+        answer_column=answers,
+        num_dropped=len(rows) - len(prompts),
+    )
+
+
+def encode_at(where: str, encoder: Encoder, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text; `where` names its place in the error of one that has none."""
+    try:
+        return tuple(encoder.encode(text))
+    except ConfigError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def hold_out(prompts: PromptSet, size: int) -> HeldOut:
+    """Cut the last `size` prompts off. Raises `DataError` where that leaves none to train on."""
+    total = len(prompts.prompts)
+    if size >= total:
+        raise DataError(
+            f"data.heldout_size = {size}: {prompts.source!r} has {total} prompts, none would be "
+            f"left to train on; lower it, or name another source in data.heldout"
+        )
+
+    cut = total - size
+    heldout = prompts.part(range(cut, total))
+    return HeldOut(
+        train=prompts.part(range(cut)),
+        heldout=replace(heldout, num_dropped=0, num_ungradable=0),  # counted with the others
+    )
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Digest ids, tokens and data: equal for equal prompts, in every process.
+
+    Values that JSON does not know count by their type only.
+    """
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        content = [prompt.prompt_id, prompt.tokens, prompt.data]
+        line = json.dumps(content, skipkeys=True, default=lambda value: type(value).__name__)
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+@final
+class PromptSource:
+    """Visits prompts epoch after epoch, each epoch in an order drawn from (seed, epoch).
+
+    The order depends on nothing else, so the cursor is two numbers, and a restored source goes on
+    exactly where the saved one stood.
+    """
+
+    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
+        assert prompts.prompts, "a prompt set is never empty"
+        self._source = prompts.source
+        self._prompts = prompts.prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._fingerprint = fingerprint(prompts.prompts)
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """All of them, as they were given."""
+        return self._prompts
+
+    def take(self, num_prompts: int) -> tuple[Taken, ...]:
+        """Return the next prompts, crossing into new epochs as needed."""
+        taken = []
+        for _ in range(num_prompts):
+            if self._position == len(self._prompts):
+                self._go_to(self._epoch + 1, 0)
+            prompt = self._prompts[self._order[self._position]]
+            taken.append(Taken(prompt=prompt, epoch=self._epoch))
+            self._position += 1
+        return tuple(taken)
+
+    def state(self) -> dict[str, Any]:
+        """Return the cursor, fit for JSON."""
+        return {**self._identity(), "epoch": self._epoch, "position": self._position}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved cursor. Raises `DataError` where it belongs to other prompts or order."""
+        for name, here in self._identity().items():
+            if state.get(name) != here:
+                raise DataError(
+                    f"data.source = {self._source!r}: the checkpoint was made with {name} = "
+                    f"{state.get(name)!r}, now it is {here!r}; restore the data and settings of "
+                    f"that run, or start anew in another run.dir"
+                )
+        epoch, position = state.get("epoch"), state.get("position")
+        if not (isinstance(epoch, int) and isinstance(position, int)) or not (
+            epoch >= 0 and 0 <= position <= len(self._prompts)
+        ):
+            raise DataError(f"the checkpoint's prompt cursor is damaged: {epoch=}, {position=}")
+        self._go_to(epoch, position)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self._fingerprint,
+            "num_prompts": len(self._prompts),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        """Sort by a keyed hash: the same in every process, library version and machine."""
+        if not self._shuffle:
+            return range(len(self._prompts))
+
+        def draw(index: int) -> bytes:
+            return hashlib.blake2b(f"{self._seed}/{epoch}/{index}".encode(), digest_size=8).digest()
+
+        return sorted(range(len(self._prompts)), key=draw)
+
+
+def _column(row: Row, named: str | None, usual: tuple[str, ...], *, field: str) -> str | None:
+    """Return the column to read: the one that the user named, or the first usual one."""
+    if named is None:
+        return next((column for column in usual if column in row), None)
+    if named in row:
+        return named
+    near = difflib.get_close_matches(named, list(row), n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    raise DataError(f"{field} = {named!r}: there is no such column{hint}; found {_listed(row)}")
+
+
+def _listed(row: Row) -> str:
+    if not row:
+        return "no columns"
+    names = list(row)[:_MAX_LISTED]
+    more = f" and {len(row) - len(names)} more" if len(row) > len(names) else ""
+    return f"the columns {', '.join(names)}{more}"
+
+
+def _ids(rows: Sequence[Row]) -> list[str]:
+    """Name the rows: by an id column where every value is there and unique, else by index."""
+    for column in ID_COLUMNS:
+        values = [row.get(column) for row in rows]
+        named = [str(value) for value in values if isinstance(value, (str, int)) and value != ""]
+        if len(named) == len(rows) == len(set(named)):
+            return named
+    return [str(index) for index in range(len(rows))]
+
+
+def _data(row: Row, asks: str, answers: str | None, *, where: str) -> dict[str, Any]:
+    if asks not in row:
+        raise DataError(f"{where}: the column {asks!r} is missing; found {_listed(row)}")
+    data = {**row, "prompt": row[asks]}
+    if answers is not None and answers in row:
+        answer = row[answers]
+        if isinstance(answer, Mapping) and "ground_truth" in answer:  # verl's reward_model
+            answer = answer["ground_truth"]
+        data["answer"] = answer
+    return data
+
+
+def _text(prompt: Any, encoder: Encoder, *, where: str) -> str:
+    """Return what the model reads."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError(f"{where}: the prompt is empty")
+        if encoder.render is None:
+            return prompt
+        messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = _messages(prompt, where=where)
+    if encoder.render is None:
+        raise DataError(
+            f"{where}: the prompt is chat messages, but the tokenizer has no chat template; give "
+            f"text prompts, or a model whose tokenizer has one"
+        )
+    try:
+        return encoder.render(messages)
+    except ConfigError as error:  # the template refuses these roles: say which row it was
+        raise DataError(f"{where}: {error}") from error
+
+
+def _messages(prompt: Any, *, where: str) -> Messages:
+    good = isinstance(prompt, list) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in prompt
+    )
+    if not good:
+        raise DataError(
+            f"{where}: the prompt is {type(prompt).__name__} {prompt!r:.80}, expected text or a "
+            f"list of messages like {{'role': 'user', 'content': '...'}}"
+        )
+    if not prompt:
+        raise DataError(f"{where}: the prompt is empty")
+    return [dict(message) for message in prompt]

@@ -1,0 +1,1 @@
+"""Rewards, and the processes that compute them."""

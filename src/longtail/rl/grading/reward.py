@@ -1,0 +1,380 @@
+"""Rewards: pure functions from one completion to one number.
+
+Owns the seam `Reward`, its implementations, and the names users give them. Runs inside grader
+processes, so it imports neither torch nor `longtail.types`; `longtail.rl.grading.pool` owns those
+processes, their time limits and what becomes of a completion whose grader fails.
+"""
+
+import abc
+import difflib
+import importlib
+import logging
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass, field
+from typing import Any, SupportsFloat, final
+
+from longtail.errors import ConfigError, GradingError
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradingTask:
+    """What a reward may read: a prompt and a completion, without tensors.
+
+    Example: GradingTask(prompt="6*7=", text="It is #### 42", tokens=(5, 1), data={"answer": "42"})
+    """
+
+    prompt: str | Messages
+    """As the source gave it, before the chat template: text, or chat messages."""
+    text: str
+    """The completion, decoded."""
+    tokens: tuple[int, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The source row; `answer` is the reference answer."""
+
+
+class Reward(abc.ABC):
+    """Grades one completion. Raising means that the completion has no reward."""
+
+    @abc.abstractmethod
+    def grade(self, task: GradingTask) -> float:
+        """Return a finite number; raise `GradingError` (or anything) where there is none."""
+
+    @abc.abstractmethod
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Raise `GradingError` (or anything) where no completion of this row can be graded.
+
+        `data` holds at least the columns that `required_columns` names.
+        """
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return what the last balanced `\boxed{...}` encloses, or None.
+
+    Example: last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    """
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    opening = start + len(r"\boxed{")
+    depth = 1
+    for brace in re.finditer(r"[{}]", text[opening:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[opening : opening + brace.start()]
+    return None
+
+
+def tagged_answer(text: str) -> str:
+    """Return the text after `</think>`, within the last `<answer>...</answer>` if there is one.
+
+    Example: tagged_answer("<think>1+1</think> so <answer> 2 </answer>") == "2"
+    """
+    text = text.rpartition("</think>")[2]
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, inside = before.rpartition("<answer>")
+    return (inside if closed and opened else text).strip()
+
+
+def final_answer(text: str) -> str:
+    r"""Narrow a text to its final answer, with runs of white space made one space.
+
+    Each mark that is present narrows what the one before left: after the last `</think>`, within
+    the last `<answer>...</answer>`, the line after the last `####`, within the last `\boxed{...}`.
+
+    Example: final_answer("Six sevens.\n#### 42\nDone.") == "42"; final_answer(" 42\n") == "42"
+    """
+    text = tagged_answer(text)
+    _, marked, after = text.rpartition("####")
+    if marked:
+        text = after.strip().partition("\n")[0]
+    boxed = last_boxed(text)
+    return " ".join((text if boxed is None else boxed).split())
+
+
+_LARGEST = 3.4e38
+"""Of a float32, which is what a learner computes with."""
+
+
+def checked_number(value: object, *, source: str) -> float:
+    """Return `value` as a finite float, or raise a `GradingError` that names `source`."""
+    if value is None:
+        raise GradingError(f"{source} returned None: it does not apply to this completion")
+    if not isinstance(value, SupportsFloat):
+        raise GradingError(f"{source} returned {type(value).__name__} {value!r:.80}, not a number")
+    number = float(value)
+    if not abs(number) <= _LARGEST:
+        raise GradingError(f"{source} returned {number}: a reward must be finite")
+    return number
+
+
+def _reference(data: Mapping[str, Any], reward_name: str) -> str:
+    """Return the reference answer as text."""
+    answer = data.get("answer")
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise _no_reference(reward_name, answer)
+    if isinstance(answer, (str, int, float)) and final_answer(str(answer)):
+        return str(answer)
+    raise _no_reference(reward_name, answer)
+
+
+def _no_reference(reward_name: str, answer: object) -> GradingError:
+    return GradingError(
+        f"reward {reward_name!r}: the reference answer of this row is {answer!r:.80}, expected "
+        "text or a finite number"
+    )
+
+
+@final
+class ExactReward(Reward):
+    """1 where the final answer equals the reference's final answer, else 0."""
+
+    def grade(self, task: GradingTask) -> float:
+        """Compare final answers as text."""
+        return float(final_answer(task.text) == final_answer(_reference(task.data, "exact")))
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Refuse a row without an answer."""
+        _reference(data, "exact")
+
+
+@final
+class MathVerifyReward(Reward):
+    """1 where math-verify finds the completion's answer equal to the reference, else 0.
+
+    math-verify's own limits are off: they rest on SIGALRM, and turn a timeout into "wrong".
+    """
+
+    def __init__(self) -> None:
+        math_verify = _import_extra("math_verify", extra="math")
+        self._parse: Callable[..., list[Any]] = math_verify.parse
+        self._verify: Callable[..., bool] = math_verify.verify
+        # The first parse builds the grammar, and warns that the limits are off (they are ours):
+        # here neither is charged to a completion.
+        logger = logging.getLogger("math_verify")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            self._equal(self._extract("$1$"), self._extract("$1$"))
+        finally:
+            logger.setLevel(level)
+
+    def grade(self, task: GradingTask) -> float:
+        """Compare the two as mathematics, in any notation."""
+        gold = self._gold(task.data)
+        return float(self._equal(gold, self._extract(task.text.rpartition("</think>")[2])))
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Refuse a row without an answer, or with one that is no mathematics."""
+        self._gold(data)
+
+    def _gold(self, data: Mapping[str, Any]) -> list[Any]:
+        reference = _reference(data, "math_verify")
+        gold = self._read(reference)
+        if not gold or reference.strip().lower() == "nan":  # math-verify reads a times n times n
+            raise GradingError(
+                f"reward 'math_verify' cannot parse the reference answer {reference!r:.80}"
+            )
+        return gold
+
+    def _read(self, reference: str) -> list[Any]:
+        if "$" not in reference and r"\boxed" not in reference:  # bare: LaTeX needs its fence
+            gold = self._extract(rf"\boxed{{{final_answer(reference)}}}")
+            if gold:
+                return gold
+        return self._extract(reference)
+
+    def _extract(self, text: str) -> list[Any]:
+        return self._parse(text, parsing_timeout=None, raise_on_error=True)
+
+    def _equal(self, gold: list[Any], answer: list[Any]) -> bool:
+        # Any pair of readings may match. Only where none does is an error in comparing one
+        # of them an error, rather than "wrong".
+        return self._verify(gold, answer, timeout_seconds=None) or self._verify(
+            gold, answer, timeout_seconds=None, raise_on_error=True
+        )
+
+
+@final
+class ReasoningGymReward(Reward):
+    """The scorer of the reasoning-gym task that made the problem; 0 to 1."""
+
+    def __init__(self) -> None:
+        gym = _import_extra("reasoning_gym", extra="reasoning-gym")
+        self._make_scorer: Callable[[str], Callable[..., float]] = gym.get_score_answer_fn
+        self._scorers: dict[str, Callable[..., float]] = {}
+
+    def grade(self, task: GradingTask) -> float:
+        """Ask the task's own scorer about the tagged answer."""
+        name = task.data["reasoning_gym_task"]
+        # NOTE: not `final_answer`: answers may be drawings made of #, as in sokoban
+        answer = tagged_answer(task.text)
+        score = self._scorer(name)(answer=answer, entry=task.data["reasoning_gym_entry"])
+        return checked_number(score, source=f"reasoning_gym scorer {name!r}")
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Refuse a row of a task that has no scorer."""
+        self._scorer(data["reasoning_gym_task"])
+
+    def _scorer(self, name: str) -> Callable[..., float]:
+        if name not in self._scorers:
+            self._scorers[name] = self._make_scorer(name)
+        return self._scorers[name]
+
+
+@final
+class TinyReasonerReward(Reward):
+    """1 where the embedded task's own grader finds the answer right, else 0."""
+
+    def __init__(self) -> None:
+        from longtail.rl.data.tiny_task import grade
+
+        self._grade: Callable[[Mapping[str, Any], str], float] = grade
+
+    def grade(self, task: GradingTask) -> float:
+        """Ask the task's own grader."""
+        score = self._grade(task.data, task.text)
+        return checked_number(score, source="reward 'tiny-reasoner'")
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Refuse a row whose answer is not a number in digits: no text would ever match it."""
+        answer = data["answer"]
+        if not isinstance(answer, str) or re.fullmatch(r"\d+", answer) is None:
+            raise GradingError(
+                f"reward 'tiny-reasoner': the reference answer of this row is {answer!r:.80}, "
+                "expected digits as text"
+            )
+
+
+@final
+class FunctionReward(Reward):
+    """A user's function with TRL's signature, called with one completion at a time.
+
+    It sees `prompts`, `completions`, `completion_ids` and every column of the row, each a list of
+    length 1, and returns a list of one number. Chat prompts come with chat completions.
+    """
+
+    _OURS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._function = _import_function(name)
+
+    def grade(self, task: GradingTask) -> float:
+        """Call the function with lists of one."""
+        said: str | Messages = task.text
+        if not isinstance(task.prompt, str):
+            said = [{"role": "assistant", "content": task.text}]
+        rewards = self._function(
+            prompts=[task.prompt],
+            completions=[said],
+            completion_ids=[list(task.tokens)],
+            **{key: [value] for key, value in task.data.items() if key not in self._OURS},
+        )
+        source = f"reward {self._name!r}"
+        if (
+            isinstance(rewards, (str, bytes, Mapping))
+            or not isinstance(rewards, Iterable)
+            or not isinstance(rewards, Sized)
+        ):
+            kind = type(rewards).__name__
+            raise GradingError(f"{source} returned {kind} {rewards!r:.80}, not a list of numbers")
+        if len(rewards) != 1:
+            raise GradingError(f"{source} returned {len(rewards)} rewards for 1 completion")
+        return checked_number(next(iter(rewards)), source=source)
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Take every row: only the function knows what it needs."""
+
+
+_NAMED: dict[str, Callable[[], Reward]] = {
+    "exact": ExactReward,
+    "math_verify": MathVerifyReward,
+    "reasoning_gym": ReasoningGymReward,
+    "tiny-reasoner": TinyReasonerReward,
+}
+
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "exact": ("answer",),
+    "math_verify": ("answer",),
+    "reasoning_gym": ("reasoning_gym_task", "reasoning_gym_entry"),
+    "tiny-reasoner": ("answer",),
+}
+
+
+def required_columns(name: str) -> tuple[str, ...]:
+    """Return the keys of `GradingTask.data` without which this reward grades nothing."""
+    return _REQUIRED.get(name, ())
+
+
+def reward_factory(name: str) -> Callable[[], Reward]:
+    """Check the form of `name` and return what makes its reward; import nothing yet.
+
+    Raises `ConfigError` for a name that is neither known nor `module:function`.
+    """
+    if name in _NAMED:
+        return _NAMED[name]
+    module, colon, function = name.partition(":")
+    if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
+        return lambda: FunctionReward(name)
+    raise ConfigError(
+        f"reward.name = {name!r}: unknown{_nearest(name, _NAMED)}; "
+        f"known are {', '.join(_NAMED)}, and module:function with TRL's signature"
+    )
+
+
+def resolve_reward(name: str) -> Reward:
+    """Make the reward that the user calls `name`, importing what it needs.
+
+    Raises `ConfigError` for an unknown name, a missing extra, a module that does not import, a
+    function that it lacks or that is not callable.
+    """
+    return reward_factory(name)()
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return `, did you mean 'x'?` for the nearest known name, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _import_extra(module: str, *, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"reward.name = {module!r} needs the package {module} ({error}); "
+            f"install it with: pip install 'longtail[{extra}]'"
+        ) from error
+
+
+def _import_function(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(
+            f"reward.name = {name!r}: the module {module_name!r} does not import "
+            f"({type(error).__name__}: {error}); modules are found in the working directory "
+            f"and on PYTHONPATH"
+        ) from error
+    try:
+        function = operator.attrgetter(function_name)(module)
+    except AttributeError as error:
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        raise ConfigError(
+            f"reward.name = {name!r}: the module {module_name!r} has no {function_name!r}"
+            f"{_nearest(function_name, functions)}"
+        ) from error
+    if not callable(function):
+        raise ConfigError(
+            f"reward.name = {name!r}: {function_name!r} is of type {type(function).__name__}, "
+            f"not a function"
+        )
+    return function

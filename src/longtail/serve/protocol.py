@@ -1,0 +1,291 @@
+"""The protocol: what OpenAI's clients send, checked, and the envelope in which they read errors.
+
+A field that would change the text and is not served is refused by its name; fields that change
+nothing are ignored; unknown ones are refused, since a mistyped option would be obeyed by silence.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar, final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from longtail.errors import JsonError
+from longtail.system.strict_json import parse_json
+from longtail.types import LEAST_TEMPERATURE
+
+_MAX_STOPS, _MAX_STOP_LEN = 16, 256
+_SHOWN = 60
+
+
+@final
+class APIError(Exception):
+    """An answer that is an error, in OpenAI's envelope; raised anywhere, told by `app`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    def envelope(self) -> dict[str, Any]:
+        """Return the body."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _error_type(self.status),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def _error_type(status: int) -> str:
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def _refuse(message: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{message}", {"message": message})
+
+
+def _stops(value: Any) -> Any:
+    """Read one stop string or several."""
+    listed = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or len(listed) > _MAX_STOPS:
+        raise _refuse(f"give a string, or at most {_MAX_STOPS} of them")
+    if not all(isinstance(stop, str) and 0 < len(stop) <= _MAX_STOP_LEN for stop in listed):
+        raise _refuse(f"each must be a string of 1 to {_MAX_STOP_LEN} characters")
+    return listed
+
+
+def _prompts(value: Any) -> Any:
+    """Read a text, tokens, or several of either, as several."""
+    many = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
+        many = [value]
+    for prompt in many:
+        is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not prompt or not (isinstance(prompt, str) or is_tokens):
+            raise _refuse("give a text or token ids, or several of them, none of them empty")
+    if not many:
+        raise _refuse("it is empty")
+    return many
+
+
+def _content(value: Any) -> Any:
+    """Join the parts of a message; text is all that is read."""
+    if isinstance(value, list):
+        texts: list[Any] = [
+            part.get("text")
+            for part in value
+            if isinstance(part, dict) and part.get("type") == "text"
+        ]
+        if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
+            raise _refuse('parts must be {"type": "text", "text": ...}: this model reads text')
+        value = "".join(texts)
+    if not isinstance(value, str):
+        raise _refuse("give a string, or a list of text parts")
+    return value
+
+
+@final
+class Message(BaseModel):
+    """One message of a chat.
+
+    Example: Message(role="user", content="3 + 4?")
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content)]
+    name: str | None = None
+    # An answer's message may be sent back as it came, with all that it did not have.
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+
+@final
+class StreamOptions(BaseModel):
+    """What a stream carries beside the text.
+
+    Example: StreamOptions(include_usage=True)
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _Asked(BaseModel):
+    """What both endpoints read alike; never made itself."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops)] = Field(default_factory=list)
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Served only as if they were not there.
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+
+    # Whatever they are, the text is the same.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "_Asked":
+        if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
+            raise _named("temperature", f"it must be 0, or at least {LEAST_TEMPERATURE}")
+        if self.stream_options is not None and not self.stream:
+            raise _named("stream_options", "it is for streams; set stream to true")
+        _only(self, "presence_penalty", 0)
+        _only(self, "frequency_penalty", 0)
+        _only(self, "logit_bias", {})
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Tell whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+@final
+class CompletionCall(_Asked):
+    """The body of /v1/completions.
+
+    Example: CompletionCall(model="tiny-reasoner", prompt=["3 + 4 ="], max_tokens=8, seed=1)
+    """
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: Any = None
+    suffix: Any = None
+    best_of: Any = None
+
+    @model_validator(mode="after")
+    def _served(self) -> "CompletionCall":
+        if self.logprobs:
+            raise _named("logprobs", _CHOSEN_ONLY.format("0"))
+        _only(self, "echo", False)
+        _only(self, "suffix", "")
+        _only(self, "best_of", self.n or 1)
+        return self
+
+
+@final
+class ChatCall(_Asked):
+    """The body of /v1/chat/completions.
+
+    Example: ChatCall(model="tiny-reasoner", messages=[Message(role="user", content="3 + 4?")])
+    """
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    parallel_tool_calls: Any = None
+
+    @model_validator(mode="after")
+    def _served(self) -> "ChatCall":
+        if self.top_logprobs:
+            raise _named("top_logprobs", _CHOSEN_ONLY.format("0"))
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise _named("max_tokens", "max_completion_tokens is its new name; give one of them")
+        for name in ("tools", "functions"):
+            _only(self, name, [])
+        for name in ("tool_choice", "function_call"):
+            _only(self, name, "none")
+        _only(self, "response_format", {"type": "text"})
+        _only(self, "modalities", ["text"])
+        for name in ("audio", "reasoning_effort", "verbosity", "web_search_options"):
+            _only(self, name, None)
+        return self
+
+
+_CHOSEN_ONLY = "only the logprob of the token that was drawn is known; give {} for that one"
+
+
+def _only(call: BaseModel, name: str, value: object) -> None:
+    """Refuse a field that would change the text, unless it asks for what is done anyway."""
+    found = call.__dict__[name]
+    if found is not None and found != value:
+        asked = f"null or {value!r}" if value is not None else "null"
+        raise _named(name, f"this server does not do that; leave it out, or give {asked}")
+
+
+def _named(name: str, message: str) -> PydanticCustomError:
+    """Refuse a field from outside its own validator."""
+    return PydanticCustomError("refused", "{message}", {"message": message, "param": name})
+
+
+Call = TypeVar("Call", CompletionCall, ChatCall)
+
+
+def read_call(kind: type[Call], body: bytes) -> Call:
+    """Read the body of a request. Raises APIError, whatever the body is."""
+    try:
+        return kind.model_validate(parse_json(body))
+    except JsonError as error:
+        raise APIError(400, f"the body: {error}", code="invalid_json") from error
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)) from error
+
+
+def _refusal(errors: Sequence[Any]) -> APIError:
+    """Say the first thing that is wrong with a body: which field, its value, what it must be."""
+    first = errors[0]
+    context = first.get("ctx") or {}
+    param = context.get("param") or ".".join(str(part) for part in first["loc"])
+    if not param:
+        return APIError(400, "the body must be a JSON object", code="invalid_json")
+    message = str(first["msg"])
+    if first["type"] == "extra_forbidden":
+        return APIError(400, f"{param}: no such field", param=param, code="unknown_field")
+    if first["type"] == "missing":
+        return APIError(400, f"{param} is missing", param=param, code="missing_field")
+    shown = "" if "param" in context else f" = {_brief(first.get('input'))}"
+    return APIError(400, f"{param}{shown}: {message}", param=param, code="invalid_value")
+
+
+def _brief(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

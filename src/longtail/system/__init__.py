@@ -1,0 +1,1 @@
+"""The machine: processors, memory, files, signals."""

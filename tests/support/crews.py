@@ -1,0 +1,268 @@
+"""A crew in simulated time: workers whose texts, seconds and misfortunes are a script.
+
+    crew = ScriptedCrew(2, faults=[Fault(worker=1, task="generate", after_s=3.0)])
+    fleet = begun(crew)
+    fleet.rollout(1, requests(40, 10, 10))     worker 1 is lost after 3 simulated seconds
+
+Time passes in `wait`, and in `ask` where an answer is late. Whoever would wait for ever fails an
+assertion instead.
+"""
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+from longtail.cluster.group import FleetSettings, Training, WorkerGroup
+from longtail.cluster.pool import TaskResult, WorkerPool
+from longtail.cluster.records import Progress
+from longtail.cluster.worker import Worker
+from longtail.errors import ClusterError, LostWorkerError
+from longtail.types import Request, SamplingParams, TrainBatch
+from support.fake_worker import HANG_S, Death, FakeWorker, Script, Task
+
+PATIENCE_S = 20.0
+MOMENT_S = 0.01
+"""That a short task takes."""
+
+
+@final
+class Clock:
+    def __init__(self, limit_s: float) -> None:
+        self.now, self._limit_s = 0.0, limit_s
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_to(self, when: float) -> None:
+        self.now = max(self.now, when)
+        assert self.now < self._limit_s, "somebody waits for ever"
+
+
+def requests(*lengths: int, siblings: int = 1, first: int = 0) -> list[Request]:
+    """One request of each length in tokens; that is its noise key modulo 1000."""
+    return [
+        Request(
+            request_id=f"p{first + index // siblings}@0#{index % siblings}",
+            prompt_tokens=(7, first + index // siblings),
+            noise_key=1000 * (first + index + 1) + length,
+            group_id=f"p{first + index // siblings}@0",
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def batch(number: int) -> TrainBatch:
+    """A batch that is told by its number of tokens."""
+    return TrainBatch(
+        micro_batches=(), sampling=SamplingParams(), num_sequences=1, num_generated=number
+    )
+
+
+def begun(
+    crew: "ScriptedCrew",
+    training: Training = "spot",
+    *,
+    shares_updates: bool = True,
+    is_sharded: bool = False,
+    **more: Any,
+) -> WorkerGroup:
+    """A fleet whose workers are ready, and have published."""
+    settings = FleetSettings(
+        seed=0,
+        training=training,
+        buffer_bytes=10**6,
+        hang_s=HANG_S,
+        shares_updates=shares_updates and crew.size > 1,
+        is_sharded=is_sharded,
+    )
+    fleet = WorkerGroup(
+        crew,
+        settings,
+        **{
+            "listen": lambda progress: None,
+            "say": crew.said.append,
+            "meeting_point": crew.meeting_point,
+            "clock": crew.clock,
+            **more,
+        },
+    )
+    fleet.begin()
+    fleet.publish()
+    return fleet
+
+
+@dataclass(slots=True)
+class _Run:
+    task: str
+    steps: Task
+    wakes_s: float
+    fault_s: float = math.inf
+    kind: str = "lost"
+
+
+@final
+class ScriptedCrew(WorkerPool):
+    def __init__(self, size: int, *, limit_s: float = 10_000.0, **script: Any) -> None:
+        self.script, self.clock = Script(**script), Clock(limit_s)
+        self.said: list[str] = []
+        self.log: list[tuple[float, int, str]] = []
+        """Every task that was begun: when, by whom, which."""
+        self.told: list[tuple[int, str]] = []
+        """Every message that was answered."""
+        self.births = [0] * size
+        self.workers = [FakeWorker(self, number) for number in range(size)]
+        self.meetings: dict[str, list[FakeWorker]] = {}
+        self.rounds: dict[tuple[str, int], list[FakeWorker]] = {}
+        """Members that have come to a step's sum, by team and step."""
+        self._counts: dict[tuple[int, str], int] = {}
+        self._runs: dict[int, _Run] = {}
+        self._ended: list[TaskResult] = []
+        self._deaths: list[Death] = []
+        for death in self.script.deaths:
+            self.befall(death)
+        for number in range(size):
+            self._begin(number, "ready", ())
+
+    @property
+    def size(self) -> int:
+        return len(self.births)
+
+    def start(self, worker: int, task: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        self._pass_to(self.clock.now)
+        assert worker not in self._runs, "one task at a time"
+        assert not [ended for ended in self._ended if ended.worker == worker]
+        self._begin(worker, task.__name__, args)
+
+    def wait(self, timeout_s: float) -> list[TaskResult]:
+        deadline = self.clock.now + timeout_s
+        self._pass_to(self.clock.now)
+        while not self._ended and self._next() <= deadline:
+            self._pass_to(self._next())
+        if not self._ended:
+            self.clock.pass_to(deadline)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def ask(self, worker: int, message: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._heard(worker, PATIENCE_S, message, *args)
+
+    def _heard(
+        self, worker: int, patience_s: float, message: Callable[..., Any], *args: Any
+    ) -> Any:
+        self._pass_to(self.clock.now)
+        name, one = message.__name__, self.workers[worker]
+        if one.is_dead:
+            raise LostWorkerError(f"worker {worker} is gone")
+        late = self.script.late.get((worker, name), 0)
+        if late or one.is_frozen:
+            self.script.late[worker, name] = late - 1
+            self.clock.pass_to(self.clock.now + patience_s)
+            raise ClusterError(f"worker {worker} has not answered")
+        self.told.append((worker, name))
+        return getattr(one, name)(*args)
+
+    def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
+        found = {}
+        for worker in workers:
+            with suppress(ClusterError):
+                found[worker] = self._heard(worker, MOMENT_S, Worker.progress)
+        return found
+
+    def replace(self, worker: int) -> None:
+        self.kill(worker)
+        self._runs.pop(worker, None)
+        self._ended = [ended for ended in self._ended if ended.worker != worker]
+        self.births[worker] += 1
+        self.workers[worker] = FakeWorker(self, worker)
+        self._begin(worker, "ready", ())
+
+    def close(self) -> None:
+        self._runs.clear()
+
+    def meeting_point(self) -> str:
+        if self.workers[0].is_dead:
+            raise LostWorkerError("worker 0 is gone")
+        return f"tcp://{len(self.meetings)}"
+
+    # ---- the script's side
+
+    def kill(self, worker: int) -> None:
+        """End a worker's process now; its task ends with it."""
+        self._die(Death(worker=worker, at_s=self.clock.now))
+
+    def befall(self, death: Death) -> None:
+        """Let a death come at its time."""
+        self._deaths = sorted([*self._deaths, death], key=lambda each: -each.at_s)
+
+    def begins(self, task: str) -> list[tuple[float, int]]:
+        """When, and by whom, a task was begun."""
+        return [(when, worker) for when, worker, name in self.log if name == task]
+
+    def _begin(self, worker: int, task: str, args: tuple[Any, ...]) -> None:
+        now, nth = self.clock.now, self._counts.get((worker, task), 0)
+        self._counts[worker, task] = nth + 1
+        self.log.append((now, worker, task))
+        run = _Run(task, _as_task(getattr(self.workers[worker], task), args), now)
+        for fault in self.script.faults:
+            if (fault.worker, fault.task, fault.nth) == (worker, task, nth):
+                run.fault_s, run.kind = now + fault.after_s, fault.kind
+        if self.workers[worker].is_dead:
+            run.fault_s, run.kind = now, "lost"
+        elif self.workers[worker].is_frozen:
+            run.fault_s, run.kind = now, "frozen"
+        self._runs[worker] = run
+
+    def _die(self, death: Death) -> None:
+        one = self.workers[death.worker]
+        one.is_dead |= death.kind == "lost"
+        one.is_frozen |= death.kind == "frozen"
+        if death.worker in self._runs:
+            run = self._runs[death.worker]
+            run.fault_s, run.kind = death.at_s, death.kind
+
+    def _next(self) -> float:
+        runs = [min(run.wakes_s, run.fault_s) for run in self._runs.values()]
+        return min(runs + [death.at_s for death in self._deaths[-1:]], default=math.inf)
+
+    def _pass_to(self, when: float) -> None:
+        """Let everybody work until then."""
+        while (due := self._next()) <= when:
+            self.clock.pass_to(due)
+            while self._deaths and self._deaths[-1].at_s <= due:
+                self._die(self._deaths.pop())
+            for worker, run in list(self._runs.items()):
+                if run.fault_s <= due:
+                    self._befall(worker, run)
+                elif run.wakes_s <= due:
+                    self._go_on(worker, run)
+        self.clock.pass_to(when)
+
+    def _befall(self, worker: int, run: _Run) -> None:
+        if run.kind == "lost":
+            del self._runs[worker]
+            self.workers[worker].is_dead = True
+            gone = ClusterError(f"worker {worker} is gone")
+            self._ended.append(TaskResult(worker=worker, error=gone, is_lost=True))
+        else:
+            run.wakes_s = run.fault_s = math.inf
+            self.workers[worker].is_frozen = run.kind == "frozen"
+
+    def _go_on(self, worker: int, run: _Run) -> None:
+        try:
+            run.wakes_s += next(run.steps)
+        except StopIteration as stop:
+            del self._runs[worker]
+            self._ended.append(TaskResult(worker=worker, result=stop.value))
+        except Exception as error:
+            del self._runs[worker]
+            self._ended.append(TaskResult(worker=worker, error=error))
+
+
+def _as_task(method: Callable[..., Any], args: tuple[Any, ...]) -> Task:
+    result = method(*args)
+    if isinstance(result, Generator):
+        return (yield from result)
+    yield MOMENT_S
+    return result

@@ -1,0 +1,69 @@
+"""Requests for an EAGLE drafter whose layer and target are random and small."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.model.attention import PackedAttention
+from longtail.model.transformer import Transformer
+from longtail.sampling import gumbel_noise
+from longtail.speculation.drafter import Noise, Observed
+
+KEY, WINDOW = 12345, 5
+PROMPT_LEN = 3
+
+
+@final
+class KeyedNoise(Noise):
+    """Noise of requests whose texts have these lengths, all with one key."""
+
+    def __init__(self, lengths: Sequence[int], vocab_size: int) -> None:
+        self._lengths, self._vocab_size = torch.tensor(lengths), vocab_size
+
+    def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
+        keys = torch.full_like(self._lengths, KEY)
+        return gumbel_noise(keys, self._lengths + depth - 1, self._vocab_size)
+
+    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
+        return torch.stack([self.at_depth(d) for d in range(1, depth + 1)], 1)
+
+
+def make_layer(model: Transformer, recipe: Recipe, window: int = WINDOW) -> EagleLayer:
+    layers = (0, 1) if recipe == "eagle3" else ()
+    layer = EagleLayer(
+        EagleConfig(recipe=recipe, target=model.config, layers=layers, window=window)
+    )
+    layer.initialize(torch.Generator().manual_seed(3))
+    return layer.to(model.dtype)
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(128, (length,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def features_of(model: Transformer, drafter: EagleDrafter, tokens: Sequence[int]) -> Tensor:
+    tapped = model.forward_with_features(
+        torch.tensor(tokens),
+        torch.arange(len(tokens)),
+        PackedAttention((0, len(tokens))),
+        drafter.taps,
+    )
+    assert tapped.features is not None
+    return tapped.features
+
+
+def show(
+    drafter: EagleDrafter, name: str, tokens: Sequence[int], features: Tensor, start: int, end: int
+) -> None:
+    """Let the drafter see the tokens [start, end) of a text."""
+    seen = Observed(
+        request_id=name, tokens=tokens, start=start, num_tokens=end - start, prompt_len=PROMPT_LEN
+    )
+    drafter.observe([seen], features[start:end])

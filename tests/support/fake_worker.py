@@ -1,0 +1,388 @@
+"""A worker that only pretends, in simulated time: see `crews`.
+
+Its text is a function of the request, its policy is the list of the batches that were learned, and
+its drafter is one number, the expected accept length. Tasks are generators that yield the seconds
+until they go on.
+"""
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+
+from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdict
+from longtail.cluster.worker import Stopped
+from longtail.drafter.eagle.weights import DrafterWeights, are_finite
+from longtail.drafter.training.buffer import Written
+from longtail.drafter.training.spot import Replica, SpotEnd, SpotReport
+from longtail.engine.report import RolloutMeter
+from longtail.errors import NonFiniteError, TeamError
+from longtail.rl.learner import LearnerState
+from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
+from longtail.types import Completion, FinishReason, Request, TrainBatch
+
+HANG_S = 60.0
+TOKEN_S, BEAT_S = 0.1, 0.1
+LEARN_S, REPORT_S, READY_S = 2.0, 0.5, 3.0
+"""Until the sum of gradients; from there to the end; for a process to begin."""
+GATHER_S = 0.1
+QUALITY = 2.0
+"""Of the drafter that workers begin with."""
+Task = Generator[float, None, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something befalls a worker at its `nth` task of a name, whatever process does it."""
+
+    worker: int
+    task: str
+    nth: int = 0
+    after_s: float = 0.0
+    kind: str = "lost"
+    """lost; hangs: no step is made any more; frozen: no message is answered either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teaching:
+    """How a stretch of spot training goes."""
+
+    measures_s: float = 2.0
+    """Between measurements."""
+    gain: float = 0.05
+    """Of each measurement over the one before."""
+    ends_s: float = math.inf
+    reason: SpotEnd = SpotEnd.NO_GAIN
+    stop_s: float = 0.05
+    """From being told to the end; infinite: it does not listen."""
+    weight: float | None = None
+    """Of what is handed out, instead of what was learned."""
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """Something befalls the process of a worker at a time, whatever it does, or nothing at all."""
+
+    worker: int
+    at_s: float
+    kind: str = "lost"
+    """lost; frozen: no step is made and no message is answered any more."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Script:
+    faults: Sequence[Fault] = ()
+    deaths: Sequence[Death] = ()
+    late: dict[tuple[int, str], int] = field(default_factory=dict)
+    """By worker and message: how many answers come too late."""
+    teachings: Callable[[int, int], Teaching] = lambda worker, nth: Teaching()
+    """By worker and stretch."""
+    has_drafter: bool = True
+    refuses: Callable[[int, int], bool] = lambda worker, version: False
+    damages: Callable[[Offer], Offer] = lambda offer: offer
+    """What happens to an offer on its way."""
+    broken_steps: Sequence[int] = ()
+    """Batches whose loss is not finite."""
+    torn: Sequence[int] = ()
+    """Members who lose sight of the team at the very end of its first step."""
+    bad_meetings: int = 0
+    """Of the first so many, nobody finds the others."""
+
+
+def text(request: Request) -> tuple[int, ...]:
+    """What any worker writes."""
+    key = request.noise_key
+    return tuple((key // 1000 * 31 + 7 * place) % 97 + 2 for place in range(key % 1000))
+
+
+def drafter(version: int, quality: float) -> DrafterWeights:
+    return DrafterWeights(version=version, tensors={"w": torch.tensor([quality])})
+
+
+class Others(Protocol):
+    """Where workers meet."""
+
+    script: Script
+    meetings: "dict[str, list[FakeWorker]]"
+    rounds: "dict[tuple[str, int], list[FakeWorker]]"
+    """Members that have come to a step's sum, by team and step."""
+
+    @property
+    def size(self) -> int: ...
+
+
+@final
+class FakeWorker:
+    """Has the methods of `Worker`, and a life of its own: what it had is gone with it."""
+
+    def __init__(self, crew: Others, number: int) -> None:
+        self._crew, self._script, self.number = crew, crew.script, number
+        self.is_dead = self.is_frozen = self._is_stopped = False
+        self.policy: tuple[int, ...] = ()
+        """Batches that were learned, in their order: the weights."""
+        self.engine: tuple[int, ...] | None = None
+        self.served = drafter(0, QUALITY)
+        self.heard: list[Written] = []
+        """All texts that it was fed."""
+        self.team: str | None = None
+        self._offers: list[Offer] = []
+        self._verdicts: list[Verdict] = []
+        self._base: DrafterWeights | None = None
+        self._quality = QUALITY
+        self._learned = self._stretches = 0
+        self._best: Replica | None = None
+        self._shard: Sequence[Request] = ()
+        self._num_written = self._beats = 0
+        self._is_waiting = False
+
+    # ---- tasks
+
+    def ready(self) -> Task:
+        yield READY_S
+        return 0.5
+
+    def generate(self, shard: Sequence[Request]) -> Task:
+        assert self.engine is not None, "nobody writes before a policy was published"
+        self._shard, self._num_written = shard, 0
+        self._take_offers()
+        for _ in range(max(request.noise_key % 1000 for request in shard)):
+            yield TOKEN_S
+            self._num_written += 1
+            self._beats += 1
+            self._take_offers()
+            if self._is_stopped:
+                raise Stopped
+        completions = tuple(self._completion(request) for request in shard)
+        numbers = {"num_generated": float(sum(len(each.tokens) for each in completions))}
+        return Served(
+            completions=completions,
+            report=RolloutMeter(numbers).report(),
+            series=None,
+            costs=None,
+            known_costs=None,
+        )
+
+    def spot(self, published: DrafterWeights, limit_s: float = math.inf) -> Task:
+        teaching = self._script.teachings(self.number, self._stretches)
+        self._stretches += 1
+        if self._base is None or self._base.version != published.version:
+            self._base, self._learned = published, 0
+            self._quality = published.tensors["w"].item()
+        self._best, elapsed = None, 0.0
+        while elapsed < min(teaching.ends_s, limit_s):
+            if self._is_stopped and teaching.stop_s < math.inf:
+                yield teaching.stop_s
+                return self._report(SpotEnd.STOPPED)
+            yield BEAT_S
+            elapsed += BEAT_S
+            self._beats += 1
+            self._learned += 100
+            if round(elapsed / BEAT_S) % round(teaching.measures_s / BEAT_S) == 0:
+                self._quality *= 1 + teaching.gain
+                self._best = self._measured(teaching)
+        if teaching.error is not None:
+            raise teaching.error
+        return self._report(teaching.reason if elapsed >= teaching.ends_s else SpotEnd.STOPPED)
+
+    def adopt(self, offer: Offer) -> Verdict:
+        offer, reason = self._script.damages(offer), ""
+        before, after = self.served.tensors["w"].item(), offer.weights.tensors["w"].item()
+        if offer.weights.digest != offer.digest:
+            reason = "they are not what was sent"
+        elif not are_finite(offer.weights.tensors):
+            reason = "they are not finite"
+        elif after < before or self._script.refuses(self.number, offer.weights.version):
+            reason = "they do worse here"
+        else:
+            self.served = offer.weights
+        verdict = Verdict(
+            version=offer.weights.version,
+            is_adopted=not reason,
+            before=before,
+            after=after,
+            reason=reason,
+        )
+        self._verdicts.append(verdict)
+        return verdict
+
+    def join(self, rank: int, size: int, address: str, timeout_s: float) -> Task:
+        assert rank == self.number
+        here = self._crew.meetings.setdefault(address, [])
+        here.append(self)
+        waited = 0.0
+        while len(here) < size or int(address.removeprefix("tcp://")) < self._script.bad_meetings:
+            yield BEAT_S
+            waited += BEAT_S
+            if waited > timeout_s or any(member.is_dead for member in here):
+                raise TeamError("nobody came")
+        self.team = address
+        self.policy = max((member.policy for member in here), key=len)
+        return len(self.policy)
+
+    def gather(self) -> Task:
+        yield GATHER_S
+        if self.team is None or any(m.is_dead for m in self._crew.meetings[self.team]):
+            self.team = None
+            raise TeamError("a member is gone")
+
+    def learn(self, batches: Sequence[TrainBatch]) -> Task:
+        if self._crew.size > 1:
+            try:
+                yield from self._sum()
+            finally:
+                self._is_waiting = False
+        number = batches[0].num_generated
+        if number in self._script.broken_steps:
+            raise NonFiniteError(f"batch {number}")
+        self.policy += (number,)
+        yield REPORT_S
+        report: LearnerReport = LearnerMetrics().report(len(self.policy), ())
+        return report
+
+    def publish(self) -> int:
+        self.engine = self.policy
+        return len(self.policy)
+
+    def restore(self, state: PolicyState) -> None:
+        self.policy = tuple(state.weights["learned"].tolist())
+
+    def restore_saved(self, directory: Path, learner: LearnerState) -> None:
+        self.policy = tuple(range(learner.numbers["version"]))
+
+    def save_policy(self, path: Path) -> None:
+        path.write_text(f"{self.policy}")
+
+    def num_parameters(self) -> int:
+        return 12
+
+    def drafter_weights(self) -> DrafterWeights | None:
+        return self.served if self._script.has_drafter else None
+
+    def _sum(self) -> Task:
+        """Add gradients up with the team."""
+        team, crew = self.team, self._crew
+        if team is None:
+            raise TeamError("the team is closed")
+        members, came = crew.meetings[team], crew.rounds.setdefault((team, len(self.policy)), [])
+        for _ in range(round(LEARN_S / BEAT_S)):
+            yield BEAT_S
+            self._beats += 1
+        came.append(self)
+        waited, self._is_waiting = 0.0, True
+        while len(came) < crew.size:
+            if waited > HANG_S or any(one.is_dead or one.team != team for one in members):
+                self.team = None
+                raise TeamError("a member is gone")
+            yield BEAT_S
+            waited += BEAT_S
+        if self.number in self._script.torn and team == "tcp://0":
+            self.team = None
+            raise TeamError("the sum never came")
+
+    # ---- messages
+
+    def go(self) -> None:
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+    def progress(self) -> Progress:
+        lengths = [request.noise_key % 1000 for request in self._shard]
+        return Progress(
+            beats=self._beats,
+            num_finished=sum(length <= self._num_written for length in lengths),
+            num_generated=sum(min(length, self._num_written) for length in lengths),
+            num_running=sum(length > self._num_written for length in lengths),
+            is_waiting=self._is_waiting,
+        )
+
+    def policy_state(self) -> PolicyState:
+        return PolicyState(
+            weights={"learned": torch.tensor(self.policy, dtype=torch.int64)},
+            learner=LearnerState(tensors={}, numbers={"version": len(self.policy)}),
+        )
+
+    def learner_state(self, known: Sequence[str]) -> LearnerState:
+        own = {f"kept/{self.number}": torch.zeros(1), "kept/by-all": torch.zeros(1)}
+        return LearnerState(
+            tensors={name: tensor for name, tensor in own.items() if name not in known}
+            | {"rows": torch.tensor([self.number])},
+            numbers=self.policy_state().learner.numbers,
+        )
+
+    def written(self, step: int, first: int = 0) -> list[Written]:
+        done = [self._written(r, step) for r in self._shard if self._left(r) <= 0]
+        done.sort(key=lambda each: len(each.tokens))
+        return done[first:] + [self._written(r, step) for r in self._shard if self._left(r) > 0]
+
+    def feed(self, texts: Sequence[Written]) -> None:
+        self.heard += texts
+
+    def offer(self, offer: Offer) -> None:
+        self._offers.append(offer)
+
+    def candidate(self) -> Replica | None:
+        return self._best
+
+    def verdicts(self) -> list[Verdict]:
+        found, self._verdicts = self._verdicts, []
+        return found
+
+    # ---- parts
+
+    def _left(self, request: Request) -> int:
+        return request.noise_key % 1000 - self._num_written
+
+    def _written(self, request: Request, step: int) -> Written:
+        return Written(
+            request_id=request.request_id,
+            tokens=(*request.prompt_tokens, *text(request)[: self._num_written]),
+            prompt_len=len(request.prompt_tokens),
+            step=step,
+            is_finished=self._left(request) <= 0,
+        )
+
+    def _completion(self, request: Request) -> Completion:
+        tokens, policy = text(request), self.engine
+        assert policy is not None
+        return Completion(
+            request_id=request.request_id,
+            tokens=tokens,
+            logprobs=(-1.0,) * len(tokens),
+            text="",
+            finish_reason=FinishReason.STOP,
+            policy_version=len(policy),
+        )
+
+    def _take_offers(self) -> None:
+        if self._offers:
+            self.adopt(self._offers[-1])
+            self._offers.clear()
+
+    def _measured(self, teaching: Teaching) -> Replica:
+        assert self._base is not None
+        weight = self._quality if teaching.weight is None else teaching.weight
+        return Replica(
+            base_version=self._base.version,
+            weights={"w": torch.tensor([weight])},
+            num_tokens=self._learned,
+            num_steps=self._learned // 100,
+            accept_len=self._quality,
+            base_accept_len=self._base.tensors["w"].item(),
+        )
+
+    def _report(self, reason: SpotEnd) -> SpotReport:
+        return SpotReport(
+            num_steps=self._learned // 100,
+            num_tokens=self._learned,
+            num_reused=self._learned // 2,
+            seconds=1.0,
+            max_micro_step_s=0.05,
+            reason=reason,
+            replica=None if reason is SpotEnd.NOT_FINITE else self._best,
+        )

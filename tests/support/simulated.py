@@ -1,0 +1,244 @@
+"""An engine, a machine and a drafter made of arithmetic, for laws about tuners.
+
+    machine    seconds(tokens) = a + b x tokens, noisy, and now and then a stall
+    drafter    chains whose nodes are likely (margin 3) or doubtful (margin 0.3); how often each is
+               right is the truth, which may shift; confidences are learned as real drafters do
+
+The oracle knows the truth: it plays the chain that is best on average for a number of requests.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from longtail.speculation.confidence import ConfidenceCurve
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import DraftTree, keep_reached, prune
+from longtail.speculation.verify import Accepted, follow
+from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
+from longtail.tuner.guard import Guard
+from longtail.tuner.records import Asked, Batch, Outcome, Plan
+from longtail.tuner.tuner import PLAIN, Tuner
+
+LOOKS = LIKELY, DOUBTFUL = 3.0, 0.3
+RIGHT, WRONG = 1, 2
+"""Tokens: what is written is all RIGHT until it is known to differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """How often nodes are right, given their parents."""
+
+    likely: float
+    doubtful: float
+    share: float = 0.7
+    """Of nodes that look likely."""
+
+    def mean(self) -> float:
+        """Of a node of any look."""
+        return self.share * self.likely + (1 - self.share) * self.doubtful
+
+
+GOOD, BAD = Truth(0.97, 0.6), Truth(0.0, 0.0)
+
+
+DRAFT = DraftCost(start_s=1e-4, request_s=1e-5, level_s=5e-5, row_s=8e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What things take when nothing disturbs."""
+
+    step_s: float = 1e-3
+    token_s: float = 5e-5
+    draft: DraftCost = DRAFT
+
+    def verify_s(self, num_tokens: int) -> float:
+        """A step of so many tokens."""
+        return self.step_s + self.token_s * num_tokens
+
+    def costs(self, factor: float = 1.0) -> CostModel:
+        """What a profile would say that is wrong by a factor."""
+        counts = (1, 8, 64, 512)
+        curve = TimeCurve(counts, [factor * self.verify_s(count) for count in counts])
+        model = CostModel(curve, pair_s=0.0, node_pair_s=0.0)
+        model.drafts = [self.draft.scaled(factor)]
+        return model
+
+
+MACHINE = Machine()
+
+
+@dataclass(slots=True)
+class Run:
+    """Steps of a simulated engine: tokens, undisturbed seconds, and what was planned."""
+
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def rate(self, begin: int = 0, end: int | None = None) -> float:
+        """Tokens a second over some steps."""
+        return sum(self.tokens[begin:end]) / sum(self.seconds[begin:end])
+
+
+def simulate(
+    tuner: Tuner,
+    *,
+    steps: int,
+    truth: Callable[[int], Truth],
+    running: Callable[[int], int],
+    machine: Machine = MACHINE,
+    guarded: bool = False,
+    profile_error: float = 1.0,
+    seed: int = 0,
+) -> Run:
+    """Let a tuner drive; `truth` and `running` are functions of the step."""
+    rng = random.Random(seed)
+    costs, curve, run = machine.costs(profile_error), ConfidenceCurve(), Run()
+    guard = Guard(costs) if guarded else None
+    tuner.begin(costs, 1)
+    pupils = _Pupils(costs, curve, tuner, guard, run)
+    repeats, repeated = 0, -1
+    for step in range(steps):
+        num = running(step)
+        batch = Batch(num_asking=num, num_sampled=num, num_tokens=num, num_pairs=0, room=512 - num)
+        if repeats and num == repeated:  # as the engine does: nobody is asked or told
+            repeats -= 1
+            run.tokens.append(num)
+            run.seconds.append(machine.verify_s(num))
+            run.plans.append(run.plans[-1])
+            run.nodes.append(0)
+            repeats = 0 if pupils.learn() else repeats
+            continue
+        plan = tuner.plan(batch) if guard is None or guard.allows else PLAIN
+        repeats, repeated = plan.holds, num
+        asked: tuple[Asked, ...] = ()
+        nodes = accepted = 0
+        draft_s = expected = 0.0
+        followed: list[tuple[DraftTree, Accepted]] = []
+        if plan.strategy is not None:
+            trees = _propose(plan.strategy, curve, truth(step), plan.num_requests or num, rng)
+            rows = sum(tree.size for tree in trees)
+            levels = max(tree.size for tree in trees)
+            draft_s = machine.draft.seconds(len(trees), float(levels), float(rows))
+            asked = (
+                Asked(
+                    drafter=0,
+                    num_requests=len(trees),
+                    levels=levels,
+                    rows=rows,
+                    seconds=draft_s * _disturbed(rng),
+                ),
+            )
+            spent = tuner.spend(batch, plan, [trees])
+            for whole, tree in zip(trees, spent, strict=True):
+                written = _written(whole, truth(step), rng)
+                accepted += min(len(follow(tree, written).path), tree.size)
+                followed.append((whole, follow(whole, written[: _known(tree, written)])))
+                expected += sum(tree.reach)
+            nodes = sum(tree.size for tree in spent)
+        took = machine.verify_s(num + nodes)
+        outcome = Outcome(
+            batch=batch,
+            plan=plan,
+            asked=asked,
+            num_drafts=len(asked) and asked[0].num_requests,
+            num_nodes=nodes,
+            num_accepted=accepted,
+            verify_s=took * _disturbed(rng),
+            num_expected=expected,
+        )
+        repeats = 0 if pupils.learn() else repeats
+        pupils.lesson = (outcome, followed)
+        run.tokens.append(num + accepted)
+        run.seconds.append(took + draft_s)
+        run.plans.append(plan)
+        run.nodes.append(nodes)
+    return run
+
+
+@dataclass(slots=True)
+class _Pupils:
+    """Those who learn of a step, while the next one is computed."""
+
+    costs: CostModel
+    curve: ConfidenceCurve
+    tuner: Tuner
+    guard: Guard | None
+    run: Run
+    lesson: tuple[Outcome, list[tuple[DraftTree, Accepted]]] | None = None
+
+    def learn(self) -> bool:
+        """Learn of the last step, if there is one to learn of; tell whether it drafted."""
+        if self.lesson is None:
+            return False
+        (outcome, followed), self.lesson = self.lesson, None
+        for tree, found in followed:
+            self.curve.learn(tree, found)
+        self.costs.learn(outcome)
+        self.tuner.learn(outcome)
+        if self.guard is not None and (reason := self.guard.learn(outcome)):
+            self.run.reasons.append(reason)
+        return bool(outcome.asked)
+
+
+def oracle_rate(truth: Truth, num: int, machine: Machine = MACHINE) -> float:
+    """Tokens a second of the best fixed chain, or of plain decoding."""
+    best = num / machine.verify_s(num)
+    accepted = 0.0
+    for depth in range(1, 17):
+        accepted += truth.mean() ** depth
+        draft_s = machine.draft.seconds(num, float(depth), float(num * depth))
+        best = max(best, num * (1 + accepted) / (draft_s + machine.verify_s(num * (1 + depth))))
+    return best
+
+
+def _propose(
+    strategy: Strategy, curve: ConfidenceCurve, truth: Truth, num: int, rng: random.Random
+) -> list[DraftTree]:
+    """Chains as far as they are worth it; all look RIGHT, the script of what is written decides."""
+    worth, table = strategy.worth, dict(zip(LOOKS, curve.confidences(LOOKS), strict=True))
+    margins: list[list[float]] = [[] for _ in range(num)]
+    reach: list[list[float]] = [[] for _ in range(num)]
+    going_on = list(range(num))
+    for _ in range(strategy.depth):
+        for i in going_on:
+            margins[i].append(LIKELY if rng.random() < truth.share else DOUBTFUL)
+            reach[i].append((reach[i][-1] if reach[i] else 1.0) * table[margins[i][-1]])
+        going_on = [i for i in going_on if reach[i][-1] >= worth.extend]
+        if not going_on or sum(reach[i][-1] - worth.extend for i in going_on) < worth.level:
+            break
+    trees = [
+        DraftTree(
+            tokens=(RIGHT,) * len(some),
+            parents=tuple(range(len(some))),
+            margins=tuple(some),
+            reach=tuple(by),
+        )
+        for some, by in zip(margins, reach, strict=True)
+    ]
+    return [prune(keep_reached(tree, worth.verify), strategy.num_nodes) for tree in trees]
+
+
+def _written(tree: DraftTree, truth: Truth, rng: random.Random) -> list[int]:
+    """What comes next: RIGHT as long as the nodes are right."""
+    written = []
+    for margin in tree.margins:
+        right = rng.random() < (truth.likely if margin == LIKELY else truth.doubtful)
+        written.append(RIGHT if right else WRONG)
+        if not right:
+            return written
+    return [*written, RIGHT]
+
+
+def _known(verified: DraftTree, written: list[int]) -> int:
+    """Tokens that the step yields: accepted ones and the bonus token."""
+    return len(follow(verified, written).path) + 1
+
+
+def _disturbed(rng: random.Random) -> float:
+    """These machines are noisy, and stall."""
+    return rng.lognormvariate(0.0, 0.05) * (50.0 if rng.random() < 0.01 else 1.0)

@@ -1,0 +1,90 @@
+"""A spot trainer with a tiny target and a buffer of texts that can be learned."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from longtail.drafter.eagle.fresh import fresh_drafter
+from longtail.drafter.eagle.layer import EagleConfig
+from longtail.drafter.eagle.weights import DrafterWeights, own_tensors
+from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.spot import Replica, SpotSettings, SpotTrainer
+from longtail.drafter.training.texts import pack_texts
+from longtail.drafter.training.trainer import TrainerSettings
+from longtail.model.transformer import Transformer
+from longtail.rl.data.examples import Example
+from longtail.rl.optim import OptimizerSettings
+from support.tiny_models import tiny_model
+
+TEACHING = TrainerSettings(unroll_steps=2, optimizer=OptimizerSettings(learning_rate=1e-2))
+SETTINGS = SpotSettings(
+    trainer=TEACHING,
+    batch_tokens=60,
+    tokens_per_micro_batch=24,
+    heldout_tokens=60,
+    num_depths=2,
+    measure_every=3,
+    min_gain=0.0,
+    patience=1000,
+)
+
+
+def counting(number: int, length: int, *, step: int = 0, is_finished: bool = True) -> Written:
+    """Text that counts up from somewhere, in one of two steps."""
+    start, by = 5 + 7 * number % 40, 1 + number % 2
+    return Written(
+        request_id=f"train/{number}@0#0",
+        tokens=tuple(start + by * i for i in range(length)),
+        prompt_len=3,
+        step=step,
+        is_finished=is_finished,
+    )
+
+
+def make_buffer(count: int = 30) -> DrafterBuffer:
+    buffer = DrafterBuffer(10**6, seed=4)
+    buffer.add(counting(number, 9 + number % 20) for number in range(count))
+    return buffer
+
+
+@final
+class Room:
+    """A spot trainer begun from version 1 of a fresh drafter."""
+
+    def __init__(self, settings: SpotSettings = SETTINGS, *, matrix_rate: float | None = None):
+        self.target: Transformer = tiny_model()
+        config = EagleConfig(recipe="eagle3", target=self.target.config, layers=(0, 1), window=8)
+        sample = pack_texts([Example(tokens=counting(1, 40).tokens, prompt_len=3)], 100)[0]
+        layer = fresh_drafter(config, self.target, sample, torch.Generator().manual_seed(3))
+        self.published = DrafterWeights(version=1, tensors=own_tensors(layer))
+        teaching = replace(settings.trainer, matrix_rate=matrix_rate)
+        self.spot = SpotTrainer(layer, self.target, replace(settings, trainer=teaching))
+        self.spot.begin(self.published)
+        self.layer, self.buffer = layer, make_buffer()
+        self.measured: list[Replica] = []
+        self.num_passes = 0
+        # The features of a micro-batch go through `fc` once.
+        layer.fc.register_forward_hook(lambda *_: self._count())
+
+    def _count(self) -> None:
+        self.num_passes += 1
+
+    def train(self, stopped: Callable[[], bool]):
+        return self.spot.train(self.buffer, stopped, self.measured.append)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and moments."""
+        return self.spot._trainer.tensors()
+
+
+def stop_at(call: int) -> Callable[[], bool]:
+    """Say so at the call with this number, from 0 on, and ever after."""
+    calls = iter(range(10**9))
+    return lambda: next(calls) >= call
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)

@@ -1,0 +1,114 @@
+"""Random models and a tokenizer small enough to run in milliseconds; shared by every test room."""
+
+import string
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from longtail.model.hf.tokenizer import Tokenizer
+from longtail.model.kernels import native
+from longtail.model.rope import RopeConfig
+from longtail.model.transformer import Family, ModelConfig, Transformer
+
+SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+NATIVE_DTYPES = [
+    pytest.param(
+        dtype,
+        marks=pytest.mark.skipif(
+            native.layout(dtype) is None, reason=f"no native product in {dtype} on this machine"
+        ),
+        id=str(dtype),
+    )
+    for dtype in (torch.float32, torch.bfloat16)
+]
+"""In which a token's bits do not depend on its batch."""
+
+
+def tiny_config(family: Family = "qwen3", vocab_size: int = 128) -> ModelConfig:
+    """Two layers, four query heads over two KV heads, and whatever sets the family apart."""
+    return ModelConfig(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16 if family == "qwen3" else 8,
+        max_positions=512,
+        rope=RopeConfig(theta=10_000.0),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied_embeddings=family == "qwen2",
+        windows=(8, 8) if family == "mistral" else (),
+    )
+
+
+def tiny_model(
+    family: Family = "qwen3",
+    vocab_size: int = 128,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **shape: Any,
+) -> Transformer:
+    """A random model: logits of standard deviation 1, no norm or bias left at its identity."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(replace(tiny_config(family, vocab_size), **shape))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1.0 + 0.1 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.1 * noise)
+            elif name == "embedding.weight" and not model.config.tied_embeddings:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+    return model.to(dtype)
+
+
+def byte_level_backend() -> Backend:
+    """Every byte is a letter; the longest token is 'abab', and <eos> is added."""
+    merges = [("a", "b"), ("ab", "ab"), ("\u0120", "\u0120")]  # the last is two blanks
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    backend = Backend(models.BPE({word: index for index, word in enumerate(words)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return backend
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """A tokenizer around `byte_level_backend`, without a chat template."""
+    from transformers import PreTrainedTokenizerFast  # here, because it takes seconds
+
+    backend = byte_level_backend()
+    inner = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    return Tokenizer(inner, (backend.token_to_id("<eos>"),))
+
+
+def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
+    """A token for each printable ASCII character, after <pad> <eos> <unk> <user> <assistant>."""
+    from transformers import PreTrainedTokenizerFast  # here, because it takes seconds
+
+    symbols = (*SPECIAL, *string.printable)
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(list(SPECIAL))
+    inner = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    inner.chat_template = chat_template
+    return Tokenizer(inner, (vocabulary["<eos>"],))

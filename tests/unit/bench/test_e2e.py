@@ -1,0 +1,255 @@
+"""`longtail bench e2e`: its ratios are those it names; its options are checked."""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from longtail.bench.e2e import card
+from longtail.bench.e2e.arms import ArmResult, SaveTimes, differing_share
+from longtail.bench.e2e.options import Setting, add_arguments, read_setting
+from longtail.bench.e2e.outlook import Outlook, outlook, plain_step, speedup_by_running
+from longtail.bench.e2e.plot import draw_curves
+from longtail.bench.e2e.task import write_prompts
+from longtail.engine.rollout_log import RolloutSeries
+from longtail.errors import ConfigError
+from longtail.rl.data.prompts import Encoder, make_prompts
+from longtail.rl.data.sources import load_rows
+from longtail.tuner.cost import CostModel, TimeCurve
+from longtail.types import Prompt
+from support.fakes import do_without
+
+
+def parse(*words: str) -> Setting:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return read_setting(parser.parse_args(list(words)))
+
+
+def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
+    """Steps of so many seconds of rollout, and some of everything else."""
+    rows = [
+        {
+            "timing_s/rollout": rollout,
+            "timing_s/step": rollout + others,
+            "reward/mean": 0.5,
+            "cluster/generating_s": rollout,
+            "cluster/idle_s": rollout / 2,
+            "cluster/spot_s": rollout / 2,
+            "cluster/idle_utilization": 0.5,
+            "cluster/reused_share": 0.25,
+            "cluster/spot_stop_latency_s": 0.1 * index,
+            "speculation/accept_length": 3.0 + index,
+        }
+        for index, rollout in enumerate(rollouts)
+    ]
+    return ArmResult(metrics=rows, texts=texts)
+
+
+FOUND = {
+    "off": arm([8.0, 4.0, 6.0], 2.0, a="one", b="two"),
+    "spot": arm([2.0, 2.0, 2.0], 2.0, a="one", b="three"),
+}
+
+
+def test_ratios_are_taken_step_by_step() -> None:
+    found = card.as_json(parse("--arms", "off,spot"), FOUND)
+    assert found["rollout_speedup"]["spot"] == {"median": 3.0, "low": 2.0, "high": 4.0}
+    assert found["step_speedup"]["spot"] == {"median": 2.0, "low": 1.5, "high": 2.5}
+    assert found["differing_share"] == {"spot": 0.5}
+    assert found["rewards_agree"] is True
+    assert found["idle_utilization"] == 0.5
+    assert found["reused_share"] == 0.25
+    assert found["stop_latency_s"] == {"median": 0.1, "max": 0.2}
+    assert found["accept_length"] == {"spot": [3.0, 4.0, 5.0]}
+    assert found["idle_share"]["off"] == 0.5
+    json.dumps(found)
+
+
+def test_a_reward_that_differs_is_told() -> None:
+    other = arm([2.0, 2.0, 2.0], 2.0)
+    other.metrics[1]["reward/mean"] = 0.25
+    assert not card.as_json(parse("--quick"), {**FOUND, "spot": other})["rewards_agree"]
+
+
+def test_the_card_has_a_line_for_each_arm_in_both_tables() -> None:
+    for title, columns, rows in card.tables(parse("--arms", "off,spot"), FOUND):
+        assert "2 workers" in title or "Seconds" in title
+        assert [row[0] for row in rows] == ["off", "spot"]
+        assert {len(row) for row in rows} == {len(columns)}
+
+
+def test_only_texts_that_both_wrote_are_compared() -> None:
+    assert differing_share(arm([], 0.0, a="x", b="y"), arm([], 0.0, b="y", c="z")) == 0.0
+    assert differing_share(arm([], 0.0), arm([], 0.0)) == 0.0
+
+
+def test_all_arms_have_the_same_seed_and_steps() -> None:
+    setting = parse("--steps", "7", "--workers", "3", "--dtype", "float64")
+    assert setting.arms == ("off", "history", "frozen", "serial", "spot", "cold")
+    assert "--data.size=64" in parse("--arms=off,spot,unplaced", "--problems=64").words
+    assert {"--run.steps=7", "--cluster.workers=3", "--learner.dtype=float64"} <= {*setting.words}
+    assert parse("--quick").arms == ("off", "spot")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--arms", "off,warm"), "--arms: 'warm' is not one of off"),
+        (("--arms", "spot,off"), "--arms = 'spot,off': off comes first"),
+        (("--steps", "-1"), "--steps = -1: it must be at least 1"),
+        (("--workers", "0"), "--workers = 0: it must be at least 1"),
+        (("--problems", "0"), "--problems = 0: it must be at least 1"),
+        (("--switch-task", "1"), "--switch-task = 1: it must be 2 to 20, the last step"),
+        (("--steps=4", "--switch-task=5"), "--switch-task = 5: it must be 2 to 4, the last step"),
+    ],
+)
+def test_an_impossible_option_is_refused_by_name(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(*words)
+
+
+def test_declaring_the_options_needs_no_torch() -> None:
+    code = "import sys, longtail.bench.e2e.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- another task in mid-run
+
+
+def prompts_of(source: str, size: int) -> tuple[Prompt, ...]:
+    encoder = Encoder(encode=lambda text: text.encode(), render=lambda chat: chat[0]["content"])
+    rows = load_rows(source, size, 0)
+    return make_prompts(rows, source=source, encoder=encoder, max_prompt_len=100).prompts
+
+
+def test_a_task_that_changes_is_the_same_problems_in_other_words(tmp_path: Path) -> None:
+    setting = parse("--steps", "5", "--prompts", "3", "--switch-task", "4")
+    found = prompts_of(str(write_prompts(tmp_path, setting)), 0)
+    usual = prompts_of("tiny-reasoner", 2048)[:15]
+    assert found[:9] == usual[:9]
+    assert not {each.text for each in found[9:]} & {each.text for each in usual}
+    for one, other in zip(found, usual, strict=True):
+        assert (one.prompt_id, one.data["answer"]) == (other.prompt_id, other.data["answer"])
+
+
+# ---- more workers
+
+FLAT = CostModel(TimeCurve((1, 64), (0.001, 0.001)), pair_s=0.0, node_pair_s=0.0)
+"""A step takes a millisecond, whatever is in it."""
+
+
+def drafting(running: tuple[int, ...], accepted: tuple[int, ...], step_s: float) -> RolloutSeries:
+    return RolloutSeries(
+        seconds=tuple(step_s * (index + 1) for index in range(len(running))),
+        running=running,
+        drafts=running,
+        nodes=accepted,
+        accepted=accepted,
+        readings=((),) * len(running),
+        switches=(),
+    )
+
+
+def test_a_speedup_is_tokens_a_second_over_those_of_plain_steps() -> None:
+    # 4 running: 4 + 12 tokens in 2 ms, plainly 4 in 1 ms; 1 running: 1 + 1 in 2 ms, 1 in 1 ms.
+    series = [drafting((4, 4), (12, 12), 0.002), drafting((1,), (1,), 0.002)]
+    faster = speedup_by_running(series, plain_step(FLAT, [10]))
+    assert faster(4) == pytest.approx(2.0)
+    assert faster(1) == pytest.approx(1.0)
+    assert 1.0 < faster(2) < 2.0
+    assert faster(100) == faster(4)
+
+
+def test_a_plain_step_reads_the_context_of_a_token_drawn_at_random() -> None:
+    costs = CostModel(TimeCurve((1, 64), (0.001, 0.001)), pair_s=1e-6, node_pair_s=0.0)
+    # Of 30 tokens, 10 have 5 behind them on average, 20 have 10: 25 / 3.
+    assert plain_step(costs, [10, 20])(3) == pytest.approx(0.001 + 3e-6 * 25 / 3)
+
+
+def looked_out(costs: CostModel = FLAT, *series: RolloutSeries) -> list[Outlook]:
+    """A token in half the time, with drafts, however many are running; learning takes a second."""
+    return outlook(
+        [10, 1000],
+        series or [drafting((1,), (1,), 0.001)],
+        costs,
+        writing_s=(1.0, 0.5),
+        requests_per_worker=4,
+        learning_s=1.0,
+        workers=(1, 16),
+    )
+
+
+def test_learning_dilutes_what_the_rollout_gains() -> None:
+    few, many = looked_out()
+    assert few.rollout_gain == pytest.approx(2.0)
+    assert many.rollout_gain == pytest.approx(2.0)
+    assert few.idle_share == 0.0
+    assert many.idle_share > 0.0
+    # A worker writes for a second, half a second with drafts; many wait for the last one, too.
+    assert few.step_gain == pytest.approx(2.0 / 1.5)
+    waited = 1.0 / (1.0 - many.idle_share)
+    assert many.step_gain == pytest.approx((waited + 1.0) / (waited / 2 + 1.0))
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+def test_costs_that_are_wrong_by_a_factor_change_no_prediction(factor: float) -> None:
+    right, wrong = (
+        CostModel(TimeCurve((1, 64), (0.001 * f, 0.02 * f)), pair_s=1e-7 * f, node_pair_s=0.0)
+        for f in (1.0, factor)
+    )
+    series = drafting((4, 1), (4, 3), 0.002)
+    for one, other in zip(looked_out(right, series), looked_out(wrong, series), strict=True):
+        assert asdict(one) == pytest.approx(asdict(other))
+
+
+def test_the_card_shows_how_far_the_prediction_is_from_the_measured_workers() -> None:
+    off, spot = arm([4.0] * 3, 2.0), arm([2.0] * 3, 2.0)
+    off.lengths, spot.lengths = [[50] * 48] * 2
+    spot.series, spot.costs = [drafting((1,), (1,), 0.001)], FLAT
+    for row in off.metrics:  # of 8 seconds of two workers' rollout
+        row["cluster/generating_s"] = 6.0
+    for row in spot.metrics:
+        row["cluster/generating_s"] = 4.0
+    found = {"off": off, "spot": spot}
+    # Equal lengths leave nobody waiting: 3 seconds, 2 with drafts; it was 4 and 2.
+    setting = parse("--steps=3", "--arms=off,spot")
+    assert card.as_json(setting, found)["prediction_error"] == pytest.approx(-0.25)
+    assert any(title.endswith("error -25%") for title, _, _ in card.tables(setting, found))
+
+
+def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None:
+    cold, frozen = arm([1.0] * 3, 1.0), arm([1.0] * 3, 1.0)
+    for row, length in zip(cold.metrics, (1.0, 4.5, 4.0), strict=True):
+        row["speculation/accept_length"] = length
+    found = {"off": FOUND["off"], "frozen": frozen, "cold": cold}
+    assert card.as_json(parse("--arms", "off"), found)["steps_until_frozen"] == 1
+
+
+def test_checkpoint_times_are_compared_save_by_save() -> None:
+    spot = arm([2.0, 2.0, 2.0], 2.0, a="one", b="two")
+    spot.saves = [SaveTimes(own_s=0.001, full_s=0.010), SaveTimes(own_s=0.001, full_s=0.020)]
+    ratio = card.as_json(parse("--quick"), {**FOUND, "spot": spot})["checkpoint_ratio"]
+    assert ratio == pytest.approx({"median": 0.075, "low": 0.05, "high": 0.1})
+
+
+def test_curves_are_drawn_of_arms_that_draft(tmp_path: Path) -> None:
+    by_arm = {"off": [0.0, 0.0], "spot": [2.0, 2.5], "frozen": [2.0, 1.9]}
+    draw_curves(by_arm, tmp_path / "c.png")
+    draw_curves(by_arm, tmp_path / "switched.png", switch_step=2)
+    plain, switched = ((tmp_path / name).read_bytes() for name in ("c.png", "switched.png"))
+    assert plain.startswith(b"\x89PNG")
+    assert switched.startswith(b"\x89PNG")
+    assert switched != plain, "the switch is marked"
+
+
+def test_curves_want_matplotlib_and_say_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_without(monkeypatch, "matplotlib")
+    with pytest.raises(ConfigError, match="the picture wants matplotlib"):
+        draw_curves({"spot": [2.0]}, tmp_path / "c.png")

@@ -1,0 +1,147 @@
+"""What names of drafters mean, which shapes of drafts are refused, which features are picked."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from longtail.build import drafters
+from longtail.build.drafters import Target, drafter_directory, open_drafters
+from longtail.drafter.history import HistoryDrafter
+from longtail.errors import ConfigError
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.taps import NO_TAPS, Taps
+from longtail.speculation.tree import MAX_NODES
+from support.tiny_models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    directory = tmp_path_factory.mktemp("target")
+    return Target(
+        model=tiny_model(), tokenizer=tiny_tokenizer(), directory=directory, name="my-model"
+    )
+
+
+def test_none_is_nobody_and_auto_needs_no_weights(target):
+    assert open_drafters("none", target, print) == ()
+    for names in ("auto", "history"):
+        (drafter,) = open_drafters(names, target, print)
+        assert isinstance(drafter, HistoryDrafter)
+
+
+def test_auto_is_the_embedded_models_own_where_it_is_the_target(target, monkeypatch):
+    opened = []
+
+    def note(name, target, say):
+        opened.append((target.name, name))
+        return HistoryDrafter()
+
+    monkeypatch.setattr(drafters, "open_drafter", note)
+    for name in ("tiny-reasoner", "my-model"):
+        mine = Target(
+            model=target.model, tokenizer=target.tokenizer, directory=target.directory, name=name
+        )
+        open_drafters("auto", mine, print)
+    assert opened == [("tiny-reasoner", "tiny-reasoner"), ("my-model", "history")]
+
+
+def test_names_joined_by_plus_are_as_many_drafters(target):
+    first, second = open_drafters("history+history", target, print)
+    assert isinstance(first, HistoryDrafter)
+    assert isinstance(second, HistoryDrafter)
+    assert first is not second
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ("no-such-thing", "'no-such-thing': it is neither history, tiny-reasoner nor a directory"),
+        ("history+nobody", "'nobody': it is neither"),
+        ("history+none", "'none': it is neither"),
+        ("tiny-reasoner", "only, not for 'my-model'"),
+        ("tiny-reasoner:eagle3", "only, not for 'my-model'"),
+    ],
+)
+def test_a_name_that_means_nothing_here_is_refused(names, reason, target):
+    with pytest.raises(ConfigError, match=r"speculation\.drafter") as caught:
+        open_drafters(names, target, print)
+    assert reason in str(caught.value)
+
+
+def test_a_recipe_that_does_not_exist_is_refused(target):
+    mine = Target(
+        model=target.model,
+        tokenizer=target.tokenizer,
+        directory=target.directory,
+        name="tiny-reasoner",
+    )
+    with pytest.raises(ConfigError, match="the recipes are eagle1, eagle3"):
+        open_drafters("tiny-reasoner:eagle9", mine, print)
+
+
+def test_a_directory_without_a_drafter_says_what_is_wanted(target, tmp_path: Path):
+    with pytest.raises(ConfigError, match="neither a drafter nor a run with one"):
+        open_drafters(str(tmp_path), target, print)
+    with pytest.raises(ConfigError, match="no such directory"):
+        drafter_directory(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("depth", 0, 1), ("width", 0, 1), ("size", -1, 0), ("beam", -1, 0)]
+    + [(name, MAX_NODES + 1, least) for name, least in (("depth", 1), ("width", 1), ("size", 0))],
+)
+def test_a_shape_out_of_bounds_is_refused_by_its_name(name, value, least):
+    with pytest.raises(ConfigError, match=rf"speculation\.{name} = {value}: .*from {least} to"):
+        Strategy(**{"depth": 2, name: value})
+
+
+def test_a_shape_that_drafts_on_too_many_nodes_is_refused():
+    assert Strategy(depth=32, width=2).num_followed == 2  # 2 x 31 = 62
+    with pytest.raises(ConfigError, match="lower one of them"):
+        Strategy(depth=33, width=2)
+    assert Strategy(depth=33, width=2, beam=1).num_followed == 1  # a beam is what is drafted on
+
+
+def test_sizes_that_are_not_said_follow_from_the_others():
+    assert Strategy(depth=5).num_nodes == 5
+    assert Strategy(depth=5, size=9).num_nodes == 9
+    assert Strategy(depth=5, width=3).num_followed == 3
+    assert Strategy(depth=MAX_NODES).num_nodes == MAX_NODES
+
+
+EAGLE1, EAGLE3 = Taps(final=True), Taps(layers=(2, 4, 5))
+
+
+def test_a_union_wants_what_either_wants_in_rising_order():
+    both = Taps(layers=(4, 9)).union(EAGLE3)
+    assert both == EAGLE3.union(Taps(layers=(4, 9))) == Taps(layers=(2, 4, 5, 9))
+    assert EAGLE1.union(EAGLE3) == Taps(layers=(2, 4, 5), final=True)
+    assert EAGLE1.union(NO_TAPS) == EAGLE1
+    assert not NO_TAPS.union(NO_TAPS).any
+
+
+def features_of(taps: Taps) -> torch.Tensor:
+    """Three tokens of two numbers a state: the layer's number, 99 for the final state."""
+    states = [float(layer) for layer in taps.layers] + [99.0] * taps.final
+    return torch.tensor(states).repeat_interleave(2).repeat(3, 1)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [EAGLE1, EAGLE3, Taps(layers=(9,)), Taps(layers=(2, 9), final=True)],
+    ids=["final", "layers", "one", "both"],
+)
+def test_what_is_picked_of_a_union_is_what_was_wanted_alone(wanted):
+    whole = Taps(layers=(2, 4, 5, 9), final=True)
+    picked = whole.pick(wanted, features_of(whole))
+    assert torch.equal(picked, features_of(wanted))
+
+
+def test_nothing_is_picked_of_nothing_or_for_nobody():
+    assert EAGLE3.pick(NO_TAPS, features_of(EAGLE3)) is None
+    assert EAGLE3.pick(EAGLE3, None) is None
+    assert NO_TAPS.pick(NO_TAPS, None) is None
+    whole = features_of(EAGLE3)
+    assert EAGLE3.pick(EAGLE3, whole) is whole

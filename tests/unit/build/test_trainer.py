@@ -1,0 +1,230 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from end_to_end.workshop import Workshop, build, write_lines
+from longtail.build.trainer import TrainerComponents, assemble, model_directory
+from longtail.build.worker import build_machines
+from longtail.cluster.worker import Worker, WorkerComponents
+from longtail.config.rl import RunConfig, load
+from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from longtail.model.attention import PackedAttention
+from longtail.model.hf import model as hf
+from longtail.model.transformer import Family
+from longtail.rl.packing import pack_rollouts
+from longtail.system.device import set_threads
+from longtail.types import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    TrainBatch,
+)
+from support.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return build(tmp_path_factory.mktemp("workshop"))
+
+
+def _config(workshop: Workshop, *words: str) -> RunConfig:
+    return load(None, workshop.words("run", *words)[1:])
+
+
+def _assemble(workshop: Workshop, *words: str) -> TrainerComponents:
+    return assemble(_config(workshop, *words), workshop.model, lambda rows: {})
+
+
+def _machines(workshop: Workshop, *words: str) -> WorkerComponents:
+    config = _config(workshop, *words)
+    return build_machines(config, workshop.model, _assemble(workshop, *words).limits)
+
+
+def _batch() -> TrainBatch:
+    """Cut from a made-up rollout."""
+    completion = Completion(
+        request_id="r",
+        tokens=(7, 8, 9),
+        logprobs=(-4.0, -4.0, -4.0),
+        text="",
+        finish_reason=FinishReason.LENGTH,
+        policy_version=0,
+    )
+    prompt = Prompt(prompt_id="p", tokens=(3, 4, 5), text="")
+    rollout = Rollout(prompt=prompt, completion=completion, reward=1.0)
+    sampling = SamplingParams(max_tokens=16)
+    return pack_rollouts([rollout], [1.0], sampling=sampling, budget=100)
+
+
+def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
+    words = (
+        "--rollout.top_p=0.9",
+        "--rollout.temperature=0.7",
+        "--rollout.stop=END",
+        "--rollout.kv_tokens=0",
+        "--rollout.max_running=3",
+        "--rollout.dtype=float64",
+        "--learner.dtype=float32",
+    )
+    parts, machines = _assemble(workshop, *words), _machines(workshop, *words)
+    assert parts.sampling.temperature == 0.7
+    assert parts.sampling.top_p == 0.9
+    assert parts.sampling.max_tokens == 16
+    assert parts.sampling.stop == ("END",)
+    assert parts.sampling.stop_token_ids == machines.tokenizer.eos_ids == (1,)
+    assert machines.policy.dtype == torch.float32
+    assert machines.engine.model.dtype == torch.float64
+    # Three rows of the longest prompt, 8 tokens in the chat template, and 16 more: one block each.
+    assert machines.engine.kv_usage().total == 3 * 32
+    assert len(parts.source.take(8)) == 8
+    assert [prompt.prompt_id for prompt in parts.heldout] == [f"prompts/{i}" for i in range(8, 12)]
+    assert parts.num_dropped == 0
+    assert parts.fleet.num_parameters == sum(p.numel() for p in machines.policy.parameters())
+
+
+def test_held_out_problems_may_come_from_another_source(workshop: Workshop, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    write_lines(other, *({"prompt": f"{i}"} for i in range(9)))
+    parts = _assemble(workshop, f"--data.heldout={other}", "--data.heldout_size=2")
+    assert [prompt.prompt_id for prompt in parts.heldout] == ["other/0", "other/1"]
+    first_epoch = {each.prompt.prompt_id for each in parts.source.take(12)}
+    assert first_epoch == {f"prompts/{i}" for i in range(12)}
+    assert _assemble(workshop, f"--data.heldout={other}", "--data.heldout_size=0").heldout == ()
+    other.write_text("")
+    with pytest.raises(DataError, match=r"data\.heldout = .* holds no rows"):
+        _assemble(workshop, f"--data.heldout={other}")
+
+
+def test_long_prompts_that_are_left_out_are_counted(workshop: Workshop, tmp_path: Path) -> None:
+    mixed = tmp_path / "mixed.jsonl"
+    write_lines(mixed, *({"prompt": "x" * n} for n in (1, 50, 2, 60, 70)))
+    words = (f"--data.source={mixed}", "--data.max_prompt_len=20", "--data.heldout_size=1")
+    parts = _assemble(workshop, *words, "--data.drop_long_prompts=true")
+    assert parts.num_dropped == 3
+
+
+def test_room_is_checked_against_the_longest_prompt_there_is_not_the_limit(
+    workshop: Workshop,
+) -> None:
+    # Prompts of 8 or 9 tokens; data.max_prompt_len is 512, as many as the model has positions.
+    assert _assemble(workshop, "--rollout.max_tokens=503")
+    with pytest.raises(ConfigError, match="503 of its 512 positions left"):
+        _assemble(workshop, "--rollout.max_tokens=504")
+
+
+def test_the_engine_has_weights_of_its_own(workshop: Workshop) -> None:
+    machines = _machines(workshop)
+    before = machines.learner.weights()
+    worker = Worker(machines)
+    worker.learn([_batch()])
+    assert machines.engine.policy_version == 0
+    assert worker.publish() == machines.engine.policy_version == 1
+    now = machines.learner.weights()
+    assert [name for name, t in now.tensors.items() if not t.equal(before.tensors[name])]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_the_engine_writes_under_the_weights_that_were_published(
+    workshop: Workshop, tmp_path: Path, family: Family
+) -> None:
+    # qwen2 is tiny with tied embeddings: its head has no weights of its own to be published.
+    hf.save_model(tiny_model(family, dtype=torch.float64), tmp_path, eos_ids=(1,))
+    hf.load_tokenizer(workshop.model).save(tmp_path)
+    words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--learner.learning_rate=0.1")
+    config = _config(workshop, *words)
+    parts = assemble(config, tmp_path, lambda rows: {})
+    machines = build_machines(config, tmp_path, parts.limits)
+    worker = Worker(machines)
+    worker.learn([_batch()])
+    worker.publish()
+    prompt = parts.heldout[0]
+    request = Request(
+        request_id="r", prompt_tokens=prompt.tokens, noise_key=5, sampling=parts.sampling
+    )
+    (completion,) = worker.generate([request]).completions
+    tokens = (*prompt.tokens, *completion.tokens)
+    policy = machines.policy
+    with torch.no_grad():
+        hidden = policy(
+            torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention((0, len(tokens)))
+        )
+        scores = policy.logits(hidden).log_softmax(-1)
+    start = len(prompt.tokens)
+    expected = [scores[start + i - 1, t].item() for i, t in enumerate(completion.tokens)]
+    assert completion.logprobs == pytest.approx(expected, abs=1e-9)
+
+
+def test_broken_weights_are_not_published(workshop: Workshop) -> None:
+    machines = _machines(workshop)
+    with torch.no_grad():
+        machines.policy.layers[1].feed_forward.down.weight[0, 0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.feed_forward\.down\.weight .*version 0"):
+        Worker(machines).publish()
+
+
+def test_what_is_restored_goes_on_as_the_saved_one_would(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    words = ("--learner.kl_coef=0.5", "--learner.weight_decay=0.1")
+    machines = _machines(workshop, *words)
+    worker = Worker(machines)
+    worker.learn([_batch()])
+    worker.save_policy(tmp_path)
+    again = _machines(workshop, *words)
+    Worker(again).restore_saved(tmp_path, machines.learner.state())
+    for each in (machines, again):
+        each.learner.step([_batch()])
+    ours, theirs = machines.learner.weights(), again.learner.weights()
+    assert ours.version == theirs.version == 2
+    assert all(tensor.equal(theirs.tensors[name]) for name, tensor in ours.tensors.items())
+
+
+def test_a_checkpoint_of_another_model_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    machines = _machines(workshop)
+    hf.save_model(tiny_model("llama"), other, eos_ids=machines.tokenizer.eos_ids)
+    machines.tokenizer.save(other)
+    with pytest.raises(CheckpointError, match="another model"):
+        Worker(machines).restore_saved(other, machines.learner.state())
+
+
+def test_a_cursor_of_other_data_is_refused(workshop: Workshop) -> None:
+    cursor = _assemble(workshop).source.state()
+    with pytest.raises(DataError, match="the checkpoint was made with"):
+        _assemble(workshop, "--data.heldout_size=5").source.restore(cursor)
+
+
+def test_a_saved_policy_brings_its_tokenizer_and_its_end_tokens(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    machines = _machines(workshop)
+    Worker(machines).save_policy(tmp_path)
+    saved = hf.load_tokenizer(tmp_path)
+    assert saved.eos_ids == machines.tokenizer.eos_ids
+    assert saved.chat([{"role": "user", "content": "7"}]) == machines.tokenizer.chat(
+        [{"role": "user", "content": "7"}]
+    )
+
+
+def test_threads_are_those_asked_for_or_every_core() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert set_threads(0) >= 1
+        assert set_threads(1) == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_model_is_named_by_its_directory() -> None:
+    assert model_directory("some/where") == Path("some/where")
+
+
+def test_shards_are_refused_where_pytorch_is_too_old(workshop, monkeypatch):
+    words = ("--cluster.workers=2", "--learner.sharding=full")
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.1+cpu"))
+    with pytest.raises(ConfigError, match=r"learner.sharding = 'full' needs PyTorch 2.13 .* 2.12"):
+        _assemble(workshop, *words)

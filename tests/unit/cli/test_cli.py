@@ -1,0 +1,280 @@
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longtail.build.drafters import Target
+from longtail.cli import generate
+from longtail.cli import main as cli
+from longtail.cli import parsers as cli_parsers
+from longtail.config.rl import RunConfig, dump
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.report import Piece
+from longtail.model.hf import model as hf
+from longtail.model.hf.tokenizer import Tokenizer
+from support.tiny_models import byte_level_tokenizer, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer()
+    hf.save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
+    tokenizer.save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["sft", "--help"], ["generate", "--help"], ["trian"]]
+)
+def test_help_and_refusals_come_without_torch(words: list[str]) -> None:
+    script = (
+        "import sys\n"
+        "from longtail import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout if "--help" in words else done.stderr
+
+
+def test_the_installed_command_is_this_one() -> None:
+    command = [str(Path(sys.executable).parent / "longtail"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == cli.summary() + "\n"
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "longtail 0.1.0\n"
+
+
+def test_every_verb_has_a_line_in_the_summary() -> None:
+    for name in cli_parsers.parsers():
+        assert f"\n  {name.split()[0]} " in cli.summary()
+
+
+def test_no_words_show_the_summary_and_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "verbs:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "trian: no such verb; did you mean train?"),
+        (
+            ["qqq"],
+            "qqq: no such verb; the verbs are train, sft, drafter, generate, serve, bench, ",
+        ),
+        (["train", "no.toml"], "no.toml: no such file"),
+        (["train", "--learner.los", "dapo"], "--learner.los: unknown key; the nearest known one"),
+        (["train", "--learner.loss", "ppo", "quickstart"], "--learner.loss ppo: it must be 'grpo'"),
+        (["train", "--run.steps=0", "--rollout.top_p=2"], "2 problems"),
+        (["sft", "--train.steps=0"], "--train.steps 0: it must be greater"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere: no such directory"),
+        (["generate", "nowhere", "--n", "0"], "--n = 0"),
+    ],
+)
+def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("longtail: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_dry_run_prints_the_configuration_and_the_memory_as_toml(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    words = ["quickstart", "--dry-run", f"--model.path={model_path}", "--learner.loss", "dapo"]
+    assert cli.main(["train", *words]) == 0
+    out = capsys.readouterr().out
+    tables = tomllib.loads(out)
+    assert tables["learner"]["loss"] == "dapo"
+    assert tables["run"]["dir"] == "runs/quickstart"
+    assert tables.keys() == tomllib.loads(dump(RunConfig())).keys()
+    parameters = sum(p.numel() for p in tiny_model().parameters())
+    assert f"# memory, {parameters:,} parameters" in out
+    for row in ("KV cache", "optimizer moments", "activations", "total", "available"):
+        assert row in out
+
+
+def test_a_dry_run_of_fine_tuning_prints_its_configuration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["sft", "--dry-run", "--train.steps=3"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["train"]["steps"] == 3
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = ["sh", "-c", f"{sys.executable} -m longtail.cli.main sft --dry-run | true"]
+    for unbuffered in ("", "1"):
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert done.stderr == ""
+
+
+def test_an_interrupt_ends_with_a_clean_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path
+) -> None:
+    class Terminal:
+        def read(self) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert cli.main(["generate", str(model_path)]) == 130
+    assert capsys.readouterr().err == "longtail: interrupted\n"
+
+
+def test_generate_writes_the_same_text_streamed_and_at_once(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    words = ["generate", str(model_path), "--prompt", "1+1=", "--max-tokens", "24", "--seed", "5"]
+    assert cli.main([*words, "--threads", "1"]) == 0
+    streamed, summary = capsys.readouterr()
+    assert "tokens/s; finished by " in summary
+    assert cli.main([*words, "--threads", "1", "--json", "--n", "2"]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert streamed == first["text"] + "\n"
+    assert first["text"] != second["text"]
+    assert first["num_tokens"] <= 24
+    assert first["logprob"] < 0
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_generate_has_the_model_compute_batch_invariantly_if_asked(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, invariant: bool
+) -> None:
+    opened: list[Target] = []
+    open_engine = generate.open_engine
+
+    def noted(target: Target, *rest: Any) -> RolloutEngine:
+        opened.append(target)
+        return open_engine(target, *rest)
+
+    monkeypatch.setattr(generate, "open_engine", noted)
+    words = ["generate", str(model_path), "--prompt=1", "--max-tokens=1", "--threads=1"]
+    assert cli.main([*words, *(["--batch-invariant"] * invariant)]) == 0
+    assert opened[0].model.batch_invariant is invariant
+
+
+def test_generate_reads_the_prompt_as_chat_where_there_is_a_template(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    def text(*more: str) -> str:
+        words = ["generate", str(model_path), "--max-tokens=12", "--temperature=0", "--threads=1"]
+        assert cli.main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    assert text("--prompt", "hi") == text("--prompt", "hi", "--chat")
+    assert text("--prompt", "hi") == text("--prompt", "<user>hi<eos><assistant>", "--raw")
+    assert text("--prompt", "hi") != text("--prompt", "hi", "--raw")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--prompt", ""], 2, "--prompt is empty"),
+        (["--prompt", "x", "--max-tokens", "512"], 2, "of its 512 positions left"),
+        (["--prompt", "x", "--temperature", "-1"], 1, "temperature = -1.0"),
+        (["--prompt", "x", "--temperature", "1e-300"], 1, "temperature = 1e-300: it must be 0"),
+        (["--prompt", "x", "--top-p", "1e-400"], 1, "top_p = 0.0: it must be in (0, 1]"),
+        (["--prompt", "x", "--stop", "\udcff"], 1, "no half of a surrogate pair"),
+        (["--prompt", "x\udcff"], 2, "'\\udcff', half of a surrogate pair"),
+        (["--prompt", "x", "--max-tokens", "9" * 300], 2, "of its 512 positions left"),
+    ],
+)
+def test_generate_refuses_what_cannot_be_served(
+    capsys: pytest.CaptureFixture[str],
+    model_path: Path,
+    words: list[str],
+    code: int,
+    message: str,
+) -> None:
+    assert cli.main(["generate", str(model_path), *words]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_generate_draws_the_best_token_where_top_p_leaves_no_other(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    """A top_p that is 0 in float32 left nothing to draw."""
+    words = ["generate", str(model_path), "--prompt=1+1=", "--max-tokens=12", "--threads=1"]
+
+    def text(*more: str) -> str:
+        assert cli.main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    assert text("--top-p=1e-50") == text("--temperature=0")
+    assert text(f"--top-k=1{'0' * 30}") == text()
+
+
+def test_generate_refuses_standard_input_that_is_no_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert cli.main(["generate", str(model_path)]) == 2
+    assert "standard input is not UTF-8" in capsys.readouterr().err
+
+
+def test_generate_refuses_a_prompt_by_its_length_before_it_is_tokenized(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """20 MB were tokenized for 40 s to be told that they are too long."""
+    tokenizer = byte_level_tokenizer()
+    hf.save_model(tiny_model(vocab_size=512), tmp_path)
+    tokenizer.save(tmp_path)
+
+    def never(*_: object) -> None:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 20_000_000))
+    assert cli.main(["generate", str(tmp_path)]) == 2
+    assert "--prompt has at least 4000000 tokens" in capsys.readouterr().err
+
+
+def test_generate_colours_what_drafts_foretold_and_changes_no_text(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    words = ["generate", str(model_path), "--prompt=1+1=", "--max-tokens=120", "--temperature=0"]
+    words += ["--drafter=history", "--threads=1"]
+
+    def text(*more: str) -> str:
+        assert cli.main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    plain = text()
+    coloured = text("--show-drafts=always")
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+    assert text("--show-drafts") == plain  # no terminal
+
+
+def test_only_what_a_draft_foretold_is_coloured() -> None:
+    assert generate.coloured(Piece(text="42", drafted=True)) == "\x1b[32m42\x1b[0m"
+    assert generate.coloured(Piece(text="42", drafted=False)) == "42"
+
+
+def test_drafts_are_shown_of_one_streamed_completion_only(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    for more in (["--n=2"], ["--json"]):
+        words = ["generate", str(model_path), "--prompt=x", "--show-drafts", "always", *more]
+        assert cli.main(words) == 2
+        assert "--show-drafts" in capsys.readouterr().err

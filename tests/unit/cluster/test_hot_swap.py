@@ -1,0 +1,189 @@
+"""A drafter that takes over other weights in mid-text drafts as if it had always had them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.drafter.eagle.weights import own_tensors
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.speculation.speculator import Speculation
+from longtail.errors import CheckpointError
+from longtail.model.transformer import Transformer
+from longtail.speculation.drafter import Draftable
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import DraftTree
+from longtail.speculation.verify import Accepted
+from longtail.types import Request, SamplingParams
+from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, show, text
+from support.tiny_models import tiny_model
+
+LENGTHS = (9, 31, 90)
+CHAIN, SIBLINGS = Strategy(depth=5), Strategy(depth=4, width=2, beam=1, size=8)
+TREE = Strategy(depth=3, width=2, size=7)
+CASES = (("eagle1", False), ("eagle3", False), ("eagle3", True))
+
+
+def _layer(model: Transformer, recipe: Recipe, seed: int, *, reduced: bool = False) -> EagleLayer:
+    """A layer as training leaves it: features are scaled outside of `fc`."""
+    config = EagleConfig(
+        recipe=recipe,
+        target=model.config,
+        layers=(0, 1) if recipe == "eagle3" else (),
+        window=5,
+        draft_vocab_size=64 if reduced else 0,
+        feature_scale=0.25 if recipe == "eagle3" else 1.0,
+    )
+    layer = EagleLayer(config)
+    layer.initialize(torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for parameter in layer.parameters():  # no norm is left at its identity
+            parameter.mul_(1.0 + 0.1 * torch.sin(torch.arange(parameter.shape[-1]) + seed))
+    return layer.double() if model.dtype == torch.float64 else layer
+
+
+def _drafter(
+    model: Transformer, recipe: Recipe, seed: int, *, reduced: bool = False
+) -> EagleDrafter:
+    ids = torch.arange(0, 128, 2) if reduced else None
+    return EagleDrafter(_layer(model, recipe, seed, reduced=reduced), model, draft_ids=ids)
+
+
+def _features(model: Transformer, drafter: EagleDrafter) -> dict[int, Tensor]:
+    return {n: features_of(model, drafter, text(n + 10, seed=n)) for n in LENGTHS}
+
+
+def _see(drafter: EagleDrafter, features: dict[int, Tensor], start: int, back: int) -> None:
+    """Let a drafter see each text from `start` up to `back` tokens before its end."""
+    for n in LENGTHS:
+        show(drafter, str(n), text(n + 10, seed=n), features[n], max(n + start, 0), n + 10 - back)
+
+
+def _ask(drafter: EagleDrafter, strategy: Strategy, back: int) -> list[DraftTree]:
+    """Ask for the texts without their last `back - 1` tokens."""
+    requests = [
+        Draftable(
+            request_id=str(n),
+            tokens=text(n + 10, seed=n)[: n + 11 - back],
+            prompt_len=PROMPT_LEN,
+            sampling=SamplingParams(temperature=0.0 if n == 31 else 1.0),
+            max_depth=9,
+        )
+        for n in LENGTHS
+    ]
+    noise = KeyedNoise([len(each.tokens) for each in requests], 128)
+    return drafter.propose(requests, strategy, noise)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("recipe", "reduced"), CASES)
+@pytest.mark.parametrize("strategy", [CHAIN, SIBLINGS, TREE])
+def test_weights_adopted_in_mid_text_draft_what_a_fresh_drafter_drafts(
+    dtype, recipe, reduced, strategy
+):
+    """To the last bit of every margin; chains by the native round, trees level by level."""
+    model = tiny_model(dtype=dtype)
+    model.pack()
+    swapped = _drafter(model, recipe, 1, reduced=reduced)
+    fresh = _drafter(model, recipe, 2, reduced=reduced)
+    features = _features(model, fresh)
+    for drafter in (swapped, fresh):
+        _see(drafter, features, -1000, 4)
+    before = _ask(swapped, strategy, 4)
+    swapped.adopt(own_tensors(_layer(model, recipe, 2, reduced=reduced)))
+    after = _ask(swapped, strategy, 4)
+    assert after == _ask(fresh, strategy, 4) != before
+    for drafter in (swapped, fresh):  # and further on
+        _see(drafter, features, 6, 1)
+    assert _ask(swapped, strategy, 1) == _ask(fresh, strategy, 1)
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+def test_it_drafts_like_a_drafter_that_had_these_weights_all_along(recipe):
+    """Catching up recomputes just the keys that the other computed one after the other."""
+    model = tiny_model(dtype=torch.float64)
+    swapped, always = _drafter(model, recipe, 1), _drafter(model, recipe, 2)
+    features = _features(model, always)
+    for drafter in (swapped, always):
+        _see(drafter, features, -1000, 8)
+        for back in range(8, 1, -1):
+            _ask(drafter, CHAIN, back)
+            _see(drafter, features, 10 - back, back - 1)
+    swapped.adopt(own_tensors(_layer(model, recipe, 2)))
+    for one, other in zip(_ask(swapped, TREE, 1), _ask(always, TREE, 1), strict=True):
+        assert (one.tokens, one.parents) == (other.tokens, other.parents)
+        assert one.margins == pytest.approx(other.margins, abs=1e-9)  # float64, other batches
+
+
+@pytest.mark.parametrize(("recipe", "reduced"), CASES)
+def test_adopting_touches_nothing_of_the_target(recipe, reduced):
+    model = tiny_model()
+    model.pack()
+    drafter = _drafter(model, recipe, 1, reduced=reduced)
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    drafter.adopt(own_tensors(_layer(model, recipe, 2, reduced=reduced)))
+    for name, parameter in model.named_parameters():
+        place, value = before[name]
+        assert parameter.data_ptr() == place, name
+        assert torch.equal(parameter, value), name
+
+
+def test_confidences_outlive_the_weights():
+    model = tiny_model(dtype=torch.float64)
+    drafter = _drafter(model, "eagle1", 1)
+    _see(drafter, _features(model, drafter), -1000, 1)
+    fresh = _drafter(model, "eagle1", 2)
+    _see(fresh, _features(model, fresh), -1000, 1)
+    for _ in range(20):  # whatever it proposes is wrong
+        trees = _ask(drafter, CHAIN, 1)
+        drafter.learn(trees, [Accepted(path=(), tokens=(0,)) for _ in trees])
+    drafter.adopt(own_tensors(_layer(model, "eagle1", 2)))
+    for one, other in zip(_ask(drafter, CHAIN, 1), _ask(fresh, CHAIN, 1), strict=True):
+        assert one.tokens == other.tokens
+        assert one.reach[0] < other.reach[0]
+
+
+def test_weights_of_another_drafter_are_refused_and_nothing_changes():
+    model = tiny_model()
+    drafter = _drafter(model, "eagle1", 1)
+    _see(drafter, _features(model, drafter), -1000, 1)
+    before = _ask(drafter, CHAIN, 1)
+    others = own_tensors(_layer(model, "eagle3", 2))
+    mine = own_tensors(_layer(model, "eagle1", 2))
+    with_head = mine | {"head.weight": model.head.weight.detach()}
+    for wrong in (others, with_head, {}, {n: t for n, t in mine.items() if n != "fc.weight"}):
+        with pytest.raises(CheckpointError, match="another drafter"):
+            drafter.adopt(wrong)
+        assert _ask(drafter, CHAIN, 1) == before
+
+
+def _rollout(recipe: Recipe, *, speculates: bool) -> list[tuple[int, ...]]:
+    """Texts of three requests, the drafter's weights being others after every step."""
+    model = tiny_model(dtype=torch.float64)
+    limits = EngineLimits(max_running=8, max_step_tokens=100, max_len=64)
+    engine, drafter = RolloutEngine(model, str, limits), _drafter(model, recipe, 0)
+    if speculates:
+        engine.speculate(Speculation.fixed(drafter, SIBLINGS))
+    seeds = iter(range(1, 1000))
+    done = engine.generate(
+        [
+            Request(
+                request_id=f"r{i}",
+                prompt_tokens=tuple(text(PROMPT_LEN, seed=i)),
+                noise_key=i,
+                sampling=SamplingParams(max_tokens=20 + 3 * i),
+            )
+            for i in range(3)
+        ],
+        lambda _: drafter.adopt(own_tensors(_layer(model, recipe, next(seeds)))),
+    )
+    assert next(seeds) > 5
+    return [each.tokens for each in done]
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+def test_swaps_in_mid_rollout_change_no_token(recipe):
+    """Law 1, with a drafter that is never the same for two steps."""
+    assert _rollout(recipe, speculates=True) == _rollout(recipe, speculates=False)

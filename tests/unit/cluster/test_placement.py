@@ -1,0 +1,157 @@
+"""Placement: each request once, even shares, long ones first, loads that meet their bound."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longtail.cluster.placement import LengthHistory, PromptGroup, place
+
+expectations = st.one_of(st.none(), st.integers(1, 4000).map(float))
+group_lists = st.lists(
+    st.builds(PromptGroup, size=st.integers(1, 8), expected=expectations), max_size=24
+)
+worker_counts = st.integers(1, 7)
+
+
+def group_of(groups: list[PromptGroup]) -> list[int]:
+    """The group of each request."""
+    return [index for index, group in enumerate(groups) for _ in range(group.size)]
+
+
+def test_the_example_is_placed_as_it_is_drawn() -> None:
+    groups = [PromptGroup(size=2, expected=tokens) for tokens in (900.0, 30.0, 200.0, 50.0)]
+    assert place(groups, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@given(group_lists, worker_counts)
+def test_each_request_is_placed_exactly_once(groups: list[PromptGroup], workers: int) -> None:
+    placed = place(groups, workers)
+    assert len(placed) == workers
+    assert sorted(request for each in placed for request in each) == list(
+        range(sum(group.size for group in groups))
+    )
+
+
+@given(group_lists, worker_counts)
+def test_the_same_question_has_the_same_answer(groups: list[PromptGroup], workers: int) -> None:
+    assert place(groups, workers) == place(list(groups), workers)
+
+
+@given(group_lists, worker_counts)
+def test_every_worker_gets_its_even_share_to_a_request(
+    groups: list[PromptGroup], workers: int
+) -> None:
+    counts = [len(each) for each in place(groups, workers)]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(group_lists, worker_counts)
+def test_every_worker_begins_with_its_longest(groups: list[PromptGroup], workers: int) -> None:
+    groups = [PromptGroup(size=each.size, expected=each.expected or 7.0) for each in groups]
+    owner = group_of(groups)
+    for each in place(groups, workers):
+        lengths = [groups[owner[request]].expected or 0.0 for request in each]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+@given(group_lists, worker_counts)
+def test_a_group_is_cut_less_often_than_there_are_workers(
+    groups: list[PromptGroup], workers: int
+) -> None:
+    owner = group_of(groups)
+    parts = [len({owner[request] for request in each}) for each in place(groups, workers)]
+    assert sum(parts) - len(groups) <= workers - 1
+
+
+@given(st.integers(1, 8), st.integers(1, 6), worker_counts, st.data())
+def test_groups_that_come_out_even_are_never_cut(
+    size: int, rounds: int, workers: int, data: st.DataObject
+) -> None:
+    count = rounds * workers
+    expected = data.draw(st.lists(expectations, min_size=count, max_size=count))
+    groups = [PromptGroup(size=size, expected=tokens) for tokens in expected]
+    owner = group_of(groups)
+    for each in place(groups, workers):
+        assert len(each) == rounds * size
+        assert len({owner[request] for request in each}) == rounds
+
+
+@given(st.integers(1, 4), st.integers(1, 6), worker_counts, st.integers(0, 999))
+def test_loads_differ_by_the_longest_group_at_most(
+    size: int, rounds: int, workers: int, seed: int
+) -> None:
+    chance = random.Random(seed)
+    lengths = [float(int(chance.paretovariate(0.7))) for _ in range(rounds * workers)]
+    groups = [PromptGroup(size=size, expected=tokens) for tokens in lengths]
+    owner = group_of(groups)
+    loads = [sum(lengths[owner[request]] for request in each) for each in place(groups, workers)]
+    assert max(loads) - min(loads) <= size * max(lengths)
+
+
+def test_without_knowledge_groups_are_dealt_in_turn() -> None:
+    groups = [PromptGroup(size=2)] * 6
+    assert place(groups, 3) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+
+
+def test_a_single_worker_still_begins_with_the_long_ones() -> None:
+    groups = [PromptGroup(size=2, expected=tokens) for tokens in (5.0, 80.0, 20.0)]
+    assert place(groups, 1) == [[2, 3, 4, 5, 0, 1]]
+
+
+def test_what_is_unknown_counts_like_the_median_of_the_known() -> None:
+    groups = [PromptGroup(size=1, expected=tokens) for tokens in (10.0, None, 30.0, 50.0)]
+    assert place(groups, 1) == [[3, 1, 2, 0]]  # 30 for the unknown one, which was asked earlier
+
+
+def test_one_long_group_does_not_keep_a_worker_from_its_share_of_short_ones() -> None:
+    # a worker with the long one is dealt nothing until the other one is full: three of four each
+    groups = [PromptGroup(size=1, expected=tokens) for tokens in (10.0, 3.0, 3.0, 3.0, 1.0, 1.0)]
+    assert place(groups, 2) == [[0, 4, 5], [1, 2, 3]]
+
+
+def test_a_group_larger_than_a_share_is_spread() -> None:
+    assert place([PromptGroup(size=8)], 3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    # two whole groups each; the fifth and shortest is what is cut
+    groups = [PromptGroup(size=4, expected=tokens) for tokens in (5.0, 4.0, 3.0, 2.0, 1.0)]
+    assert place(groups, 2) == [
+        [0, 1, 2, 3, 12, 13, 14, 15, 16, 17],
+        [4, 5, 6, 7, 8, 9, 10, 11, 18, 19],
+    ]
+
+
+def test_siblings_stay_together_where_another_worker_has_room_for_all() -> None:
+    sizes, lengths = (2, 5, 2, 3), (9.0, 2.0, 1.0, 0.5)
+    groups = [
+        PromptGroup(size=size, expected=tokens) for size, tokens in zip(sizes, lengths, strict=True)
+    ]
+    # the third fits only where more is to be written already; the last one fits nowhere
+    assert place(groups, 2) == [[0, 1, 7, 8, 10, 11], [2, 3, 4, 5, 6, 9]]
+
+
+def test_more_workers_than_requests_leave_some_without() -> None:
+    assert place([PromptGroup(size=2)], 4) == [[0], [1], [], []]
+    assert place([], 2) == [[], []]
+
+
+def test_a_book_remembers_the_longest_of_all_visits() -> None:
+    book = LengthHistory()
+    assert book.expected("p/1") is None
+    for length in (30, 412, 77):
+        book.note("p/1", length)
+    book.note("p/2", 5)
+    assert (book.expected("p/1"), book.expected("p/2")) == (412.0, 5.0)
+
+
+def test_a_book_comes_back_from_json_and_goes_on() -> None:
+    book, other = LengthHistory(), LengthHistory()
+    book.note("p/1", 30)
+    other.note("p/9", 1)
+    other.restore(json.loads(json.dumps(book.state())))
+    assert (other.expected("p/1"), other.expected("p/9")) == (30.0, None)
+    other.note("p/1", 31)
+    assert (other.expected("p/1"), book.expected("p/1")) == (31.0, 30.0)
+    with pytest.raises(KeyError):
+        other.restore({})

@@ -1,0 +1,224 @@
+"""Which drafter is served: only what measures better, never the same version twice."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longtail.cluster.publisher import MIN_GAIN, Publisher
+from longtail.cluster.records import Verdict
+from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.spot import Replica
+from support.fake_worker import drafter
+
+
+def replica(gain: float, *, base: int = 0, weight: float = 1.0, tokens: int = 100) -> Replica:
+    return Replica(
+        base_version=base,
+        weights={"w": torch.tensor([weight])},
+        num_tokens=tokens,
+        num_steps=1,
+        accept_len=2.0 * (1 + gain),
+        base_accept_len=2.0,
+    )
+
+
+def verdict(version: int, *, adopted: bool = True, reason: str = "") -> Verdict:
+    return Verdict(version=version, is_adopted=adopted, before=2.0, after=2.1, reason=reason)
+
+
+def publisher(version: int = 0) -> Publisher:
+    buffer = DrafterBuffer(10**6, seed=0)
+    buffer.add(
+        Written(
+            request_id=f"p{index}@0#0", tokens=(1, 2, 3), prompt_len=1, step=1, is_finished=True
+        )
+        for index in range(40)
+    )
+    return Publisher(drafter(version, 2.0), buffer)
+
+
+def said(one: Publisher) -> list[tuple[str, int]]:
+    return [(each.what, each.version) for each in one.drain()]
+
+
+@pytest.mark.parametrize("gain", [-0.1, 0.0, MIN_GAIN / 2, math.nan, math.inf])
+def test_what_does_not_measure_better_is_not_offered(gain):
+    one = publisher()
+    assert one.offer([replica(gain)]) is None
+    (decision,) = one.drain()
+    assert (decision.what, decision.before, decision.num_tokens) == ("kept", 2.0, 100)
+    assert decision.reason
+    assert one.published.version == 0
+
+
+def test_what_measures_better_is_offered_and_published_by_whoever_adopts_it():
+    one = publisher()
+    offer = one.offer([replica(0.1, weight=3.0)])
+    assert offer is not None
+    assert (offer.weights.version, offer.digest) == (1, offer.weights.digest)
+    assert offer.texts, "held out, for the receivers to measure on"
+    assert one.published.version == 0, "nobody serves it yet"
+    one.note([verdict(1, adopted=False, reason="worse here"), verdict(1), verdict(1)])
+    assert one.published is offer.weights
+    decisions = one.drain()
+    assert [(each.what, each.version) for each in decisions] == [
+        ("trained", 0),
+        ("offered", 1),
+        ("refused", 1),
+        ("published", 1),
+    ]
+    assert decisions[1].after == pytest.approx(2.2)
+    assert (decisions[2].reason, decisions[3].before, decisions[3].after) == ("worse here", 2, 2.1)
+
+
+def test_several_replicas_are_merged_by_the_tokens_that_they_learned():
+    one = publisher()
+    offer = one.offer(
+        [
+            replica(0.1, weight=1.0, tokens=300),
+            replica(0.2, weight=5.0, tokens=100),
+            replica(-0.1, weight=100.0, tokens=100),
+        ]
+    )
+    assert offer is not None
+    assert offer.weights.tensors["w"].item() == 2.0
+    assert said(one) == [("trained", 0), ("trained", 0), ("kept", 0), ("offered", 1)]
+
+
+def test_a_replica_that_is_not_finite_is_left_out_and_noted():
+    one = publisher()
+    broken = replica(0.5, weight=math.nan)
+    assert one.offer([broken]) is None
+    offer = one.offer([replica(0.1, weight=4.0), broken])
+    assert offer is not None
+    assert offer.weights.tensors["w"].item() == 4.0
+    decisions = one.drain()
+    assert [each.reason for each in decisions if each.what == "kept"] == ["it is not finite"]
+
+
+def test_a_refused_offer_changes_nothing_and_its_version_is_never_used_again():
+    one = publisher(7)
+    assert one.offer([replica(0.1, base=7)]) is not None
+    one.note([verdict(8, adopted=False, reason="they are not what was sent")])
+    assert one.published.version == 7
+    one.withdraw()
+    assert one.offer([replica(0.1, base=7)]) is None, "it was looked at, and found no better"
+    again = one.offer([replica(0.2, base=7)])
+    assert again is not None
+    assert again.weights.version == 9
+    one.begin()
+    third = one.offer([replica(0.1, base=7)])
+    assert third is not None
+    assert third.weights.version == 10
+
+
+def test_an_offer_that_nobody_answered_may_be_made_again():
+    one = publisher()
+    assert one.offer([replica(0.1)]) is not None
+    assert one.offer([replica(0.1)]) is None, "the answer is on its way"
+    one.withdraw()
+    again = one.offer([replica(0.1)])
+    assert again is not None
+    assert again.weights.version == 2
+    one.note([verdict(1), verdict(2)])
+    assert one.published is again.weights
+
+
+def test_replicas_of_older_drafters_must_beat_what_was_published_since():
+    one = publisher()
+    first = one.offer([replica(0.1)])
+    assert first is not None
+    one.note([verdict(1)])
+    assert one.offer([replica(0.09)]) is None
+    assert one.offer([replica(MIN_GAIN / 2, base=1)]) is None
+    second = one.offer([replica(0.11, weight=5.0), replica(0.05, base=1, weight=9.0)])
+    assert second is not None, "1.1 x 1.05 is more than 1.11"
+    assert second.weights.tensors["w"].item() == 9.0
+
+
+def test_an_offer_that_arrives_behind_a_newer_one_is_not_published():
+    one = publisher()
+    for gain in (0.1, 0.2):
+        assert one.offer([replica(gain)]) is not None
+    one.note([verdict(2)])
+    one.note([verdict(1), verdict(99)])
+    assert one.published.version == 2
+
+
+def test_the_same_judgement_is_noted_once_a_rollout():
+    one = publisher()
+    for _ in range(3):
+        one.offer([replica(-0.1)])
+    assert said(one) == [("kept", 0)]
+    one.begin()
+    one.offer([replica(-0.1)])
+    assert said(one) == [("kept", 0)]
+
+
+def test_who_has_missed_a_drafter_is_offered_it_once():
+    one = publisher()
+    assert one.missed_by(3) is None
+    assert one.offer([replica(0.1)]) is not None
+    assert one.missed_by(3) is None, "it is not published yet"
+    one.told(1, 1)
+    one.note([verdict(1)])
+    assert one.missed_by(1) is None
+    offer = one.missed_by(3)
+    assert offer is not None
+    assert offer.weights is one.published
+    assert one.missed_by(3) is None
+    one.forget(3)
+    assert one.missed_by(3) is not None, "it begins anew, with the first drafter"
+
+
+def test_a_restored_drafter_is_published_and_versions_go_on_from_it():
+    one = publisher()
+    offer = one.restore(drafter(5, 3.0))
+    assert offer.weights is one.published
+    assert one.missed_by(0) is not None
+    better = one.offer([replica(0.1, base=5)])
+    assert better is not None
+    assert better.weights.version == 6
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("offer"), st.floats(-0.2, 0.5), st.integers(0, 4)),
+            st.tuples(st.just("verdict"), st.booleans(), st.integers(0, 8)),
+            st.tuples(st.sampled_from(("begin", "withdraw")), st.none(), st.none()),
+        ),
+        max_size=30,
+    )
+)
+def test_versions_rise_and_published_ones_were_offered_and_adopted(events):
+    one = publisher()
+    offered, adopted, published = [0], {0}, [0]
+    for what, value, number in events:
+        if what == "offer":
+            offer = one.offer([replica(value, base=number)])
+            offered += [] if offer is None else [offer.weights.version]
+        elif what == "verdict":
+            one.note([verdict(number, adopted=value)])
+            adopted |= {number} if value else set()
+        elif what == "begin":
+            one.begin()
+        else:
+            one.withdraw()
+        published.append(one.published.version)
+    assert offered == list(range(len(offered)))
+    assert published == sorted(published)
+    assert set(published) <= adopted & set(offered)
+
+
+def test_a_replica_that_came_to_nothing_is_noted_with_what_it_cost():
+    one = publisher(4)
+    one.discard(1200, "it is not finite")
+    (decision,) = one.drain()
+    assert (decision.what, decision.version, decision.num_tokens) == ("discarded", 4, 1200)
+    assert replace(decision, before=0.0, after=0.0).reason == "it is not finite"
+    assert one.drain() == []

@@ -1,0 +1,153 @@
+"""The roster: which changes there are, who is where, and what a drain hands out."""
+
+from collections.abc import Callable, Iterator
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longtail.cluster.states import State, StateChange, Stretch, WorkerStates
+from longtail.errors import ClusterError, LongtailError
+
+WORKERS = 3
+ARROWS = (
+    "STARTING>IDLE", "IDLE>GENERATING", "IDLE>SPOT", "IDLE>LEARNING", "GENERATING>IDLE",
+    "SPOT>IDLE", "LEARNING>IDLE", "STARTING>DEAD", "IDLE>DEAD", "GENERATING>DEAD", "SPOT>DEAD",
+    "LEARNING>DEAD", "DEAD>STARTING",
+)  # fmt: skip
+PATHS = {
+    State.STARTING: (),
+    State.IDLE: (State.IDLE,),
+    State.GENERATING: (State.IDLE, State.GENERATING),
+    State.SPOT: (State.IDLE, State.SPOT),
+    State.LEARNING: (State.IDLE, State.LEARNING),
+    State.DEAD: (State.DEAD,),
+}
+
+moves = st.lists(st.tuples(st.integers(0, WORKERS - 1), st.sampled_from(State)), max_size=60)
+
+
+def ticking(start: float = 0.0) -> Callable[[], float]:
+    """0.0, 1.0, 2.0, ... a reading each."""
+    readings: Iterator[float] = (start + tick for tick in count())
+    return lambda: next(readings)
+
+
+def try_moves(roster: WorkerStates, attempts: list[tuple[int, State]]) -> None:
+    for worker, state in attempts:
+        if f"{roster.state(worker).name}>{state.name}" in ARROWS:
+            roster.move(worker, state)
+
+
+def replayed(stretch: Stretch) -> tuple[State, ...]:
+    """States at a stretch's end."""
+    states = list(stretch.states)
+    for change in stretch.changes:
+        states[change.worker] = change.state
+    return tuple(states)
+
+
+@pytest.mark.parametrize("present", State)
+@pytest.mark.parametrize("wanted", State)
+def test_the_changes_there_are_are_those_in_the_picture(present: State, wanted: State) -> None:
+    roster = WorkerStates(1, ticking())
+    for state in PATHS[present]:
+        roster.move(0, state)
+    if f"{present.name}>{wanted.name}" in ARROWS:
+        roster.move(0, wanted)
+        assert roster.state(0) is wanted
+    else:
+        with pytest.raises(ClusterError):
+            roster.move(0, wanted)
+        assert roster.state(0) is present
+
+
+def test_a_refusal_names_worker_states_reason_and_what_was_possible() -> None:
+    roster = WorkerStates(8, ticking())
+    roster.move(7, State.IDLE)
+    roster.move(7, State.SPOT)
+    before = (roster.since(7), roster.changes)
+    with pytest.raises(
+        ClusterError,
+        match=r"worker 7 cannot go from SPOT to LEARNING \(step 3\); SPOT leads to IDLE, DEAD",
+    ):
+        roster.move(7, State.LEARNING, "step 3")
+    assert (roster.since(7), roster.changes) == before
+    assert issubclass(ClusterError, LongtailError)
+
+
+def test_a_worker_that_is_not_there_cannot_be_moved() -> None:
+    roster = WorkerStates(2, ticking())
+    for worker in (2, -1):
+        with pytest.raises(KeyError):
+            roster.move(worker, State.IDLE)
+
+
+@given(moves)
+def test_no_sequence_of_moves_makes_a_change_that_is_not_in_the_picture(
+    attempts: list[tuple[int, State]],
+) -> None:
+    roster = WorkerStates(WORKERS, ticking())
+    for worker, state in attempts:
+        try:
+            roster.move(worker, state)
+        except ClusterError:
+            continue
+    for worker in range(WORKERS):
+        states = [State.STARTING]
+        states += [change.state for change in roster.changes if change.worker == worker]
+        assert all(f"{one.name}>{other.name}" in ARROWS for one, other in pairwise(states))
+        assert states[-1] is roster.state(worker)
+
+
+@given(moves)
+def test_every_worker_is_in_exactly_one_state_at_any_time(
+    attempts: list[tuple[int, State]],
+) -> None:
+    roster = WorkerStates(WORKERS, ticking())
+    for attempt in attempts:
+        try_moves(roster, [attempt])
+        found = sorted(worker for state in State for worker in roster.workers(state))
+        assert found == list(range(WORKERS))
+        assert roster.workers(*State) == found
+
+
+@given(st.lists(moves, min_size=1, max_size=4))
+def test_drained_stretches_meet_and_rebuild_the_states(
+    steps: list[list[tuple[int, State]]],
+) -> None:
+    roster = WorkerStates(WORKERS, ticking())
+    stretches = []
+    for attempts in steps:
+        try_moves(roster, attempts)
+        stretches.append(roster.drain())
+        assert roster.changes == ()
+        assert replayed(stretches[-1]) == tuple(roster.state(w) for w in range(WORKERS))
+    for one, other in pairwise(stretches):
+        assert (one.end_s, replayed(one)) == (other.begin_s, other.states)
+    for stretch in stretches:
+        times = [stretch.begin_s, *(change.at for change in stretch.changes), stretch.end_s]
+        assert times == sorted(times)
+
+
+def test_a_stretch_is_told_by_hand() -> None:
+    roster = WorkerStates(2, ticking(start=10.0))
+    assert roster.workers(State.STARTING) == [0, 1]
+    roster.move(1, State.IDLE)
+    roster.move(0, State.DEAD, "lost its process")
+    assert (roster.since(0), roster.since(1)) == (12.0, 11.0)
+    changes = (
+        StateChange(worker=1, state=State.IDLE, at=11.0),
+        StateChange(worker=0, state=State.DEAD, at=12.0, reason="lost its process"),
+    )
+    both = (State.STARTING, State.STARTING)
+    assert roster.drain() == Stretch(begin_s=10.0, end_s=13.0, states=both, changes=changes)
+    roster.move(1, State.GENERATING)
+    assert roster.drain() == Stretch(
+        begin_s=13.0,
+        end_s=15.0,
+        states=(State.DEAD, State.IDLE),
+        changes=(StateChange(worker=1, state=State.GENERATING, at=14.0),),
+    )
+    assert roster.since(0) == 12.0

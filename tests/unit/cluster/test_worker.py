@@ -1,0 +1,160 @@
+"""What a worker does with messages: heard between two steps, and only if they are news."""
+
+import pytest
+
+from end_to_end.workshop import Workshop, build, save_untaught
+from longtail.build.worker import build_machines
+from longtail.cluster.records import Offer, Progress
+from longtail.cluster.worker import Worker, WorkerComponents
+from longtail.config.rl import load
+from longtail.drafter.eagle.weights import DrafterWeights
+from longtail.drafter.training.buffer import Written
+from longtail.drafter.training.spot import SpotReport
+from longtail.engine.kv.cache import ContiguousKVCache
+from longtail.engine.limits import EngineLimits
+from longtail.rl.learner import Learner
+from longtail.types import Request, SamplingParams
+from support.team_members import Plan
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return build(tmp_path_factory.mktemp("worker"))
+
+
+def make_machines(workshop: Workshop, *words: str) -> WorkerComponents:
+    drafter = save_untaught(workshop.model, workshop.path / "drafter")
+    config = load(None, workshop.words("run", f"--speculation.drafter={drafter}", *words)[1:])
+    limits = EngineLimits(max_running=8, max_step_tokens=64, max_len=64)
+    return build_machines(config, workshop.model, limits)
+
+
+@pytest.fixture
+def machines(workshop: Workshop) -> WorkerComponents:
+    return make_machines(workshop)
+
+
+@pytest.fixture
+def worker(machines: WorkerComponents) -> Worker:
+    return Worker(machines)
+
+
+@pytest.fixture
+def asked() -> list[Request]:
+    return [
+        Request(
+            request_id=f"{n}",
+            prompt_tokens=(5, 6, 7 + n),
+            noise_key=n,
+            sampling=SamplingParams(max_tokens=12),
+        )
+        for n in range(4)
+    ]
+
+
+def offer(worker: Worker, version: int, scale: float) -> Offer:
+    served = worker.drafter_weights()
+    assert served is not None
+    tensors = {name: tensor * scale for name, tensor in served.tensors.items()}
+    weights = DrafterWeights(version=version, tensors=tensors)
+    return Offer(weights=weights, digest=weights.digest, texts=())
+
+
+def served(worker: Worker) -> int:
+    weights = worker.drafter_weights()
+    assert weights is not None
+    return weights.version
+
+
+def test_an_offer_older_than_what_is_served_is_passed_over(worker, asked):
+    worker.adopt(offer(worker, 3, 1.01))
+    worker.offer(offer(worker, 2, 1.02))  # came as the rollout before had ended
+    worker.publish()
+    worker.generate(asked)
+    assert served(worker) == 3
+    assert [verdict.version for verdict in worker.verdicts()] == [3]
+
+
+def test_of_several_offers_the_newest_is_taken_whatever_their_order(worker, asked):
+    for version in (4, 6, 5):
+        worker.offer(offer(worker, version, 1.0 + version / 100))
+    worker.publish()
+    worker.generate(asked)
+    assert served(worker) == 6
+    assert [verdict.version for verdict in worker.verdicts()] == [6]
+
+
+def test_learning_shows_a_beat_for_every_micro_batch(machines, worker):
+    heard: list[Progress] = []
+    machines.policy.register_forward_pre_hook(lambda *_: heard.append(worker.progress()))
+    (batch,) = Plan(seed=1).batches()
+    worker.learn([batch])
+    assert [progress.beats for progress in heard] == list(range(len(batch.micro_batches)))
+    # After the last of them it waited for others, of which there are none, and is done.
+    assert worker.progress() == Progress(beats=len(batch.micro_batches) + 1)
+
+
+def test_while_it_learns_the_engine_lends_its_memory(machines, worker, asked, monkeypatch):
+    calls: list[str] = []
+    for of, name in (
+        (type(machines.engine), "sleep"),
+        (Learner, "step"),
+        (ContiguousKVCache, "wake"),
+    ):
+        real = getattr(of, name)
+        monkeypatch.setattr(
+            of, name, lambda *given, real=real, name=name: calls.append(name) or real(*given)
+        )
+    worker.learn(Plan(seed=1).batches())
+    worker.publish()
+    assert calls == ["sleep", "step"]
+    worker.generate(asked)
+    assert calls == ["sleep", "step", *["wake"] * len(asked)]
+
+
+def test_texts_are_told_of_the_rollout_that_is_under_way_only(worker, asked):
+    worker.publish()
+    seen: list[int] = []
+    worker.on_step = lambda progress: seen.append(len(worker.written(1)))
+    worker.generate(asked)
+    assert max(seen) == len(asked)
+    assert worker.written(2) == []
+
+
+def train(machines: WorkerComponents, asked: list[Request], step: int) -> SpotReport:
+    """Write texts, and learn them for two updates."""
+    drafting = machines.drafting
+    assert drafting is not None
+    worker = Worker(machines)
+    worker.publish()
+    done = worker.generate(asked).completions
+    drafting.buffer.add(Written.of(r, each, step) for r, each in zip(asked, done, strict=True))
+    return learn(machines)
+
+
+def learn(machines: WorkerComponents) -> SpotReport:
+    drafting = machines.drafting
+    assert drafting is not None
+    drafting.trainer.begin(drafting.served)
+    last = drafting.trainer._trainer.steps + 2
+    return drafting.trainer.train(
+        drafting.buffer, lambda: drafting.trainer._trainer.steps == last, lambda _: None
+    )
+
+
+def test_a_worker_learns_its_own_texts_from_the_features_that_it_has(machines, asked):
+    report = train(machines, asked, 1)
+    assert report.num_reused == report.num_tokens > 0
+    Worker(machines).publish()  # the same texts, of a policy that is gone
+    report = learn(machines)
+    assert report.num_tokens > report.num_reused == 0
+
+
+@pytest.mark.parametrize("words", [("--spot.features_mb=0",), ("--spot.train=serial",)])
+def test_where_nothing_could_be_reused_nothing_is_kept(workshop, asked, words):
+    """A rollout is over and its policy gone when a drafter is trained serially."""
+    machines = make_machines(workshop, *words)
+    assert machines.engine.speculation is not None
+    assert machines.engine.speculation.features is None
+    report = train(machines, asked, 1)
+    assert report.num_tokens > report.num_reused == 0

@@ -1,0 +1,271 @@
+import tomllib
+import typing
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from longtail.config import files as configfile
+from longtail.config import sft as sft_config
+from longtail.config.drafter import DrafterTrainConfig
+from longtail.config.rl import RunConfig, dump, load
+from longtail.config.sft import SftConfig
+from longtail.errors import ConfigError
+from longtail.system.device import set_threads
+
+
+def _refusal(*words: str, toml: str | None = None, at: Path = Path("unused")) -> str:
+    path = None
+    if toml is not None:
+        path = at / "run.toml"
+        path.write_text(toml)
+    with pytest.raises(ConfigError) as caught:
+        load(path, words)
+    return str(caught.value)
+
+
+def test_without_a_file_the_class_defaults_are_the_recipe() -> None:
+    assert load(None) == RunConfig()
+    assert sft_config.load(None) == sft_config.SftConfig()
+
+
+def test_the_command_line_overlays_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[run]\nsteps = 7\nseed = 3\n[learner]\nloss = "dapo"\n')
+    config = load(file, ["--run.steps", "9", "--learner.learning_rate=1e-4"])
+    assert (config.run.steps, config.run.seed) == (9, 3)
+    assert (config.learner.loss, config.learner.learning_rate) == ("dapo", 1e-4)
+    assert config.rollout == RunConfig().rollout
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["--run.resume", "false"], ("run", "resume"), False),
+        (["--run.resume=true"], ("run", "resume"), True),
+        (["--learner.betas", "0.8,0.99"], ("learner", "betas"), (0.8, 0.99)),
+        (["--learner.betas=[0.8, 0.99]"], ("learner", "betas"), (0.8, 0.99)),
+        (["--rollout.stop", "</a>,END"], ("rollout", "stop"), ("</a>", "END")),
+        (["--rollout.stop", '["a,b", "c"]'], ("rollout", "stop"), ("a,b", "c")),
+        (["--rollout.stop="], ("rollout", "stop"), ()),
+        (["--run.writers", "tensorboard"], ("run", "writers"), ("tensorboard",)),
+        (["--learner.clip_low", "none"], ("learner", "clip_low"), None),
+        (["--learner.clip_low", "0.1"], ("learner", "clip_low"), 0.1),
+        (["--learner.dynamic_sampling", "true"], ("learner", "dynamic_sampling"), True),
+        (["--data.source=a=b.jsonl"], ("data", "source"), "a=b.jsonl"),
+        (["--run.steps", "1", "--run.steps", "2"], ("run", "steps"), 2),
+    ],
+)
+def test_a_word_is_parsed_by_the_type_of_its_field(
+    words: list[str], field: tuple[str, str], value: object
+) -> None:
+    section, key = field
+    assert load(None, words).model_dump()[section][key] == value
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("--learner.learning_rte=1", "learner.learning_rate"),
+        ("--learner.group_size=4", "rollout.group_size"),
+        ("--steps=4", "run.steps"),
+        ("--rolout.top_p=1", "rollout.top_p"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(word: str, nearest: str) -> None:
+    message = _refusal(word)
+    assert word.partition("=")[0] in message
+    assert f"the nearest known one is {nearest}" in message
+
+
+def test_a_key_like_no_other_is_refused_with_what_there_is() -> None:
+    assert "[model] has path" in _refusal("--model.zzzzzz=4")
+    assert "the sections are model, data," in _refusal("--qqqqqq=4")
+
+
+def test_unknown_keys_of_a_file_are_refused_by_their_dotted_name(tmp_path: Path) -> None:
+    message = _refusal(toml="[learner]\nlearning_rte = 1\n[runn]\nx = 1\n", at=tmp_path)
+    assert "learner.learning_rte: unknown key; the nearest known one is learner" in message
+    assert "runn: unknown key; the nearest known one is run" in message
+
+
+@pytest.mark.parametrize(
+    ("toml", "line"),
+    [
+        ('[run]\nsteps = "5"', 'run.steps = "5": it must be a valid integer'),
+        ("[run]\nresume = 1", "run.resume = 1: it must be a valid boolean"),
+        ("[run]\nsteps = 0", "run.steps = 0: it must be greater than or equal to 1"),
+        ('[learner]\nloss = "ppo"', "learner.loss = \"ppo\": it must be 'grpo', 'dr_grpo'"),
+        ("[learner]\nbetas = [0.9, 1.5]", "learner.betas[1] = 1.5: it must be less than 1"),
+        ("[learner]\nlearning_rate = inf", "learner.learning_rate = Infinity: it must be a finite"),
+        ("[learner]\nbetas = [0.9]", "learner.betas[1]"),
+        ("learner = 3", "learner = 3: it must be a section; write [learner]"),
+        ('[rollout]\nstop = [""]', "rollout.stop[0]"),
+        ("[run]\nseed = 2024-01-01", "run.seed"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_field_value_and_what_is_expected(
+    tmp_path: Path, toml: str, line: str
+) -> None:
+    assert line in _refusal(toml=toml, at=tmp_path)
+
+
+def test_a_wrong_word_is_refused_with_field_value_and_what_is_expected() -> None:
+    assert "--run.steps 1.5: it must be a valid integer" in _refusal("--run.steps", "1.5")
+    assert "--run.resume maybe: it must be a valid boolean" in _refusal("--run.resume=maybe")
+    assert "a value is missing; write --run.steps VALUE" in _refusal("--run.steps")
+    assert "a value is missing" in _refusal("--run.resume", "--run.steps=3")
+    assert "oops: not an option" in _refusal("oops")
+    assert "from the command line" in _refusal("--learner.learning_rate", "inf")
+
+
+@pytest.mark.parametrize("model", [RunConfig, SftConfig, DrafterTrainConfig])
+def test_every_count_has_a_bound_that_libraries_can_take(model: type[BaseModel]) -> None:
+    for name, info in configfile.fields_of(model).items():
+        kinds = {info.annotation, *typing.get_args(info.annotation)}
+        if int in kinds and bool not in kinds:
+            with pytest.raises(ConfigError, match=name):
+                configfile.resolve(model, None, [f"--{name}={2**63}"])
+
+
+@pytest.mark.parametrize(
+    ("word", "bound"),
+    [
+        ("--run.threads=100000", "1024"),
+        ("--cluster.workers=100000", "1024"),
+        ("--reward.workers=100000", "1024"),
+        ("--reward.timeout_s=1e300", "1000000"),
+        ("--cluster.hang_s=1e300", "1000000"),
+        ("--rollout.max_running=1000000", "65536"),
+        ("--rollout.prompts_per_step=1000000", "the most is 1000000"),
+        ("--data.size=1000000000000", "10000000"),
+        ("--run.device=cuda:99999999999999999999", "pattern"),
+        ("--run.dir=a\0b", "pattern"),
+    ],
+)
+def test_a_number_that_no_machine_can_serve_is_refused_with_its_bound(
+    word: str, bound: str
+) -> None:
+    message = _refusal(word)
+    assert word.removeprefix("--").partition("=")[0] in message
+    assert bound in message
+
+
+@pytest.mark.parametrize("threads", [-1, 100_000])
+def test_a_process_is_given_no_number_of_threads_that_it_cannot_begin(threads: int) -> None:
+    with pytest.raises(ConfigError, match=f"threads = {threads}: it must be from 0"):
+        set_threads(threads)
+
+
+@pytest.mark.parametrize("text", ["[", "{a=", "9"])
+def test_toml_beyond_what_its_reader_can_take_is_malformed(tmp_path: Path, text: str) -> None:
+    message = _refusal(toml=f"[run]\nsteps = {text * 20_000}", at=tmp_path)
+    assert "run.toml: not valid TOML" in message
+
+
+def test_a_name_that_no_file_can_have_is_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        load(configfile.locate("x" * 5000))
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    message = _refusal(
+        "--run.seed=x", "--nope=1", toml="[run]\nsteps = 0\n[data]\nsize = 0\n", at=tmp_path
+    )
+    assert "run.toml: 4 problems" in message
+    for name in ("--run.seed x", "--nope", "run.steps = 0", "data.size = 0"):
+        assert name in message
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--rollout.temperature=0"], ["rollout.temperature = 0"]),
+        (["--rollout.kv_tokens=100"], ["rollout.kv_tokens = 100", "2560"]),
+        (["--rollout.max_step_tokens=8"], ["rollout.max_step_tokens = 8", "rollout.max_running"]),
+        (["--learner.mini_batches=129"], ["learner.mini_batches = 129", "128"]),
+        (["--learner.overlong_buffer=2048"], ["learner.overlong_buffer = 2048"]),
+        (["--rollout.group_size=1"], ["rollout.group_size = 1", "learner.loss = 'grpo'"]),
+        (["--learner.autocast=true", "--learner.dtype=float64"], ["learner.autocast"]),
+        (["--learner.moment_copies=1", "--learner.sharding=full"], ["learner.moment_copies = 1"]),
+        (
+            ["--data.source=reasoning_gym:leg_counting", "--data.heldout_size=2048"],
+            ["data.heldout_size = 2048", "data.size"],
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused_together_by_name(
+    words: list[str], names: list[str]
+) -> None:
+    message = _refusal(*words)
+    assert all(name in message for name in names), message
+
+
+def test_what_is_just_within_the_rules_is_accepted() -> None:
+    load(None, ["--rollout.kv_tokens=2560", "--learner.mini_batches=128"])
+    load(None, ["--learner.overlong_buffer=2047", "--data.heldout_size=2048"])
+    load(None, ["--data.source=reasoning_gym:leg_counting", "--data.heldout_size=2047"])
+    load(None, ["--rollout.group_size=1", "--learner.loss=reinforce_pp"])
+
+
+def test_several_contradictions_are_reported_at_once() -> None:
+    message = _refusal("--rollout.temperature=0", "--learner.overlong_buffer=9999")
+    assert "2 problems" in message
+
+
+def test_malformed_toml_names_file_and_line(tmp_path: Path) -> None:
+    message = _refusal(toml="[run]\nsteps = = 3\n", at=tmp_path)
+    assert "run.toml: not valid TOML" in message
+    assert "line 2" in message
+
+
+def test_a_missing_file_is_named_with_the_recipes_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"no/such\.toml: no such file.*quickstart"):
+        load(Path("no/such.toml"))
+
+
+def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"run\.toml: not a UTF-8 text file"):
+        load(tmp_path / "run.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
+
+
+def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
+    words = [
+        "--learner.clip_high=0.28",
+        '--rollout.stop=["a\\"b\\n", "c"]',
+        "--run.seed=12345678901",
+    ]
+    for config, read in ((load(None, words), load), (sft_config.SftConfig(), sft_config.load)):
+        file = tmp_path / "config.toml"
+        file.write_text(dump(config))
+        assert read(file) == config
+
+
+def test_a_dump_holds_every_field_of_every_section() -> None:
+    text = dump(RunConfig())
+    tables = tomllib.loads(text)
+    for name in configfile.fields_of(RunConfig):
+        section, _, key = name.partition(".")
+        assert key in tables[section] or f"# {key} is unset" in text
+
+
+def test_differences_are_told_by_dotted_name() -> None:
+    old = dump(RunConfig())
+    new = dump(load(None, ["--run.steps=7", "--learner.clip_low=0.1"]))
+    assert configfile.differences(old, new) == {
+        "run.steps": (100, 7),
+        "learner.clip_low": (None, 0.1),
+    }
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        RunConfig().run.steps = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", configfile.recipes())
+def test_every_recipe_of_the_package_loads(name: str) -> None:
+    assert load(configfile.locate(name)).run.dir == f"runs/{name}"

@@ -1,0 +1,251 @@
+"""A drafter on disk: only its own tensors, whole or not at all, and only for its own target."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.drafter.formats.checkpoint import (
+    TrainingRecord,
+    identity,
+    is_drafter,
+    load_drafter,
+    save_drafter,
+    weights_digest,
+)
+from longtail.errors import CheckpointError, ConfigError
+from longtail.model.hf.tokenizer import Tokenizer
+from longtail.model.transformer import Transformer
+from support.tiny_models import tiny_config, tiny_model, tiny_tokenizer
+
+RECORD = TrainingRecord(
+    steps=5, tokens=900, unroll_steps=2, agreement=(0.5, 0.4), overlap=(0.6, 0.5), accept_len=1.9
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+def _layer(recipe: Recipe = "eagle3", draft_vocab_size: int = 0) -> EagleLayer:
+    layer = EagleLayer(
+        EagleConfig(
+            recipe=recipe,
+            target=tiny_config(),
+            layers=(0, 1) if recipe == "eagle3" else (),
+            window=16,
+            draft_vocab_size=draft_vocab_size,
+            feature_scale=0.07,
+        )
+    )
+    layer.initialize(torch.Generator().manual_seed(5))
+    return layer
+
+
+def _save(
+    path: Path, tokenizer: Tokenizer, layer: EagleLayer | None = None, ids: object = None
+) -> Transformer:
+    target = tiny_model()
+    save_drafter(path, layer or _layer(), ids, identity("here", target, tokenizer), RECORD)
+    return target
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+def test_what_is_saved_is_loaded(tmp_path: Path, tokenizer: Tokenizer, recipe: Recipe) -> None:
+    layer = _layer(recipe)
+    target = _save(tmp_path / "d", tokenizer, layer)
+    loaded = load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
+    assert loaded.layer.config == layer.config
+    assert loaded.draft_ids is None
+    assert loaded.training == RECORD
+    assert loaded.trained_on == identity("here", target, tokenizer)
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(dict(loaded.layer.named_parameters())[name], parameter)
+    assert is_drafter(tmp_path / "d")
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_reduced_vocabulary_travels_with_its_ids(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    ids = torch.tensor([1, 5, 7, 30])
+    target = _save(tmp_path / "d", tokenizer, _layer(draft_vocab_size=4), ids)
+    loaded = load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
+    assert loaded.draft_ids is not None
+    assert loaded.draft_ids.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+def test_the_targets_embedding_and_head_are_never_written(
+    tmp_path: Path, tokenizer: Tokenizer, recipe: Recipe
+) -> None:
+    layer = _layer(recipe)
+    _save(tmp_path / "d", tokenizer, layer)
+    with safe_open(tmp_path / "d" / "drafter.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    assert names == {name for name, _ in layer.named_parameters()}
+    assert not {name for name in names if "embed" in name and name != "embedding_norm.weight"}
+    assert not {name for name in names if "head" in name}
+    size = (tmp_path / "d" / "drafter.safetensors").stat().st_size
+    own = sum(p.numel() * 4 for p in layer.parameters())
+    assert own < size < own + 2000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 3}, r"num_layers = 2; this target has num_layers = 3: give .*train one"),
+        ({"vocab_size": 130}, "vocab_size = 128; this target has vocab_size = 130"),
+        ({"qk_norm": False}, "qk_norm = True; this target has qk_norm = False"),
+    ],
+)
+def test_a_target_of_another_shape_is_refused_by_field(
+    tmp_path: Path, tokenizer: Tokenizer, change: dict, message: str
+) -> None:
+    _save(tmp_path / "d", tokenizer)
+    other = Transformer(replace(tiny_config(), **change))
+    with pytest.raises(ConfigError, match=message):
+        load_drafter(tmp_path / "d", other, tokenizer, strict_weights=False)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    target = _save(tmp_path / "d", tokenizer)
+    path = tmp_path / "d" / "drafter.json"
+    description = json.loads(path.read_text())
+    description["target"]["tokenizer"] = "0" * 16
+    path.write_text(json.dumps(description))
+    with pytest.raises(ConfigError, match=r"trained on here, whose tokenizer is 0000"):
+        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
+
+
+def test_a_policy_that_moved_on_keeps_its_drafter_unless_weights_are_strict(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    target = _save(tmp_path / "d", tokenizer)
+    with torch.no_grad():
+        target.layers[1].feed_forward.down.weight.mul_(1.1)
+    loaded = load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
+    assert loaded.trained_on.weights != weights_digest(target)
+    with pytest.raises(ConfigError, match=r"with the weights .* this target has other ones"):
+        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
+
+
+def test_the_dtype_in_which_a_target_is_loaded_does_not_matter() -> None:
+    target = tiny_model()
+    digest = weights_digest(target)
+    assert weights_digest(target.to(torch.bfloat16)) == digest
+    assert weights_digest(tiny_model(seed=1)) != digest
+
+
+def test_a_drafter_is_replaced_whole(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    _save(tmp_path / "d", tokenizer, _layer("eagle1"))
+    target = _save(tmp_path / "d", tokenizer, _layer("eagle3"))
+    loaded = load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
+    assert loaded.layer.config.recipe == "eagle3"
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_failed_write_leaves_the_old_drafter(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = _save(tmp_path / "d", tokenizer, _layer("eagle1"))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("longtail.drafter.formats.checkpoint.save_file", refuse)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        _save(tmp_path / "d", tokenizer, _layer("eagle3"))
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+    loaded = load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
+    assert loaded.layer.config.recipe == "eagle1"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: (d / "drafter.json").unlink(), "holds no drafter.json"),
+        (lambda d: (d / "drafter.json").write_text("{"), "malformed"),
+        (lambda d: (d / "drafter.json").write_text('{"format": 1}'), "malformed"),
+        (lambda d: (d / "drafter.json").write_text('{"format": 9}'), "format 9, known is 1"),
+        (lambda d: (d / "drafter.safetensors").write_bytes(b"x"), "not a readable safetensors"),
+        (lambda d: (d / "drafter.safetensors").unlink(), "not a readable safetensors"),
+    ],
+)
+def test_what_is_no_drafter_is_named(
+    tmp_path: Path, tokenizer: Tokenizer, spoil: object, message: str
+) -> None:
+    target = _save(tmp_path / "d", tokenizer)
+    spoil(tmp_path / "d")
+    with pytest.raises(ConfigError, match=message):
+        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
+
+
+def test_a_path_that_is_not_there_says_how_to_make_one(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(ConfigError, match=r"is not a directory: .*longtail drafter train"):
+        load_drafter(tmp_path / "no", tiny_model(), tokenizer, strict_weights=False)
+
+
+def test_tensors_of_another_recipe_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    _save(tmp_path / "a", tokenizer, _layer("eagle1"))
+    target = _save(tmp_path / "b", tokenizer, _layer("eagle3"))
+    (tmp_path / "a" / "drafter.safetensors").rename(tmp_path / "b" / "drafter.safetensors")
+    with pytest.raises(ConfigError, match=r"embedding_norm.weight has shape None"):
+        load_drafter(tmp_path / "b", target, tokenizer, strict_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("target", [1]),
+        ("target", {"shape": 3}),
+        ("training", "none"),
+        ("recipe", "eagle9"),
+        ("layers", 3),
+        ("layers", [10**12]),
+        ("layers", ["one"]),
+        ("window", -1),
+        ("window", "all"),
+        ("draft_vocab_size", 0.5),
+        ("feature_scale", 0),
+        ("feature_scale", "much"),
+        ("own_shape", {"windows": []}),
+        ("own_shape", 7),
+    ],
+)
+def test_a_description_that_was_tampered_with_is_one_sentence(
+    tmp_path: Path, tokenizer: Tokenizer, field: str, value: object
+) -> None:
+    target = _save(tmp_path / "d", tokenizer)
+    described = json.loads((tmp_path / "d" / "drafter.json").read_text())
+    (tmp_path / "d" / "drafter.json").write_text(json.dumps(described | {field: value}))
+    with pytest.raises(ConfigError, match=r"drafter\.json is malformed .*longtail drafter train"):
+        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b'{"format": ' + b"1" * 5_000 + b"}", b"\xff", b'"\\ud83d"', b"[]"]
+)
+def test_a_description_that_is_no_json_is_one_sentence(
+    tmp_path: Path, tokenizer: Tokenizer, text: bytes
+) -> None:
+    target = _save(tmp_path / "d", tokenizer)
+    (tmp_path / "d" / "drafter.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"drafter\.json is malformed"):
+        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
+
+
+def test_sizes_from_a_file_take_no_memory_before_the_tensors_bear_them_out(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    target = _save(tmp_path / "d", tokenizer)
+    described = json.loads((tmp_path / "d" / "drafter.json").read_text())
+    shape = described["target"]["shape"] | {"intermediate_size": 10**8}
+    (tmp_path / "d" / "drafter.json").write_text(json.dumps(described | {"own_shape": shape}))
+    with pytest.raises(ConfigError, match=r"feed_forward.* has shape .*100000000"):
+        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)

@@ -1,0 +1,221 @@
+"""The EAGLE drafter at work drafts what its training forward defines, however features came in."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.eagle.layer import EagleLayer
+from longtail.drafter.eagle.unroll import Pairs, unroll
+from longtail.model.transformer import Transformer
+from longtail.rl.packing import lay_out
+from longtail.speculation.drafter import Draftable
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import MAX_NODES, DraftTree
+from longtail.types import SamplingParams
+from support.eagle_requests import (
+    PROMPT_LEN,
+    WINDOW,
+    KeyedNoise,
+    features_of,
+    make_layer,
+    show,
+    text,
+)
+from support.tiny_models import tiny_model
+
+
+def ask(
+    drafter: EagleDrafter,
+    tokens: Sequence[int],
+    strategy: Strategy,
+    *,
+    temperature: float = 1.0,
+    name: str = "a",
+    coupled: bool = True,
+) -> DraftTree:
+    request = Draftable(
+        request_id=name,
+        tokens=tokens,
+        prompt_len=PROMPT_LEN,
+        sampling=SamplingParams(temperature=temperature),
+        max_depth=50,
+    )
+    noise = KeyedNoise([len(tokens)], 128) if coupled else None
+    (tree,) = drafter.propose([request], strategy, noise)
+    return tree
+
+
+@torch.no_grad()
+def defined_scores(
+    layer: EagleLayer, model: Transformer, tokens: Sequence[int], features: Tensor, tree: DraftTree
+) -> list[Tensor]:
+    """Logits at the root and along a chain, by the forward pass that training uses.
+
+    The features of drafted tokens are what no draft can know: any numbers do.
+    """
+    whole = [*tokens, *tree.tokens]
+    packed = lay_out([whole], [1])
+    pairs = Pairs.of(packed)
+    padding = torch.full((len(whole) - len(features), features.shape[1]), 7.0).to(features)
+    given = torch.cat((features, padding))
+    embedded = model.embedding(packed.tokens)
+    outputs = unroll(layer, given[pairs.rows], embedded[pairs.rows + 1], pairs, 1 + tree.size)
+    root = len(tokens) - 2
+    return [model.logits(out.scored[root + s : root + s + 1])[0] for s, out in enumerate(outputs)]
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("length", [6, 23, 3 * WINDOW + MAX_NODES + 40])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_a_draft_is_what_the_training_forward_defines(recipe, length, temperature):
+    """The pairing of features and tokens, the window, positions and the noise, all at once."""
+    model = tiny_model(dtype=torch.float64)
+    layer = make_layer(model, recipe)
+    drafter = EagleDrafter(make_layer(model, recipe), model)
+    tokens = text(length)
+    features = features_of(model, drafter, tokens[:-1])
+    for start in range(0, length - 1, 3):  # as verification hands them over, a few at a time
+        show(drafter, "a", tokens, features, start, min(start + 3, length - 1))
+    tree = ask(drafter, tokens, Strategy(depth=4), temperature=temperature)
+    noise = KeyedNoise([length], 128)
+    assert tree.parents == (0, 1, 2, 3)
+    for depth, logits in enumerate(defined_scores(layer, model, tokens, features, tree)[:-1], 1):
+        scores = logits / (temperature or 1.0)
+        scores = scores + noise.at_depth(depth)[0] if temperature else scores
+        best = scores.topk(2)
+        assert tree.tokens[depth - 1] == best.indices[0]
+        # float64 sums in another order
+        lead = float(best.values[0] - best.values[1])
+        assert tree.margins[depth - 1] == pytest.approx(lead, abs=1e-9)
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+def test_switching_on_late_drafts_as_if_it_had_been_on_all_along(recipe):
+    model = tiny_model(dtype=torch.float64)
+    tokens = text(90)
+    always, late = (EagleDrafter(make_layer(model, recipe), model) for _ in range(2))
+    features = features_of(model, always, tokens)
+    for end in range(2, 90):
+        for drafter in (always, late):
+            show(drafter, "a", tokens[:end], features, 0 if end == 2 else end - 2, end - 1)
+        ask(always, tokens[:end], Strategy(depth=3))
+    one, other = (ask(each, tokens[:89], Strategy(depth=5)) for each in (always, late))
+    assert one.tokens == other.tokens
+    assert one.margins == pytest.approx(other.margins, abs=1e-9)
+
+
+def test_catching_up_computes_at_most_a_window_of_pairs():
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
+    tokens = text(60)
+    features = features_of(model, drafter, tokens)
+    for start in range(59):
+        show(drafter, "a", tokens, features, start, start + 1)
+    request = Draftable(
+        request_id="a", tokens=tokens, prompt_len=3, sampling=SamplingParams(), max_depth=9
+    )
+    pending = drafter.windows.catch_up([request])
+    assert pending.pairs.shape[1] == WINDOW
+    assert pending.pairs[3].tolist() == list(range(59 - WINDOW, 59))  # positions of features
+    assert pending.pairs[2].tolist() == tokens[60 - WINDOW : 60]  # tokens after them, root last
+
+
+def test_memory_does_not_grow_with_the_text():
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, "eagle1"), model)
+    tokens = text(500)
+    features = features_of(model, drafter, tokens)
+    for start in range(0, 100, 4):
+        show(drafter, "a", tokens, features, start, start + 4)
+    early = drafter.windows.features.numel() + drafter.windows.keys.numel()
+    for start in range(100, 496, 4):
+        show(drafter, "a", tokens, features, start, start + 4)
+    assert drafter.windows.features.numel() + drafter.windows.keys.numel() == early
+
+
+def test_a_request_computed_anew_is_drafted_for_as_before():
+    """A preempted request is prefilled again from its first token."""
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
+    tokens = text(30)
+    features = features_of(model, drafter, tokens)
+    show(drafter, "a", tokens, features, 0, 29)
+    before = ask(drafter, tokens, Strategy(depth=4))
+    show(drafter, "a", tokens, features, 0, 16)
+    assert ask(drafter, tokens, Strategy(depth=4)).size == 0  # not yet where it was
+    show(drafter, "a", tokens, features, 16, 29)
+    assert ask(drafter, tokens, Strategy(depth=4)) == before
+
+
+def test_a_sibling_that_shares_the_prompts_keys_shares_its_features():
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
+    tokens = text(PROMPT_LEN + 1)
+    features = features_of(model, drafter, tokens)
+    show(drafter, "a", tokens, features, 0, PROMPT_LEN)
+    expected = ask(drafter, tokens, Strategy(depth=3))
+    # The engine computes a sibling's last prompt token only.
+    show(drafter, "b", tokens, features, PROMPT_LEN - 1, PROMPT_LEN)
+    assert ask(drafter, tokens, Strategy(depth=3), name="b") == expected
+
+
+def test_a_request_first_seen_in_mid_text_does_not_begin_with_its_prompt():
+    """A drafter handed in late once put a sibling's prompt in front of the middle of a text."""
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
+    tokens = text(40)
+    features = features_of(model, drafter, tokens)
+    show(drafter, "a", tokens, features, 0, PROMPT_LEN)
+    show(drafter, "b", tokens, features, 30, 32)
+    window = drafter.windows.of("b")
+    assert (window.base, window.end) == (30, 2)
+
+
+def test_a_forgotten_request_leaves_its_row_to_another():
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, "eagle1"), model)
+    tokens = text(12)
+    features = features_of(model, drafter, tokens)
+    rows = drafter.windows.features.shape[0]
+    for name in range(10 * rows):
+        show(drafter, str(name), tokens, features, 0, 11)
+        drafter.forget(str(name))
+    assert drafter.windows.features.shape[0] == rows
+    drafter.forget("a stranger")
+
+
+def test_new_weights_of_the_target_make_old_features_void():
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, "eagle1"), model)
+    tokens = text(12)
+    show(drafter, "a", tokens, features_of(model, drafter, tokens), 0, 11)
+    drafter.refresh()
+    assert ask(drafter, tokens, Strategy(depth=3)).size == 0
+
+
+def test_embedding_and_head_are_the_targets_own_and_nobodys_parameters():
+    model = tiny_model()
+    layer = make_layer(model, "eagle3")
+    EagleDrafter(layer, model)
+    pointers = {p.data_ptr() for p in model.parameters()}
+    assert not pointers & {p.data_ptr() for p in layer.parameters()}
+    assert not [name for name, _ in layer.named_parameters() if "head" in name]
+    sizes = {tuple(p.shape) for p in layer.parameters()}
+    assert tuple(model.embedding.weight.shape) not in sizes
+
+
+def test_a_tree_holds_the_chain_of_the_best_and_rivals_with_negative_margins():
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
+    tokens = text(20)
+    show(drafter, "a", tokens, features_of(model, drafter, tokens), 0, 19)
+    chain = ask(drafter, tokens, Strategy(depth=3))
+    tree = ask(drafter, tokens, Strategy(depth=3, width=2, size=7))
+    assert tree.size == 7
+    assert tree.tokens[0] == chain.tokens[0]
+    best_first = [i for i, parent in enumerate(tree.parents) if parent == 0]
+    assert [tree.margins[i] > 0 for i in best_first] == [True, False]
+    assert chain.margins[0] == pytest.approx(tree.margins[0], abs=1e-9)

@@ -1,0 +1,194 @@
+"""Teaching from features that the engine had: the same lesson, without the target's pass."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtail.drafter.eagle.fresh import fresh_drafter
+from longtail.drafter.eagle.layer import EagleConfig, Recipe
+from longtail.drafter.eagle.unroll import Pairs
+from longtail.drafter.eagle.weights import DrafterWeights, own_tensors
+from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.reader import TargetReader, taught_taps
+from longtail.drafter.training.spot import Replica, SpotReport, SpotTrainer
+from longtail.drafter.training.texts import pack_texts
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.speculation.features import FeatureStore
+from longtail.engine.speculation.speculator import Speculation
+from longtail.model.transformer import Transformer
+from longtail.rl.data.examples import Example
+from longtail.sampling import noise_key
+from longtail.speculation.strategy import Strategy
+from longtail.types import PolicyWeights, Request, SamplingParams
+from support.drafters import ScriptedDrafter, ragged
+from support.spot_rooms import SETTINGS as SHORT
+from support.spot_rooms import counting
+from support.tiny_models import tiny_model
+
+SETTINGS = replace(SHORT, batch_tokens=80, tokens_per_micro_batch=36)
+LIMITS = EngineLimits(max_running=8, max_step_tokens=80, max_len=64)
+TREE = Strategy(depth=3, width=2, size=6)
+
+
+def eagle(recipe: Recipe, target: Transformer) -> EagleConfig:
+    layers = (0, 1) if recipe == "eagle3" else ()
+    return EagleConfig(recipe=recipe, target=target.config, layers=layers, window=8)
+
+
+@dataclass
+class Workplace:
+    """An engine that writes and keeps features, and counts what the target computes beside it."""
+
+    target: Transformer
+    engine: RolloutEngine
+    store: FeatureStore
+    own: list[Written]
+    """Texts that the engine wrote, of 6 to 45 tokens."""
+    num_computed: int = 0
+
+    @staticmethod
+    def at(recipe: Recipe, dtype: torch.dtype = torch.float64) -> "Workplace":
+        target = tiny_model(dtype=dtype)
+        engine = RolloutEngine(target, str, LIMITS)
+        store = FeatureStore(taught_taps(eagle(recipe, target).taps), 10**6)
+        texts = write(engine, 0)
+        drafter = ScriptedDrafter({t.request_id: t.tokens for t in texts}, ragged(1))
+        fixed = Speculation.fixed(drafter, TREE)
+        engine.speculate(replace(fixed, features=store))
+        place = Workplace(target, engine, store, write(engine, 0))
+        target.layers[0].register_forward_pre_hook(place._count)
+        return place
+
+    def _count(self, _: object, inputs: tuple[Tensor, ...]) -> None:
+        self.num_computed += len(inputs[0])
+
+    def spot(self, recipe: Recipe, *, reuses: bool) -> SpotTrainer:
+        sample = pack_texts([Example(tokens=counting(1, 40).tokens, prompt_len=3)], 100)[0]
+        generator = torch.Generator().manual_seed(3)
+        layer = fresh_drafter(eagle(recipe, self.target), self.target, sample, generator)
+        layer.to(self.target.dtype)
+        recall = self.store.find if reuses else None
+        spot = SpotTrainer(layer, self.target, SETTINGS, recall=recall)
+        spot.begin(DrafterWeights(version=1, tensors=own_tensors(layer)))
+        return spot
+
+
+def write(engine: RolloutEngine, step: int) -> list[Written]:
+    requests = [
+        Request(
+            request_id=f"own/{n}@0#{s}",
+            prompt_tokens=tuple(range(5 + n, 8 + 2 * n)),
+            noise_key=noise_key(4, n, s),
+            sampling=SamplingParams(max_tokens=3 + 4 * n),
+            group_id=f"own/{n}@0",
+        )
+        for n in range(9)
+        for s in range(2)
+    ]
+    done = engine.generate(requests)
+    return [Written.of(request, each, step) for request, each in zip(requests, done, strict=True)]
+
+
+def buffer_of(*texts: Written) -> DrafterBuffer:
+    buffer = DrafterBuffer(10**6, seed=4)
+    buffer.add(texts)
+    return buffer
+
+
+def train(
+    spot: SpotTrainer, buffer: DrafterBuffer, num_steps: int
+) -> tuple[SpotReport, list[Replica]]:
+    measured: list[Replica] = []
+    report = spot.train(buffer, lambda: spot._trainer.steps >= num_steps, measured.append)
+    assert report.num_steps == num_steps
+    return report, measured
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+def test_training_with_reuse_is_training_without(recipe: Recipe) -> None:
+    """Updates, moments and measurements; texts of others and windows of long ones among them."""
+    place = Workplace.at(recipe)
+    texts = [*place.own, *(counting(n, 9 + n) for n in range(12))]
+    assert max(len(text.tokens) for text in texts) > SETTINGS.tokens_per_micro_batch
+    reports, replicas, states, passes = [], [], [], []
+    for reuses in (False, True):
+        spot, before = place.spot(recipe, reuses=reuses), place.num_computed
+        report, measured = train(spot, buffer_of(*texts), 20)
+        reports.append(report)
+        replicas.append(measured)
+        states.append(spot._trainer.tensors())
+        passes.append(place.num_computed - before)
+    without, with_reuse = reports
+    assert without.num_reused == 0
+    assert 0.2 < with_reuse.num_reused / with_reuse.num_tokens < 0.8
+    assert without.num_tokens == with_reuse.num_tokens
+    assert passes[1] < passes[0]
+    assert states[0].keys() == states[1].keys()
+    assert any(name.startswith("optimizer/") for name in states[0])
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-12, atol=1e-12)
+    assert len(replicas[0]) == len(replicas[1]) > 1
+    for one, other in zip(*replicas, strict=True):
+        assert other.accept_len == pytest.approx(one.accept_len, rel=1e-12)
+
+
+def test_the_target_computes_only_texts_that_are_not_there() -> None:
+    place = Workplace.at("eagle3")
+    spot = place.spot("eagle3", reuses=True)
+    own = [Example(tokens=t.tokens, prompt_len=t.prompt_len) for t in place.own]
+    others = [Example(tokens=counting(n, 12).tokens, prompt_len=3) for n in range(3)]
+    for texts, missing in ((own[-4:], 0), ([*own[-4:], *others], 36), (others, 36)):
+        before = place.num_computed
+        report = spot._trainer.step(pack_texts(texts, 1000))
+        assert place.num_computed - before == missing
+        learned_anew = sum(len(text.tokens) - 3 for text in texts if text in others)
+        assert report.num_learned - report.num_reused == learned_anew
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+def test_a_reading_is_the_same_row_by_row_whoever_computed_it(recipe: Recipe) -> None:
+    """Of each pair that is learned: feature of its first token, final state of its second."""
+    place = Workplace.at(recipe)
+    spot = place.spot(recipe, reuses=True)
+    texts = [Example(tokens=t.tokens, prompt_len=t.prompt_len) for t in place.own[6:12]]
+    texts.insert(2, Example(tokens=counting(3, 20).tokens, prompt_len=3))
+    (packed,) = pack_texts(texts, 1000)
+    pairs = Pairs.of(packed)
+    learned = pairs.learned
+    kept = TargetReader(place.target, spot._trainer.layer, place.store.find).read(packed, pairs)
+    anew = TargetReader(place.target, spot._trainer.layer, None).read(packed, pairs)
+    torch.testing.assert_close(kept.features, anew.features, rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(kept.after[learned], anew.after[learned], rtol=0.0, atol=1e-12)
+    assert torch.equal(kept.embeddings, anew.embeddings)
+    assert not anew.reused.any()
+    assert int((~kept.reused).sum()) == 19
+    # What no prediction depends on is not a number: the final state at the last token.
+    last = torch.tensor([pairs.cu_pairs[i + 1] - 1 for i in range(len(texts))])
+    assert torch.equal(kept.after[last].isnan().all(1), kept.reused[last])
+
+
+def test_after_the_weights_have_changed_nothing_is_reused() -> None:
+    """Texts of the step before are learned again, with the features of the new policy."""
+    place = Workplace.at("eagle1")
+    spot = place.spot("eagle1", reuses=True)
+    assert train(spot, buffer_of(*place.own), 3)[0].num_reused > 0
+    other = tiny_model(seed=1, dtype=torch.float64)
+    place.engine.pull(PolicyWeights(version=1, tensors=dict(other.named_parameters())))
+    spot = place.spot("eagle1", reuses=True)
+    assert train(spot, buffer_of(*place.own), 3)[0].num_reused == 0
+
+
+def test_in_float32_what_is_learned_is_the_same_up_to_rounding() -> None:
+    """A state differs by some 1e-6; ten updates at most at the rate of 1e-2 tell no more."""
+    place = Workplace.at("eagle3", torch.float32)
+    states = []
+    for reuses in (False, True):
+        spot = place.spot("eagle3", reuses=reuses)
+        report, _ = train(spot, buffer_of(*place.own), 10)
+        states.append(spot._trainer.weights())
+        assert (report.num_reused > 0) == reuses
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=0.0, atol=2e-3)

@@ -1,0 +1,401 @@
+"""History drafting, worked by hand: what is counted, what is proposed, what is let go."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import final
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Float
+from torch import Tensor
+
+from longtail.drafter.history import HistoryDrafter, _Root, _text
+from longtail.speculation.confidence import ConfidenceCurve
+from longtail.speculation.drafter import Draftable, Noise, Observed
+from longtail.speculation.strategy import DraftThresholds, Strategy
+from longtail.speculation.taps import NO_TAPS
+from longtail.speculation.tree import EMPTY, DraftTree, depths, reach_probabilities
+from longtail.speculation.verify import Accepted
+from longtail.types import SamplingParams
+
+PROMPT, OTHER = (1, 2), (1, 3)
+A, B, C, D, E, X, Y = range(10, 17)
+VOCAB = 20
+CHAIN, TREE = Strategy(depth=4), Strategy(depth=4, width=2, size=8)
+
+
+@final
+class TableNoise(Noise):
+    """Noise that is written down; remembers the depths that were read."""
+
+    def __init__(self, *levels: Sequence[dict[int, float]]) -> None:
+        """levels[d - 1][row] is what is not 0 at depth d."""
+        self.table = torch.zeros(len(levels[0]), len(levels), VOCAB)
+        for depth, rows in enumerate(levels):
+            for row, entries in enumerate(rows):
+                for token, value in entries.items():
+                    self.table[row, depth, token] = value
+        self.read: list[int] = []
+
+    def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
+        self.read.append(depth)
+        return self.table[:, depth - 1]  # a view with strides of its own
+
+    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
+        raise AssertionError("history reads no deeper than it must")
+
+
+def seen(
+    name: str,
+    completion: Sequence[int],
+    prompt: Sequence[int] = PROMPT,
+    start: int = 0,
+    end: int = 0,
+) -> Observed:
+    tokens = [*prompt, *completion]
+    return Observed(
+        request_id=name,
+        tokens=tokens,
+        start=start,
+        num_tokens=(end or len(tokens)) - start,
+        prompt_len=len(prompt),
+    )
+
+
+def ask(
+    completion: Sequence[int],
+    prompt: Sequence[int] = PROMPT,
+    name: str = "asking",
+    max_depth: int = 9,
+    temperature: float = 1.0,
+) -> Draftable:
+    return Draftable(
+        request_id=name,
+        tokens=[*prompt, *completion],
+        prompt_len=len(prompt),
+        sampling=SamplingParams(temperature=temperature),
+        max_depth=max_depth,
+    )
+
+
+def drafter_that_saw(*completions: Sequence[int], prompt: Sequence[int] = PROMPT) -> HistoryDrafter:
+    drafter = HistoryDrafter()
+    for number, completion in enumerate(completions):
+        drafter.observe([seen(f"seen{number}", completion, prompt)], None)
+    return drafter
+
+
+def draft(
+    drafter: HistoryDrafter,
+    *requests: Draftable,
+    strategy: Strategy = CHAIN,
+    noise: Noise | None = None,
+) -> DraftTree:
+    """The tree of the last request."""
+    return drafter.propose(requests, strategy, noise)[-1]
+
+
+@pytest.fixture
+def figure() -> HistoryDrafter:
+    """The texts drawn in the module's docstring."""
+    return drafter_that_saw((A, B, C, D), (A, B, C, D), (X, B, C, E))
+
+
+def test_the_longest_known_context_speaks_alone(figure):
+    tree = draft(figure, ask((Y, A, B, C)))
+    assert tree.tokens == (D,)  # and nothing ever came after d
+    # A lone continuation: seen twice, after a context of three tokens.
+    assert tree.margins == pytest.approx((math.log(2 * 3**2),))
+
+
+def test_without_noise_the_commonest_continuation_comes_first(figure):
+    tree = draft(figure, ask((Y, B, C)))
+    assert (tree.tokens, tree.parents) == ((D,), (0,))
+    assert tree.margins == pytest.approx((math.log(2 / 1),))
+
+
+def test_siblings_of_a_tree_have_opposite_margins(figure):
+    tree = draft(figure, ask((Y, B, C)), strategy=TREE)
+    assert (tree.tokens, tree.parents) == ((D, E), (0, 0))
+    assert tree.margins == pytest.approx((math.log(2), -math.log(2)))
+
+
+@pytest.mark.parametrize(("for_d", "for_e", "first"), [(0.5, 0.1, D), (-1.0, 2.0, E)])
+def test_of_equally_common_tokens_the_one_with_the_higher_noise_is_drafted(for_d, for_e, first):
+    drafter = drafter_that_saw((B, C, D), (X, B, C, E))
+    noise = TableNoise([{D: for_d, E: for_e}])
+    tree = draft(drafter, ask((Y, B, C)), strategy=Strategy(depth=1), noise=noise)
+    lead = min(abs(for_d - for_e), math.log(2 * 2**2 / 2))
+    assert tree.tokens == (first,)
+    assert tree.margins == pytest.approx((lead,))
+
+
+def test_noise_must_outweigh_the_counts(figure):
+    """log 2 = 0.69 for d: noise of 0.6 for e is too little, 0.8 enough."""
+    for value, first, margin in ((0.6, D, math.log(2) - 0.6), (0.8, E, 0.8 - math.log(2))):
+        tree = draft(figure, ask((Y, B, C)), noise=TableNoise([{E: value}]))
+        assert tree.tokens == (first,)
+        assert tree.margins == pytest.approx((margin,))
+
+
+def test_however_far_it_leads_a_child_is_no_safer_than_its_place(figure):
+    tree = draft(figure, ask((Y, B, C)), noise=TableNoise([{D: 50.0}]))
+    # Three times seen, two tokens of context, two different continuations.
+    assert tree.margins == pytest.approx((math.log(3 * 2**2 / 2),))
+
+
+def test_each_request_reads_its_own_row_and_each_node_its_own_depth():
+    drafter = drafter_that_saw((B, C, D), (X, B, C, E), (D, A), (X, D, X), (E, A), (E, X))
+    noise = TableNoise([{D: 9.0}, {E: 9.0}], [{X: 9.0}, {A: 9.0}])
+    requests = [ask((Y, B, C), name="first"), ask((Y, B, C), name="second")]
+    trees = drafter.propose(requests, Strategy(depth=2), noise)
+    assert [tree.tokens for tree in trees] == [(D, X), (E, A)]
+
+
+def test_noise_is_read_only_where_there_is_a_choice(figure):
+    noise = TableNoise([{}] * 3, [{}] * 3)
+    lone, greedy = ask((Y, A, B, C), name="lone"), ask((Y, B, C), name="greedy", temperature=0.0)
+    figure.propose([lone, greedy], CHAIN, noise)
+    assert noise.read == []
+    figure.propose([lone, greedy, ask((Y, B, C))], CHAIN, noise)
+    assert noise.read == [1]
+
+
+def test_greedy_requests_draft_what_is_commonest_under_any_noise(figure):
+    tree = draft(figure, ask((Y, B, C), temperature=0.0), noise=TableNoise([{E: 9.0}]))
+    assert tree.tokens == (D,)
+
+
+def test_a_request_repeats_itself():
+    drafter = drafter_that_saw((A, B, C, X, A))
+    assert draft(drafter, ask((A, B, C, X, A, B), name="seen0")).tokens == (C, X, A, B)
+
+
+def test_the_prompt_may_be_quoted():
+    tree = draft(HistoryDrafter(), ask((X, 1), prompt=(1, 2, 3)))
+    assert tree.tokens == (2, 3)
+
+
+def test_the_last_token_of_a_text_is_the_root_and_not_yet_known():
+    drafter = HistoryDrafter()
+    drafter.observe([seen("a", (A, B, C), end=4)], None)  # c is drawn, not computed
+    assert draft(drafter, ask((Y, A))).tokens == (B,)
+
+
+def test_siblings_of_a_group_help_each_other_as_they_go():
+    drafter = HistoryDrafter()
+    drafter.observe([seen("a", (A, B, C)), seen("b", (X, A))], None)
+    assert draft(drafter, ask((X, A), name="b")).tokens == (B, C)
+
+
+def test_an_earlier_epoch_of_the_same_prompt_helps():
+    drafter = drafter_that_saw((A, B, C, D))
+    drafter.forget("seen0")
+    drafter.refresh()
+    assert draft(drafter, ask((A,), name="later")).tokens == (B, C, D)
+
+
+def test_the_texts_of_another_prompt_are_not_asked():
+    drafter = drafter_that_saw((A, B, C, D), prompt=OTHER)
+    assert draft(drafter, ask((A,))) == EMPTY
+
+
+@pytest.mark.parametrize("strategy", [CHAIN, TREE])
+def test_where_nothing_is_known_the_draft_is_empty(strategy):
+    assert draft(HistoryDrafter(), ask((A,)), strategy=strategy) == EMPTY
+
+
+def counted(drafter: HistoryDrafter, before: int, token: int) -> int:
+    """How often `token` came after `before`, read off a margin: log(count * 1**2)."""
+    tree = draft(drafter, ask((Y, before), name="probe"), strategy=Strategy(depth=1))
+    assert tree.tokens == (token,)
+    return round(math.exp(tree.margins[0]))
+
+
+def test_text_that_is_computed_anew_is_counted_once():
+    drafter = HistoryDrafter()
+    drafter.observe([seen("a", (A, B), end=3)], None)
+    drafter.observe([seen("a", (A, B), start=3)], None)
+    for end in (2, 3, 4):  # preempted: from the start again, in pieces
+        drafter.observe([seen("a", (A, B), end=end)], None)
+    drafter.observe([seen("a", (A, B, C), start=1)], None)  # and further, in one go
+    assert (counted(drafter, A, B), counted(drafter, B, C)) == (1, 1)
+    assert drafter.num_tokens == len(PROMPT) + 3
+
+
+def test_text_written_before_the_drafter_came_or_while_it_was_away_is_counted_too():
+    drafter = HistoryDrafter()
+    drafter.observe([seen("a", (A, B, C), start=4)], None)
+    drafter.observe([seen("a", (A, B, C, D, E, X), start=7)], None)
+    counts = [counted(drafter, *pair) for pair in ((A, B), (B, C), (C, D), (D, E), (E, X))]
+    assert counts == [1] * 5
+
+
+def test_a_prompt_is_counted_once_however_its_requests_compute_it():
+    """The first of a group computes it in pieces, the second shares its KV, the third does not."""
+    drafter = HistoryDrafter()
+    drafter.observe([seen("a", (), end=1)], None)
+    drafter.observe([seen("a", (A,), start=1), seen("b", (A,), start=2), seen("c", ())], None)
+    assert drafter.num_tokens == len(PROMPT) + 2
+    assert counted(drafter, PROMPT[-1], A) == 2
+
+
+def test_beyond_its_memory_the_prompts_asked_longest_ago_go():
+    drafter = HistoryDrafter(max_tokens=12)
+    for number in range(3):  # four tokens each
+        drafter.observe([seen(f"r{number}", (A, B), prompt=(1, 100 + number))], None)
+        drafter.forget(f"r{number}")
+    assert drafter.num_tokens == 12
+    drafter.observe([seen("again", (), prompt=(1, 100))], None)  # the first is in use again
+    drafter.observe([seen("new", (A, B), prompt=(1, 103))], None)
+    assert drafter.num_tokens == 12
+    asked = [ask((A,), prompt=(1, 100 + number), name=f"asking{number}") for number in range(4)]
+    kept = [tree != EMPTY for tree in drafter.propose(asked, CHAIN, None)]
+    assert kept == [True, False, True, True]
+
+
+def test_prompts_with_a_request_in_progress_stay():
+    drafter = HistoryDrafter(max_tokens=5)
+    drafter.observe([seen("a", (A, B), PROMPT), seen("b", (A, B), OTHER)], None)
+    assert drafter.num_tokens == 8
+    drafter.forget("a")
+    assert drafter.num_tokens == 4
+    assert draft(drafter, ask((A,), OTHER, name="b")).tokens == (B,)
+    drafter.forget("never heard of")
+
+
+def test_requests_that_ended_unheard_hold_no_memory_after_a_refresh():
+    drafter = HistoryDrafter(max_tokens=3)
+    drafter.observe([seen("a", (A, B))], None)
+    drafter.refresh()
+    assert drafter.num_tokens == 0
+
+
+def test_a_path_that_hardly_ever_arrives_is_not_drafted(figure):
+    tree = draft(figure, ask((Y, A, B, C)))
+    for _ in range(500):
+        figure.learn([tree], [Accepted(path=(), tokens=(X,))])
+    # Trust is 2 / 500 and the prior weighs 8 observations: far less than 0.02.
+    assert draft(figure, ask((Y, A, B, C))) == EMPTY
+    assert draft(figure, ask((Y, A, B, C)), strategy=TREE) == EMPTY
+    assert figure.calibration_error > 0.0
+
+
+def test_a_tree_keeps_the_likeliest_nodes():
+    """After a: b three times, x once. The chain below b is likelier than the sibling of b."""
+    drafter = drafter_that_saw(*[(A, B, C, D)] * 3, (A, X))
+    tree = draft(drafter, ask((A,)), strategy=Strategy(depth=3, width=2, size=3))
+    assert (tree.tokens, tree.parents) == ((B, C, D), (0, 1, 2))
+    tree = draft(drafter, ask((A,)), strategy=Strategy(depth=3, width=2, size=4))
+    assert (tree.tokens, tree.parents) == ((B, C, D, X), (0, 1, 2, 0))
+
+
+def test_history_needs_no_features_and_no_forward_pass():
+    assert HistoryDrafter().taps == NO_TAPS
+    assert HistoryDrafter().forward_s == 0.0
+    assert HistoryDrafter().calibration_error == 0.0
+
+
+TEXTS = st.lists(st.lists(st.integers(10, 13), min_size=1, max_size=12), min_size=1, max_size=4)
+SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 9), st.integers(1, 5))
+
+
+@given(TEXTS, SHAPES, st.booleans())
+def test_drafts_have_the_shape_that_was_asked_for(texts, shape, coupled):
+    depth, width, size, max_depth = shape
+    strategy = Strategy(depth=depth, width=width, size=size)
+    noise = TableNoise(*[[{10: 1.0, 11: 0.5 * level}] for level in range(5)]) if coupled else None
+    drafter = drafter_that_saw(*texts)
+    tree = draft(drafter, ask(texts[0][:3], max_depth=max_depth), strategy=strategy, noise=noise)
+    deep = depths(tree.parents)
+    assert tree.size == len(tree.parents) == len(tree.margins) <= strategy.num_nodes
+    assert tree.size == len(tree.reach)
+    assert all(parent <= node for node, parent in enumerate(tree.parents))
+    assert max(deep, default=0) <= min(depth, max_depth)
+    places = Counter(zip(tree.parents, tree.tokens, strict=True))
+    assert max(places.values(), default=1) == 1
+    assert max(Counter(tree.parents).values(), default=0) <= width
+    followed = {parent for parent in tree.parents if parent}
+    assert max(Counter(deep[node - 1] for node in followed).values(), default=0) <= width
+
+
+WORTHS = st.builds(
+    lambda verify, extend: DraftThresholds(verify=verify, extend=extend),
+    st.sampled_from((0.0, 0.1, 0.5)),
+    st.sampled_from((0.0, 0.3, 0.6, 0.9)),
+)
+
+
+@given(TEXTS, st.integers(1, 6), WORTHS, st.booleans())
+def test_a_chain_is_a_tree_of_width_one(texts, depth, worth, coupled):
+    noise = TableNoise(*[[{10: 1.0, 12: 0.3 * level}] for level in range(6)])
+    read = (lambda depth: noise.at_depth(depth).numpy().data) if coupled else None
+    drafter = drafter_that_saw(*texts)
+    text = _text((*PROMPT, *texts[-1][:4])[-8:])
+    root = _Root(text, drafter._pools[PROMPT].after, drafter._lengths, read, 0)
+    strategy = Strategy(depth=depth, worth=worth)
+    assert drafter._chain(root, depth, worth) == drafter._tree(root, depth, strategy)
+
+
+@given(TEXTS, SHAPES, st.integers(0, 3), WORTHS)
+def test_a_tree_is_what_growing_level_by_level_and_pruning_would_leave(texts, shape, beam, worth):
+    depth, width, size, _ = shape
+    strategy = Strategy(depth=depth, width=width, size=size, beam=beam, worth=worth)
+    drafter = drafter_that_saw(*texts)
+    sure = ConfidenceCurve().confidences
+    root = _Root(_text(texts[0][:2]), drafter._pools[PROMPT].after, drafter._lengths, None, 0)
+    tree = drafter._tree(root, depth, strategy)
+    reaches: list[float] = []
+    level = [(-1.0, 0.0, 0, root.text)]  # reach and margin, both negative; token
+    for _ in range(depth):
+        grown = [
+            (reach * sure([margin])[0], -margin, token, text + chr(token))
+            for reach, _, _, text in sorted(level)[: beam or width]
+            if -reach >= worth.extend
+            for margin, token in root.children(text, len(drafter._lengths), 1)[1][:width]
+        ]
+        level = [each for each in grown if -each[0] >= max(worth.verify, 0.02)]
+        reaches += [-reach for reach, *_ in level]
+    expected = sorted(reaches, reverse=True)[: strategy.num_nodes]
+    assert list(tree.reach) == pytest.approx(expected)
+    found = reach_probabilities(tree.parents, sure(tree.margins))
+    assert list(tree.reach) == pytest.approx(found)
+
+
+def test_a_beam_of_one_drafts_on_the_likelier_sibling_only():
+    drafter = drafter_that_saw((A, B, C), (A, B, C), (A, X, D))
+    for beam, tokens in ((2, {B, X, C, D}), (1, {B, X, C})):
+        strategy = Strategy(depth=2, width=2, beam=beam, size=8)
+        assert set(draft(drafter, ask((Y, A)), strategy=strategy).tokens) == tokens
+
+
+def test_what_is_known_better_is_drafted_deeper():
+    """One text seen once: a margin of 0 after one token of context, of log 4 after two."""
+    drafter, sure = drafter_that_saw((A, B, C, D)), ConfidenceCurve().confidences
+    first, second = sure([0.0, math.log(4)])
+    asked = ask((Y, A))
+    for worth, tokens in (
+        (DraftThresholds(), (B, C, D)),
+        (DraftThresholds(extend=first * 0.99), (B, C)),  # c is reached less often than b
+        (DraftThresholds(extend=first * 1.01), (B,)),
+        (DraftThresholds(verify=first * second * 1.01), (B,)),
+        (DraftThresholds(verify=first * 1.01), ()),
+    ):
+        for width in (1, 2):
+            strategy = Strategy(depth=3, width=width, worth=worth)
+            assert draft(drafter, asked, strategy=strategy).tokens == tokens
+
+
+@given(TEXTS, st.integers(1, 6))
+def test_text_counts_the_same_in_whatever_pieces_it_is_seen(texts, piece):
+    whole, cut = drafter_that_saw(*texts), HistoryDrafter()
+    for number, text in enumerate(texts):
+        length = len(PROMPT) + len(text)
+        for start in range(0, length, piece):
+            end = min(start + piece, length)
+            cut.observe([seen(f"seen{number}", text, start=start, end=end)], None)
+    assert cut._pools[PROMPT].after == whole._pools[PROMPT].after
+    assert cut.num_tokens == whole.num_tokens

@@ -1,0 +1,100 @@
+"""What a drafter is taught: the soft cross-entropy, its gradient, and how acceptance is told."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longtail.drafter.eagle.loss import (
+    Teacher,
+    depth_weights,
+    expected_accept_len,
+    feature_loss,
+    score_rows,
+)
+
+ROWS, HIDDEN, VOCAB = 7, 6, 11
+IDS = torch.tensor([1, 2, 5, 9])
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+HEAD, SEEN = _normal(VOCAB, HIDDEN, seed=1), _normal(ROWS, HIDDEN, seed=2)
+
+
+def _scored() -> Tensor:
+    return _normal(3, ROWS, HIDDEN, seed=3).requires_grad_(True)
+
+
+def _by_hand(scored: Tensor, ids: Tensor | None) -> Tensor:
+    """Cross-entropy through autograd, whole."""
+    p = F.linear(SEEN, HEAD).softmax(-1)
+    head = HEAD
+    if ids is not None:
+        p, head = p[:, ids] / p[:, ids].sum(-1, keepdim=True), HEAD[ids]
+    return -(p * F.linear(scored, head).log_softmax(-1)).sum(-1)
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+@pytest.mark.parametrize("max_logits", [1, 2 * VOCAB, 10**6])
+def test_the_cross_entropy_and_its_gradient_are_those_of_autograd(
+    ids: Tensor | None, max_logits: int
+) -> None:
+    weights = _normal(3, ROWS, seed=4)
+    expected, found = _scored(), _scored()
+    teacher = Teacher(hidden=SEEN, head=HEAD, draft_ids=ids)
+    rows = score_rows(found, teacher, max_logits=max_logits)
+    by_hand = _by_hand(expected, ids)
+    torch.testing.assert_close(rows.cross_entropy, by_hand)
+    torch.autograd.backward((rows.cross_entropy * weights).sum())
+    torch.autograd.backward((by_hand * weights).sum())
+    torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_agreement_and_overlap_count_what_the_drafter_cannot_say_as_lost() -> None:
+    p = F.linear(SEEN, HEAD).softmax(-1)
+    q = torch.zeros(3, ROWS, VOCAB, dtype=torch.float64)
+    scored = _scored().detach()
+    q[..., IDS] = F.linear(scored, HEAD[IDS]).softmax(-1)
+    rows = score_rows(scored, Teacher(hidden=SEEN, head=HEAD, draft_ids=IDS))
+    torch.testing.assert_close(rows.overlap, torch.minimum(p, q).sum(-1))
+    assert rows.agreement.tolist() == (q.argmax(-1) == p.argmax(-1)).double().tolist()
+
+
+def test_a_drafter_that_is_the_target_overlaps_whole_and_has_no_gradient() -> None:
+    scored = SEEN[None].clone().requires_grad_(True)
+    rows = score_rows(scored, Teacher(hidden=SEEN, head=HEAD))
+    torch.testing.assert_close(rows.overlap, torch.ones_like(rows.overlap))
+    assert rows.agreement.min() == 1
+    torch.autograd.backward(rows.cross_entropy.sum())
+    assert scored.grad is not None
+    assert scored.grad.abs().max() < 1e-12
+
+
+def test_no_gradient_reaches_the_head_or_the_target() -> None:
+    head, seen = HEAD.clone().requires_grad_(True), SEEN.clone().requires_grad_(True)
+    rows = score_rows(_scored(), Teacher(hidden=seen, head=head))
+    torch.autograd.backward(rows.cross_entropy.sum())
+    assert head.grad is None
+    assert seen.grad is None
+
+
+def test_the_feature_loss_is_quadratic_near_and_linear_far() -> None:
+    predicted = torch.tensor([[0.0, 0.5], [3.0, -3.0]])
+    loss = feature_loss(predicted, torch.zeros(2, 2))
+    assert loss.tolist() == pytest.approx([0.125 / 2, 2.5])
+
+
+def test_the_expected_accept_length_multiplies_along_the_path() -> None:
+    assert expected_accept_len([]) == 1
+    assert expected_accept_len([0.8, 0.5]) == pytest.approx(1 + 0.8 + 0.4)
+    assert expected_accept_len([1.0] * 5) == 6
+
+
+def test_deeper_predictions_weigh_less_by_a_constant_factor() -> None:
+    assert depth_weights(3) == pytest.approx((1, 0.8, 0.64))
+    assert math.isclose(depth_weights(2, 0.5)[1], 0.5)

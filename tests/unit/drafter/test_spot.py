@@ -1,0 +1,212 @@
+"""A replica of the drafter: what it is worth, when it no longer pays, what is merged and probed."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtail.drafter.eagle.weights import DrafterWeights
+from longtail.drafter.training.buffer import DrafterBuffer
+from longtail.drafter.training.spot import Replica, SpotEnd, merge
+from longtail.errors import CheckpointError
+from longtail.rl.data.examples import Example
+from support.spot_rooms import SETTINGS, TEACHING, Room, counting, make_buffer, same, stop_at
+
+
+def _replica(value: float | Tensor, num_tokens: int, *, version: int = 1) -> Replica:
+    tensor = torch.full((2, 3), value) if isinstance(value, float) else value
+    return Replica(
+        base_version=version,
+        weights={"fc.weight": tensor},
+        num_tokens=num_tokens,
+        num_steps=1,
+        accept_len=2.2,
+        base_accept_len=2.0,
+    )
+
+
+def _texts(count: int = 4) -> list[Example]:
+    return [Example(tokens=counting(n, 30).tokens, prompt_len=3) for n in range(count)]
+
+
+def test_the_digest_tells_names_dtypes_shapes_and_values_apart() -> None:
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
+    digest = DrafterWeights(version=1, tensors=tensors).digest
+    assert digest == DrafterWeights(version=2, tensors=dict(reversed(tensors.items()))).digest
+    changed = tensors["a"].clone()
+    changed[1, 2] += 1e-6
+    for other in (
+        tensors | {"a": tensors["a"].reshape(3, 2)},
+        tensors | {"a": tensors["a"].double()},
+        tensors | {"a": changed},
+        {"c": tensors["a"], "b": tensors["b"]},
+        {"a": tensors["a"]},
+    ):
+        assert DrafterWeights(version=1, tensors=other).digest != digest
+    transposed = tensors["a"].T.contiguous().T  # the same values, laid out otherwise
+    assert DrafterWeights(version=1, tensors=tensors | {"a": transposed}).digest == digest
+
+
+def test_a_replica_holds_what_gained_most_on_held_out_text() -> None:
+    room = Room()
+    report = room.train(lambda: len(room.measured) == 6)
+    assert report.reason is SpotEnd.STOPPED
+    assert report.num_steps == 18
+    best = report.replica
+    assert best is not None
+    assert best.gain > 0.1
+    gains = [replica.gain for replica in room.measured]
+    assert gains == sorted(gains)  # of each measurement the best so far
+    assert best is room.measured[-1]
+    assert best.base_version == 1
+    assert 0 < best.num_tokens <= report.num_tokens
+    served, offered = room.spot.probe(best.weights, room.buffer.heldout(60, max_len=24))
+    assert (best.base_accept_len, best.accept_len) == (served, offered)
+
+
+def test_training_ends_when_it_no_longer_pays() -> None:
+    """No learning rate, no gain: the patience is used up at the second measurement."""
+    idle = replace(TEACHING, optimizer=replace(TEACHING.optimizer, learning_rate=0.0))
+    room = Room(replace(SETTINGS, trainer=idle, min_gain=0.01, patience=2))
+    report = room.train(lambda: False)
+    assert report.reason is SpotEnd.NO_GAIN
+    assert report.num_steps == 2 * SETTINGS.measure_every
+    assert report.replica is not None
+    assert report.replica.gain == 0.0
+
+
+def test_without_held_out_text_a_replica_is_unmeasured_and_above_nothing() -> None:
+    room = Room()
+    held = {text.tokens for text in make_buffer().heldout(10**6)}
+    room.buffer = DrafterBuffer(10**6, seed=4)
+    room.buffer.add(t for t in (counting(n, 9 + n % 20) for n in range(30)) if t.tokens not in held)
+    report = room.train(lambda: len(room.measured) == 2)
+    assert report.replica is room.measured[-1]
+    assert report.replica.num_steps == 6
+    assert math.isnan(report.replica.gain)
+    assert not report.replica.gain > -1.0
+
+
+def test_with_nothing_to_learn_a_stretch_ends_at_once() -> None:
+    room = Room()
+    short = replace(counting(1, 3), prompt_len=1)  # a draft of two tokens needs four
+    for texts in ([], [counting(1, 3)], [short]):
+        room.buffer = DrafterBuffer(10**6, seed=4)
+        room.buffer.add(texts)
+        report = room.train(lambda: False)
+        assert (report.reason, report.num_steps) == (SpotEnd.NO_TEXTS, 0)
+    assert room.num_passes == 0
+
+
+def test_the_same_version_is_gone_on_with_and_another_starts_from_its_weights() -> None:
+    room = Room()
+    room.train(lambda: room.spot._trainer.steps == 2)
+    trained = room.tensors()
+    room.spot.begin(room.published)
+    assert same(room.tensors(), trained)
+    merged = DrafterWeights(
+        version=2, tensors={n: t + 0.5 for n, t in room.published.tensors.items()}
+    )
+    room.spot.begin(merged)
+    now = room.tensors()
+    assert room.spot.base_version == 2
+    for name, tensor in merged.tensors.items():
+        assert torch.equal(now[f"layer/{name}"], tensor)
+    moments = {name for name in trained if name.startswith("optimizer/")}
+    assert moments
+    assert all(torch.equal(now[name], trained[name]) for name in moments)
+
+
+def test_what_was_learned_is_counted_from_the_base_over_all_stretches() -> None:
+    room = Room()
+    for _ in range(3):  # each too short to measure in
+        report = room.train(stop_at(10))
+        assert report.num_steps < SETTINGS.measure_every
+    room.train(lambda: len(room.measured) == 1)
+    (replica,) = room.measured
+    assert replica.num_steps == SETTINGS.measure_every
+    room.spot.begin(DrafterWeights(version=2, tensors=replica.weights))
+    room.train(lambda: len(room.measured) == 2)
+    assert room.measured[1].num_steps == SETTINGS.measure_every
+    assert room.measured[1].base_version == 2
+
+
+def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays() -> None:
+    room = Room()
+    before = room.tensors()
+    wrong = {n: t[:1] for n, t in room.published.tensors.items()}
+    with pytest.raises(CheckpointError, match="another drafter"):
+        room.spot.begin(DrafterWeights(version=2, tensors=wrong))
+    assert room.spot.base_version == 1
+    assert same(room.tensors(), before)
+
+
+@pytest.mark.parametrize("where", ["target", "replica", "published"])
+def test_nan_discards_the_replica_and_is_never_raised(where: str) -> None:
+    room = Room(replace(SETTINGS, measure_every=1 if where == "replica" else 100))
+    room.train(lambda: room.spot._trainer.steps == 2)
+    with torch.no_grad():
+        if where == "target":
+            room.target.norm.weight[0] = float("nan")
+        elif where == "replica":
+            room.layer.fc.weight[0, 0] = float("inf")
+        else:
+            broken = {n: t.clone() for n, t in room.published.tensors.items()}
+            broken["fc.weight"][0, 0] = float("nan")
+            room.published = DrafterWeights(version=2, tensors=broken)
+            room.spot.begin(room.published)
+    report = room.train(lambda: False)
+    assert (report.reason, report.num_steps, report.replica) == (SpotEnd.NOT_FINITE, 0, None)
+    assert room.tensors().keys() == {f"layer/{name}" for name in room.published.tensors}
+    for name, tensor in room.published.tensors.items():
+        assert torch.equal(room.tensors()[f"layer/{name}"].nan_to_num(7), tensor.nan_to_num(7))
+    assert room.spot._trainer.steps == 0
+
+
+def test_a_probe_tells_a_broken_drafter_from_a_sound_one_and_leaves_no_trace() -> None:
+    room = Room()
+    room.train(lambda: room.spot._trainer.steps == 20)
+    trained = room.spot._trainer.weights()
+    before = room.tensors()
+    served, offered = room.spot.probe(trained, _texts())
+    assert offered > served > 1.0
+    assert room.spot.probe(room.published.tensors, _texts()) == (served, served)
+    noise = {n: torch.full_like(t, float("nan")) for n, t in trained.items()}
+    assert math.isnan(room.spot.probe(noise, _texts())[1])
+    assert all(math.isnan(number) for number in room.spot.probe(trained, []))
+    with pytest.raises(CheckpointError, match="another drafter"):
+        room.spot.probe({"head.weight": trained["fc.weight"]}, _texts())
+    assert same(room.tensors(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equal_replicas_merge_to_themselves(dtype: torch.dtype) -> None:
+    values = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    merged = merge([_replica(values, tokens) for tokens in (3, 7, 1)])
+    assert merged["fc.weight"].dtype == dtype
+    assert torch.equal(merged["fc.weight"], values)
+
+
+def test_replicas_weigh_by_the_tokens_they_learned() -> None:
+    merged = merge([_replica(1.0, 300), _replica(5.0, 100), _replica(9.0, 0)])
+    assert torch.equal(merged["fc.weight"], torch.full((2, 3), 2.0))
+
+
+def test_broken_and_outdated_replicas_are_left_out() -> None:
+    broken = [_replica(float(value), 500, version=2) for value in ("nan", "inf")]
+    sound = [_replica(1.0, 10, version=2), _replica(2.0, 10, version=2)]
+    merged = merge([broken[0], sound[0], _replica(77.0, 999, version=1), sound[1], broken[1]])
+    assert torch.equal(merged["fc.weight"], torch.full((2, 3), 1.5))
+    with pytest.raises(AssertionError, match="no replica is left"):
+        merge(broken)
+
+
+def test_a_stretch_reports_what_it_did() -> None:
+    room = Room()
+    report = room.train(lambda: room.spot._trainer.steps == 2)
+    assert report.num_steps == 2
+    assert report.num_tokens > 0
+    assert 0.0 < report.max_micro_step_s <= report.seconds
+    assert report.replica is None  # nothing was measured yet

@@ -1,0 +1,236 @@
+"""Teaching a drafter: what it learns, what it must not touch, and that it resumes bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.drafter.training.texts import TextBatches, pack_texts, read_texts, save_texts
+from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
+from longtail.errors import CheckpointError, DataError, NonFiniteError
+from longtail.model.attention import PackedAttention
+from longtail.model.transformer import Transformer
+from longtail.rl.data.examples import Example
+from longtail.rl.optim import OptimizerSettings
+from longtail.types import PackedSequences
+from support.tiny_models import tiny_model
+
+SETTINGS = TrainerSettings(unroll_steps=3, optimizer=OptimizerSettings(learning_rate=1e-2))
+RECIPES: tuple[Recipe, ...] = ("eagle1", "eagle3")
+
+
+def _texts(count: int = 6, seed: int = 0) -> list[Example]:
+    """Counting upwards from somewhere, in one of two steps."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = []
+    for index in range(count):
+        start = int(torch.randint(5, 40, (), generator=generator))
+        step, length = 1 + index % 2, 8 + 5 * index
+        texts.append(Example(tokens=tuple(start + step * i for i in range(length)), prompt_len=3))
+    return texts
+
+
+def _trainer(
+    recipe: Recipe = "eagle3",
+    *,
+    target: Transformer | None = None,
+    settings: TrainerSettings = SETTINGS,
+    draft_ids: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    window: int = 8,
+) -> DrafterTrainer:
+    target = target or tiny_model(dtype=dtype)
+    config = EagleConfig(
+        recipe=recipe,
+        target=target.config,
+        layers=(0, 1) if recipe == "eagle3" else (),
+        window=window,
+        draft_vocab_size=0 if draft_ids is None else len(draft_ids),
+    )
+    generator = torch.Generator().manual_seed(3)
+    layer = fresh_drafter(config, target, pack_texts(_texts(), 100)[0], generator).to(dtype)
+    return DrafterTrainer(layer, target, settings, draft_ids=draft_ids)
+
+
+def _batch(budget: int = 1000) -> list[PackedSequences]:
+    return pack_texts(_texts(), budget)
+
+
+def _weights(layer: EagleLayer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("matrix_rate", [None, 0.02])
+def test_a_drafter_learns_to_follow_the_target(recipe: Recipe, matrix_rate: float | None) -> None:
+    trainer = _trainer(recipe, settings=replace(SETTINGS, matrix_rate=matrix_rate))
+    before = trainer.evaluate(_batch())
+    for _ in range(25):
+        report = trainer.step(_batch())
+    after = trainer.evaluate(_batch())
+    assert all(b > a + 0.1 for a, b in zip(before.overlap, after.overlap, strict=True))
+    assert after.accept_len > before.accept_len
+    assert (report.num_tokens, report.num_learned) == (123, 123 - 6 * 3)
+    assert trainer.steps == 25
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_target_is_only_read(recipe: Recipe) -> None:
+    target = tiny_model().requires_grad_(True)
+    before = {name: p.detach().clone() for name, p in target.named_parameters()}
+    trainer = _trainer(recipe, target=target)
+    for _ in range(3):
+        trainer.step(_batch())
+    for name, parameter in target.named_parameters():
+        assert parameter.grad is None, name
+        assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_first_depth_is_compared_with_the_target_two_tokens_on(recipe: Recipe) -> None:
+    """By hand on one text: pair (f_i, x_{i+1}) predicts what the target says behind x_{i+1}."""
+    trainer = _trainer(recipe, dtype=torch.float64, window=0)
+    trainer_target, text = trainer._target, _texts()[3]
+    tokens = torch.tensor(text.tokens)
+    with torch.no_grad():
+        tapped = trainer_target.forward_with_features(
+            tokens, torch.arange(len(tokens)), PackedAttention((0, len(tokens))),
+            trainer.layer.config.taps,
+        )  # fmt: skip
+        p = trainer_target.logits(tapped.hidden).softmax(-1)
+        layer, overlaps, entropies = trainer.layer, [], []
+        fused = layer.fuse_features(tapped.features)
+        entered = layer.enter(fused[:-1], trainer_target.embedding(tokens[1:]))
+        heads = layer.heads(entered.attended, layer.rotation(torch.arange(len(tokens) - 1)))
+        q, k, v = (x.transpose(0, 1)[None] for x in heads)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = layer.leave(entered.stream, seen[0].transpose(0, 1))
+        drafted = trainer_target.logits(out.scored).log_softmax(-1)
+        for pair in range(len(tokens) - 2):
+            if pair + 2 >= text.prompt_len:  # the predicted token is learned
+                overlaps.append(torch.minimum(p[pair + 1], drafted[pair].exp()).sum())
+                entropies.append(-(p[pair + 1] * drafted[pair]).sum())
+    found = trainer.evaluate(pack_texts([text], 1000))
+    assert found.overlap[0] == pytest.approx(float(torch.stack(overlaps).mean()))
+    assert found.cross_entropy[0] == pytest.approx(float(torch.stack(entropies).mean()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_how_a_batch_is_cut_does_not_change_the_update(recipe: Recipe) -> None:
+    trainers = [_trainer(recipe, dtype=torch.float64) for _ in range(2)]
+    reports = [t.step(_batch(budget)) for t, budget in zip(trainers, (1000, 30), strict=True)]
+    assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-12)
+    expected = _weights(trainers[0].layer)
+    for name, value in _weights(trainers[1].layer).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("matrix_rate", [None, 0.02])
+def test_a_restored_trainer_goes_on_bit_for_bit(recipe: Recipe, matrix_rate: float | None) -> None:
+    settings = replace(SETTINGS, matrix_rate=matrix_rate)
+    whole, first, second = (_trainer(recipe, settings=settings) for _ in range(3))
+    for _ in range(4):
+        whole.step(_batch())
+    for _ in range(2):
+        first.step(_batch())
+    second.restore(first.steps, first.tensors())
+    for _ in range(2):
+        second.step(_batch())
+    for name, value in _weights(whole.layer).items():
+        assert torch.equal(value, _weights(second.layer)[name]), name
+    assert {n: t.tolist() for n, t in whole.tensors().items()} == {
+        n: t.tolist() for n, t in second.tensors().items()
+    }
+
+
+def test_a_state_of_another_drafter_is_refused_before_anything_changes() -> None:
+    trainer, other = _trainer("eagle3"), _trainer("eagle1")
+    before = _weights(trainer.layer)
+    with pytest.raises(CheckpointError, match="another drafter"):
+        trainer.restore(1, other.tensors())
+    assert all(torch.equal(v, before[n]) for n, v in _weights(trainer.layer).items())
+
+
+def test_a_reduced_vocabulary_is_learned_and_its_ceiling_counted() -> None:
+    ids = commonest_tokens(_texts(), 40)
+    trainer = _trainer(draft_ids=ids)
+    before = trainer.evaluate(_batch())
+    for _ in range(40):
+        trainer.step(_batch())
+    after = trainer.evaluate(_batch())
+    assert after.cross_entropy[0] < before.cross_entropy[0]
+    assert 0 < after.overlap[0] < 0.9  # of 128 tokens 40 can be said
+
+
+def test_the_commonest_tokens_are_those_of_the_completions() -> None:
+    texts = [
+        Example(tokens=(1, 1, 1, 7, 9, 9), prompt_len=3),
+        Example(tokens=(1, 9, 5), prompt_len=1),
+    ]
+    assert commonest_tokens(texts, 2).tolist() == [5, 9]
+    assert commonest_tokens(texts, 2, always=(3,)).tolist() == [3, 9]
+    assert commonest_tokens(texts, 5).tolist() == [0, 1, 5, 7, 9]
+
+
+def test_a_target_that_is_not_finite_makes_no_update() -> None:
+    target = tiny_model()
+    trainer = _trainer(target=target)
+    before = _weights(trainer.layer)
+    with torch.no_grad():
+        target.norm.weight[0] = float("nan")
+    with pytest.raises(NonFiniteError, match="no update was made"):
+        trainer.step(_batch())
+    assert all(torch.equal(v, before[n]) for n, v in _weights(trainer.layer).items())
+    assert trainer.steps == 0
+
+
+def test_texts_too_short_to_draft_on_are_refused_with_a_remedy() -> None:
+    with pytest.raises(DataError, match=r"2 tokens deep.*unroll_steps"):
+        _trainer().step(pack_texts([Example(tokens=(5, 6, 7), prompt_len=1)], 100))
+
+
+def test_depths_beyond_the_trained_are_measured_as_far_as_texts_reach() -> None:
+    trainer, texts = _trainer(), [Example(tokens=tuple(range(5, 12)), prompt_len=1)]
+    assert len(trainer.evaluate(pack_texts(texts, 100)).overlap) == 3
+    deep = trainer.evaluate(pack_texts(texts, 100), 9)
+    assert len(deep.overlap) == 5  # seven tokens, two of them behind the first pair
+    assert deep.overlap[:3] == trainer.evaluate(pack_texts(texts, 100)).overlap
+
+
+def test_autocast_learns_the_same_within_its_precision() -> None:
+    exact, rough = _trainer(), _trainer(settings=replace(SETTINGS, autocast=True))
+    assert exact.step(_batch()).loss == pytest.approx(rough.step(_batch()).loss, rel=0.02)
+
+
+def test_a_target_that_is_packed_for_its_engine_teaches_the_same() -> None:
+    packed = tiny_model()
+    packed.pack()
+    plain, other = _trainer("eagle1"), _trainer("eagle1", target=packed)
+    assert other.step(_batch()).loss == pytest.approx(plain.step(_batch()).loss, rel=1e-4)
+
+
+def test_batches_of_texts_are_resumed_in_the_middle_of_an_epoch() -> None:
+    whole, first, second = (TextBatches(_texts(), 40, seed=1) for _ in range(3))
+    expected = [whole.take() for _ in range(9)]
+    found = [first.take() for _ in range(4)]
+    second.restore(first.state())
+    assert found + [second.take() for _ in range(5)] == expected
+    assert all(sum(len(t.tokens) for t in batch) <= 40 for batch in expected)
+    assert {t for batch in expected for t in batch} == set(_texts())
+    with pytest.raises(DataError, match="other texts"):
+        TextBatches(_texts(5), 40, seed=1).restore(first.state())
+
+
+def test_texts_are_read_back_for_the_same_origin_only(tmp_path) -> None:
+    file = tmp_path / "texts.jsonl"
+    assert read_texts(file, "a") is None
+    save_texts(file, _texts(), "a")
+    assert read_texts(file, "a") == _texts()
+    assert read_texts(file, "b") is None
+    file.write_text(file.read_text()[:-9])
+    with pytest.raises(DataError, match="damaged"):
+        read_texts(file, "a")

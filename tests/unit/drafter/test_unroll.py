@@ -1,0 +1,182 @@
+"""The packed, windowed, unrolled forward against one that goes row by row, as a draft does."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.drafter.eagle.unroll import Pairs, unroll
+from longtail.rl.packing import lay_out
+from longtail.types import PackedSequences
+from support.tiny_models import tiny_config
+
+STEPS = 4
+
+
+def _layer(recipe: Recipe, window: int, *, seed: int = 0) -> EagleLayer:
+    layers = (0, 1, 1) if recipe == "eagle3" else ()
+    layer = EagleLayer(
+        EagleConfig(recipe=recipe, target=tiny_config(), layers=layers, window=window)
+    ).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(
+                1 + 0.1 * noise if parameter.dim() == 1 else noise * parameter.shape[1] ** -0.5
+            )
+    return layer
+
+
+def _packed(lengths: list[int]) -> PackedSequences:
+    return lay_out([tuple(range(5, 5 + length)) for length in lengths], [1] * len(lengths))
+
+
+def _inputs(layer: EagleLayer, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Features and embeddings of each token of the text."""
+    generator = torch.Generator().manual_seed(7)
+    size = layer.config.feature_size
+    features = torch.randn(num_tokens, size, generator=generator, dtype=torch.float64)
+    hidden = layer.config.target.hidden_size
+    return features, torch.randn(num_tokens, hidden, generator=generator, dtype=torch.float64)
+
+
+def _draft(
+    layer: EagleLayer, features: Tensor, embeddings: Tensor, depth: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Outputs along the draft whose root pair is the last of `features`, on the text's own tokens.
+
+    As a drafter goes: pair by pair, each attending to a list of the keys of all earlier ones, of
+    which it sees the last `window`, itself included.
+    """
+    shape, window = layer.config.target, layer.config.window or 10**9
+    group = shape.num_heads // shape.num_kv_heads
+    root = len(features) - 1
+    given = layer.fuse_features(features)
+    context = layer.heads(
+        layer.enter(given, embeddings[1 : root + 2]).attended,
+        layer.rotation(torch.arange(root + 1)),
+    )
+    keys, values = list(context.keys[:-1]), list(context.values[:-1])
+    outputs: list[tuple[Tensor, Tensor]] = []
+    for pair in range(root, root + depth):
+        feature = given[-1:] if pair == root else outputs[-1][0]
+        entered = layer.enter(feature, embeddings[pair + 1 : pair + 2])
+        heads = layer.heads(entered.attended, layer.rotation(torch.tensor([pair])))
+        keys.append(heads.keys[0])
+        values.append(heads.values[0])
+        k = torch.stack(keys[-window:]).repeat_interleave(group, 1)
+        v = torch.stack(values[-window:]).repeat_interleave(group, 1)
+        scores = (k * heads.queries).sum(-1) / math.sqrt(shape.head_dim)  # [keys, heads]
+        mixed = (scores.softmax(0)[..., None] * v).sum(0, keepdim=True)
+        left = layer.leave(entered.stream, mixed)
+        outputs.append((left.feature, left.scored))
+    return outputs
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("window", [0, 1, 2, 5, 40])
+def test_every_step_is_what_a_draft_computes(recipe: Recipe, window: int) -> None:
+    layer = _layer(recipe, window)
+    packed = _packed([9, 1, 2, 38, 3])
+    features, embeddings = _inputs(layer, packed.num_tokens)
+    pairs = Pairs.of(packed)
+    outputs = unroll(layer, features[pairs.rows], embeddings[pairs.rows + 1], pairs, STEPS)
+    checked = 0
+    for (a, b), first in zip(pairwise(packed.cu_seqlens), pairs.cu_pairs, strict=False):
+        for root in range(b - a - 1):
+            depth = min(STEPS, b - a - 1 - root)
+            for step, (feature, scored) in enumerate(
+                _draft(layer, features[a : a + root + 1], embeddings[a:b], depth)
+            ):
+                row = first + root + step
+                assert pairs.exist(step)[row]
+                torch.testing.assert_close(outputs[step].feature[row], feature[0])
+                torch.testing.assert_close(outputs[step].scored[row], scored[0])
+                checked += 1
+    assert checked == sum(int(pairs.exist(step).sum()) for step in range(STEPS))
+
+
+def test_pairs_are_a_feature_and_the_token_after_it() -> None:
+    packed = lay_out([(9, 8, 7, 6), (5, 4)], [2, 1])
+    pairs = Pairs.of(packed)
+    assert pairs.rows.tolist() == [0, 1, 2, 4]
+    assert pairs.positions.tolist() == [0, 1, 2, 0]
+    assert pairs.cu_pairs == (0, 3, 4)
+    assert pairs.learned.tolist() == [True, True, False, False]
+
+
+def test_prompt_tokens_are_not_learned_however_long_the_prompt() -> None:
+    pairs = Pairs.of(lay_out([(1, 2, 3, 4, 5), (6, 7, 8)], [4, 3]))
+    assert pairs.learned.tolist() == [False, False, True, False, False, False]
+
+
+def test_a_step_exists_only_where_its_root_is_in_the_sequence() -> None:
+    pairs = Pairs.of(_packed([4, 2, 1, 3]))
+    assert pairs.exist(0).tolist() == [True] * 6
+    assert pairs.exist(1).tolist() == [False, True, True, False, False, True]
+    assert pairs.exist(2).tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("window", [0, 4, 64])
+def test_nothing_leaks_between_sequences_or_from_the_future(window: int) -> None:
+    layer = _layer("eagle3", window)
+    packed = _packed([12, 15, 11])
+    features, embeddings = _inputs(layer, packed.num_tokens)
+    pairs = Pairs.of(packed)
+    features, embeddings = features[pairs.rows], embeddings[pairs.rows + 1]
+    features.requires_grad_(True)
+    embeddings.requires_grad_(True)
+    outputs = unroll(layer, features, embeddings, pairs, STEPS)
+    row, start, step = 20, pairs.cu_pairs[1], 2
+    torch.autograd.backward(outputs[step].scored[row].square().sum())
+    assert features.grad is not None
+    assert embeddings.grad is not None
+    seen = features.grad.abs().sum(-1).nonzero()[:, 0].tolist()
+    assert seen
+    # row 18 is the root pair; with a window each of its path's rows sees one row less far back
+    first = max(start, 18 - window + 1) if window else start
+    assert seen == list(range(first, 18 + 1))
+    read = embeddings.grad.abs().sum(-1).nonzero()[:, 0].tolist()
+    assert read == list(range(first, row + 1))
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_recomputed_attention_has_the_same_gradient(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = _packed([9, 30])
+    pairs = Pairs.of(packed)
+
+    def gradient() -> Tensor:
+        layer = _layer("eagle3", window)
+        features, embeddings = _inputs(layer, packed.num_tokens)
+        outputs = unroll(layer, features[pairs.rows], embeddings[pairs.rows + 1], pairs, STEPS)
+        loss = torch.stack([output.scored for output in outputs]).square().sum()
+        torch.autograd.backward(loss)
+        assert layer.qkv.weight.grad is not None
+        return layer.qkv.weight.grad
+
+    kept = gradient()
+    monkeypatch.setattr("longtail.drafter.eagle.unroll._MAX_SCORES", 0)
+    torch.testing.assert_close(gradient(), kept)
+
+
+def test_the_cost_of_a_window_is_linear_in_the_text() -> None:
+    """Scores of one step: twice the chunk a row, whatever the length."""
+    layer = _layer("eagle3", 32)
+    sizes = []
+    for length in (257, 513):
+        packed = _packed([length])
+        pairs = Pairs.of(packed)
+        features, embeddings = _inputs(layer, packed.num_tokens)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: sizes[-1].append(x.numel()) or x, lambda x: x
+        ):
+            sizes.append([])
+            unroll(layer, features[pairs.rows], embeddings[pairs.rows + 1], pairs, 2)
+    short, long = (sum(size) for size in sizes)
+    assert 1.8 < (long / short) < 2.05

@@ -1,0 +1,408 @@
+"""The engine from outside: how completions end, what is refused, what is left behind (nothing)."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.report import Piece, RolloutMeter, StepReport
+from longtail.engine.speculation.speculator import Speculation
+from longtail.errors import NonFiniteError, RequestError
+from longtail.speculation.strategy import Strategy
+from longtail.types import Completion, FinishReason, PolicyWeights, Request, SamplingParams
+from support.drafters import RIGHT, ScriptedDrafter
+from support.fakes import decode_pieces, markov_model, scripted_model
+from support.tiny_models import tiny_model
+
+LIMITS = EngineLimits(max_running=4, max_step_tokens=16, max_len=64)
+# "The answer is <b>42</b>, done", with a stop string across tokens and a character across two.
+PIECES = ("The", " ans", "wer is <", "b>4", "2</", "b", ">, ", b"\xe6\x97", b"\xa5", " done", "!")
+EOS = len(PIECES) - 1
+
+
+def scripted_engine(limits: EngineLimits = LIMITS) -> RolloutEngine:
+    return RolloutEngine(scripted_model(len(PIECES)), decode_pieces(PIECES), limits)
+
+
+def ask(name: str = "a", prompt: tuple[int, ...] = (0,), **sampling: object) -> Request:
+    sampling = {"max_tokens": 20, **sampling}
+    return Request(
+        request_id=name, prompt_tokens=prompt, noise_key=7, sampling=SamplingParams(**sampling)
+    )
+
+
+def joined(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def is_idle(engine: RolloutEngine) -> bool:
+    return engine.num_unfinished == 0 and engine.kv_usage().free == engine.kv_usage().total
+
+
+def test_a_stop_token_ends_a_completion_and_is_kept():
+    (done,) = scripted_engine().generate([ask(stop_token_ids=(EOS, 3))])
+    assert done.tokens == (1, 2, 3)
+    assert done.text == " answer is <b>4"
+    assert done.finish_reason is FinishReason.STOP
+
+
+def test_max_tokens_ends_a_completion():
+    (done,) = scripted_engine().generate([ask(max_tokens=2)])
+    assert done.tokens == (1, 2)
+    assert done.finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_token_at_max_tokens_is_a_stop():
+    (done,) = scripted_engine().generate([ask(max_tokens=2, stop_token_ids=(2,))])
+    assert done.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_across_tokens_cuts_the_text_and_keeps_the_tokens():
+    (done,) = scripted_engine().generate([ask(stop=("never", "</b>"))])
+    assert done.tokens == (1, 2, 3, 4, 5, 6)
+    assert len(done.logprobs) == 6
+    assert done.text == " answer is <b>42"
+    assert done.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_of_the_prompt_does_not_stop():
+    (done,) = scripted_engine().generate([ask(prompt=(3, 4, 5, 6), stop=("</b>",), max_tokens=3)])
+    assert done.tokens == (7, 8, 9)
+
+
+def test_streamed_pieces_join_to_the_text_and_the_completion_comes_last():
+    engine = scripted_engine()
+    *pieces, done = engine.stream(ask(stop_token_ids=(EOS,)))
+    assert isinstance(done, Completion)
+    assert joined(pieces) == done.text == " answer is <b>42</b>, \u65e5 done!"
+    assert len(pieces) > 5
+    assert is_idle(engine)
+
+
+def test_a_stream_tells_what_drafts_foretold_from_what_the_target_added():
+    text = (0, *range(1, len(PIECES)))
+    drafter = ScriptedDrafter({"a": text}, RIGHT, vocab_size=len(PIECES))
+    engine = scripted_engine()
+    engine.speculate(Speculation.fixed(drafter, Strategy(depth=2, size=2)))
+    *pieces, done = engine.stream(ask(stop_token_ids=(EOS,)))
+    assert joined(pieces) == done.text
+    # two drafted tokens a step, then the target's own
+    assert [(piece.text, piece.drafted) for piece in pieces] == [
+        (" answer is <", True), ("b>4", False), ("2</b", True), (">, ", False),
+        ("\u65e5", True), (" done", False), ("!", True),
+    ]  # fmt: skip
+
+
+def test_a_stream_that_ends_inside_a_character_hands_out_what_it_has():
+    *pieces, done = scripted_engine().stream(ask(prompt=(5,), max_tokens=2))
+    assert isinstance(done, Completion)
+    assert joined(pieces) == done.text == ">, \ufffd"
+
+
+def test_a_reader_who_goes_away_frees_the_request():
+    engine = scripted_engine()
+    stream = engine.stream(ask())
+    next(stream)
+    assert not is_idle(engine)
+    stream.close()
+    assert is_idle(engine)
+
+
+def test_a_stream_ends_when_someone_aborts_its_request():
+    """It used to go on stepping, for ever while others were in progress."""
+    engine = scripted_engine()
+    engine.submit(ask("other"))
+    stream = engine.stream(ask())
+    assert next(stream) == Piece(text=" ans", drafted=False)
+    engine.abort("a")
+    assert list(stream) == []
+    assert engine.num_unfinished == 1
+
+
+def test_a_request_can_be_aborted_wherever_it_is():
+    engine = scripted_engine(EngineLimits(max_running=2, max_step_tokens=4, max_len=64))
+    engine.submit(ask("decoding"))
+    engine.step()
+    engine.submit(ask("prefilling", prompt=tuple([1] * 9)))
+    engine.submit(ask("waiting"))
+    engine.step()
+    for name, tokens in (("waiting", ()), ("prefilling", ()), ("decoding", (1, 2))):
+        owned = engine.kv_usage().owned
+        done = engine.abort(name)
+        assert done.tokens == tokens
+        assert len(done.logprobs) == len(tokens)
+        assert done.finish_reason is FinishReason.ABORT
+        assert (engine.kv_usage().owned < owned) == (name != "waiting")
+    assert done.text == " answer is <"
+    assert is_idle(engine)
+    with pytest.raises(RequestError, match="'decoding' is not in progress"):
+        engine.abort("decoding")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (ask(prompt=()), "'a' has an empty prompt"),
+        (ask(prompt=(1, 11)), "holds token 11, but the model's vocabulary has 11"),
+        (ask(prompt=(1, -3, 4)), "holds token -3,"),
+        (ask(prompt=(1,) * 45), r"may reach 65 tokens \(prompt 45 \+ max_tokens 20\), over .* 64"),
+        (
+            Request(request_id="a", prompt_tokens=(1,), noise_key=2**63),
+            "noise_key 9223372036854775808, which is no signed 64-bit integer",
+        ),
+    ],
+    ids=["empty", "vocabulary", "negative", "long", "key"],
+)
+def test_a_request_that_cannot_be_served_is_refused_before_any_work(request_, message):
+    engine = scripted_engine()
+    with pytest.raises(RequestError, match=message):
+        engine.generate([ask("fine"), request_])
+    with pytest.raises(RequestError, match=message):
+        engine.submit(request_)
+    assert is_idle(engine)
+
+
+def test_the_longest_request_that_is_admitted_can_be_served():
+    engine = scripted_engine(
+        EngineLimits(max_running=2, max_step_tokens=4, max_len=64, kv_tokens=64)
+    )
+    longest = [ask(name, prompt=(0,) * 44) for name in "ab"]
+    assert [len(done.tokens) for done in engine.generate(longest)] == [20, 20]
+
+
+def test_a_name_in_progress_cannot_be_taken_again():
+    engine = scripted_engine()
+    engine.submit(ask())
+    with pytest.raises(RequestError, match="'a' is already in progress"):
+        engine.submit(ask())
+    assert engine.num_unfinished == 1
+
+
+def test_a_list_with_a_name_twice_leaves_nothing_in_progress():
+    """The first of the two used to stay behind and block the next pull."""
+    engine = scripted_engine()
+    with pytest.raises(RequestError, match="'a' is already in progress"):
+        engine.generate([ask("a"), ask("b"), ask("a")])
+    assert is_idle(engine)
+
+
+def test_a_callback_that_raises_leaves_nothing_in_progress():
+    engine = scripted_engine()
+
+    def on_step(report: StepReport) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([ask("a"), ask("b")], on_step)
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_running": 17}, "max_step_tokens = 16 is below rollout.max_running = 17"),
+        ({"kv_tokens": 63}, "kv_tokens = 63 cannot hold one request of 64 tokens"),
+        ({"kv_tokens": -1}, "kv_tokens = -1: it must be at least 0"),
+        ({"max_running": 0}, "max_running = 0: it must be at least 1"),
+        ({"max_len": 0}, "max_len = 0: it must be at least 1"),
+    ],
+    ids=str,
+)
+def test_limits_under_which_the_engine_could_stall_are_refused(limits, message):
+    with pytest.raises(RequestError, match=message):
+        EngineLimits(**{"max_running": 4, "max_step_tokens": 16, "max_len": 64, **limits})
+
+
+def test_more_length_than_the_model_has_positions_is_refused():
+    with pytest.raises(RequestError, match="may reach 513 tokens, but the model has 512 positions"):
+        RolloutEngine(
+            tiny_model(),
+            decode_pieces(PIECES),
+            EngineLimits(max_running=1, max_step_tokens=1, max_len=513),
+        )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_stop_the_rollout_by_name(temperature):
+    model = scripted_model(len(PIECES))
+    with torch.no_grad():
+        model.embedding.weight[2] = math.nan  # token 2 is the second one drawn
+    engine = RolloutEngine(model, decode_pieces(PIECES), LIMITS, policy_version=5)
+    message = "logits of request 'a' at token 3 are not finite under policy version 5"
+    with pytest.raises(NonFiniteError, match=message):
+        engine.generate([ask(temperature=temperature)])
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_an_exception_of_one_request_ends_that_request_and_no_other(drafted):
+    """Half a surrogate in a stop string ended the engine's thread, hence every request."""
+
+    def decode(tokens):
+        if tuple(tokens[:2]) == (3, 4):  # only 'bad' begins there
+            raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
+        return decode_pieces(PIECES)(tokens)
+
+    texts = {"good": range(11), "bad": range(2, 11)}
+    drafter = ScriptedDrafter(texts, RIGHT, vocab_size=len(PIECES))
+    drafting = Speculation.fixed(drafter, Strategy(depth=3)) if drafted else None
+    engine = RolloutEngine(scripted_model(len(PIECES)), decode, LIMITS, speculation=drafting)
+    alone = engine.generate([ask("good")])
+    engine.submit(ask("good"))
+    engine.submit(ask("bad", prompt=(2,), stop=("!",)))
+    done, failed = [], []
+    while engine.num_unfinished:
+        report = engine.step()
+        done += report.finished
+        failed += report.failed
+    assert done == alone
+    assert [each.request_id for each in failed] == ["bad"]
+    assert is_idle(engine)
+    with pytest.raises(UnicodeEncodeError):
+        engine.generate([ask("bad", prompt=(2,), stop=("!",))])
+    assert is_idle(engine)
+
+
+def test_a_request_without_numbers_fails_beside_one_that_has_them():
+    model = scripted_model(len(PIECES))
+    with torch.no_grad():
+        model.embedding.weight[7] = math.nan
+    engine = RolloutEngine(model, decode_pieces(PIECES), LIMITS)
+    engine.submit(ask("good", max_tokens=3))
+    engine.submit(ask("bad", prompt=(6,), max_tokens=3))
+    reports = [engine.step() for _ in range(3)]
+    assert [each.request_id for step in reports for each in step.failed] == ["bad"]
+    assert [each.tokens for step in reports for each in step.finished] == [(1, 2, 3)]
+    assert is_idle(engine)
+
+
+def test_completions_come_in_the_order_asked_whoever_ends_first():
+    engine = scripted_engine()
+    requests = [ask(str(n), max_tokens=n) for n in (9, 1, 5, 3, 7, 2)]
+    ended = []
+
+    def on_step(report: StepReport) -> None:
+        ended.extend(completion.request_id for completion in report.finished)
+
+    done = engine.generate(requests, on_step)
+    assert [(each.request_id, len(each.tokens)) for each in done] == [
+        (str(n), n) for n in (9, 1, 5, 3, 7, 2)
+    ]
+    assert sorted(ended) == sorted(request.request_id for request in requests)
+    assert ended != [request.request_id for request in requests]
+
+
+def test_a_list_is_finished_although_someone_else_is_in_progress():
+    """A stranger's completion used to be counted as one of the list."""
+    engine = scripted_engine()
+    engine.submit(ask("stranger", max_tokens=1))
+    engine.submit(ask("slow stranger", max_tokens=19))
+    (done,) = engine.generate([ask("mine", max_tokens=5)])
+    assert (done.request_id, len(done.tokens)) == ("mine", 5)
+    assert engine.num_unfinished == 1
+
+
+def test_nothing_asked_is_nothing_done():
+    assert scripted_engine().generate([]) == []
+
+
+def test_emitted_tokens_are_the_completions_tokens():
+    scores = torch.randn(11, 11, generator=torch.Generator().manual_seed(0)).double()
+    engine = RolloutEngine(markov_model(scores), decode_pieces(PIECES), LIMITS)
+    emitted: dict[str, list[tuple[int, float]]] = {"a": [], "b": []}
+
+    def on_step(report: StepReport) -> None:
+        for each in report.emitted:
+            emitted[each.request_id].append((each.token, each.logprob))
+
+    for done in engine.generate([ask("a"), ask("b", max_tokens=4)], on_step):
+        assert emitted[done.request_id] == list(zip(done.tokens, done.logprobs, strict=True))
+
+
+def test_an_engine_with_work_refuses_new_weights():
+    engine = scripted_engine()
+    tensors = dict(scripted_model(len(PIECES)).named_parameters())
+    weights = PolicyWeights(version=1, tensors=tensors)
+    engine.submit(ask())
+    with pytest.raises(RequestError, match=r"1 requests are unfinished.*policy version 1"):
+        engine.pull(weights)
+    assert engine.policy_version == 0
+    engine.abort("a")
+    engine.pull(weights)
+    assert engine.policy_version == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head.bias": torch.zeros(11)}, r"head.bias has shape \(11,\) there, None here"),
+        ({"norm.weight": torch.ones(1)}, r"norm.weight has shape \(1,\) there, \(11,\) here"),
+        ({"norm.weight": None}, r"norm.weight has shape None there, \(11,\) here"),
+    ],
+    ids=["one more", "broadcast", "one less"],
+)
+def test_weights_of_another_model_are_refused_and_nothing_is_copied(changes, message):
+    """A copy would stretch a tensor of one element over all of them."""
+    engine = scripted_engine()
+    tensors = {**dict(markov_model(torch.zeros(11, 11)).named_parameters()), **changes}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    with pytest.raises(RequestError, match="policy version 1 is of another model: " + message):
+        engine.pull(PolicyWeights(version=1, tensors=tensors))
+    (done,) = engine.generate([ask(max_tokens=3)])
+    assert (done.tokens, done.policy_version) == ((1, 2, 3), 0)
+
+
+@pytest.mark.parametrize("max_running", [8, 3, 1])
+@pytest.mark.parametrize("prompt_len", [1, 2, 30])
+def test_a_group_computes_its_prompt_once(prompt_len, max_running):
+    """All but the last prompt token, that is: each sample draws its first token from that one."""
+    model = tiny_model("llama", dtype=torch.float64)
+    limits = EngineLimits(max_running=max_running, max_step_tokens=12, max_len=64)
+    engine = RolloutEngine(model, lambda tokens: "", limits)
+    group = [
+        Request(
+            request_id=str(i),
+            prompt_tokens=tuple(range(prompt_len)),
+            noise_key=i,
+            sampling=SamplingParams(max_tokens=4 + i),
+            group_id="g",
+        )
+        for i in range(8)
+    ]
+    alone = [dataclasses.replace(request, group_id="") for request in group]
+    meters = RolloutMeter(), RolloutMeter()
+    grouped = engine.generate(group, meters[0].add)
+    separate = engine.generate(alone, meters[1].add)
+    assert [done.tokens for done in grouped] == [done.tokens for done in separate]
+    # The last token of a completion is never computed.
+    generated = sum(3 + i for i in range(8))
+    assert meters[0].report().num_computed == prompt_len - 1 + 8 + generated
+    assert meters[1].report().num_computed == 8 * prompt_len + generated
+    assert engine.scheduler_counts().num_shared_tokens == 7 * (prompt_len - 1)
+
+
+def test_the_meter_adds_steps_up():
+    meter, clock = RolloutMeter(), itertools.count(1)
+    for num_running in (4, 2, 2):
+        seconds = float(next(clock))
+        meter.add(
+            StepReport(
+                num_tokens=10,
+                num_running=num_running,
+                step_s=seconds,
+                forward_s=seconds / 2,
+                sample_s=seconds / 4,
+                emitted=(),
+                finished=(),
+            )
+        )
+    report = meter.report()
+    assert (report.seconds, report.num_steps, report.num_computed) == (6.0, 3, 30)
+    assert report.bookkeeping_share == pytest.approx(0.25)
+    # Four places for 6 s; taken: 4 for 1 s, 2 for 5 s.
+    assert report.tail_idle_share == pytest.approx(1 - 14 / 24)
+    assert RolloutMeter().report().tokens_per_s == 0.0

@@ -1,0 +1,337 @@
+"""Features kept while the engine writes: row t is what the target computes at token t, or nothing.
+
+A feature one place off trains a drafter that never works, and nothing fails. So every row that is
+found is compared with one packed pass over the text: under drafts that are right, wrong and ragged,
+preemption, shared prompts and prompts in chunks.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+import pytest
+import torch
+
+from longtail.engine.batch import Scheduled
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.request import ActiveRequest
+from longtail.engine.speculation.features import FeatureStore
+from longtail.engine.speculation.queue import Computed
+from longtail.engine.speculation.speculator import Speculation
+from longtail.model.attention import PackedAttention
+from longtail.model.transformer import Family, Transformer
+from longtail.sampling import noise_key
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.taps import Taps
+from longtail.types import PolicyWeights, Request, SamplingParams
+from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged, silent
+from support.fakes import unchecked_shapes
+from support.tiny_models import tiny_model
+
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+TAPS = Taps(layers=(0, 1), final=True)
+TREE = Strategy(depth=5, width=3, size=8)
+ROOMY = EngineLimits(max_running=8, max_step_tokens=200, max_len=64)
+CROWDED = EngineLimits(max_running=5, max_step_tokens=40, max_len=64, kv_tokens=96)
+CHUNKED = EngineLimits(max_running=5, max_step_tokens=9, max_len=64)
+ROW = 3 * 32 * 8
+"""Bytes of the features of a token: three states of 32 numbers in float64."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_steps() -> Iterator[None]:
+    with unchecked_shapes():
+        yield
+
+
+def make_requests(*, grouped: bool = False, seed: int = 9) -> list[Request]:
+    return [
+        Request(
+            request_id=f"r{i}",
+            prompt_tokens=tuple((5 * (i // 3) + 3 * j) % 128 for j in range(1 + 13 * (i // 3))),
+            noise_key=noise_key(seed, i),
+            sampling=SamplingParams(max_tokens=14 + 2 * (i % 3)),
+            group_id=str(i // 3) if grouped else "",
+        )
+        for i in range(9)
+    ]
+
+
+def make_engine(
+    model: Transformer,
+    limits: EngineLimits = ROOMY,
+    *,
+    script: Script = silent,
+    requests: Sequence[Request] = (),
+    max_bytes: int = 10**6,
+    taps: Taps = TAPS,
+) -> tuple[RolloutEngine, FeatureStore]:
+    """An engine that keeps features, and drafts what the script says of the requests' texts."""
+    engine, store = RolloutEngine(model, str, limits), FeatureStore(taps, max_bytes)
+    texts: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
+    texts |= zip((r.request_id for r in requests), write(engine, requests), strict=True)
+    # Only the final state is the drafter's own: what is kept is told apart from what it is told.
+    drafter = ScriptedDrafter(texts, script, taps=Taps(final=True))
+    engine.speculate(
+        Speculation(
+            drafters=(drafter,),
+            tuner=Speculation.fixed(drafter, TREE).tuner,
+            guarded=False,
+            features=store,
+        )
+    )
+    return engine, store
+
+
+def room_for(num_rows: int) -> int:
+    """Bytes of a store that keeps so many tokens: a quarter is for steps that wait."""
+    return -(-num_rows * ROW * 4 // 3)
+
+
+def write(engine: RolloutEngine, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+    done = engine.generate(requests)
+    return [(*r.prompt_tokens, *each.tokens) for r, each in zip(requests, done, strict=True)]
+
+
+def computed(model: Transformer, text: Sequence[int], taps: Taps = TAPS) -> torch.Tensor:
+    """Features of a whole text by the definition: one packed pass."""
+    with torch.no_grad():
+        tokens, attention = torch.tensor(text), PackedAttention((0, len(text)))
+        features = model.forward_with_features(
+            tokens, torch.arange(len(text)), attention, taps
+        ).features
+    assert features is not None
+    return features
+
+
+def assert_kept(
+    store: FeatureStore, model: Transformer, text: Sequence[int], prompt_len: int
+) -> None:
+    """All rows but the last are the text's own; the last is NaN, so that nobody reads it."""
+    rows = store.find(text, prompt_len)
+    assert rows is not None, "the text is not whole"
+    assert len(rows) == len(text)
+    assert rows[-1].isnan().all()
+    exact = computed(model, text, store.taps)
+    torch.testing.assert_close(rows[:-1], exact[:-1], rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "script", [silent, RIGHT, WRONG, ragged(3)], ids=["silent", "right", "wrong", "ragged"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_row_is_of_its_own_token_whatever_was_drafted(family, script) -> None:
+    model, requests = tiny_model(family, dtype=torch.float64), make_requests()
+    engine, store = make_engine(model, script=script, requests=requests)
+    accepted = [0]
+    done = engine.generate(
+        requests, lambda step: accepted.append(sum(v.num_accepted for v in step.verified))
+    )
+    assert (sum(accepted) > 0) == (script not in (silent, WRONG))
+    for request, each in zip(requests, done, strict=True):
+        prompt = request.prompt_tokens
+        assert_kept(store, model, (*prompt, *each.tokens), len(prompt))
+
+
+@pytest.mark.parametrize("taps", [Taps(final=True), Taps(layers=(1,)), TAPS], ids=str)
+def test_what_is_kept_is_what_was_asked_for_beside_what_drafters_ask_for(taps) -> None:
+    model, requests = tiny_model(dtype=torch.float64), make_requests()[3:5]
+    engine, store = make_engine(model, script=RIGHT, requests=requests, taps=taps)
+    for request, text in zip(requests, write(engine, requests), strict=True):
+        assert_kept(store, model, text, len(request.prompt_tokens))
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
+@pytest.mark.parametrize("limits", [CROWDED, CHUNKED], ids=["crowded", "chunked"])
+def test_preempted_chunked_and_shared_prompts_leave_whole_texts(limits, grouped) -> None:
+    """A sibling computes nothing of its prompt: those rows are its group's."""
+    model, requests = tiny_model(dtype=torch.float64), make_requests(grouped=grouped)
+    engine, store = make_engine(model, limits, script=ragged(4), requests=requests)
+    before = engine.scheduler_counts()
+    store.clear()
+    texts = write(engine, requests)
+    after = engine.scheduler_counts()
+    assert (after.num_preemptions > before.num_preemptions) == (limits is CROWDED)
+    assert (after.num_shared_tokens > before.num_shared_tokens) == grouped
+    for request, text in zip(requests, texts, strict=True):
+        assert_kept(store, model, text, len(request.prompt_tokens))
+    # Each token once, however often it was computed; a prompt that is shared, once for all.
+    num_rows, num_tokens = store.num_bytes // ROW, sum(len(text) - 1 for text in texts)
+    assert num_rows < num_tokens if grouped else num_rows == num_tokens
+
+
+def test_a_text_is_there_as_far_as_it_is_written() -> None:
+    """At every step, of every request: all that is computed, and nothing of a prompt's half."""
+    model, requests = tiny_model(dtype=torch.float64), make_requests(grouped=True)
+    engine, store = make_engine(model, CROWDED, script=ragged(5), requests=requests)
+    for request in requests:
+        engine.submit(request)
+    whole = 0
+    while engine.num_unfinished:
+        engine.step()
+        for _, tokens, prompt_len in engine.unfinished():
+            for end in (len(tokens), len(tokens) - 2):
+                if end > prompt_len and store.find(tokens[:end], prompt_len) is not None:
+                    assert_kept(store, model, tokens[:end], prompt_len)
+                    whole += end == len(tokens)
+    assert whole > 50
+
+
+def test_a_window_of_a_text_is_found_only_where_it_is_a_beginning() -> None:
+    """Inside a text, features depend on what a window does not hold."""
+    model, requests = tiny_model(dtype=torch.float64), make_requests()[3:4]
+    engine, store = make_engine(model)
+    (text,), prompt_len = write(engine, requests), len(requests[0].prompt_tokens)
+    for end in range(prompt_len, len(text)):
+        assert_kept(store, model, text[:end], prompt_len)
+    for start in range(1, 5):
+        for shown in range(1, 5):
+            assert store.find(text[start:], shown) is None
+    changed = (*text[:-3], (text[-3] + 1) % 128, *text[-2:])
+    assert store.find(changed, prompt_len) is None
+    assert store.find(text[:-2], prompt_len) is not None
+    assert store.find((*text, 5), prompt_len) is None
+    assert store.find(text[:1], 1) is None
+
+
+def test_an_aborted_text_stays_and_its_name_may_be_used_again() -> None:
+    model = tiny_model(dtype=torch.float64)
+    first, second = make_requests()[3], make_requests(seed=1)[3]
+    assert first.request_id == second.request_id
+    engine, store = make_engine(model)
+    engine.submit(first)
+    for _ in range(6):
+        engine.step()
+    aborted = (*first.prompt_tokens, *engine.abort(first.request_id).tokens)
+    (text,) = write(engine, [second])
+    assert text[: len(aborted)] != aborted
+    for each in (aborted, text):
+        assert_kept(store, model, each, len(first.prompt_tokens))
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["in place", "set aside"])
+def test_other_weights_leave_no_feature_of_the_old_ones(aside) -> None:
+    """Also if nobody speculated while the weights changed."""
+    model, requests = tiny_model(dtype=torch.float64), make_requests()[:4]
+    engine, store = make_engine(model)
+    texts = write(engine, requests)
+    assert store.num_bytes > 0
+    speculation = engine.speculation
+    if aside:
+        engine.speculate(None)
+    other = tiny_model(seed=1, dtype=torch.float64)
+    engine.pull(PolicyWeights(version=1, tensors=dict(other.named_parameters())))
+    engine.speculate(speculation)
+    assert store.num_bytes == 0
+    for request, text in zip(requests, texts, strict=True):
+        assert store.find(text, len(request.prompt_tokens)) is None
+    for request, text in zip(requests, write(engine, requests), strict=True):
+        assert_kept(store, model, text, len(request.prompt_tokens))
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
+@pytest.mark.parametrize("limits", [ROOMY, CROWDED], ids=["roomy", "crowded"])
+def test_memory_is_bounded_and_what_has_no_room_is_not_there(limits, grouped) -> None:
+    """Whatever was let go: never more than so many bytes, and no row of another text."""
+    model, requests = tiny_model(dtype=torch.float64), make_requests(grouped=grouped)
+    whole = sum(len(r.prompt_tokens) + r.sampling.max_tokens for r in requests)
+    for num_rows in (0, 5, 30, whole // 4, whole // 2, whole):
+        max_bytes = room_for(num_rows) + 7
+        engine, store = make_engine(
+            model, limits, script=ragged(2), requests=requests, max_bytes=max_bytes
+        )
+        sizes: list[int] = []
+        done = engine.generate(requests, lambda _, s=store, n=sizes: n.append(s.num_bytes))
+        assert max(sizes) <= max_bytes
+        found = 0
+        for request, each in zip(requests, done, strict=True):
+            text, prompt_len = (*request.prompt_tokens, *each.tokens), len(request.prompt_tokens)
+            if store.find(text, prompt_len) is not None:
+                assert_kept(store, model, text, prompt_len)
+                found += 1
+        assert found == len(requests) if num_rows == whole else found < len(requests)
+        store.clear()
+        assert store.num_bytes == 0
+
+
+def test_the_text_that_was_heard_of_longest_ago_goes_first() -> None:
+    model = tiny_model(dtype=torch.float64)
+    requests = [r for r in make_requests() if len(r.prompt_tokens) == 1]
+    lengths = [r.sampling.max_tokens for r in requests]
+    engine, store = make_engine(model, max_bytes=room_for(lengths[1] + lengths[2]))
+    texts = [text for request in requests for text in write(engine, [request])]
+    assert [store.find(text, 1) is not None for text in texts] == [False, True, True]
+
+
+def step_of(active: ActiveRequest, start: int, end: int) -> Computed:
+    """A step that computed some tokens of a request; the feature of a token is its place."""
+    features = torch.arange(start, end, dtype=torch.float64)[:, None]
+    return Computed([Scheduled(active=active, num_tokens=end - start)], [end], {}, features)
+
+
+def test_a_prompt_that_was_cut_short_goes_on_behind_a_siblings() -> None:
+    """Preempted in mid-prompt, a request comes back with the KV that a sibling has computed."""
+    store = FeatureStore(Taps(final=True), 10**4)
+    one, other = (
+        ActiveRequest(
+            request=Request(request_id=name, prompt_tokens=(1, 2, 3, 4, 5, 6), noise_key=0),
+            tokens=[1, 2, 3, 4, 5, 6, *more],
+            policy_version=0,
+        )
+        for name, more in (("one", (7, 8, 9)), ("other", (6, 6)))
+    )
+    store.add(step_of(one, 0, 2))
+    assert store.find(one.tokens[:3], 3) is None, "half a prompt is nobody's prompt"
+    store.add(step_of(other, 0, 6))
+    store.add(step_of(one, 5, 8))
+    for active, num_computed in ((one, 8), (other, 6)):
+        rows = store.find(active.tokens[: num_computed + 1], 6)
+        assert rows is not None
+        assert rows[:-1, 0].tolist() == list(range(num_computed))
+
+
+def test_a_text_whose_beginning_was_let_go_takes_no_more_room() -> None:
+    store = FeatureStore(Taps(final=True), 10**4)
+    active = ActiveRequest(
+        request=Request(request_id="late", prompt_tokens=(1, 2, 3), noise_key=0),
+        tokens=list(range(1, 9)),
+        policy_version=0,
+    )
+    store.add(step_of(active, 4, 5))
+    store.add(step_of(active, 5, 7))
+    assert store.find(active.tokens, 3) is None
+    assert store.num_bytes == 0
+
+
+def test_speculation_may_change_in_mid_text_without_a_gap() -> None:
+    model, requests = tiny_model(dtype=torch.float64), make_requests()
+    engine, store = make_engine(model, script=RIGHT, requests=requests)
+    one = engine.speculation
+    assert one is not None
+    other = Speculation(
+        drafters=one.drafters, tuner=one.tuner, coupled=False, guarded=False, features=store
+    )
+    for request in requests:
+        engine.submit(request)
+    texts: dict[str, tuple[int, ...]] = {}
+    for number in count():
+        if not engine.num_unfinished:
+            break
+        engine.speculate((one, other)[number % 2])
+        for each in engine.step().finished:
+            texts[each.request_id] = each.tokens
+    for request in requests:
+        prompt = request.prompt_tokens
+        assert_kept(store, model, (*prompt, *texts[request.request_id]), len(prompt))
+
+
+def test_in_float32_a_kept_row_is_the_computed_one_up_to_rounding() -> None:
+    """Sums of some 50 numbers of size 1, in two orders: 1e-5 is 80 roundings."""
+    model, requests = tiny_model(), make_requests()
+    engine, store = make_engine(model, script=ragged(3), requests=requests)
+    for request, text in zip(requests, write(engine, requests), strict=True):
+        rows = store.find(text, len(request.prompt_tokens))
+        assert rows is not None
+        assert rows.dtype == torch.float32
+        torch.testing.assert_close(rows[:-1], computed(model, text)[:-1], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,192 @@
+"""When a step is learned from, by whom, and whose seconds that takes.
+
+Time is made up: a pass takes 10, a proposal 2, learning of drafts 3, a tuner's learning 4. On a
+"gpu" the pass runs while the host goes on; on a "cpu" it is over when it was launched.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.report import StepReport
+from longtail.engine.speculation.clock import StepClock
+from longtail.engine.speculation.feedback import Lesson
+from longtail.engine.speculation.speculator import Speculation
+from longtail.engine.step.runner import Launched, ModelRunner
+from longtail.speculation.strategy import Strategy
+from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.tuner import Tuner
+from longtail.types import Request, SamplingParams
+from support.drafters import RIGHT, ScriptedDrafter, WatchfulDrafter
+from support.fakes import scripted_model, unchecked_shapes
+
+PASS_S, PROPOSAL_S, TEACHING_S, TUNING_S = 10.0, 2.0, 3.0, 4.0
+
+
+@dataclass
+class World:
+    """What time it is, and what has happened."""
+
+    now: float = 0.0
+    log: list[str] = field(default_factory=list)
+
+    def happens(self, what: str, takes: float = 0.0) -> None:
+        self.log.append(what)
+        self.now += takes
+
+
+class WorldClock(StepClock):
+    def __init__(self, world: World) -> None:
+        self._world, self._began = world, 0.0
+
+    def begin(self) -> None:
+        self._began = self._world.now
+
+    def read(self) -> float:
+        return self._world.now - self._began
+
+
+@dataclass
+class Event:
+    """Of a pass that a GPU computes until then."""
+
+    world: World
+    until: float
+
+    def synchronize(self) -> None:
+        self.world.now = max(self.world.now, self.until)
+
+
+class Turns(Tuner):
+    """Drafts in two steps of three, and remembers what it learns."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._step = world, 0
+        self.outcomes: list[Outcome] = []
+
+    def plan(self, batch: Batch) -> Plan:
+        self._step += 1
+        return Plan(strategy=Strategy(depth=2) if self._step % 3 else None)
+
+    def spend(self, batch, plan, proposals):
+        self._world.happens("propose")
+        return super().spend(batch, plan, proposals)
+
+    def learn(self, outcome: Outcome) -> None:
+        self._world.happens("learn", TUNING_S)
+        self.outcomes.append(outcome)
+
+
+class Slow(ScriptedDrafter):
+    """Takes its time over every proposal."""
+
+    world: World
+
+    def draft(self, requests, strategy, noise):
+        self.world.now += PROPOSAL_S
+        return super().draft(requests, strategy, noise)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[World]:
+    """Where passes take time on the device that the test names."""
+    world, device = World(), getattr(request, "param", "cpu")
+    launch, wait, teach = ModelRunner.launch, Launched.wait, Lesson.teach
+
+    def launched(*args: object) -> Launched:
+        world.happens("launch", PASS_S if device == "cpu" else 0.0)
+        done = None if device == "cpu" else Event(world, world.now + PASS_S)
+        return dataclasses.replace(launch(*args), done=done)
+
+    def waited(each: Launched) -> object:
+        out = wait(each)
+        world.happens("wait")
+        return out
+
+    def taught(lesson: Lesson, drafters: Sequence[WatchfulDrafter]) -> None:
+        teach(lesson, drafters)
+        world.now += TEACHING_S if lesson.asked else 0.0
+
+    monkeypatch.setattr(ModelRunner, "launch", launched)
+    monkeypatch.setattr(Launched, "wait", waited)
+    monkeypatch.setattr(Lesson, "teach", taught)
+    with unchecked_shapes():
+        yield world
+
+
+def make_engine(world: World) -> tuple[RolloutEngine, ScriptedDrafter, Turns]:
+    """Two requests of a model that counts, drafted for rightly."""
+    limits = EngineLimits(max_running=4, max_step_tokens=60, max_len=64)
+    engine = RolloutEngine(scripted_model(60), lambda tokens: "", limits)
+    drafter = Slow({"a": range(60), "b": range(60)}, RIGHT, vocab_size=60, informed=False)
+    drafter.world, tuner = world, Turns(world)
+    engine.speculate(
+        Speculation(drafters=(drafter,), tuner=tuner, guarded=False, clock=WorldClock(world))
+    )
+    for name in ("a", "b"):
+        sampling = SamplingParams(max_tokens=30)
+        engine.submit(
+            Request(request_id=name, prompt_tokens=(0, 1), noise_key=0, sampling=sampling)
+        )
+    return engine, drafter, tuner
+
+
+def to_the_end(engine: RolloutEngine) -> list[StepReport]:
+    steps = []
+    while engine.num_unfinished:
+        steps.append(engine.step())
+    return steps
+
+
+@pytest.mark.parametrize("world", ["cpu", "gpu"], indirect=True)
+def test_a_step_is_learned_from_while_the_next_one_is_computed(world):
+    """In the same order on all devices; the last one is learned from when nothing is left."""
+    engine, _, tuner = make_engine(world)
+    steps = to_the_end(engine)
+    done = [event for event in world.log if event != "propose"]
+    assert done[:2] == ["launch", "wait"]
+    assert done[2:] == ["launch", "learn", "wait"] * (len(steps) - 1) + ["learn"]
+    assert len(tuner.outcomes) == len(steps)
+    for outcome, step in zip(tuner.outcomes, steps, strict=True):
+        assert outcome.num_nodes == sum(each.num_drafted for each in step.verified)
+        assert outcome.num_emitted == len(step.emitted) or step is steps[-1]
+
+
+@pytest.mark.parametrize("world", ["cpu", "gpu"], indirect=True)
+def test_the_seconds_of_learning_are_those_of_the_step_that_is_learned_from(world, request):
+    """On a CPU drafts cost what drafters take to learn of them; on a GPU nobody waits for it."""
+    engine, _, tuner = make_engine(world)
+    to_the_end(engine)
+    exposed = TEACHING_S if request.node.callspec.params["world"] == "cpu" else 0.0
+    kinds = set()
+    for outcome in tuner.outcomes[:-1]:  # the last one is learned from outside of any step
+        drafted = bool(outcome.asked)
+        kinds.add(drafted)
+        assert outcome.verify_s == PASS_S + exposed * drafted
+        assert [each.seconds for each in outcome.asked] == [PROPOSAL_S] * drafted
+    assert kinds == {True, False}
+
+
+def stop_all(engine: RolloutEngine) -> None:
+    engine.abort("a")
+    engine.abort("b")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda engine: engine.speculate(None), RolloutEngine.reset_estimates, stop_all],
+    ids=["set-aside", "looked-at-again", "aborted"],
+)
+def test_nothing_is_left_to_learn_when_something_changes(world, change: Callable):
+    engine, drafter, tuner = make_engine(world)
+    steps = [engine.step() for _ in range(3)]
+    assert len(tuner.outcomes) == 2
+    change(engine)
+    assert len(tuner.outcomes) == 3
+    verified = [each for step in steps for each in step.verified]
+    assert drafter.num_drafts == len(verified) > 0
+    assert drafter.num_accepted == sum(each.num_accepted for each in verified)

@@ -1,0 +1,111 @@
+"""Noise made ahead is the keyed noise of its place, whoever asked for what before."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longtail.engine.request import ActiveRequest
+from longtail.engine.step.noise import NoiseAhead
+from longtail.sampling import gumbel_noise, noise_key
+from longtail.types import Request
+
+VOCAB = 16
+CPU = torch.device("cpu")
+
+
+def request(number: int, num_tokens: int = 3, name: str = "r") -> ActiveRequest:
+    made = Request(request_id=name, prompt_tokens=(0,), noise_key=noise_key(7, number))
+    return ActiveRequest(request=made, tokens=[0] * num_tokens, policy_version=0)
+
+
+def true_noise(active: ActiveRequest, aheads: Sequence[int]) -> torch.Tensor:
+    """By the definition: a token's position is the number of tokens before it."""
+    places = [len(active.tokens) + ahead for ahead in aheads]
+    keys = torch.tensor([active.request.noise_key] * len(places))
+    return gumbel_noise(keys, torch.tensor(places), VOCAB)
+
+
+def assert_rows_are_true(
+    noise: NoiseAhead, actives: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
+) -> None:
+    found = noise.rows(actives, aheads)
+    expected = [true_noise(*each) for each in zip(actives, aheads, strict=True)]
+    assert torch.equal(found, torch.cat(expected))
+
+
+def assert_drafts_read_the_same(
+    noise: NoiseAhead, actives: Sequence[ActiveRequest], depth: int
+) -> None:
+    ahead = noise.ahead(actives, depth)
+    expected = torch.stack([true_noise(active, range(depth)) for active in actives])
+    assert torch.equal(ahead.up_to(depth), expected)
+    for level in range(depth):
+        assert torch.equal(ahead.at_depth(level + 1), expected[:, level])
+
+
+# Of a table with hardly any room every other call makes it anew; of a roomy one few do.
+@pytest.mark.parametrize("max_entries", [1, 4 * VOCAB * 5, 2**19])
+@settings(max_examples=30)
+@given(
+    events=st.lists(
+        st.tuples(
+            st.sets(st.integers(0, 4), min_size=1),
+            st.integers(1, 6),
+            st.booleans(),
+            st.integers(0, 7),
+            st.booleans(),
+        ),
+        max_size=8,
+    )
+)
+def test_whoever_comes_and_goes_reads_the_noise_of_his_place(max_entries, events):
+    noise = NoiseAhead(VOCAB, CPU, max_entries=max_entries)
+    actives = [request(number) for number in range(5)]
+    for chosen, depth, drafts, grown, turned in events:
+        some = [actives[number] for number in sorted(chosen, reverse=turned)]
+        if drafts:
+            assert_drafts_read_the_same(noise, some, depth)
+        aheads = [[0, depth, depth] if turned else [0] for _ in some]
+        assert_rows_are_true(noise, some, aheads)
+        for active in some:
+            active.tokens += [1] * grown
+
+
+def test_rows_of_one_request_may_be_several_and_repeat():
+    noise = NoiseAhead(VOCAB, CPU)
+    assert_rows_are_true(noise, [request(0), request(1, 9)], [[0], [0, 1, 1]])
+
+
+def test_another_request_of_the_same_name_has_its_own_noise():
+    noise = NoiseAhead(VOCAB, CPU)
+    for number in (0, 1):
+        assert_rows_are_true(noise, [request(number, name="same")], [[0, 1]])
+
+
+def test_a_draft_reads_on_while_the_table_is_made_anew():
+    noise = NoiseAhead(VOCAB, CPU, max_entries=1)
+    first, second = request(0), request(1)
+    ahead = noise.ahead([first], 2)
+    noise.reach([second], 5)
+    assert torch.equal(ahead.up_to(2)[0], true_noise(first, range(2)))
+
+
+def test_noise_that_is_there_is_not_made_again(monkeypatch):
+    made = []
+
+    def counted(keys, positions, vocab_size):
+        made.append(len(keys))
+        return gumbel_noise(keys, positions, vocab_size)
+
+    monkeypatch.setattr("longtail.engine.step.noise.gumbel_noise", counted)
+    noise, active = NoiseAhead(VOCAB, CPU, max_entries=8 * VOCAB), request(0)
+    for _ in range(6):
+        noise.rows([active], [[0, 2]])
+        active.tokens.append(1)
+    assert made == [8]  # places 0 to 7 serve all six
+    noise.rows([active], [[0, 2]])
+    assert made == [8, 6]  # the two that are left were moved
+    assert noise.seconds > 0

@@ -1,0 +1,89 @@
+"""The first measurement: what it must look like on any machine, and what it leaves behind."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from longtail.engine import profile
+from longtail.engine.limits import EngineLimits
+from longtail.engine.profile import measure_costs, without_stalls
+from longtail.speculation.taps import Taps
+from longtail.tuner.cost import CostModel, TimeCurve
+from support.drafters import RIGHT, ScriptedDrafter
+from support.fakes import unchecked_shapes
+from support.tiny_models import tiny_model
+
+LIMITS = EngineLimits(max_running=4, max_step_tokens=64, max_len=128)
+TEXTS = {f"profile-{i}": (0,) * 500 for i in range(4)}
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less time than a session gets; what there is no time for is left out."""
+    monkeypatch.setattr(profile, "_SECONDS", 0.2)
+    monkeypatch.setattr(profile, "_DRAFT_SECONDS", 0.1)
+
+
+def scripted(taps: Taps) -> ScriptedDrafter:
+    return ScriptedDrafter(TEXTS, RIGHT, taps=taps, informed=False)
+
+
+def test_what_stands_out_above_both_neighbours_is_lowered():
+    assert without_stalls((1, 2, 3), (1.0, 9.0, 2.0)) == pytest.approx([1.0, 1.65, 2.0])
+    assert without_stalls((1, 2, 4), (1.0, 9.0, 0.5)) == pytest.approx([1.0, 1.1, 0.5])
+
+
+def test_a_quiet_measurement_is_left_alone():
+    assert without_stalls((1, 2, 3, 8), (1.0, 1.5, 2.0, 4.5)) == [1.0, 1.5, 2.0, 4.5]
+    assert without_stalls((1, 9), (5.0, 1.0)) == [5.0, 1.0]
+    assert without_stalls((1,), (5.0,)) == [5.0]
+
+
+def test_stalls_apart_from_each_other_are_both_lowered():
+    quiet = (1.0, 1.1, 1.2, 1.3, 1.4)
+    found = without_stalls((1, 2, 3, 4, 5), (1.0, 9.0, 1.2, 9.0, 1.4))
+    assert found == pytest.approx([1.0, 1.1 * quiet[1], 1.2, 1.1 * quiet[3], 1.4])
+
+
+def test_a_measured_model_costs_something_and_more_costs_more():
+    with unchecked_shapes():
+        costs = measure_costs(tiny_model(), LIMITS, (), None)
+    assert costs.drafts == []
+    assert costs.pair_s >= 0
+    assert 0 <= costs.node_pair_s <= costs.pair_s
+    for curve in (costs.plain, costs.verify):
+        times = [curve.at(count) for count in (1, 2, 4, 16, 64, 200)]
+        assert times[0] > 0
+        assert all(a <= b for a, b in pairwise(times))
+    counts = costs.plain.numbers()["counts"]
+    assert counts[0] == 1
+    assert max(counts) <= LIMITS.max_step_tokens
+
+
+@torch.inference_mode()
+def test_every_drafter_gets_a_cost_and_forgets_the_made_up_requests():
+    drafters = [scripted(Taps()), scripted(Taps(layers=(1,), final=True))]
+    known = CostModel(TimeCurve((1, 8), (1e-3, 2e-3)), pair_s=0.0, node_pair_s=0.0)
+    costs = measure_costs(tiny_model(), LIMITS, drafters, known)
+    assert costs is known  # steps are not measured again
+    assert costs.plain.at(8) == pytest.approx(2e-3)
+    assert len(costs.drafts) == 2
+    for cost, drafter in zip(costs.drafts, drafters, strict=True):
+        assert 0 < cost.seconds(1, 1.0, 1.0) <= cost.seconds(4, 6.0, 24.0)
+        assert drafter.memories == {}
+        assert {name for name, _ in drafter.gone} == set(TEXTS)
+
+
+def test_drafts_of_another_set_of_drafters_replace_the_known_ones():
+    known = CostModel(TimeCurve((1, 8), (1e-3, 2e-3)), pair_s=0.0, node_pair_s=0.0)
+    measure_costs(tiny_model(), LIMITS, [scripted(Taps()), scripted(Taps())], known)
+    assert len(measure_costs(tiny_model(), LIMITS, [scripted(Taps())], known).drafts) == 1
+
+
+@pytest.mark.parametrize(("running", "tokens"), [(1, 1), (1, 3), (3, 3), (4, 4)])
+def test_the_tightest_engine_can_be_measured(running, tokens):
+    limits = EngineLimits(max_running=running, max_step_tokens=tokens, max_len=16)
+    with unchecked_shapes():
+        costs = measure_costs(tiny_model(), limits, (), None)
+    assert costs.plain.at(1) > 0

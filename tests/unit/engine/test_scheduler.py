@@ -1,0 +1,203 @@
+"""The scheduler's choices, one scenario each, over a cache of four-token blocks."""
+
+import torch
+
+from longtail.engine.batch import Scheduled
+from longtail.engine.kv.cache import ContiguousKVCache
+from longtail.engine.request import ActiveRequest
+from longtail.engine.scheduler import Scheduler
+from longtail.types import Request
+from support.fakes import LedgerKV
+from support.tiny_models import tiny_config
+
+Chosen = list[tuple[str, int]]
+
+
+def make_scheduler(
+    *, num_tokens: int = 400, max_running: int = 4, max_step_tokens: int = 16
+) -> Scheduler:
+    kv = ContiguousKVCache(
+        tiny_config(),
+        num_tokens=num_tokens,
+        max_rows=max_running + 2,  # more rows than places: the limit is the scheduler's
+        max_len=num_tokens,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        block_size=4,
+    )
+    return Scheduler(LedgerKV(kv), max_running=max_running, max_step_tokens=max_step_tokens)
+
+
+def active(name: str, prompt_len: int, group: str = "", first: int = 0) -> ActiveRequest:
+    prompt = tuple(range(first, first + prompt_len))
+    request = Request(request_id=name, prompt_tokens=prompt, noise_key=0, group_id=group)
+    return ActiveRequest(request=request, tokens=list(prompt), policy_version=0)
+
+
+def names(chosen: list[Scheduled]) -> Chosen:
+    return [(each.active.request_id, each.num_tokens) for each in chosen]
+
+
+def step(scheduler: Scheduler) -> Chosen:
+    """Schedule, compute, and draw a token for everyone who draws; nobody finishes."""
+    chosen = scheduler.schedule()
+    result = names(chosen)
+    kv = scheduler._kv
+    assert isinstance(kv, LedgerKV)
+    for each in chosen:
+        one, draws = each.active, each.draws
+        start = one.num_computed
+        kv.write(one.request_id, one.tokens[start : start + each.num_tokens])
+        one.num_computed += each.num_tokens
+        if draws:
+            one.tokens.append(1000)
+    return result
+
+
+def test_prompts_are_cut_to_the_budget_and_decoding_goes_first():
+    scheduler = make_scheduler(max_step_tokens=10)
+    for each in (active("a", 3), active("b", 20), active("c", 5)):
+        scheduler.add(each)
+    assert step(scheduler) == [("a", 3), ("b", 7)]
+    assert step(scheduler) == [("a", 1), ("b", 9)]
+    assert step(scheduler) == [("a", 1), ("b", 4), ("c", 5)]
+    assert step(scheduler) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_no_more_run_than_may():
+    scheduler = make_scheduler(max_running=2)
+    for name in "abc":
+        scheduler.add(active(name, 2))
+    assert step(scheduler) == [("a", 2), ("b", 2)]
+    assert step(scheduler) == [("a", 1), ("b", 1)]
+    scheduler.finish(scheduler.running["a"])
+    assert step(scheduler) == [("b", 1), ("c", 2)]
+
+
+def test_with_nothing_to_do_nothing_is_chosen():
+    assert make_scheduler().schedule() == []
+
+
+def test_the_youngest_gives_way_and_is_computed_again():
+    """Four blocks: a needs its third, so c goes; c comes back, tokens kept, when a has left."""
+    scheduler = make_scheduler(num_tokens=16, max_running=3)
+    a, b, c = active("a", 8), active("b", 3), active("c", 3)
+    for each in (a, b, c):
+        scheduler.add(each)
+    assert step(scheduler) == [("a", 8), ("b", 3), ("c", 3)]
+    assert step(scheduler) == [("a", 1), ("b", 1)]
+    assert scheduler.counts().num_preemptions == 1
+    assert [each.request_id for each in scheduler.waiting] == ["c"]
+    assert (c.num_computed, c.tokens) == (0, [0, 1, 2, 1000])
+    scheduler.finish(a)
+    assert step(scheduler) == [("b", 1), ("c", 4)]
+
+
+def test_several_that_gave_way_wait_in_their_old_order_in_front():
+    scheduler = make_scheduler(num_tokens=16, max_running=3)
+    for each in (active("a", 8), active("b", 4), active("c", 4), active("d", 1)):
+        scheduler.add(each)
+    assert step(scheduler) == [("a", 8), ("b", 4), ("c", 4)]
+    # a takes the room of c, then b has none and gives way itself: c was younger, and waits behind.
+    assert step(scheduler) == [("a", 1)]
+    assert [each.request_id for each in scheduler.waiting] == ["b", "c", "d"]
+
+
+def test_one_chosen_and_then_preempted_is_not_computed():
+    """b, who inherited x's place, is younger than a and decodes while a is still in its prompt."""
+    scheduler = make_scheduler(num_tokens=24, max_running=2, max_step_tokens=4)
+    x, a, b = active("x", 3, "g"), active("a", 20), active("b", 3, "g")
+    for each in (x, a, b):
+        scheduler.add(each)
+    assert step(scheduler) == [("x", 3), ("a", 1)]
+    scheduler.finish(x)
+    for _ in range(5):
+        assert step(scheduler) == [("b", 1), ("a", 3)]
+    # Of six blocks a owns four and b two. b is chosen, then a needs a fifth.
+    assert step(scheduler) == [("a", 3)]
+    assert [each.request_id for each in scheduler.waiting] == ["b"]
+
+
+def test_siblings_wait_for_their_prompt_while_others_pass():
+    scheduler = make_scheduler(max_running=6, max_step_tokens=8)
+    for each in (
+        active("a0", 10, "g"),
+        active("a1", 10, "g"),
+        active("b", 2),
+        active("a2", 10, "g"),
+    ):
+        scheduler.add(each)
+    assert step(scheduler) == [("a0", 8)]
+    assert step(scheduler) == [("a0", 2), ("b", 2)]
+    # Nine of ten prompt tokens are taken over; the last is computed, to draw from.
+    assert step(scheduler) == [("a0", 1), ("b", 1), ("a1", 1), ("a2", 1)]
+    assert scheduler.counts().num_shared_tokens == 18
+    assert scheduler.counts().num_preemptions == 0
+
+
+def test_prompts_of_one_token_share_nothing_and_of_two_share_one():
+    for prompt_len, expected in ((1, [("a", 1), ("b", 1)]), (2, [("a", 2)])):
+        scheduler = make_scheduler()
+        scheduler.add(active("a", prompt_len, "g"))
+        scheduler.add(active("b", prompt_len, "g"))
+        assert step(scheduler) == expected
+        assert step(scheduler) == [("a", 1), ("b", 1)]
+        assert scheduler.counts().num_shared_tokens == prompt_len - 1
+
+
+def test_a_sibling_takes_over_from_one_that_leaves():
+    scheduler = make_scheduler(max_running=1)
+    a, b = active("a", 5, "g"), active("b", 5, "g")
+    for each in (a, active("other", 2), b):
+        scheduler.add(each)
+    assert step(scheduler) == [("a", 5)]
+    scheduler.finish(a)
+    assert list(scheduler.running) == ["b"]
+    assert step(scheduler) == [("b", 1)]
+    assert scheduler.counts().num_shared_tokens == 4
+
+
+def test_a_prompt_that_was_not_finished_is_not_handed_over():
+    scheduler = make_scheduler(max_running=1, max_step_tokens=3)
+    a, b = active("a", 5, "g"), active("b", 5, "g")
+    scheduler.add(a)
+    scheduler.add(b)
+    assert step(scheduler) == [("a", 3)]
+    scheduler.withdraw(a)
+    assert not scheduler.running
+    assert [step(scheduler), step(scheduler)] == [[("b", 3)], [("b", 2)]]
+
+
+def test_a_preempted_sibling_takes_the_whole_prompt_over_again():
+    """It has drawn already, so even the last token of the prompt need not be computed."""
+    scheduler = make_scheduler(max_running=2)
+    a, b = active("a", 5, "g"), active("b", 5, "g")
+    scheduler.add(a)
+    scheduler.add(b)
+    step(scheduler)
+    step(scheduler)
+    scheduler._preempt(b)
+    assert step(scheduler) == [("a", 1), ("b", 1)]
+    assert b.num_computed == len(b.tokens) - 1 == 6
+
+
+def test_a_group_id_without_the_same_prompt_shares_nothing():
+    """Two prompts under one group id used to read each other's KV, silently."""
+    scheduler = make_scheduler()
+    scheduler.add(active("a", 4, "g"))
+    scheduler.add(active("b", 4, "g", first=50))
+    assert step(scheduler) == [("a", 4), ("b", 4)]
+    assert scheduler.counts().num_shared_tokens == 0
+
+
+def test_one_can_be_withdrawn_from_anywhere():
+    scheduler = make_scheduler(max_running=1)
+    a, b = active("a", 4), active("b", 4)
+    scheduler.add(a)
+    scheduler.add(b)
+    step(scheduler)
+    scheduler.withdraw(b)
+    scheduler.withdraw(a)
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert scheduler.schedule() == []

@@ -1,0 +1,366 @@
+"""The engine's side of speculation: who is asked, and what a drafter is told, token by token."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.report import Verified
+from longtail.engine.speculation.speculator import Speculation
+from longtail.model.attention import PackedAttention
+from longtail.model.transformer import Family
+from longtail.sampling import gumbel_noise, noise_key
+from longtail.speculation.drafter import Draftable, Noise
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.taps import Taps
+from longtail.speculation.tree import EMPTY, DraftTree
+from longtail.types import PolicyWeights, Request, SamplingParams
+from support.drafters import (
+    RIGHT,
+    WRONG,
+    Memory,
+    ScriptedDrafter,
+    Sketch,
+    WatchfulDrafter,
+    listed,
+    ragged,
+    silent,
+)
+from support.fakes import scripted_model, unchecked_shapes
+from support.tiny_models import tiny_model
+
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+ROOMY = EngineLimits(max_running=8, max_step_tokens=200, max_len=64)
+CROWDED = EngineLimits(max_running=5, max_step_tokens=40, max_len=64, kv_tokens=96)
+TREE = Strategy(depth=5, width=3, size=8)
+_LAST = TREE.depth + 3
+"""Tokens of the last steps: a drafter is told when it is next asked, and then nobody is."""
+FEATURES = (Taps(final=True), Taps(layers=(0, 1)), Taps(layers=(1,), final=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_steps() -> Iterator[None]:
+    with unchecked_shapes():
+        yield
+
+
+def nothing(tokens: Sequence[int]) -> str:
+    return ""
+
+
+def make_requests(*, grouped: bool = False, **sampling: object) -> list[Request]:
+    return [
+        Request(
+            request_id=f"r{i}",
+            prompt_tokens=tuple((5 * (i // 3) + 3 * j) % 128 for j in range(1 + 13 * (i // 3))),
+            noise_key=noise_key(9, i),
+            sampling=SamplingParams(**{"max_tokens": 20, **sampling}),
+            group_id=str(i // 3) if grouped else "",
+        )
+        for i in range(9)
+    ]
+
+
+def write_plainly(family: Family, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
+    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, ROOMY)
+    return {
+        done.request_id: (*request.prompt_tokens, *done.tokens)
+        for request, done in zip(requests, engine.generate(requests), strict=True)
+    }
+
+
+def features_of(family: Family, text: Sequence[int], taps: Taps) -> torch.Tensor:
+    """Features of a whole text by the definition: one packed pass."""
+    model = tiny_model(family, dtype=torch.float64)
+    with torch.no_grad():
+        attention = PackedAttention((0, len(text)))
+        features = model.forward_with_features(
+            torch.tensor(text), torch.arange(len(text)), attention, taps
+        ).features
+    assert features is not None
+    return features
+
+
+def assert_true_to_the_text(
+    memory: Memory, family: Family, text: Sequence[int], taps: Taps
+) -> None:
+    """Token by token: the feature of x_i is what the target computes at x_i, for each i observed.
+
+    The original paired features with the token after them, one place off, and nothing failed.
+    """
+    assert memory.tokens == list(text[memory.start : memory.end])
+    exact = features_of(family, text, taps)[memory.start : memory.end]
+    torch.testing.assert_close(torch.stack(memory.features), exact, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("taps", FEATURES, ids=["final", "layers", "both"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_drafter_is_told_each_computed_token_once_with_its_own_features(family, taps):
+    """In order, from the first on, the nodes of a draft that were accepted and no others."""
+    requests = make_requests()
+    texts = write_plainly(family, requests)
+    for script in (RIGHT, ragged(3)):
+        engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, ROOMY)
+        drafter = ScriptedDrafter(texts, script, taps=taps)
+        engine.speculate(Speculation.fixed(drafter, TREE))
+        engine.generate(requests)
+        assert drafter.num_accepted > 0
+        assert drafter.num_restarts == 0
+        assert sorted(name for name, _ in drafter.gone) == sorted(texts)
+        for name, memory in drafter.gone:
+            assert memory.start == 0
+            assert memory.end >= len(texts[name]) - _LAST, "all but the last steps'"
+            assert_true_to_the_text(memory, family, texts[name], taps)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
+def test_what_is_computed_anew_is_told_anew(grouped):
+    """Preempted requests start over, siblings begin behind the prompt that they were given."""
+    requests, taps = make_requests(grouped=grouped), FEATURES[0]
+    texts = write_plainly("qwen3", requests)
+    engine = RolloutEngine(tiny_model("qwen3", dtype=torch.float64), nothing, CROWDED)
+    drafter = ScriptedDrafter(texts, ragged(4), taps=taps)
+    engine.speculate(Speculation.fixed(drafter, TREE))
+    engine.generate(requests)
+    counts = engine.scheduler_counts()
+    assert 0 < drafter.num_restarts <= counts.num_preemptions
+    assert (counts.num_shared_tokens > 0) == grouped
+    assert len(drafter.gone) == len(requests)
+    for name, memory in drafter.gone:
+        shared = len(next(r for r in requests if r.request_id == name).prompt_tokens)
+        assert memory.start in ((0, shared - 1, shared) if grouped else (0,))
+        assert memory.end >= len(texts[name]) - _LAST
+        assert_true_to_the_text(memory, "qwen3", texts[name], taps)
+
+
+def test_a_drafter_handed_in_later_is_told_all_from_then_on():
+    requests, taps = make_requests(), FEATURES[1]
+    texts = write_plainly("mistral", requests)
+    engine = RolloutEngine(tiny_model("mistral", dtype=torch.float64), nothing, ROOMY)
+    drafters = [ScriptedDrafter(texts, ragged(i), taps=taps, informed=i < 1) for i in range(2)]
+    for request in requests:
+        engine.submit(request)
+    for step in range(40):
+        if step == 3:
+            engine.speculate(Speculation.fixed(drafters[0], TREE))
+            assert engine.speculation is not None
+        if step == 6:
+            engine.speculate(Speculation.fixed(drafters[1], TREE))
+        if step == 7:
+            engine.speculate(None)
+            assert engine.speculation is None
+        if step == 8:
+            engine.speculate(Speculation.fixed(drafters[1], TREE))
+        if engine.num_unfinished:
+            engine.step()
+    for drafter in drafters:
+        assert drafter.num_nodes > 0
+        told = [*drafter.gone, *drafter.memories.items()]
+        assert len(told) >= 5
+        for name, memory in told:
+            assert_true_to_the_text(memory, "mistral", texts[name], taps)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a drafter was asked about one request."""
+
+    request_id: str
+    num_tokens: int
+    max_depth: int
+    strategy: Strategy
+
+
+def asking(
+    limits: EngineLimits = ROOMY, family: Family = "llama", **speculation: object
+) -> tuple[RolloutEngine, list[Question]]:
+    """An engine whose drafter proposes nothing, and what it is asked."""
+    questions: list[Question] = []
+
+    def sketch(request: Draftable, strategy: Strategy) -> Sketch:
+        name, count = request.request_id, len(request.tokens)
+        questions.append(Question(name, count, request.max_depth, strategy))
+        return Sketch()
+
+    drafter = ScriptedDrafter({f"r{i}": () for i in range(9)}, sketch)
+    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, limits)
+    engine.speculate(Speculation.fixed(drafter, TREE, **speculation))
+    return engine, questions
+
+
+@pytest.mark.parametrize(("family", "deepest"), [("llama", 62), ("mistral", 7)])
+def test_a_draft_is_asked_only_as_deep_as_it_can_be_used(family, deepest):
+    """The root yields a token, too; a window of 8 places holds a root and 7 nodes behind it."""
+    engine, questions = asking(family=family)
+    request = make_requests(max_tokens=10)[3]
+    engine.generate([request])
+    prompt_len = len(request.prompt_tokens)
+    # The prompt's own step draws the first token; the last token needs no draft.
+    assert [each.num_tokens for each in questions] == [prompt_len + i for i in range(1, 9)]
+    assert [each.max_depth for each in questions] == [
+        min(left, deepest) for left in range(8, 0, -1)
+    ]
+
+
+def test_the_spare_tokens_of_a_step_are_shared_out_and_never_exceeded():
+    engine, questions = asking(EngineLimits(max_running=3, max_step_tokens=11, max_len=64))
+    for request in make_requests()[:3]:  # prompts of one token: each is drafted for at once
+        engine.submit(request)
+    engine.step()
+    assert [each.request_id for each in questions] == ["r0", "r1", "r2"]
+    shapes = {(each.strategy.depth, each.strategy.num_nodes) for each in questions}
+    assert shapes == {(2, 2)}, "8 spare tokens are 2 for each of 3"
+    questions.clear()
+    engine.abort("r2")
+    engine.step()
+    shapes = {(each.strategy.depth, each.strategy.num_nodes) for each in questions}
+    assert shapes == {(4, 4)}, "9 spare tokens are 4 for each of 2"
+
+    engine, questions = asking(EngineLimits(max_running=3, max_step_tokens=5, max_len=64))
+    for request in make_requests()[:3]:
+        engine.submit(request)
+    engine.step()
+    assert not questions, "2 spare tokens are none for each of 3"
+
+
+def test_no_draft_is_asked_for_in_steps_of_more_requests_than_drafting_pays_for():
+    engine, questions = asking(max_running=2)
+    for request in make_requests()[:3]:
+        engine.submit(request)
+    engine.step()
+    assert not questions
+    engine.abort("r1")
+    engine.step()
+    assert {each.request_id for each in questions} == {"r0", "r2"}
+
+
+def test_a_request_in_the_middle_of_its_prompt_is_not_drafted_for():
+    engine, questions = asking(EngineLimits(max_running=2, max_step_tokens=9, max_len=64))
+    engine.submit(make_requests()[6])  # 27 tokens
+    for _ in range(3):
+        engine.step()
+    assert not questions, "chunks of 9"
+    engine.step()
+    assert [each.num_tokens for each in questions] == [28]
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_coupled_drafts_see_the_noise_of_their_places_and_others_none(coupled):
+    requests = make_requests()[:4]
+    seen: list[tuple[list[tuple[int, int]], torch.Tensor]] = []
+
+    class Listening(WatchfulDrafter):
+        def draft(
+            self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
+        ) -> list[DraftTree]:
+            assert (noise is not None) == coupled
+            if noise is not None:
+                places = [(keys[each.request_id], len(each.tokens)) for each in requests]
+                rows = [noise.at_depth(depth) for depth in range(1, strategy.depth + 1)]
+                assert noise.up_to(strategy.depth).equal(torch.stack(rows, 1))
+                seen.append((places, torch.stack(rows)))
+            return [EMPTY] * len(requests)
+
+    keys = {each.request_id: each.noise_key for each in requests}
+    engine = RolloutEngine(tiny_model("llama", dtype=torch.float64), nothing, ROOMY)
+    engine.speculate(Speculation.fixed(Listening(), TREE, coupled=coupled))
+    engine.generate(requests)
+    assert bool(seen) == coupled
+    for places, rows in seen:
+        for depth, row in enumerate(rows, start=1):
+            shifted = torch.tensor([(key, length + depth - 1) for key, length in places])
+            assert row.equal(gumbel_noise(*shifted.T.contiguous(), 128))
+
+
+def test_a_step_reports_how_each_draft_fared():
+    """tree.py's running example over a model that counts: 1a and 3c are right, 2b and 4d wrong."""
+    sketch = Sketch((0, 0, 1, 3), (0, 1, 0, 2))
+    engine = RolloutEngine(scripted_model(40), nothing, ROOMY)
+    drafter = ScriptedDrafter({"a": range(40)}, listed([sketch]), vocab_size=40)
+    engine.speculate(Speculation.fixed(drafter, TREE))
+    sampling = SamplingParams(max_tokens=8)
+    engine.submit(Request(request_id="a", prompt_tokens=(0, 1), noise_key=0, sampling=sampling))
+    assert engine.step().verified == ()
+    for position in (1, 4):
+        step = engine.step()
+        assert step.verified == (
+            Verified(request_id="a", position=position, num_drafted=4, depth=3, num_accepted=2),
+        )
+        assert [each.token for each in step.emitted] == [position + i for i in (2, 3, 4)]
+        assert step.num_tokens == 5
+        assert step.num_running == 1
+        assert step.draft_s > 0
+        assert 0 < step.gap_s < step.step_s - step.forward_s
+
+
+def test_whoever_leaves_is_forgotten_and_new_weights_are_followed():
+    engine, _ = asking()
+    assert engine.speculation is not None
+    drafter = engine.speculation.drafters[0]
+    assert isinstance(drafter, ScriptedDrafter)
+    for request in make_requests()[:3]:
+        engine.submit(request)
+    engine.step()
+    engine.step()
+    assert drafter.memories.keys() == {"r0", "r1", "r2"}
+    engine.abort("r1")
+    engine.step()
+    assert drafter.memories.keys() == {"r0", "r2"}
+    while engine.num_unfinished:
+        engine.step()
+    assert not drafter.memories
+    before = drafter.num_refreshes
+    engine.pull(weights_of("llama"))
+    assert drafter.num_refreshes == before + 1
+
+
+def weights_of(family: Family) -> PolicyWeights:
+    tensors = dict(tiny_model(family, seed=1, dtype=torch.float64).named_parameters())
+    return PolicyWeights(version=1, tensors=tensors)
+
+
+def test_a_drafter_that_is_set_aside_keeps_nothing_of_those_who_leave_meanwhile():
+    """Else it grows for ever, and takes a name that returns for the request it once knew."""
+    engine, _ = asking()
+    speculation = engine.speculation
+    assert speculation is not None
+    assert isinstance(speculation.drafters[0], ScriptedDrafter)
+    for request in make_requests()[:3]:
+        engine.submit(request)
+    engine.step()
+    engine.speculate(None)
+    while engine.num_unfinished:
+        engine.step()
+    assert not speculation.drafters[0].memories
+
+
+def test_a_drafter_that_was_set_aside_follows_weights_that_came_meanwhile():
+    engine, _ = asking()
+    speculation = engine.speculation
+    assert speculation is not None
+    assert isinstance(speculation.drafters[0], ScriptedDrafter)
+    engine.speculate(None)
+    engine.pull(weights_of("llama"))
+    engine.speculate(speculation)
+    assert speculation.drafters[0].num_refreshes >= 1
+
+
+def test_room_that_was_taken_for_a_draft_is_free_again_after_the_step():
+    """Whether the draft was wrong or there was none after all: plain decoding would own as much."""
+    owned = []
+    for script in (None, WRONG, silent):
+        engine = RolloutEngine(scripted_model(40), nothing, ROOMY)
+        if script is not None:
+            drafter = ScriptedDrafter({"a": range(60)}, script, vocab_size=40)
+            engine.speculate(Speculation.fixed(drafter, Strategy(depth=6)))
+        sampling = SamplingParams(max_tokens=30)
+        prompt = tuple(range(25))
+        engine.submit(Request(request_id="a", prompt_tokens=prompt, noise_key=0, sampling=sampling))
+        engine.step()
+        engine.step()
+        engine.step()
+        owned.append(engine.kv_usage().owned)
+    assert owned == [32, 32, 32], "27 tokens computed, in blocks of 32"

@@ -1,0 +1,148 @@
+"""Stop strings and streaming: tokens that are words, bytes, or bytes decoded a run at a time."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders
+
+from longtail.engine.text import Decode, Detokenizer, Reader, ends_in_stop, final_text, find_stop
+from support.fakes import decode_pieces
+
+TEXTS = st.text(alphabet="ab <>/\u00e9\u65e5\u672c\U0001f600\u2581", max_size=30)
+BYTES = decode_pieces([bytes([value]) for value in range(256)])
+"""A token a byte."""
+
+
+def byte_fallback() -> Decode:
+    """Decode as Llama 2 and Mistral do: token 256 + c is ASCII character c, others are bytes.
+
+    Adjacent bytes are decoded together: one incomplete character makes U+FFFD of all of them. The
+    first space of a text is dropped.
+    """
+    space = decoders.Replace("\u2581", " ")
+    decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+
+    def name(token: int) -> str:
+        return f"<0x{token:02X}>" if token < 256 else chr(token - 256).replace(" ", "\u2581")
+
+    return lambda tokens: decoder.decode([name(token) for token in tokens])
+
+
+FALLBACK = byte_fallback()
+
+
+def fallback_tokens(text: str) -> list[int]:
+    return [
+        token
+        for character in text
+        for token in ([256 + ord(character)] if character.isascii() else character.encode())
+    ]
+
+
+def in_steps(tokens: list[int], decode: Decode) -> str:
+    """Stream the tokens one by one."""
+    reader = Detokenizer(decode)
+    return "".join([*(reader.feed([token]) for token in tokens), reader.flush()])
+
+
+def test_the_earliest_stop_counts():
+    assert find_stop("4 2</a> ok", ("ok", "</a>")) == 3
+    assert find_stop("4 2", ("ok", "</a>")) is None
+    assert final_text([0, 1, 2], ("lo w", "rld"), decode_pieces(["hel", "lo wo", "rld"])) == "hel"
+
+
+def test_a_stop_may_span_tokens_and_end_inside_one():
+    decode = decode_pieces(["a", "<", "/b", "> and"])
+    assert not ends_in_stop([0, 1, 2], ("</b>",), decode)
+    assert ends_in_stop([0, 1, 2, 3], ("</b>",), decode)
+    assert not ends_in_stop([0, 1, 2, 3], (), decode)
+
+
+@given(before=TEXTS, stop=TEXTS.filter(bool))
+def test_a_stop_of_any_characters_is_seen_at_its_last_byte(before, stop):
+    """A window of as many tokens as the stop has characters used to miss the bytes of long ones."""
+    text = before + stop
+    first = text.index(stop) + len(stop)
+    tokens = list(text[:first].encode())
+    assert ends_in_stop(tokens, (stop,), BYTES)
+    assert not any(ends_in_stop(tokens[:n], (stop,), BYTES) for n in range(len(tokens)))
+
+
+@given(before=TEXTS, stop=TEXTS.filter(lambda text: text.strip(" \u2581")))
+def test_a_stop_is_seen_behind_a_run_of_bytes_that_decode_together(before, stop):
+    """The window begins inside a character of the run; every byte of it then decodes as U+FFFD."""
+    text = f"x{before}{stop}"
+    first = text.index(stop) + len(stop)
+    assert ends_in_stop(fallback_tokens(text[:first]), (stop,), FALLBACK)
+
+
+@given(text=TEXTS)
+def test_streamed_pieces_join_to_the_text(text):
+    assert in_steps(list(text.encode()), BYTES) == text
+    assert in_steps(fallback_tokens(text), FALLBACK) == FALLBACK(fallback_tokens(text))
+
+
+@given(tokens=st.lists(st.integers(0, 255), max_size=40))
+def test_streamed_pieces_join_to_the_text_even_of_broken_bytes(tokens):
+    """A text that ended inside a character used to lose its end."""
+    assert in_steps(tokens, BYTES) == BYTES(tokens)
+
+
+@given(text=TEXTS, cuts=st.lists(st.integers(1, 5)))
+def test_tokens_may_arrive_several_at_a_time_or_none(text, cuts):
+    tokens, reader, pieces, at = list(text.encode()), Detokenizer(BYTES), [], 0
+    for cut in cuts:
+        pieces += [reader.feed(tokens[at : at + cut]), reader.feed([])]
+        at += cut
+    pieces += [reader.feed(tokens[at:]), reader.flush()]
+    assert "".join(pieces) == text
+
+
+def test_a_piece_never_ends_in_an_unfinished_character():
+    reader = Detokenizer(BYTES)
+    pieces = [reader.feed([byte]) for byte in "a\u65e5b".encode()]
+    assert pieces == ["a", "", "", "\u65e5", "b"]
+
+
+@pytest.mark.parametrize("gap", [1, 20])
+def test_tokens_without_text_are_passed_over(gap):
+    decode = decode_pieces(["", "a", "b"])
+    assert in_steps([1, *[0] * gap, 2, 0, 1], decode) == "aba"
+    assert final_text([1, *[0] * gap, 2], (), decode) == "ab"
+
+
+def test_long_texts_are_decoded_a_window_at_a_time():
+    longest = 0
+
+    def decode(tokens):
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return BYTES(tokens)
+
+    text = "ab\u65e5" * 100
+    assert in_steps(list(text.encode()), decode) == text
+    assert longest < 20
+
+
+def test_nothing_of_a_stop_string_is_shown() -> None:
+    pieces = ["a ", "<b c", " <", "/b", ">d"]
+    reader = Reader(decode_pieces(pieces), ["</b>", "zz"])
+    shown = [reader.feed([token]) for token in range(len(pieces))]
+    assert shown[:2] == ["", "a <"]  # the last three characters may begin a stop string
+    assert "".join([*shown, reader.finish("a <b c ")]) == "a <b c "
+
+
+@given(text=TEXTS, stops=st.lists(TEXTS.filter(bool), max_size=3))
+def test_what_a_reader_is_shown_is_the_final_text_and_never_taken_back(text, stops):
+    """Tokens come until the engine sees a stop, as `ends_in_stop` tells it."""
+    reader, written, shown = Reader(BYTES, stops), [], ""
+    for token in text.encode():
+        written.append(token)
+        shown += reader.feed([token])
+        if ends_in_stop(written, stops, BYTES):
+            break
+    final = final_text(written, stops, BYTES)
+    assert final.startswith(shown)
+    assert shown + reader.finish(final) == final

@@ -1,0 +1,284 @@
+"""config.json in both spellings, what is assumed where it is silent, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from longtail.errors import ConfigError, UnsupportedModelError
+from longtail.model.hf.config import Fields, emit, parse
+from longtail.model.rope import RopeConfig
+from longtail.model.transformer import ModelConfig
+
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read(architecture: str, **changes: Any) -> ModelConfig:
+    return parse(Fields({"architectures": [architecture], **SHAPE, **changes}, "config.json"))
+
+
+def llama(**changes: Any) -> ModelConfig:
+    return read("LlamaForCausalLM", **changes)
+
+
+def qwen2(**changes: Any) -> ModelConfig:
+    return read("Qwen2ForCausalLM", **changes)
+
+
+def test_deepseeks_qwen_distillation_is_read_as_published() -> None:
+    """The config.json of DeepSeek-R1-Distill-Qwen-1.5B, in the spelling of transformers 4."""
+    published = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "initializer_range": 0.02,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 21,
+        "model_type": "qwen2",
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.44.0",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    assert parse(Fields(published, "config.json")) == ModelConfig(
+        family="qwen2",
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_layers=28,
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=128,
+        max_positions=131072,
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=10_000.0),
+        qkv_bias=True,
+    )
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_both_spellings_of_the_rope_are_one(kind: str) -> None:
+    old = llama(rope_theta=500_000, rope_scaling={kind: "llama3", **LLAMA3})
+    new = llama(rope_parameters={"rope_type": "llama3", "rope_theta": 500_000.0, **LLAMA3})
+    assert old == new
+    assert new.rope == RopeConfig(
+        theta=500_000.0,
+        scaling="llama3",
+        factor=8.0,
+        original_max_positions=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+
+
+def test_a_silent_file_means_what_the_familys_own_class_assumes() -> None:
+    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+    classes: dict[str, Any] = {
+        "LlamaForCausalLM": LlamaConfig,
+        "MistralForCausalLM": MistralConfig,
+        "Qwen2ForCausalLM": Qwen2Config,
+        "Qwen3ForCausalLM": Qwen3Config,
+    }
+    for architecture, config_class in classes.items():
+        ours, theirs = read(architecture), config_class(**SHAPE)
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+        assert ours.max_positions == theirs.max_position_embeddings
+        assert ours.norm_eps == theirs.rms_norm_eps
+        assert ours.tied_embeddings == theirs.tie_word_embeddings
+        assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+        head_dim = theirs.to_dict().get("head_dim") or 64 // 32
+        assert ours.head_dim == head_dim
+
+
+def test_null_heads_are_derived() -> None:
+    assert llama(num_key_value_heads=None, head_dim=None).num_kv_heads == 32
+    assert llama(num_key_value_heads=None, head_dim=None).head_dim == 2
+
+
+def test_llama_has_the_biases_its_file_says() -> None:
+    config = llama(attention_bias=True, mlp_bias=True)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, True, True)
+    assert not qwen2(attention_bias=True).output_bias
+
+
+def test_mistral_slides_in_every_layer_or_none() -> None:
+    assert read("MistralForCausalLM", sliding_window=16).windows == (16,) * 4
+    assert read("MistralForCausalLM", sliding_window=None).windows == ()
+
+
+def test_qwen_slides_from_max_window_layers_up() -> None:
+    upper = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
+    assert qwen2(**upper).windows == (0, 0, 0, 16)
+    assert qwen2(**{**upper, "use_sliding_window": False}).windows == ()
+    assert qwen2(**{**upper, "max_window_layers": 0}).windows == (16,) * 4
+
+
+def test_layer_types_override_max_window_layers() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = qwen2(
+        use_sliding_window=True, sliding_window=16, max_window_layers=4, layer_types=kinds
+    )
+    assert config.windows == (16, 0, 16, 0)
+
+
+def test_yarn_without_original_positions_scales_the_models_own() -> None:
+    rope = qwen2(max_position_embeddings=1024, rope_scaling={"type": "yarn", "factor": 4}).rope
+    assert rope.original_max_positions == 1024
+    assert rope.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
+        ({"architectures": None, "model_type": "gemma"}, ["gemma", "LlamaForCausalLM"]),
+        ({"architectures": []}, ["not supported"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "rope_scaling", "yarn"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["longrope", "rope_parameters"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config"]),
+    ],
+)
+def test_what_is_not_ours_is_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        llama(**changes)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": None}, ["vocab_size", "missing"]),
+        ({"hidden_size": "64"}, ["hidden_size", "'64'", "integer"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "from 1 to"]),
+        ({"vocab_size": 10**12}, ["vocab_size = 1000000000000", "from 1 to 2147483647"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers = 1000000000", "from 1 to 10000"]),
+        ({"head_dim": 10**6}, ["head_dim = 1000000", "from 1 to 65536"]),
+        ({"hidden_size": 2**30, "num_attention_heads": 8}, ["head_dim = 134217728", "65536"]),
+        ({"rope_theta": 10**400}, ["rope_theta", "positive number"]),
+        ({"rope_theta": 1e-320, "head_dim": 64}, ["no finite frequencies"]),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1.0},
+            ["rope_theta = 1.0", "'yarn' scaling", "no finite frequencies"],
+        ),
+        ({"num_attention_heads": True}, ["num_attention_heads", "True"]),
+        ({"num_key_value_heads": 5}, ["num_key_value_heads", "5", "multiple"]),
+        ({"num_attention_heads": 6}, ["hidden_size", "head_dim"]),
+        ({"head_dim": 7}, ["head_dim", "even"]),
+        ({"rms_norm_eps": -1e-6}, ["rms_norm_eps", "positive number"]),
+        ({"tie_word_embeddings": "no"}, ["tie_word_embeddings", "true or false"]),
+        ({"rope_scaling": [1]}, ["rope_scaling", "object"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "missing"]),
+        ({"rope_theta": float("nan")}, ["rope_theta", "nan"]),
+    ],
+)
+def test_an_impossible_value_names_its_field(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        llama(**changes)
+    assert all(word in str(error.value) for word in ["config.json", *words])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": ["full_attention"] * 3}, ["layer_types", "4 layers"]),
+        ({"layer_types": ["linear_attention"] * 4}, ["layer_types[0]", "linear_attention"]),
+        ({"layer_types": ["sliding_attention"] * 4}, ["layer_types[0]", "use_sliding_window"]),
+        ({"sliding_window": 0}, ["sliding_window", "from 1 to", "or null"]),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        qwen2(**changes)
+    assert all(word in str(error.value) for word in words)
+
+
+ROPES = {
+    "default": RopeConfig(theta=1e6),
+    "linear": RopeConfig(scaling="linear", factor=2.0),
+    "llama3": RopeConfig(scaling="llama3", factor=8.0, original_max_positions=64),
+    "yarn": RopeConfig(
+        scaling="yarn", factor=4.0, original_max_positions=64, mscale=1.0, mscale_all_dim=0.5
+    ),
+}
+
+
+def shape(family: Any, **changes: Any) -> ModelConfig:
+    return ModelConfig(
+        family=family,
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_positions=256,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(
+    "config",
+    [
+        shape("llama", mlp_bias=True),
+        shape("mistral", windows=(8, 8)),
+        shape("qwen2", qkv_bias=True, windows=(0, 8), tied_embeddings=True),
+        shape("qwen3", qk_norm=True, qkv_bias=True, output_bias=True),
+    ],
+    ids=lambda config: config.family,
+)
+def test_what_is_written_is_what_is_read(config: ModelConfig, rope: str) -> None:
+    from dataclasses import replace
+
+    config = replace(config, rope=ROPES[rope])
+    assert parse(Fields(emit(config, torch.float32, ()), "config.json")) == config
+
+
+@pytest.mark.parametrize("keys", [("rope_parameters",), ("rope_theta", "rope_scaling")])
+def test_a_reader_of_one_spelling_finds_all_it_needs(keys: tuple[str, ...]) -> None:
+    config = shape("llama", rope=ROPES["llama3"])
+    content = emit(config, torch.float32, ())
+    for key in keys:
+        del content[key]
+    assert parse(Fields(content, "config.json")) == config
+
+
+def test_a_shape_outside_its_family_is_not_written() -> None:
+    for config in (
+        shape("llama", qk_norm=True),
+        shape("qwen2"),
+        shape("mistral", windows=(8, 0)),
+        shape("qwen3", qk_norm=True, windows=(8, 16)),
+    ):
+        with pytest.raises(ConfigError, match=config.family):
+            emit(config, torch.float32, ())

@@ -1,0 +1,169 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from longtail.errors import ConfigError, DataError
+from longtail.model.hf import templates
+from longtail.model.hf.model import save_model
+from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.model.transformer import Family
+from support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+QUESTION = [{"role": "user", "content": "6*7?"}]
+
+
+def test_encoding_adds_nothing_and_reads_special_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.encode("") == ()
+    digits = tokenizer.encode("10")
+    assert digits == (6, 5)  # string.printable begins with the digits, five special tokens before
+    assert tokenizer.encode("<user>10<eos>") == (3, *digits, 1)
+
+
+def test_half_a_surrogate_pair_is_refused_at_the_door() -> None:
+    """JSON and the command line let one through; the Rust library raises a TypeError for it."""
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(DataError, match=r"'\\ud83d', half of a surrogate pair, as character 1"):
+        tokenizer.encode("a\ud83d")
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        tokenizer.chat([{"role": "user", "content": "\ude00"}])
+
+
+def test_decoding_leaves_special_tokens_out_and_spaces_in() -> None:
+    tokenizer = tiny_tokenizer()
+    text = "a , b .\n\tc 's"
+    assert tokenizer.decode((3, *tokenizer.encode(text), 1, 0)) == text
+
+
+def test_ids_that_only_the_model_knows_decode_to_nothing() -> None:
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode((5, 120, 6)) == "01"
+
+
+def test_the_chat_template_ends_where_the_answer_begins() -> None:
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.render(QUESTION) == "<user>6*7?<eos><assistant>"
+    assert tokenizer.render(QUESTION, generation_prompt=False) == "<user>6*7?<eos>"
+    assert tokenizer.chat(QUESTION) == (3, *tokenizer.encode("6*7?"), 1, 4)
+
+
+def test_messages_without_a_template_are_refused() -> None:
+    tokenizer = tiny_tokenizer(chat_template=None)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(DataError, match="chat_template"):
+        tokenizer.chat(QUESTION)
+
+
+def test_a_template_that_refuses_names_the_roles() -> None:
+    strict = "{{ raise_exception('only the user may speak') }}"
+    with pytest.raises(DataError, match=r"\['user'\].*only the user may speak"):
+        tiny_tokenizer(chat_template=strict).render(QUESTION)
+
+
+NESTED = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 1 / 0 }}", r"\['user'\]: division by zero"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ messages.a.b }}", "has no attribute 'a'"),
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "recursion depth"),
+        ("{{ range(10000000) }}", "Range too big"),
+        ("{% for m in", "unexpected 'end of template'"),
+        (NESTED, "does not end: stopped after 10000 lines"),
+        (DOUBLING, "does not end: stopped after 10000 lines"),
+    ],
+)
+def test_a_template_that_fails_or_never_ends_is_refused(
+    monkeypatch: pytest.MonkeyPatch, template: str, reason: str
+) -> None:
+    monkeypatch.setattr(templates, "MOST_LINES", 10_000)
+    with pytest.raises(DataError, match=f"tokenizer.chat_template .*{reason}"):
+        tiny_tokenizer(chat_template=template).render(QUESTION)
+
+
+def test_a_template_that_raises_to_a_power_is_refused_unrendered(tmp_path: Path) -> None:
+    tiny_tokenizer().save(tmp_path)
+    file = tmp_path / "chat_template.jinja"
+    file.write_text("**bold**\n{{ 9 ** 9 ** 9 }}")  # Jinja computes it while it compiles
+    with pytest.raises(DataError, match="line 2: it raises to a power"):
+        load_tokenizer(tmp_path)
+    file.write_text("**bold** {% generation %}{{ messages[0].content }}{% endgeneration %}")
+    assert load_tokenizer(tmp_path).render(QUESTION) == "**bold** 6*7?"
+
+
+def test_a_long_chat_is_within_the_bound_of_templates() -> None:
+    chat = [{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}] * 5000
+    assert len(tiny_tokenizer().render(chat)) > 100_000
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_tokenizer_is_read_at_its_word_beside_any_model(family: Family, tmp_path: Path) -> None:
+    """AutoTokenizer gives any qwen2 directory qwen2's own splitting, against its tokenizer.json."""
+    tokenizer = tiny_tokenizer()
+    save_model(tiny_model(family), tmp_path)
+    tokenizer.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    text = "<user>Hi there, 12+3 = ?\n\tok<eos>"
+    assert loaded.encode(text) == tokenizer.encode(text)
+    assert loaded.render(QUESTION) == tokenizer.render(QUESTION)
+    assert (loaded.eos_ids, loaded.vocab_size) == ((1,), 105)
+
+
+def test_saving_repeats_the_files_that_were_read(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    tiny_tokenizer().save(first)
+    (first / "chat_template.jinja").unlink()
+    config = json.loads((first / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Qwen2Tokenizer", "chat_template": CHAT_TEMPLATE}
+    (first / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(first)
+    tokenizer.save(second)
+    assert tokenizer.render(QUESTION) == "<user>6*7?<eos><assistant>"
+    names = {file.name for file in first.iterdir()}
+    assert names == {file.name for file in second.iterdir()}
+    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("generation_config.json", [3, 1], (1, 3)),
+        ("generation_config.json", 3, (1, 3)),
+        ("generation_config.json", None, (1,)),
+        ("config.json", 3, (1, 3)),
+    ],
+)
+def test_the_tokenizers_own_end_comes_first(
+    tmp_path: Path, name: str, value: object, expected: tuple[int, ...]
+) -> None:
+    tiny_tokenizer().save(tmp_path)
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": value, "model_type": "llama"}))
+    assert load_tokenizer(tmp_path).eos_ids == expected
+
+
+def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent"):
+        load_tokenizer(tmp_path / "absent")
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"model": {"type": "WordLevel"}}'])
+def test_a_malformed_tokenizer_is_said(tmp_path: Path, content: str) -> None:
+    tiny_tokenizer().save(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "two"}'])
+def test_a_malformed_generation_config_is_said(tmp_path: Path, content: str) -> None:
+    tiny_tokenizer().save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        load_tokenizer(tmp_path)

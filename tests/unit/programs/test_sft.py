@@ -1,0 +1,165 @@
+"""`longtail sft`: from the command line to a model that transformers opens; resume; refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from longtail import tiny
+from longtail.config import sft as sft_config
+from longtail.errors import ConfigError, DataError
+from longtail.model.hf import model as hf
+from longtail.programs import sft
+from longtail.run.checkpoint import RunDirectory
+from longtail.tiny import warmstart
+from support.tiny_models import tiny_model, tiny_tokenizer
+
+ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    words = tiny_tokenizer()
+    model = tiny_model(vocab_size=words.vocab_size)
+    hf.save_model(model, tmp_path / "model", eos_ids=words.eos_ids)
+    words.save(tmp_path / "model")
+    text = "\n".join(json.dumps(row) for row in ROWS)
+    (tmp_path / "sums.jsonl").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def settings(place: Path, name: str, *words: str) -> sft_config.SftConfig:
+    return sft_config.load(
+        None,
+        [
+            f"--model.path={place / 'model'}",
+            f"--data.source={place / 'sums.jsonl'}",
+            f"--run.dir={place / name}",
+            "--run.threads=1",
+            "--data.max_len=64",
+            "--train.batch_tokens=64",
+            "--train.learning_rate=0.01",
+            "--train.warmup_steps=2",
+            "--train.schedule=constant",
+            "--run.checkpoint_every=3",
+            "--train.steps=6",
+            *words,
+        ],
+    )
+
+
+def learned(place: Path, name: str) -> dict[str, torch.Tensor]:
+    checkpoint = RunDirectory(place / name).load_latest()
+    assert checkpoint is not None
+    return dict(hf.load_model(checkpoint.policy).named_parameters())
+
+
+def metrics(place: Path, name: str) -> list[dict]:
+    lines = (place / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    clocked = "perf/tokens_per_s"
+    return [{k: v for k, v in json.loads(line).items() if k != clocked} for line in lines]
+
+
+def test_it_learns_says_so_and_leaves_a_model(place, capsys):
+    assert sft.run(settings(place, "run", "--train.steps=30", "--run.log_every=10")) == 0
+    rows = metrics(place, "run")
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert rows[-1]["train/loss"] < 0.7 * rows[0]["train/loss"]
+    held = [row["heldout/loss"] for row in rows if "heldout/loss" in row]
+    assert len(held) == 10
+    assert held[-1] < held[0]
+    said = capsys.readouterr().err
+    assert "step 30/30" in said
+    assert "checkpoints/step_000030/policy" in said
+    policy = place / "run" / "checkpoints" / "step_000030" / "policy"
+    assert hf.load_tokenizer(policy).encode("1+1=") == tiny_tokenizer().encode("1+1=")
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(place):
+    assert sft.run(settings(place, "whole")) == 0
+    assert sft.run(settings(place, "parts", "--train.steps=3")) == 0
+    assert sft.run(settings(place, "parts")) == 0
+    expected = learned(place, "whole")
+    for name, value in learned(place, "parts").items():
+        assert torch.equal(value, expected[name]), name
+    assert metrics(place, "parts") == metrics(place, "whole")
+
+
+def test_a_finished_run_is_left_alone(place, capsys):
+    assert sft.run(settings(place, "run")) == 0
+    before = metrics(place, "run")
+    assert sft.run(settings(place, "run")) == 0
+    assert "raise train.steps" in capsys.readouterr().err
+    assert metrics(place, "run") == before
+
+
+def test_the_embedded_model_is_taught_from_nothing(place):
+    chosen = settings(
+        place, "tiny", "--model.path=tiny-reasoner", "--data.source=tiny-reasoner",
+        "--data.size=64", "--data.max_len=2048", "--train.batch_tokens=256", "--train.steps=2",
+    )  # fmt: skip
+    assert sft.run(chosen) == 0
+    checkpoint = RunDirectory(place / "tiny").load_latest()
+    assert checkpoint is not None
+    assert hf.load_config(checkpoint.policy) == tiny.model_config()
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "message"),
+    [
+        ("--data.source=gone.jsonl", DataError, "does not exist"),
+        ("--data.completion_column=answers", DataError, "no completion column"),
+        ("--data.max_len=3", DataError, r"data\.max_len is 3"),
+        ("--data.max_len=4096", ConfigError, r"data\.max_len = 4096: the model has 512"),
+        ("--model.path=nowhere", ConfigError, "nowhere"),
+    ],
+)
+def test_bad_input_is_named_before_any_work(place, word, error, message):
+    with pytest.raises(error, match=message):
+        sft.run(settings(place, "run", word))
+
+
+RECIPE = warmstart.Recipe(num_examples=64, steps=2, batch_tokens=256, autocast=False)
+
+
+def test_the_warm_start_is_taught_once_and_kept(tmp_path):
+    lessons = []
+    first = warmstart.ensure(tmp_path, lessons.append, RECIPE)
+    assert [lesson.step for lesson in lessons] == [1, 2]
+    assert "1/2" in lessons[0].line()
+    assert warmstart.ensure(tmp_path, lessons.append, RECIPE) == first
+    assert len(lessons) == 2
+    assert hf.load_config(first) == tiny.model_config()
+    assert hf.load_tokenizer(first).vocab_size == tiny.model_config().vocab_size
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+
+
+def test_another_recipe_is_another_model(tmp_path):
+    other = warmstart.Recipe(num_examples=64, steps=1, batch_tokens=256, autocast=False, seed=1)
+    assert warmstart.ensure(tmp_path, None, RECIPE) != warmstart.ensure(tmp_path, None, other)
+
+
+def test_a_warm_start_that_fails_leaves_nothing(tmp_path):
+    class Stopped(Exception):  # noqa: N818
+        pass
+
+    def stop(_: warmstart.Lesson) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        warmstart.ensure(tmp_path, stop, RECIPE)
+    assert list(tmp_path.rglob("*.safetensors")) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_of_two_that_teach_at_once_one_result_stays(tmp_path):
+    inner = []
+
+    def meanwhile(lesson: warmstart.Lesson) -> None:
+        if lesson.step == 1:  # another process begins and is faster
+            inner.append(warmstart.ensure(tmp_path, None, RECIPE))
+
+    outer = warmstart.ensure(tmp_path, meanwhile, RECIPE)
+    assert inner == [outer]
+    assert [path.name for path in outer.parent.iterdir()] == [outer.name]

@@ -1,0 +1,72 @@
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from longtail.cluster.states import State
+from longtail.cluster.timeline import Mark, Span, Timeline
+from longtail.errors import ConfigError
+from longtail.report.timeline_plot import _LOOKS, draw
+from support.fakes import do_without
+
+
+def _step(workers: int, *states: State, marks: int = 0, begin_s: float = 100.0) -> Timeline:
+    """Every worker goes through the states, a second each."""
+    spans = tuple(
+        Span(worker=worker, state=state, begin_s=begin_s + second, end_s=begin_s + second + 1)
+        for worker in range(workers)
+        for second, state in enumerate(states)
+    )
+    return Timeline(
+        spans=spans,
+        marks=tuple(
+            Mark(worker=mark % workers, at_s=begin_s + 0.1 * mark, name=f"drafter ${mark} $")
+            for mark in range(marks)
+        ),
+        begin_s=begin_s,
+        end_s=begin_s + len(states),
+    )
+
+
+PLAIN = _step(2, State.GENERATING, State.IDLE, State.LEARNING)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [PLAIN],
+        [PLAIN, _step(2, State.GENERATING, State.SPOT, marks=2)],
+        [_step(1, *State, marks=1), _step(128, *State, marks=40)],
+        [_step(1)],
+    ],
+    ids=("one", "off and spot", "every state and many workers", "nothing at all"),
+)
+def test_any_steps_become_a_picture(tmp_path: Path, steps: list[Timeline]) -> None:
+    path = tmp_path / "deep" / "timeline.png"
+    draw([(f"$arm {index}", step) for index, step in enumerate(steps)], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_shows_each_state_in_its_own_colour(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.png"
+    for states in (tuple(State), (State.SPOT, State.IDLE)):
+        draw([("step", _step(1, *states))], path)
+        pixels = np.rint(255 * imread(path)[:, :, :3]).astype(int)
+        shown = {
+            state
+            for state, (color, _) in _LOOKS.items()
+            if np.all(pixels == [int(color[at : at + 2], 16) for at in (1, 3, 5)], axis=2).sum()
+            > 3000  # more than its square in the legend
+        }
+        assert shown == set(states)
+
+
+def test_without_matplotlib_the_remedy_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do_without(monkeypatch, "matplotlib")
+    with pytest.raises(ConfigError, match=rf"matplotlib: {sys.executable} -m pip install"):
+        draw([("off", PLAIN)], tmp_path / "timeline.png")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,129 @@
+"""Rows that no completion can be graded by are found before any work."""
+
+import pytest
+
+from longtail.errors import DataError, GradingError
+from longtail.rl.data.prompts import Encoder, hold_out, make_prompts
+from longtail.rl.grading.pool import GraderPool
+from longtail.rl.grading.references import gradable
+from longtail.rl.grading.reward import resolve_reward
+
+ENCODER = Encoder(encode=lambda text: list(text.encode()), render=None)
+UNUSABLE = [None, float("nan"), float("inf"), "", "  ", "####", r"\boxed{}", [1], {"a": 1}]
+
+
+def prompts_of(*answers, **options):
+    rows = [{"prompt": f"{n}?", "solution": answer} for n, answer in enumerate(answers)]
+    return make_prompts(
+        rows, source="math.jsonl", encoder=ENCODER, max_prompt_len=100, drop_long=True, **options
+    )
+
+
+def gradable_here(prompts, reward="exact", *, drop=False):
+    """Check in this process."""
+
+    def check(rows):
+        reasons = {}
+        for number, row in enumerate(rows):
+            try:
+                resolve_reward(reward).check(row)
+            except GradingError as error:
+                reasons[number] = str(error)
+        return reasons
+
+    return gradable(prompts, reward, check, drop=drop)
+
+
+@pytest.mark.parametrize("answer", UNUSABLE, ids=repr)
+def test_the_row_the_column_the_value_and_the_remedy_are_named(answer):
+    with pytest.raises(DataError) as raised:
+        gradable_here(prompts_of("42", "41", answer))
+    said = str(raised.value)
+    assert said.startswith("data.source = 'math.jsonl', row 2, column 'solution': reward")
+    assert ("needs 'answer', which this row lacks" if answer is None else repr(answer)) in said
+    assert "data.drop_ungradable = true" in said
+
+
+def test_rows_that_were_left_out_do_not_shift_the_number_that_is_named():
+    rows = [{"prompt": "x" * 200, "answer": "1"}, {"prompt": "1?", "answer": ""}]
+    prompts = make_prompts(
+        rows, source="math.jsonl", encoder=ENCODER, max_prompt_len=100, drop_long=True
+    )
+    with pytest.raises(DataError, match="row 1, column 'answer'"):
+        gradable_here(prompts)
+
+
+def test_all_unusable_rows_are_counted_and_some_of_them_named():
+    with pytest.raises(
+        DataError, match=r"row 1, .*; 8 more of 10 rows .* \(2, 3, 4, 5, 6, \.\.\.\)"
+    ):
+        gradable_here(prompts_of("1", *[""] * 9))
+
+
+def test_rows_that_cannot_be_graded_may_be_left_out_with_a_count():
+    kept = gradable_here(prompts_of("1", float("nan"), "3", None, 4.0), drop=True)
+    assert [prompt.prompt_id for prompt in kept.prompts] == ["math/0", "math/2", "math/4"]
+    assert (kept.rows, kept.num_ungradable) == ((0, 2, 4), 2)
+    cut = hold_out(kept, 1)
+    assert (cut.train.num_ungradable, cut.heldout.num_ungradable) == (2, 0)
+    assert cut.heldout.rows == (4,)
+
+
+def test_leaving_out_every_row_is_an_error():
+    with pytest.raises(DataError, match="row 0, column 'solution'"):
+        gradable_here(prompts_of("", float("nan")), drop=True)
+
+
+def test_rows_without_the_column_that_the_reward_needs_are_named_with_what_they_have():
+    prompts = make_prompts(
+        [{"prompt": "1?", "level": 2}], source="a.jsonl", encoder=ENCODER, max_prompt_len=100
+    )
+    with pytest.raises(DataError, match=r"row 0: .* needs 'answer'.*it has prompt, level"):
+        gradable_here(prompts)
+
+
+def test_a_function_takes_every_row():
+    prompts = prompts_of("", None, float("nan"))
+    assert gradable(prompts, "module:function", lambda rows: {}, drop=False) == prompts
+
+
+def test_alike_rows_are_checked_once():
+    asked = []
+
+    def check(rows):
+        asked.extend(rows)
+        return {}
+
+    gradable(prompts_of("1", "2", "1", 1), "exact", check, drop=False)
+    assert asked == [{"answer": "1"}, {"answer": "2"}, {"answer": 1}]
+
+
+def test_graders_check_rows_in_their_own_processes():
+    answers = ["1", float("nan"), "", "2"]
+    with GraderPool("exact", workers=2) as pool:
+        reasons = pool.check([{"answer": answer} for answer in answers])
+        with pytest.raises(DataError, match=r"row 1, column 'solution': .* is nan"):
+            gradable(prompts_of(*answers), "exact", pool.check, drop=False)
+    assert sorted(reasons) == [1, 2]
+    assert "is nan, expected text or a finite number" in reasons[1]
+
+
+@pytest.mark.parametrize("answer", ["$$", "NaN", " nan ", ""])
+def test_math_that_cannot_be_parsed_is_found(answer):
+    pytest.importorskip("math_verify")
+    with GraderPool("math_verify") as pool:
+        assert sorted(pool.check([{"answer": answer}, {"answer": r"\frac{1}{2}"}])) == [0]
+
+
+@pytest.mark.parametrize("answer", ["", "-1", "eight", 8, 8.0, "8 "])
+def test_the_tiny_reasoner_wants_digits(answer):
+    with pytest.raises(GradingError, match="expected digits as text"):
+        resolve_reward("tiny-reasoner").check({"answer": answer})
+    resolve_reward("tiny-reasoner").check({"answer": "8"})
+
+
+def test_a_row_of_an_unknown_reasoning_gym_task_is_found():
+    pytest.importorskip("reasoning_gym")
+    with GraderPool("reasoning_gym") as pool:
+        rows = [{"reasoning_gym_task": "no_such_task", "reasoning_gym_entry": {}}]
+        assert sorted(pool.check(rows)) == [0]

@@ -1,0 +1,66 @@
+from longtail.rl.data.prompts import Taken
+from longtail.rl.data.requests import eval_requests, regroup, train_requests
+from longtail.sampling import noise_key
+from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams
+
+P = Prompt(prompt_id="p/1", tokens=(3, 4), text="p")
+Q = Prompt(prompt_id="q#2", tokens=(5,), text="q")
+SAMPLING = SamplingParams(max_tokens=7)
+
+
+def _rollout(prompt: Prompt, request_id: str) -> Rollout:
+    completion = Completion(
+        request_id=request_id,
+        tokens=(1,),
+        logprobs=(-0.5,),
+        text="",
+        finish_reason=FinishReason.STOP,
+        policy_version=0,
+    )
+    return Rollout(prompt=prompt, completion=completion, reward=0.0)
+
+
+def test_a_prompt_is_asked_once_for_each_sample_of_its_group() -> None:
+    taken = (Taken(prompt=P, epoch=0), Taken(prompt=Q, epoch=1))
+    asked = train_requests(taken, samples=2, seed=9, sampling=SAMPLING)
+    assert [r.request_id for r in asked.requests] == ["p/1@0#0", "p/1@0#1", "q#2@1#0", "q#2@1#1"]
+    assert [r.group_id for r in asked.requests] == ["p/1@0", "p/1@0", "q#2@1", "q#2@1"]
+    assert [r.prompt_tokens for r in asked.requests] == [(3, 4), (3, 4), (5,), (5,)]
+    assert asked.prompts == (P, P, Q, Q)
+    assert {r.sampling for r in asked.requests} == {SAMPLING}
+
+
+def test_every_sample_epoch_seed_and_purpose_has_noise_of_its_own() -> None:
+    requests = [
+        *train_requests(
+            [Taken(prompt=p, epoch=e) for p in (P, Q) for e in (0, 1)],
+            samples=3, seed=0, sampling=SAMPLING,
+        ).requests,
+        *train_requests([Taken(prompt=P, epoch=0)], samples=3, seed=1, sampling=SAMPLING).requests,
+        *eval_requests([P, Q], samples=3, seed=0, sampling=SAMPLING).requests,
+    ]  # fmt: skip
+    assert len({r.noise_key for r in requests}) == len(requests) == 21
+    assert requests[0].noise_key == noise_key(0, "p/1", 0, 0)
+
+
+def test_every_evaluation_asks_the_same_in_the_same_noise() -> None:
+    asked = eval_requests([P, Q], samples=2, seed=4, sampling=SAMPLING)
+    assert asked == eval_requests([P, Q], samples=2, seed=4, sampling=SAMPLING)
+    assert asked.prompts == (P, P, Q, Q)
+    assert [r.request_id for r in asked.requests][:2] == ["eval/p/1#0", "eval/p/1#1"]
+    ids = {r.request_id for r in asked.requests}
+    training = train_requests([Taken(prompt=P, epoch=0)], samples=2, seed=4, sampling=SAMPLING)
+    assert not ids & {r.request_id for r in training.requests}
+
+
+def test_rollouts_of_one_visit_are_a_group_and_two_visits_of_a_prompt_are_two() -> None:
+    ids = ["p/1@0#0", "p/1@0#2", "p/1@1#0", "q#2@0#1"]  # some gradings failed
+    rollouts = [_rollout(Q if id.startswith("q") else P, id) for id in ids]
+    groups = regroup(rollouts)
+    assert [group.prompt for group in groups] == [P, P, Q]
+    assert [[rollout.completion.request_id for rollout in group.rollouts] for group in groups] == [
+        ids[:2],
+        ids[2:3],
+        ids[3:],
+    ]
+    assert regroup([]) == []

@@ -1,0 +1,314 @@
+import math
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from longtail.errors import ConfigError, GradingError
+from longtail.rl.grading.reward import (
+    GradingTask,
+    checked_number,
+    final_answer,
+    last_boxed,
+    required_columns,
+    resolve_reward,
+    reward_factory,
+    tagged_answer,
+)
+
+
+def task(text, answer="42", prompt="6*7=", **data):
+    return GradingTask(
+        prompt=prompt, text=text, tokens=(5, 1), data={"prompt": prompt, "answer": answer, **data}
+    )
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module that only this test can import; return its name."""
+
+    def write(source, name):
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield write
+    for name in set(sys.modules) - before:
+        if (tmp_path / f"{name}.py").exists():
+            del sys.modules[name]
+
+
+# ------------------------------------------------------------------------------ final answers
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (" 42\n", "42"),
+        ("a  b\tc\n d", "a b c d"),
+        ("first #### 41\nthen #### 42\nDone.", "42"),
+        ("####\n42", "42"),
+        (r"\boxed{41} so \boxed{\frac{4}{2}}.", r"\frac{4}{2}"),
+        ("<answer>41</answer> <answer> 42 </answer>", "42"),
+        ("<think>#### 41</think> 42", "42"),
+        ("<think>a</think>b</think>42", "42"),
+        (r"<answer>so \boxed{42}</answer>", "42"),
+        ("<answer>#### 42</answer>", "42"),
+        (r"#### \boxed{42}", "42"),
+        (r"\boxed{41} #### 42", "42"),
+        (r"\boxed{42", r"\boxed{42"),
+        ("<answer>42", "<answer>42"),
+        ("42</answer>", "42</answer>"),
+        ("<think>42", "<think>42"),
+        ("", ""),
+    ],
+)
+def test_the_final_answer_is_found_in_any_of_the_usual_marks(text, answer):
+    assert final_answer(text) == answer
+
+
+def test_the_last_box_is_balanced():
+    assert last_boxed(r"\boxed{a} \boxed{\{b\}}") == r"\{b\}"
+    assert last_boxed(r"\boxed{a} \boxed{b") is None
+    assert last_boxed("none") is None
+
+
+def test_a_tagged_answer_keeps_drawings():
+    assert tagged_answer("<think>no</think><answer>\n####\n#  #\n</answer>") == "####\n#  #"
+
+
+def test_extraction_takes_linear_time_on_hostile_text():
+    hostile = r"\boxed{" * 20_000 + "<answer>" * 20_000 + "#" * 20_000 + "{" * 20_000
+    assert isinstance(final_answer(hostile), str)
+
+
+# ------------------------------------------------------------------------------ exact match
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("#### 42", "42", 1.0),
+        ("#### 42", "Six sevens.\n#### 42", 1.0),
+        ("42", 42, 1.0),
+        ("42", 42.0, 1.0),
+        ("0.5", 0.5, 1.0),
+        ("#### 41", "42", 0.0),
+        ("42 apples", "42", 0.0),
+        ("", "42", 0.0),
+    ],
+)
+def test_exact_compares_final_answers(text, answer, reward):
+    assert resolve_reward("exact").grade(task(text, answer)) == reward
+
+
+@pytest.mark.parametrize("answer", [None, "", "  ", ["42"], {"a": 1}])
+def test_exact_refuses_a_row_without_a_reference(answer):
+    with pytest.raises(GradingError, match=r"reference answer of this row is "):
+        resolve_reward("exact").grade(task("42", answer))
+
+
+# ------------------------------------------------------------------------------ math-verify
+
+
+@pytest.fixture(scope="session")
+def math_reward():
+    pytest.importorskip("math_verify")
+    return resolve_reward("math_verify")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        (r"\boxed{1/2}", "0.5", 1.0),
+        (r"so $x = \frac12$", "1/2", 1.0),
+        ("it is 1000", "#### 1,000", 1.0),
+        (r"$1 + x^2$", "x^2+1", 1.0),
+        (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1.0),
+        ("<think>$7$</think> x = -3", "-3", 1.0),
+        (r"\boxed{3}", "We find $x=3$.", 1.0),
+        (r"\boxed{(2,1)}", "(1,2)", 0.0),
+        (r"\boxed{x < 3}", "0.5", 0.0),
+        (r"\boxed{\int_0^", "0.5", 0.0),
+        ("no idea", "0.5", 0.0),
+        ("", "0.5", 0.0),
+    ],
+)
+def test_math_verify_compares_mathematics(math_reward, text, answer, reward):
+    assert math_reward.grade(task(text, answer)) == reward
+
+
+def test_math_verify_does_not_rest_on_signals(math_reward):
+    # SIGALRM handlers cannot be set outside the main thread: math-verify with its own limits
+    # raises there, or calls a right answer wrong.
+    rewards = []
+    thread = threading.Thread(
+        target=lambda: rewards.append(math_reward.grade(task(r"\boxed{1/2}", "0.5")))
+    )
+    thread.start()
+    thread.join()
+    assert rewards == [1.0]
+
+
+def test_math_verify_refuses_a_row_without_a_reference(math_reward):
+    with pytest.raises(GradingError, match="reference answer"):
+        math_reward.grade(task("42", None))
+
+
+# ------------------------------------------------------------------------------ reasoning-gym
+
+
+def test_reasoning_gym_scores_the_tagged_answer_with_the_tasks_own_scorer():
+    gym = pytest.importorskip("reasoning_gym")
+    reward = resolve_reward("reasoning_gym")
+    for name in ("chain_sum", "rearc"):  # rearc's scorer tells tuples from lists
+        entry = gym.create_dataset(name, size=1, seed=3)[0]
+        data = {"reasoning_gym_task": name, "reasoning_gym_entry": entry}
+        right = f"<think>hm</think><answer>\n{entry['answer']}\n</answer>"
+        assert reward.grade(task(right, **data)) == 1.0
+        assert reward.grade(task("<answer>what?</answer>", **data)) < 0.1
+
+
+# ------------------------------------------------------------------------------ the embedded task
+
+
+def test_the_embedded_tasks_reward_is_its_own_grader():
+    from longtail.rl.data.tiny_task import grade, problems
+
+    reward = resolve_reward("tiny-reasoner")
+    for problem in problems(20, 0, "train"):
+        text = f"<think>so</think> The answer is {problem['answer']}."
+        assert grade(problem, text) == 1.0
+        graded = GradingTask(prompt=problem["prompt"], text=text, tokens=(), data=problem)
+        wrong = GradingTask(prompt=problem["prompt"], text="no", tokens=(), data=problem)
+        assert (reward.grade(graded), reward.grade(wrong)) == (1.0, 0.0)
+
+
+# ------------------------------------------------------------------------------ TRL's signature
+
+ECHO = """
+calls = []
+def echo(prompts, completions, completion_ids, **columns):
+    calls.append((prompts, completions, completion_ids, columns))
+    return [0.25]
+"""
+
+
+def test_a_function_sees_lists_of_one_with_every_column(module):
+    name = module(ECHO, "echo_text")
+    assert resolve_reward(f"{name}:echo").grade(task("so 42", level=3)) == 0.25
+    assert sys.modules[name].calls == [
+        (["6*7="], ["so 42"], [[5, 1]], {"answer": ["42"], "level": [3]})
+    ]
+
+
+def test_chat_prompts_come_with_chat_completions(module):
+    name = module(ECHO, "echo_chat")
+    prompt = [{"role": "user", "content": "6*7="}]
+    resolve_reward(f"{name}:echo").grade(task("so 42", prompt=prompt))
+    prompts, completions, _, columns = sys.modules[name].calls[0]
+    assert prompts == [prompt]
+    assert completions == [[{"role": "assistant", "content": "so 42"}]]
+    assert columns == {"answer": ["42"]}
+
+
+@pytest.mark.parametrize(
+    ("returned", "complaint"),
+    [
+        ("[None]", "returned None: it does not apply"),
+        ("[float('nan')]", "returned nan: a reward must be finite"),
+        ("[float('inf')]", "returned inf: a reward must be finite"),
+        ("['1.0']", "returned str '1.0', not a number"),
+        ("[1j]", "returned complex 1j, not a number"),
+        ("[]", "returned 0 rewards for 1 completion"),
+        ("[1.0, 0.0]", "returned 2 rewards for 1 completion"),
+        ("1.0", "returned float 1.0, not a list"),
+        ("None", "returned NoneType None, not a list"),
+        ("'1'", "returned str '1', not a list"),
+        ("{0: 1.0}", "returned dict {0: 1.0}, not a list"),
+    ],
+)
+def test_a_function_that_answers_nonsense_gives_no_reward(module, returned, complaint):
+    name = module(f"def f(**columns): return {returned}", "nonsense")
+    with pytest.raises(GradingError) as caught:
+        resolve_reward("nonsense:f").grade(task("42"))
+    assert str(caught.value).startswith(f"reward '{name}:f' {complaint}")
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.int64(1), np.array(1.0)])
+def test_any_real_number_is_a_reward(value):
+    assert checked_number(value, source="it") == 1.0
+    assert type(checked_number(value, source="it")) is float
+
+
+def test_a_reward_that_is_not_finite_names_its_source():
+    with pytest.raises(GradingError, match="it returned nan"):
+        checked_number(math.nan, source="it")
+
+
+# ------------------------------------------------------------------------------ names
+
+
+@pytest.mark.parametrize("name", ["exact_match", "math-verify", "", "a b:c", "m:", ":f", "m:f()"])
+def test_an_unknown_reward_lists_the_known_ones(name):
+    match = r"reward\.name = .*: unknown.*exact, math_verify, reasoning_gym, tiny-reasoner, and mod"
+    with pytest.raises(ConfigError, match=match):
+        reward_factory(name)
+
+
+def test_a_misspelt_reward_suggests_the_nearest():
+    with pytest.raises(ConfigError, match="unknown, did you mean 'math_verify'"):
+        resolve_reward("math-verify")
+
+
+def test_a_module_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"module 'no_such_module' does not import.*working dir"):
+        resolve_reward("no_such_module:f")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [("import no_such_package", "no_such_package"), ("def f(:", "SyntaxError")],
+)
+def test_a_module_that_does_not_import_says_why(module, source, why):
+    module(source, "broken_module")
+    with pytest.raises(ConfigError, match=f"'broken_module' does not import .*{why}"):
+        resolve_reward("broken_module:f")
+
+
+def test_a_missing_function_suggests_the_nearest(module):
+    module("def accuracy(**columns): ...", "lacking")
+    with pytest.raises(ConfigError, match="has no 'acuracy', did you mean 'accuracy'"):
+        resolve_reward("lacking:acuracy")
+
+
+def test_a_name_that_is_no_function_is_refused(module):
+    module("score = 3", "valued")
+    with pytest.raises(ConfigError, match="'score' is of type int, not a function"):
+        resolve_reward("valued:score")
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("math_verify", "math_verify", "math"), ("reasoning_gym", "reasoning_gym", "reasoning-gym")],
+)
+def test_a_missing_extra_is_named_with_its_remedy(monkeypatch, name, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)  # what import sees where it is not installed
+    with pytest.raises(ConfigError, match=rf"pip install 'longtail\[{extra}\]'"):
+        resolve_reward(name)
+
+
+def test_rewards_say_which_columns_they_need():
+    assert required_columns("exact") == ("answer",)
+    assert required_columns("module:function") == ()
+
+
+def test_rewards_and_graders_import_neither_torch_nor_numpy():
+    program = (
+        "import longtail.rl.grading.grader, sys;"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -1,0 +1,329 @@
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from longtail.config.rl import RunConfig, dump, load
+from longtail.config.sft import SftConfig
+from longtail.errors import CheckpointError, ConfigError
+from longtail.run.checkpoint import RunDirectory, policy_directory
+
+CONFIG = dump(RunConfig())
+
+
+def _policy(content: str = "{}") -> Callable[[Path], None]:
+    def save(path: Path) -> None:
+        (path / "config.json").write_text(content)
+
+    return save
+
+
+def _save(run: RunDirectory, step: int) -> None:
+    run.save(
+        step, _policy(f'{{"step": {step}}}'), {"w": torch.full((3,), float(step))}, {"n": step}
+    )
+
+
+def _names(run: RunDirectory) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).contiguous().view(torch.uint8).tolist())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with RunDirectory(tmp_path / "run", keep=2) as directory:
+        assert directory.start(CONFIG, resume=True) is None
+        yield directory
+
+
+def test_what_is_saved_comes_back_to_the_last_bit(run: RunDirectory) -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    tensors = {
+        "double": torch.tensor([0.1, -0.0, float("nan"), float("inf")], dtype=torch.float64),
+        "half": torch.tensor([1.0, 3.14], dtype=torch.bfloat16),
+        "bytes": torch.get_rng_state(),
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "transposed": whole.T,
+        "view": whole[1],
+        "twin": whole,
+    }
+    state = {"cursor": 2**70, "loss": 0.1 + 0.2, "ids": ["a", "ü"], "nested": {"none": None}}
+    run.save(3, _policy(), tensors, state)
+    loaded = run.load_latest()
+    assert loaded is not None
+    assert (loaded.step, loaded.state) == (3, state)
+    back = loaded.tensors()
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype
+        assert _bits(back[name]) == _bits(tensor)
+
+
+def test_the_newest_of_several_checkpoints_is_loaded_and_the_oldest_is_removed(
+    run: RunDirectory,
+) -> None:
+    for step in (5, 10, 1_000_000):
+        _save(run, step)
+    assert _names(run) == ["step_000010", "step_1000000"]
+    latest = run.load_latest()
+    assert latest is not None
+    assert latest.step == 1_000_000
+    assert json.loads((latest.policy / "config.json").read_text()) == {"step": 1_000_000}
+
+
+def test_an_empty_directory_has_no_checkpoint(tmp_path: Path) -> None:
+    assert RunDirectory(tmp_path / "nowhere").load_latest() is None
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered", "absent", "state"])
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    _save(run, 1)
+    _save(run, 2)
+    newest = run.checkpoints / "step_000002"
+    tensors = newest / "trainer.safetensors"
+    content = tensors.read_bytes()
+    if damage == "truncated":
+        tensors.write_bytes(content[:-1])
+    elif damage == "altered":
+        tensors.write_bytes(content[:-1] + b"\x01")
+    elif damage == "absent":
+        (newest / "policy" / "config.json").unlink()
+    else:
+        (newest / "state.json").write_text('{"format"')
+    with caplog.at_level(logging.WARNING, "longtail"):
+        latest = run.load_latest()
+    assert latest is not None
+    assert latest.step == 1
+    assert "step_000002 is damaged and passed over" in caplog.text
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_run_that_went_on_without_it(
+    run: RunDirectory,
+) -> None:
+    for step in (1, 2):
+        _save(run, step)
+    (run.checkpoints / "step_000002" / "state.json").write_text("")
+    _save(run, 2)
+    assert _names(run) == ["step_000001", "step_000002"]
+    (run.checkpoints / "step_000002" / "state.json").write_text("")
+    run.save(1, _policy(), {}, {})  # as a run with other intervals would
+    assert _names(run) == ["step_000001"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_half_written(
+    run: RunDirectory, number: int
+) -> None:
+    _save(run, 1)
+    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+
+    def full(path: Path) -> None:
+        (path / "model.safetensors").write_bytes(b"half of it")
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(CheckpointError, match=r"step 2 .*free some space.*keep_checkpoints"):
+        run.save(2, full, {}, {})
+    assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
+    latest = run.load_latest()
+    assert latest is not None
+    assert latest.step == 1
+
+
+def test_the_reason_of_a_writer_that_translates_errors_itself_is_found(run: RunDirectory) -> None:
+    def full(path: Path) -> None:
+        raise CheckpointError("the model cannot be written") from OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(CheckpointError, match="free some space"):
+        run.save(2, full, {}, {})
+
+
+def test_another_failure_of_the_disk_is_not_called_a_full_disk(run: RunDirectory) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(CheckpointError, match=r"see that run\.dir can be written"):
+        run.save(2, refuse, {}, {})
+
+
+def test_a_file_that_the_kernel_refuses_to_grow_is_a_checkpoint_error(tmp_path: Path) -> None:
+    script = (
+        "import resource, sys, torch\n"
+        "from pathlib import Path\n"
+        "from longtail.run.checkpoint import RunDirectory\n"
+        "from longtail.errors import CheckpointError\n"
+        "run = RunDirectory(Path(sys.argv[1]))\n"
+        "run.start('', resume=True)\n"
+        "run.save(1, lambda path: None, {'w': torch.zeros(10)}, {})\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        "try: run.save(2, lambda path: None, {'w': torch.zeros(10_000)}, {})\n"
+        "except CheckpointError as error: print(error)\n"
+        "print(run.load_latest().step, [p.name for p in run.checkpoints.iterdir()])\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "free some space" in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 ['step_000001']"
+
+
+def test_an_interrupted_save_leaves_nothing_and_is_not_swallowed(run: RunDirectory) -> None:
+    def interrupt(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.save(1, interrupt, {}, {})
+    assert _names(run) == []
+
+
+def test_a_process_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from longtail.run.checkpoint import RunDirectory\n"
+        "def die(path):\n"
+        "    (path / 'model.safetensors').write_bytes(b'half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "run = RunDirectory(Path(sys.argv[1]))\n"
+        "run.start('', resume=True)\n"
+        "run.save(1, lambda path: None, {}, {'n': 1})\n"
+        "run.save(2, die, {}, {})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    run = RunDirectory(tmp_path)
+    assert _names(run) == [".new-step_000002", "step_000001"]
+    latest = run.start("", resume=True)
+    assert latest is not None
+    assert (latest.step, latest.state) == (1, {"n": 1})
+    assert _names(run) == ["step_000001"]
+
+
+def test_a_run_goes_on_under_its_own_configuration(run: RunDirectory) -> None:
+    _save(run, 4)
+    run.close()
+    again = RunDirectory(run.path)
+    latest = again.start(CONFIG, resume=True)
+    assert latest is not None
+    assert latest.step == 4
+
+
+def test_a_used_directory_is_refused_when_resume_is_off(run: RunDirectory) -> None:
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    run.close()
+    with pytest.raises(ConfigError, match=r"holds an earlier run.*run\.resume = true"):
+        RunDirectory(run.path).start(CONFIG, resume=False)
+
+
+def test_a_start_that_came_to_nothing_does_not_use_a_directory_up(run: RunDirectory) -> None:
+    (run.path / "metrics.jsonl").write_text("")
+    run.close()
+    with RunDirectory(run.path) as again:
+        assert again.start(CONFIG, resume=False) is None
+
+
+def test_a_fresh_directory_is_taken_when_resume_is_off(tmp_path: Path) -> None:
+    assert RunDirectory(tmp_path / "a" / "b").start(CONFIG, resume=False) is None
+    assert (tmp_path / "a" / "b" / "config.toml").read_text() == CONFIG
+
+
+def test_a_configuration_that_would_change_the_run_is_refused_field_by_field(
+    run: RunDirectory,
+) -> None:
+    _save(run, 4)
+    run.close()
+    changed = dump(load(None, ["--learner.loss=dapo", "--learner.clip_low=0.1", "--run.threads=1"]))
+    with pytest.raises(ConfigError) as caught:
+        RunDirectory(run.path).start(changed, resume=True)
+    message = str(caught.value)
+    assert "learner.loss: 'grpo' -> 'dapo'" in message
+    assert "learner.clip_low: None -> 0.1" in message
+    assert "run.threads" not in message
+    assert (run.path / "config.toml").read_text() == CONFIG
+
+
+def test_what_does_not_touch_the_weights_may_change(run: RunDirectory) -> None:
+    _save(run, 4)
+    run.close()
+    words = ["--run.steps=7", "--run.threads=1", "--run.keep_checkpoints=9"]
+    changed = dump(load(None, [*words, "--run.writers=tensorboard"]))
+    assert RunDirectory(run.path).start(changed, resume=True) is not None
+    assert (run.path / "config.toml").read_text() == changed
+
+
+def test_the_number_of_steps_may_not_change_under_a_schedule_that_reads_it(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.start(dump(load(None, ["--learner.schedule=linear"])), resume=True)
+    _save(run, 4)
+    run.close()
+    longer = dump(load(None, ["--learner.schedule=linear", "--run.steps=200"]))
+    with pytest.raises(ConfigError, match=r"run\.steps: 100 -> 200"):
+        RunDirectory(tmp_path).start(longer, resume=True)
+
+
+def test_the_same_holds_for_fine_tuning(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    config = SftConfig()
+    run.start(dump(config), resume=True)
+    _save(run, 4)
+    run.close()
+    train = config.train.model_copy(update={"steps": 999})
+    longer = config.model_copy(update={"train": train})
+    with pytest.raises(ConfigError, match=r"train\.steps: 400 -> 999"):
+        RunDirectory(tmp_path).start(dump(longer), resume=True)
+
+
+def test_a_run_without_a_checkpoint_may_start_over_differently(run: RunDirectory) -> None:
+    run.close()
+    changed = dump(load(None, ["--learner.loss=dapo"]))
+    assert RunDirectory(run.path).start(changed, resume=True) is None
+
+
+def test_two_processes_do_not_share_a_run_directory(run: RunDirectory) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from longtail.run.checkpoint import RunDirectory\n"
+        "from longtail.errors import ConfigError\n"
+        "try: RunDirectory(Path(sys.argv[1])).start('', resume=True)\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(run.path)]
+    first = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "another process is running in it" in first.stdout
+    run.close()
+    second = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert second.stdout == ""
+
+
+def test_a_place_that_cannot_be_a_directory_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir = .*file.* cannot be written"):
+        RunDirectory(tmp_path / "file").start(CONFIG, resume=True)
+
+
+def test_a_policy_is_found_in_a_model_a_checkpoint_and_a_run(run: RunDirectory) -> None:
+    _save(run, 1)
+    _save(run, 2)
+    newest = run.checkpoints / "step_000002"
+    for path in (run.path, newest, newest / "policy"):
+        assert policy_directory(path) == newest / "policy"
+    assert policy_directory(run.checkpoints / "step_000001").parent.name == "step_000001"
+
+
+def test_a_path_without_a_policy_is_refused_with_what_would_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such directory; give a Hugging Face directory"):
+        policy_directory(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="neither a model nor a run"):
+        policy_directory(tmp_path)

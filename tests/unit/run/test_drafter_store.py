@@ -1,0 +1,142 @@
+"""The drafter on disk: written beside the run, whole or not at all, found again by step."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from longtail.build.drafters import Target, open_drafters
+from longtail.cluster.group import DrafterState
+from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.errors import CheckpointError, ConfigError
+from longtail.run.drafter_store import INITIAL, DrafterStore, load_run_drafter, run_drafters
+from support.published import RECORD, our_drafter
+from support.tiny_models import tiny_model, tiny_tokenizer
+
+
+def state(version: int) -> DrafterState:
+    return DrafterState(
+        tensors={"drafter/fc.weight": torch.full((3, 2), float(version))},
+        numbers={"version": version, "buffer": {"step": version}, "lengths": {}},
+    )
+
+
+def kept(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir())
+
+
+def test_the_newest_that_is_not_younger_than_the_checkpoint_comes_back(tmp_path: Path) -> None:
+    store = DrafterStore(tmp_path / "drafter", keep=2)
+    for step in (1, 2, 3):
+        store.save(step, state(step))
+    store.wait()
+    assert kept(tmp_path / "drafter") == ["step_000002", "step_000003"]
+    for step, version in ((9, 3), (3, 3), (2, 2)):
+        found = store.load(step)
+        assert found is not None
+        assert found.numbers == state(version).numbers
+        assert found.tensors["drafter/fc.weight"].tolist() == [[version] * 2] * 3
+    assert store.load(1) is None
+    assert DrafterStore(tmp_path / "none").load(5) is None
+
+
+@pytest.mark.parametrize("damage", ["tensors.safetensors", "state.json"])
+def test_a_damaged_one_is_passed_over(tmp_path: Path, damage: str) -> None:
+    store = DrafterStore(tmp_path)
+    for step in (1, 2):
+        store.save(step, state(step))
+    store.wait()
+    with (tmp_path / "step_000002" / damage).open("r+b") as file:
+        file.seek(5)
+        file.write(b"\xff\xff\xff")
+    found = store.load(2)
+    assert found is not None
+    assert found.numbers["version"] == 1
+
+
+def test_what_was_half_written_is_no_drafter(tmp_path: Path) -> None:
+    torn = tmp_path / ".new-step_000004"
+    torn.mkdir()
+    (torn / "state.json").write_text(json.dumps({"numbers": {}}))
+    store = DrafterStore(tmp_path)
+    assert store.load(9) is None
+    store.save(4, state(4))
+    store.wait()
+    assert kept(tmp_path) == ["step_000004"]
+
+
+def test_a_disk_that_refuses_is_told_at_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "drafter").write_text("a file in the way")
+    store = DrafterStore(tmp_path / "drafter")
+    store.save(1, state(1))
+    with pytest.raises(CheckpointError, match=r"the drafter cannot be written .* free some space"):
+        store.wait()
+    store.wait()  # told once
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Path, Target]:
+    """A run that began with a drafter and published another in step 4."""
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    target = Target(model=model, tokenizer=tokenizer, directory=tmp_path, name=str(tmp_path / "r"))
+    loaded = our_drafter(model, tokenizer, layers=(0, 1))
+    loaded.save(tmp_path / "r" / "drafter" / INITIAL)
+    store = DrafterStore(tmp_path / "r" / "drafter")
+    for step, version in ((2, 0), (4, 3)):
+        tensors = {f"drafter/{n}": t + version for n, t in loaded.layer.state_dict().items()}
+        numbers = {"version": version, "accept_len": 2.5 if version else None}
+        store.save(step, DrafterState(tensors=tensors, numbers=numbers))
+    store.wait()
+    return tmp_path / "r", target
+
+
+def norm_of(path: Path, target: Target) -> tuple[float, LoadedDrafter]:
+    loaded = load_run_drafter(path, target.model, target.tokenizer, dtype=None)
+    return loaded.layer.norm.weight[0].item(), loaded
+
+
+def test_a_run_means_its_newest_drafter_and_a_step_its_own(run: tuple[Path, Target]) -> None:
+    path, target = run
+    first, initial = norm_of(path / "drafter" / INITIAL, target)
+    assert norm_of(path / "drafter" / "step_000002", target)[0] == first
+    for place in (path, path / "drafter", path / "drafter" / "step_000004"):
+        value, newest = norm_of(place, target)
+        assert value == pytest.approx(first + 3)
+        assert newest.layer.config == initial.layer.config
+        assert run_drafters(place) == path / "drafter"
+    assert run_drafters(path.parent) is None
+
+
+def test_what_a_run_taught_its_drafter_is_said_and_what_was_true_before_is_not(
+    run: tuple[Path, Target],
+) -> None:
+    path, target = run
+    _, initial = norm_of(path / "drafter" / INITIAL, target)
+    assert initial.training == RECORD
+    _, newest = norm_of(path, target)
+    assert newest.trained_on.name == "here, then the policy of r (version 3)"
+    assert newest.training.accept_len == 2.5
+    assert newest.training.overlap == ()
+
+
+def test_a_run_with_weights_of_another_drafter_is_refused(run: tuple[Path, Target]) -> None:
+    path, target = run
+    tensors = {"drafter/fc.weight": torch.ones(2, 2)}
+    store = DrafterStore(path / "drafter")
+    store.save(9, DrafterState(tensors=tensors, numbers={"version": 1}))
+    store.wait()
+    with pytest.raises(ConfigError, match=r"another drafter: .*initial, the drafter that the run"):
+        norm_of(path, target)
+
+
+def test_auto_is_the_runs_own_drafter_for_the_run_and_its_checkpoints(
+    run: tuple[Path, Target],
+) -> None:
+    path, target = run
+    for name in (path, path / "checkpoints" / "step_000004"):
+        (drafter,) = open_drafters("auto", replace(target, name=str(name)), print)
+        assert drafter.taps.layers == (0, 1)
+    (drafter,) = open_drafters("auto", replace(target, name="some-model"), print)
+    assert not drafter.taps.any

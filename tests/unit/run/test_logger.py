@@ -1,0 +1,164 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from longtail.config.rl import RunConfig, RunSection, load
+from longtail.engine.report import Switch
+from longtail.engine.rollout_log import LoggedRollout, RolloutSeries, read_rollout
+from longtail.run.logger import RunLogger
+from longtail.tuner.cost import CostModel, TimeCurve
+from longtail.tuner.cost_file import load_costs
+from longtail.types import Completion, FinishReason, Prompt, Rollout
+
+COMPLETION = Completion(
+    request_id="p@0#0",
+    tokens=(5, 1),
+    logprobs=(-0.25, -0.5),
+    text="42",
+    finish_reason=FinishReason.STOP,
+    policy_version=3,
+)
+ROLLOUT = Rollout(
+    prompt=Prompt(prompt_id="p", tokens=(1,), text="?"), completion=COMPLETION, reward=1.0
+)
+
+SERIES = RolloutSeries(
+    seconds=(0.004, 0.007),
+    running=(8, 8),
+    drafts=(0, 8),
+    nodes=(0, 19),
+    accepted=(0, 11),
+    readings=((1 / 3,), (0.1, 0.1 + 0.2)),
+    switches=((1, Switch(drafts=True, reason="it pays")),),
+)
+
+
+def _lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_leaves_one_line_of_metrics_and_one_for_each_rollout(tmp_path: Path) -> None:
+    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
+    journal.write(1, {"reward/mean": 0.5}, [ROLLOUT, ROLLOUT])
+    journal.close()
+    assert _lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
+    first, second = _lines(tmp_path / "rollouts.jsonl")
+    assert first == second
+    assert first == {
+        "step": 1,
+        "prompt_id": "p",
+        "request_id": "p@0#0",
+        "policy_version": 3,
+        "reward": 1.0,
+        "num_tokens": 2,
+        "finish_reason": "stop",
+        "logprob": -0.75,
+        "text": "42",
+    }
+
+
+def test_rollouts_are_left_out_when_they_are_not_wanted(tmp_path: Path) -> None:
+    config = RunConfig(run=RunSection(save_rollouts=False))
+    journal = RunLogger(config, tmp_path, last_step=None)
+    journal.write(1, {}, [ROLLOUT])
+    journal.close()
+    assert _lines(tmp_path / "rollouts.jsonl") == []
+    assert len(_lines(tmp_path / "metrics.jsonl")) == 1
+
+
+@pytest.mark.parametrize(("last_step", "kept"), [(None, [4]), (1, [1, 4]), (9, [1, 2, 3, 4])])
+def test_a_resumed_run_goes_on_after_its_checkpoint(
+    tmp_path: Path, last_step: int | None, kept: list[int]
+) -> None:
+    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
+    for step in (1, 2, 3):
+        journal.write(step, {}, [ROLLOUT])
+    journal.close()
+    resumed = RunLogger(RunConfig(), tmp_path, last_step=last_step)
+    resumed.write(4, {}, [ROLLOUT])
+    resumed.close()
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert [line["step"] for line in _lines(tmp_path / name)] == kept
+
+
+def test_a_run_without_speculation_has_none_of_its_files(tmp_path: Path) -> None:
+    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
+    journal.write(1, {}, [ROLLOUT])
+    journal.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"metrics.jsonl", "rollouts.jsonl", "trace.json"}
+
+
+def test_what_speculation_did_is_a_line_a_step_and_what_it_costs_is_the_newest(
+    tmp_path: Path,
+) -> None:
+    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
+    for step in (1, 2):
+        costs = CostModel(TimeCurve((1, 8), (0.001, 0.002)), pair_s=0.5 * step, node_pair_s=0.0)
+        journal.log(LoggedRollout(step=step, series=SERIES))
+        journal.write(step, {}, [ROLLOUT], costs)
+    journal.close()
+    path = tmp_path / "speculation.jsonl"
+    assert [line["step"] for line in _lines(path)] == [1, 2]
+    assert [read_rollout(path, step).series for step in (1, 2)] == [SERIES, SERIES]
+    assert load_costs(tmp_path / "cost.json").pair_s == 1.0
+
+
+@pytest.mark.parametrize(("last_step", "kept"), [(None, [4]), (1, [1, 4]), (9, [1, 2, 3, 4])])
+def test_a_resumed_run_has_what_speculation_did_once_a_step(
+    tmp_path: Path, last_step: int | None, kept: list[int]
+) -> None:
+    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
+    for step in (1, 2, 3):
+        journal.log(LoggedRollout(step=step, series=SERIES))
+    journal.close()
+    with (tmp_path / "speculation.jsonl").open("a") as file:
+        file.write('{"step": 4, "seconds": [0.0')  # killed while it wrote
+    resumed = RunLogger(RunConfig(), tmp_path, last_step=last_step)
+    resumed.log(LoggedRollout(step=4, series=SERIES))
+    resumed.close()
+    assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == kept
+
+
+def test_steps_that_are_done_again_without_speculation_leave_no_old_lines(tmp_path: Path) -> None:
+    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
+    for step in (1, 2, 3):
+        journal.log(LoggedRollout(step=step, series=SERIES))
+    journal.close()
+    resumed = RunLogger(RunConfig(), tmp_path, last_step=1)
+    resumed.write(2, {}, [])
+    resumed.close()
+    assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [1]
+
+
+def test_what_speculation_did_is_bounded_and_what_is_kept_is_whole(tmp_path: Path) -> None:
+    steps = 4000
+    long = replace(
+        SERIES,
+        **{
+            name: getattr(SERIES, name)[:1] * steps
+            for name in ("running", "drafts", "nodes", "accepted", "readings")
+        },
+        seconds=tuple(float(step) for step in range(1, steps + 1)),
+    )
+    path, journal = tmp_path / "speculation.jsonl", _bounded(tmp_path, None)
+    for step in range(1, 31):
+        journal.log(LoggedRollout(step=step, series=long))
+        assert path.stat().st_size <= 2**20
+        assert read_rollout(path, step).series == long
+    journal.close()
+    first, *_, last = (line["step"] for line in _lines(path))
+    assert (first > 20, last) == (True, 30)
+    resumed = _bounded(tmp_path, 29)
+    resumed.log(LoggedRollout(step=30, series=SERIES))
+    resumed.close()
+    kept = [line["step"] for line in _lines(path)]
+    assert kept == list(range(kept[0], 31))
+    assert read_rollout(path, 30).series == SERIES
+
+
+def _bounded(directory: Path, last_step: int | None) -> RunLogger:
+    config = load(None, ["--run.speculation_mb=1"])
+    return RunLogger(config, directory, last_step=last_step)

@@ -1,0 +1,191 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longtail.errors import CheckpointError, ConfigError
+from longtail.run.metrics import (
+    JsonLines,
+    JsonlWriter,
+    Stopwatch,
+    open_writers,
+    shares,
+    summarize,
+    summarize_lengths,
+    timing,
+)
+
+
+def _steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_summary_holds_mean_deviation_and_extremes() -> None:
+    # by hand: mean 2, deviations -2 0 0 2, population variance 8/4
+    assert summarize("reward", [0, 2, 2, 4]) == pytest.approx(
+        {"reward/mean": 2.0, "reward/std": 2**0.5, "reward/min": 0.0, "reward/max": 4.0}
+    )
+
+
+def test_length_percentiles_are_lengths_that_occur() -> None:
+    numbers = summarize_lengths([*range(1, 100), 5000])
+    assert numbers == {
+        "response_length/mean": (99 * 100 / 2 + 5000) / 100,
+        "response_length/p50": 50,
+        "response_length/p90": 90,
+        "response_length/p99": 99,
+        "response_length/max": 5000,
+    }
+
+
+def test_no_values_have_no_summary() -> None:
+    assert summarize("reward", []) == {}
+    assert summarize_lengths([]) == {}
+
+
+def test_seconds_become_names_and_shares() -> None:
+    seconds = {"rollout": 6.0, "update": 1.0, "step": 8.0}
+    assert timing(seconds)["timing_s/rollout"] == 6.0
+    assert shares(seconds) == {"rollout": 0.75, "update": 0.125}
+    assert shares({"rollout": 0.0, "step": 0.0}) == {"rollout": 0.0}
+
+
+def test_a_stopwatch_adds_up_sections_and_starts_anew_each_lap() -> None:
+    now = iter([0.0, 1.0, 3.0, 4.0, 4.5, 10.0, 11.0])
+    watch = Stopwatch(lambda: next(now))
+    with watch.section("rollout"):
+        pass
+    with pytest.raises(KeyError), watch.section("rollout"):
+        raise KeyError
+    assert watch.lap() == {"rollout": 2.5, "step": 10.0}
+    assert watch.lap() == {"step": 1.0}
+
+
+def test_a_line_can_be_read_while_the_file_is_still_open(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "m.jsonl")
+    lines.append(1, {"reward/mean": 0.5, "name": "ü"})
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {
+        "step": 1, "reward/mean": 0.5, "name": "ü",
+    }  # fmt: skip
+    lines.close()
+
+
+def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "m.jsonl")
+    lines.append(1, {"a": float("nan"), "b": [1.0, float("-inf")], "c": {"d": float("inf")}})
+    lines.close()
+    row = json.loads((tmp_path / "m.jsonl").read_text())
+    assert row == {"step": 1, "a": None, "b": [1.0, None], "c": {"d": None}}
+
+
+def test_a_resumed_file_loses_the_torn_line_and_the_steps_after_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = "".join(json.dumps({"step": step, "x": step}) + "\n" for step in (0, 1, 1, 2, 3))
+    path.write_text(whole + '{"step": 2, "x"')
+    writer = JsonlWriter(path, last_step=2)
+    writer.write(3, {"x": 33.0})
+    writer.close()
+    assert _steps(path) == [0, 1, 1, 2, 3]
+    assert json.loads(path.read_text().splitlines()[-1])["x"] == 33.0
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_torn_line_of_a_finished_step_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    JsonlWriter(path, last_step=5).close()
+    assert _steps(path) == [1]
+
+
+def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n')
+    JsonlWriter(path).close()
+    assert path.read_text() == ""
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    # the kernel's own refusal: the process may write no file beyond 100 bytes
+    script = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from longtail.run.metrics import JsonLines\n"
+        "from longtail.errors import CheckpointError\n"
+        "lines = JsonLines(Path(sys.argv[1]))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try:\n"
+        "    for step in range(100): lines.append(step, {'x': 1.0})\n"
+        "except CheckpointError as error: print(error)\n"
+    )
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
+    )
+    assert "metrics.jsonl: " in done.stdout
+    assert "free some space" in done.stdout
+    JsonlWriter(path, last_step=100).close()
+    assert _steps(path) == list(range(len(_steps(path))))
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = open_writers(["tensorboard"], tmp_path, last_step=None, config={})
+    writer.write(1, {"reward/mean": 0.25})
+    writer.write(2, {"reward/mean": 0.5})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert _steps(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_writer_that_is_not_installed_is_named_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}[name]
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=rf"'{name}'.*pip install .*longtail|\[{name}\]"):
+        open_writers([name], tmp_path, last_step=None, config={})
+
+
+@pytest.mark.parametrize("most", [1, 24, 25, 26, 49, 50, 51, 100])
+def test_a_bounded_file_keeps_its_newest_lines_whole(tmp_path: Path, most: int) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = JsonLines(path, most_bytes=most)
+    for step in range(1, 10):
+        lines.append(step, {"some": "x"})  # 25 bytes
+        assert _steps(path)[-1] == step
+        assert path.stat().st_size <= max(most, 25)
+        assert _steps(path) == list(range(_steps(path)[0], step + 1))
+    lines.close()
+    assert len(_steps(path)) >= max(most // 2 // 25, 1)
+
+
+def test_damaged_lines_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    damaged = [b"\xff\xfe", b"[" * 100_000, b'{"step": 1e999}', b"3", b'{"step": 9' + b"9" * 5000]
+    path.write_bytes(b'{"step": 1}\n' + b"\n".join(damaged) + b'\n{"step": 2}\n')
+    JsonlWriter(path, last_step=2).close()
+    assert _steps(path) == [1, 2]
+    assert "metrics.jsonl: 5 damaged lines are left out" in caplog.text
+
+
+def test_a_lone_surrogate_is_written_as_json_has_it(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "lines.jsonl")
+    lines.append(1, {"text": "\ud83d and \u00e9"})
+    lines.close()
+    assert json.loads((tmp_path / "lines.jsonl").read_bytes())["text"] == "\ud83d and \u00e9"
+
+
+def test_a_folder_in_a_files_place_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: Is a directory"):
+        JsonlWriter(tmp_path / "metrics.jsonl")

@@ -1,0 +1,159 @@
+from dataclasses import replace
+
+import pytest
+
+from longtail.engine.report import RolloutReport, Switch, together
+from longtail.engine.rollout_log import RolloutSeries
+from longtail.rl.grading.pool import Graded
+from longtail.rl.learner_metrics import LearnerMetrics
+from longtail.run.step_metrics import group_metrics, rollout_metrics, rollout_row, step_metrics
+from longtail.types import Completion, FinishReason, GradingFailure, Group, Prompt, Rollout
+
+P = Prompt(prompt_id="p", tokens=(1,), text="?")
+REPORT = RolloutReport(
+    seconds=2.0,
+    engine_s=2.0,
+    forward_s=1.0,
+    sample_s=0.5,
+    num_steps=10,
+    num_generated=40,
+    num_computed=50,
+    num_drafted=0,
+    num_accepted=0,
+    num_verified=0,
+    draft_s=0.0,
+    draft_forward_s=0.0,
+    tuner_s=0.0,
+    max_running=4,
+    running_s=6.0,
+)
+
+
+def _completion(length: int, reason: FinishReason = FinishReason.STOP) -> Completion:
+    return Completion(
+        request_id=f"p@0#{length}",
+        tokens=(1,) * length,
+        logprobs=(-0.5,) * length,
+        text="x" * length,
+        finish_reason=reason,
+        policy_version=2,
+    )
+
+
+def _rollout(reward: float, **components: float) -> Rollout:
+    return Rollout(prompt=P, completion=_completion(1), reward=reward, components=components)
+
+
+def _failure() -> GradingFailure:
+    return GradingFailure(prompt=P, completion=_completion(1), error="hung")
+
+
+def test_the_rollout_phase_in_numbers() -> None:
+    completions = [_completion(n) for n in (1, 2, 2, 3)] + [_completion(40, FinishReason.LENGTH)]
+    assert rollout_metrics(REPORT, completions) == {
+        "response_length/mean": 48 / 5,
+        "response_length/p50": 2.0,
+        "response_length/p90": 40.0,
+        "response_length/p99": 40.0,
+        "response_length/max": 40.0,
+        "response_length/clip_ratio": 1 / 5,
+        "response_length/max_over_median": 20.0,
+        "rollout/generated_tokens": 40.0,
+        "rollout/tokens_per_s": 20.0,
+        "rollout/tail_idle_share": 0.25,
+        "rollout/bookkeeping_share": 0.25,
+    }
+
+
+def test_an_engine_that_waits_for_another_does_no_bookkeeping() -> None:
+    half = replace(REPORT, seconds=1.0, engine_s=1.0, forward_s=0.5, sample_s=0.25, running_s=3.0)
+    both = together([REPORT, half], seconds=2.0)
+    assert both.engine_s == 1.5
+    assert both.bookkeeping_share == 0.25 == REPORT.bookkeeping_share == half.bookkeeping_share
+    assert both.tail_idle_share == 1 - 9.0 / (8 * 2.0)
+
+
+def test_drafts_are_summed_up_where_there_were_any() -> None:
+    completions = [_completion(40)]
+    drafted = replace(
+        REPORT, num_drafted=60, num_accepted=15, num_verified=10, draft_s=0.5, draft_forward_s=0.25
+    )
+    metrics, plain = (rollout_metrics(report, completions) for report in (drafted, REPORT))
+    assert {name: metrics[name] for name in metrics.keys() - plain.keys()} == {
+        "speculation/accept_length": 2.5,
+        "speculation/accepted_share": 0.25,
+        "speculation/emitted_share": 25 / 40,
+        "speculation/draft_share": 0.25,
+    }
+    # The drafter's own passes are no bookkeeping.
+    assert metrics["rollout/bookkeeping_share"] == plain["rollout/bookkeeping_share"] - 0.125
+
+
+def test_what_was_decided_is_summed_up_also_where_nothing_was_drafted() -> None:
+    series = RolloutSeries(
+        seconds=(0.5, 1.0, 1.5, 2.0),
+        running=(4,) * 4,
+        drafts=(0,) * 4,
+        nodes=(0, 0, 3, 7),
+        accepted=(0,) * 4,
+        readings=((0.5,),) * 4,
+        switches=((1, Switch(drafts=False, reason="")), (2, Switch(drafts=True, reason=""))),
+    )
+    report = replace(REPORT, tuner_s=0.01)
+    metrics = rollout_metrics(report, [_completion(40)], series)
+    assert {name: metrics[name] for name in metrics if name.startswith("speculation/")} == {
+        "speculation/tuner_share": 0.005,
+        "speculation/switches": 2.0,
+        "speculation/nodes_per_step": 2.5,
+    }
+
+
+def test_failures_are_counted_beside_the_rewards_never_among_them() -> None:
+    rollouts = (_rollout(1.0, correct=1.0), _rollout(0.5, correct=0.0), _rollout(0.5))
+    graded = Graded(rollouts=rollouts, failures=(_failure(), _failure()))
+    groups = [Group(prompt=P, rollouts=rollouts[:2]), Group(prompt=P, rollouts=rollouts[2:])]
+    numbers = group_metrics(graded, groups)
+    assert numbers["reward/mean"] == pytest.approx(2 / 3)
+    assert (numbers["reward/min"], numbers["reward/max"]) == (0.5, 1.0)
+    assert numbers["reward/failures"] == 2.0
+    assert numbers["reward/correct"] == 0.5  # over those that have the term
+    assert numbers["reward/informative_groups"] == 0.5
+
+
+def test_seconds_of_the_learner_join_those_of_the_loop() -> None:
+    rollouts = (_rollout(1.0), _rollout(0.0))
+    learned = LearnerMetrics(logprob_seconds=3.0, update_seconds=4.0).report(8, [])
+    numbers = step_metrics(
+        rollout=REPORT,
+        completions=[_completion(1)],
+        graded=Graded(rollouts=rollouts, failures=()),
+        groups=[Group(prompt=P, rollouts=rollouts)],
+        learned=learned,
+        seconds={"rollout": 2.0, "reward": 0.5, "publish": 0.25, "step": 10.0},
+    )
+    timings = {name: value for name, value in numbers.items() if name.startswith("timing_s/")}
+    assert timings == {
+        "timing_s/rollout": 2.0,
+        "timing_s/reward": 0.5,
+        "timing_s/publish": 0.25,
+        "timing_s/logprob": 3.0,
+        "timing_s/update": 4.0,
+        "timing_s/step": 10.0,
+    }
+    assert numbers["training/policy_version"] == 8.0
+    assert numbers["reward/mean"] == 0.5
+    assert all(type(value) is float for value in numbers.values())
+
+
+def test_a_row_of_rollouts_tells_what_was_written_by_whom_and_its_worth() -> None:
+    rollout = Rollout(prompt=P, completion=_completion(3, FinishReason.LENGTH), reward=0.25)
+    assert rollout_row(rollout) == {
+        "prompt_id": "p",
+        "request_id": "p@0#3",
+        "policy_version": 2,
+        "reward": 0.25,
+        "num_tokens": 3,
+        "finish_reason": "length",
+        "logprob": -1.5,
+        "text": "xxx",
+    }

@@ -1,0 +1,210 @@
+"""The draft budget against brute force, what it cuts, and how drafts of several are joined."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longtail.speculation.budget import merge, optimal_budget, spend
+from longtail.speculation.tree import (
+    EMPTY,
+    MAX_NODES,
+    DraftTree,
+    depths,
+    keep_reached,
+    prune,
+    ranked,
+    reach_probabilities,
+)
+from longtail.speculation.verify import accept, follow
+from support.worked import TREE, TREE_ACCEPTED, TREE_DRAWN, TREE_REACH
+
+LIKELY = ranked(replace(TREE, reach=TREE_REACH))
+
+
+@st.composite
+def any_sketch(draw: st.DrawFn, most: int = 12) -> tuple[list[int], list[int], list[float]]:
+    """Parents, tokens and confidences; the record is made outside, its checks use `random`."""
+    size = draw(st.integers(0, most))
+    return (
+        [draw(st.integers(0, node)) for node in range(size)],
+        draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)),
+        draw(st.lists(st.sampled_from((0.25, 0.5, 0.9, 1.0)), min_size=size, max_size=size)),
+    )
+
+
+def tree_of(sketch: tuple[list[int], list[int], list[float]], *, speaks: bool = True) -> DraftTree:
+    parents, tokens, sure = sketch
+    tree = DraftTree(tokens=tuple(tokens), parents=tuple(parents), margins=(0.0,) * len(tokens))
+    return (
+        ranked(replace(tree, reach=tuple(reach_probabilities(parents, sure)))) if speaks else tree
+    )
+
+
+def paths(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    """The tokens down to each node, with its reach, the greatest where several are alike."""
+    found: list[tuple[int, ...]] = [()]
+    sure: dict[tuple[int, ...], float] = {}
+    reach = tree.reach or (1.0,) * tree.size
+    for token, parent, likely in zip(tree.tokens, tree.parents, reach, strict=True):
+        found.append((*found[parent], token))
+        sure[found[-1]] = max(likely, sure.get(found[-1], 0.0))
+    return sure
+
+
+def chain(tokens: Sequence[int], reach: Sequence[float] = ()) -> DraftTree:
+    size = len(tokens)
+    return DraftTree(
+        tokens=tuple(tokens),
+        parents=tuple(range(size)),
+        margins=(0.0,) * size,
+        reach=tuple(reach),
+    )
+
+
+def test_the_documented_example_buys_two_nodes():
+    found = optimal_budget(np.array([0.9, 0.8, 0.1]), 1.0, 1, lambda nodes: 0.010 + 0.001 * nodes)
+    assert found.num_nodes == 2
+    assert found.tokens_per_s == pytest.approx(2.7 / 0.012)
+
+
+def test_where_nodes_are_dear_nothing_is_bought():
+    found = optimal_budget(np.array([0.9, 0.8]), 1.0, 4, lambda nodes: 0.001 + 0.001 * nodes)
+    assert found.num_nodes == 0
+    assert found.tokens_per_s == pytest.approx(4 / 0.001)
+
+
+def test_a_listed_node_stands_for_as_many_as_the_scale_says():
+    def seconds(nodes):
+        assert nodes.tolist() == [0, 4, 8]
+        return 0.01 + 0.001 * nodes
+
+    found = optimal_budget(np.array([0.9, 0.8]), 4.0, 4, seconds)
+    assert found.num_nodes == 2
+    assert found.tokens_per_s == pytest.approx((4 + 4 * 1.7) / 0.018)
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), max_size=7),
+    st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8),
+    st.integers(1, 5),
+)
+def test_no_choice_of_nodes_is_quicker_than_the_one_found(reach, steps, num):
+    table = 0.1 + np.cumsum(steps)  # any cost that rises with the number of nodes
+    found = optimal_budget(np.array(sorted(reach, reverse=True)), 1.0, num, lambda n: table[n])
+    rates = [
+        (num + sum(p for i, p in enumerate(reach) if chosen >> i & 1)) / table[chosen.bit_count()]
+        for chosen in range(2 ** len(reach))
+    ]
+    assert found.tokens_per_s == pytest.approx(max(rates))
+    taken = sum(sorted(reach, reverse=True)[: found.num_nodes])
+    assert found.tokens_per_s == pytest.approx((num + taken) / table[found.num_nodes])
+
+
+def test_nodes_below_the_price_are_not_verified():
+    assert spend([LIKELY, LIKELY], 0.7, 100) == [prune(LIKELY, 3)] * 2
+    assert spend([LIKELY], 0.95, 100) == [EMPTY]
+
+
+def test_scarce_room_goes_to_the_likeliest_of_all_requests():
+    sure, doubtful = chain((1, 2), (0.9, 0.85)), chain((3, 4), (0.8, 0.3))
+    assert spend([doubtful, sure], 0.0, 3) == [prune(doubtful, 1), sure]
+    assert spend([doubtful, sure], 0.0, 2) == [EMPTY, sure]
+
+
+def test_who_does_not_say_how_likely_stays_whole_while_there_is_room():
+    silent = chain((1, 2, 3))
+    assert spend([silent, LIKELY], 0.99, 10) == [silent, EMPTY]
+    assert spend([silent, silent], 0.5, 4) == [silent, prune(silent, 1)]
+
+
+@given(
+    st.lists(st.tuples(any_sketch(), st.booleans()), min_size=1, max_size=5),
+    st.sampled_from((0.0, 0.3, 0.5, 0.9)),
+    st.integers(0, 40),
+)
+def test_the_room_is_kept_and_nothing_is_below_the_price(sketches, price, room):
+    trees = [tree_of(sketch, speaks=speaks) for sketch, speaks in sketches]
+    spent = spend(trees, price, room)
+    assert sum(tree.size for tree in spent) <= room
+    for tree, whole in zip(spent, trees, strict=True):
+        assert tree == prune(whole, tree.size)
+        assert all(likely >= price for likely in tree.reach)
+    if sum(keep_reached(tree, price).size for tree in trees) <= room:
+        assert spent == [keep_reached(tree, price) for tree in trees]
+
+
+def test_what_two_propose_is_there_once_as_likely_as_the_surer_says():
+    one = DraftTree(
+        tokens=(5, 7, 6), parents=(0, 1, 0), margins=(1.0, 2.0, 3.0), reach=(0.9, 0.5, 0.1)
+    )
+    two = DraftTree(
+        tokens=(5, 7, 8), parents=(0, 1, 2), margins=(4.0, 5.0, 6.0), reach=(0.8, 0.7, 0.6)
+    )
+    assert merge([one, two]) == DraftTree(
+        tokens=(5, 7, 8, 6), parents=(0, 1, 2, 0), margins=(1.0, 2.0, 6.0, 3.0),
+        reach=(0.9, 0.7, 0.6, 0.1),
+    )  # fmt: skip
+
+
+def test_one_draft_alone_is_left_as_it_is():
+    assert merge([]) == merge([EMPTY, EMPTY]) == EMPTY
+    assert merge([EMPTY, TREE]) is TREE
+    assert merge([LIKELY]) is LIKELY
+
+
+def test_of_too_many_nodes_the_likeliest_stay():
+    first = chain(range(40), [0.9 - 0.01 * i for i in range(40)])
+    second = chain(range(100, 140), [0.895 - 0.01 * i for i in range(40)])
+    joined = merge([first, second])
+    assert joined.size == MAX_NODES
+    assert joined.reach == tuple(sorted(first.reach + second.reach, reverse=True)[:MAX_NODES])
+
+
+@given(st.lists(st.tuples(any_sketch(), st.booleans()), min_size=2, max_size=4))
+def test_a_joined_draft_is_a_tree_in_falling_order_with_every_path(sketches):
+    trees = [tree_of(sketch, speaks=speaks) for sketch, speaks in sketches]
+    joined = merge(trees)
+    assert all(parent <= node for node, parent in enumerate(joined.parents))
+    assert all(a >= b for a, b in pairwise(joined.reach))
+    wanted: dict[tuple[int, ...], float] = {}
+    for tree in trees:
+        for path, sure in paths(tree).items():
+            wanted[path] = max(sure, wanted.get(path, 0.0))
+    assert len(wanted) <= MAX_NODES  # of four times twelve
+    assert paths(joined) == wanted
+    if sum(tree.size > 0 for tree in trees) > 1:
+        assert joined.size == len(wanted)
+
+
+def test_following_the_worked_text_finds_the_accepted_path():
+    assert follow(TREE, TREE_ACCEPTED.tokens).path == TREE_ACCEPTED.path
+    assert follow(TREE, ()).path == ()
+    assert follow(TREE, (5,)).path == (1,)
+    assert follow(TREE, (6, 7, 8)).path == (2,)
+
+
+@given(any_sketch(), st.data())
+def test_what_was_verified_is_followed_as_it_was_accepted(sketch, data):
+    tree = tree_of(sketch)
+    size = tree.size + 1
+    drawn = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
+    assert follow(tree, accept(tree, drawn).tokens) == accept(tree, drawn)
+    assert follow(TREE, accept(TREE, TREE_DRAWN).tokens) == TREE_ACCEPTED
+
+
+@given(any_sketch(), st.integers(0, 12), st.lists(st.integers(0, 3), min_size=13, max_size=13))
+def test_a_larger_tree_than_the_verified_one_says_what_it_would_have_yielded(sketch, size, text):
+    whole = tree_of(sketch)
+    kept = prune(whole, size)
+
+    def verified(tree: DraftTree) -> int:
+        """Nodes that a target would accept that writes this text whatever it reads."""
+        return len(accept(tree, [text[depth] for depth in (0, *depths(tree.parents))]).path)
+
+    assert len(follow(whole, text).path) == verified(whole)
+    assert len(follow(kept, text).path) == verified(kept) <= verified(whole)

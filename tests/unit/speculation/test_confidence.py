@@ -1,0 +1,200 @@
+"""Confidence curves: what is counted, what is learned from it, and that errors are owned up to."""
+
+import math
+from bisect import bisect_right
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longtail.speculation.confidence import EDGES, ConfidenceCurve
+from longtail.speculation.tree import DraftTree
+from longtail.speculation.verify import Accepted, follow
+from support.worked import TREE, TREE_ACCEPTED
+
+RIGHT, WRONG = Accepted(path=(1,), tokens=(5, 0)), Accepted(path=(), tokens=(0,))
+
+
+def one_node(margin: float) -> DraftTree:
+    return DraftTree(tokens=(5,), parents=(0,), margins=(margin,))
+
+
+def confidence(curve: ConfidenceCurve, margin: float) -> float:
+    return curve.confidences([margin])[0]
+
+
+def teach(curve: ConfidenceCurve, margin: float, hits: float, number: int, seed: int = 0) -> None:
+    """Show a margin `number` times, right with probability `hits`; ask after each."""
+    rng = Random(seed)
+    for _ in range(number):
+        curve.learn(one_node(margin), RIGHT if rng.random() < hits else WRONG)
+        curve.table()
+
+
+def bin_of(margin: float) -> int:
+    return bisect_right(EDGES, margin)
+
+
+def posterior(margin: float, hits: int, trials: int, trust: float) -> float:
+    """The documented formula, from a fresh table, whose trust is 1."""
+    return (hits + 8 * ConfidenceCurve().table()[bin_of(margin)] * trust) / (trials + 8)
+
+
+def test_before_anything_is_seen_a_margin_is_taken_for_log_odds():
+    table = ConfidenceCurve().table()
+    assert len(table) == len(EDGES) + 1
+    assert table == sorted(table)
+    # The bin from 2 to 3 nats has its prior at 2.5.
+    assert confidence(ConfidenceCurve(), 2.2) == pytest.approx(1 / (1 + math.exp(-2.5)))
+    assert ConfidenceCurve().calibration_error() == 0.0
+
+
+def test_a_bin_holds_its_lower_bound():
+    table = ConfidenceCurve().table()
+    assert ConfidenceCurve().confidences([-math.inf, 0.0, 0.24, 0.25, 12.0, math.inf]) == [
+        table[0],
+        table[6],
+        table[6],
+        table[7],
+        table[-1],
+        table[-1],
+    ]
+
+
+def test_nodes_count_where_verification_reached_their_parent():
+    """The worked tree, root and nodes 1 and 3 reached: only node 2 of the siblings is wrong."""
+    curve, prior = ConfidenceCurve(), ConfidenceCurve().table()
+    curve.learn(TREE, TREE_ACCEPTED)
+    hits = {2.0: 1, -2.0: 0, 0.7: 1, 1.1: 0}
+    trust = (2 + 2) / (2 + sum(prior[bin_of(margin)] for margin in hits))
+    for margin, hit in hits.items():
+        assert confidence(curve, margin) == pytest.approx(posterior(margin, hit, 1, trust))
+    untold = 0.3
+    assert confidence(curve, untold) == pytest.approx(posterior(untold, 0, 0, trust))
+
+
+def test_nodes_below_a_wrong_one_tell_nothing():
+    curve, other = ConfidenceCurve(), ConfidenceCurve()
+    curve.learn(TREE, WRONG)
+    siblings = DraftTree(tokens=(5, 6), parents=(0, 0), margins=(2.0, -2.0))
+    other.learn(siblings, WRONG)
+    assert curve.table() == other.table() != ConfidenceCurve().table()
+
+
+def test_what_nobody_said_tells_nothing():
+    """`follow` may end with the text: after the last of its tokens nothing is known."""
+    chain = DraftTree(tokens=(5, 7), parents=(0, 1), margins=(2.0, -2.0))
+    curve, other = ConfidenceCurve(), ConfidenceCurve()
+    curve.learn(chain, follow(chain, []))
+    assert curve.table() == ConfidenceCurve().table()
+    curve.learn(chain, follow(chain, [5]))
+    other.learn(one_node(2.0), RIGHT)
+    assert curve.table() == other.table()
+    curve.learn(chain, follow(chain, [5, 8]))
+    assert confidence(curve, -2.0) < confidence(other, -2.0)
+
+
+def test_a_curve_learns_a_known_function():
+    truth = {-1.5: 0.6, 0.1: 0.05, 1.2: 0.5, 5.0: 0.9}  # not even monotone
+    curve = ConfidenceCurve()
+    for margin, hits in truth.items():
+        teach(curve, margin, hits, 3000)
+    for margin, hits in truth.items():
+        # Fading over 1000 observations, a mean has the deviation of one of 2000; five of those,
+        # and a prior of weight 8.
+        assert confidence(curve, margin) == pytest.approx(hits, abs=5 * 0.5 / 2000**0.5 + 8 / 1000)
+
+
+@pytest.mark.parametrize("margins", [(5.0,), (2.5, 3.5, 5.0, 7.0, 10.0)])
+def test_one_that_is_sure_and_always_wrong_is_found_out_after_fifteen_nodes_in_all(margins):
+    curve = ConfidenceCurve()
+    for number in range(15):
+        curve.learn(one_node(margins[number % len(margins)]), WRONG)
+    # Trust is (0 + 2) / (15 * 0.9 + 2) or less.
+    assert all(p <= 0.13 for p in curve.table())
+
+
+def test_one_that_is_better_than_it_seems_is_trusted_everywhere_but_never_wholly():
+    curve = ConfidenceCurve()
+    before = curve.table()
+    teach(curve, 0.1, 1.0, 100)
+    unseen = [index for index in range(len(before)) if index != bin_of(0.1)]
+    assert all(curve.table()[index] >= before[index] for index in unseen)
+    assert confidence(curve, 0.6) > 0.95  # as likely, by its margin, as what was always right
+    teach(curve, 10.0, 1.0, 5000)
+    assert max(curve.table()) == 0.999
+
+
+@pytest.mark.parametrize(("old", "new"), [(0.9, 0.2), (0.1, 0.8)])
+def test_a_curve_follows_a_drift(old, new):
+    """A bin forgets over 1000 observations: 700 later, half of the old belief is left."""
+    curve = ConfidenceCurve()
+    teach(curve, 1.2, old, 5000)
+    for later, left in ((700, 0.5), (2300, math.exp(-3))):
+        teach(curve, 1.2, new, later, seed=later)
+        # Three deviations of a mean over some 1000, and the prior.
+        assert confidence(curve, 1.2) == pytest.approx(new + (old - new) * left, abs=0.05)
+
+
+def test_trust_follows_a_drift_too():
+    """Of a bin that was never met, only trust can tell that the drafter has become good."""
+    curve = ConfidenceCurve()
+    teach(curve, 5.0, 0.0, 5000)
+    assert confidence(curve, 2.5) < 0.01
+    teach(curve, 5.0, 1.0, 1000)
+    assert confidence(curve, 2.5) == pytest.approx((1 - math.exp(-1)) * 0.92, abs=0.03)
+
+
+@given(st.lists(st.tuples(st.floats(-9, 15), st.booleans()), max_size=60))
+def test_it_is_the_same_however_often_one_asks(outcomes):
+    """The table waits for who asks; below what a bin remembers, nothing is lost by waiting."""
+    lazy, eager = ConfidenceCurve(), ConfidenceCurve()
+    for margin, hit in outcomes:
+        for curve in (lazy, eager):
+            curve.learn(one_node(margin), RIGHT if hit else WRONG)
+        eager.table()
+    assert lazy.table() == pytest.approx(eager.table(), rel=1e-12)
+
+
+def test_on_calibrated_data_the_calibration_error_goes_to_zero():
+    curve = ConfidenceCurve()
+    prior = ConfidenceCurve().table()
+    for place, margin in enumerate((-9.0, *EDGES)):
+        teach(curve, margin, prior[place], 3000, seed=place)
+    # 51000 outcomes in ten bins: sum of |noise| below 10 * 2 * 0.5 * sqrt(5100) / 51000 = 0.014,
+    # and what is believed of a bin is itself off by some 0.5 / sqrt(2000) = 0.011.
+    assert curve.calibration_error() < 0.025
+
+
+def test_the_calibration_error_is_taken_before_an_outcome_is_learned():
+    """Learning first would always look a little better than it was."""
+    curve = ConfidenceCurve()
+    believed = confidence(curve, 20.0)
+    curve.learn(one_node(20.0), WRONG)
+    assert curve.calibration_error() == pytest.approx(believed)
+    then = confidence(curve, 20.0)
+    assert then < believed
+    curve.learn(one_node(20.0), WRONG)
+    assert curve.calibration_error() == pytest.approx((believed + then) / 2)
+
+
+def test_early_errors_stay_on_the_record():
+    """Sure and always wrong, until it knows better: the error shrinks only as 1 / outcomes."""
+    curve = ConfidenceCurve()
+    teach(curve, 20.0, 0.0, 100)
+    early = curve.calibration_error()
+    # The predictions were 8 / (8 + n) * 2 / (2 + n): their sum over 100 is close to 3.
+    predicted = [8 * 0.999 / (8 + n) * 2 / (2 + 0.999 * n) for n in range(100)]
+    assert early == pytest.approx(sum(predicted) / 100)
+    teach(curve, 20.0, 0.0, 900)
+    assert early / 10 < curve.calibration_error() < early / 5
+
+
+@given(st.lists(st.tuples(st.floats(-50, 50), st.booleans()), max_size=60))
+def test_confidences_stay_probabilities(outcomes):
+    curve = ConfidenceCurve()
+    for margin, hit in outcomes:
+        curve.learn(one_node(margin), RIGHT if hit else WRONG)
+    assert all(0.0 < p <= 0.999 for p in curve.table())
+    assert 0.0 <= curve.calibration_error() <= 1.0

@@ -1,0 +1,238 @@
+"""Growing level by level, against the same thing said without tensors, one node at a time."""
+
+from collections.abc import Sequence
+from typing import final
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import Float
+from torch import Tensor
+
+from longtail.speculation.confidence import ConfidenceCurve
+from longtail.speculation.depth import DepthPolicy, ExactDepth, PredictedDepth
+from longtail.speculation.drafter import Draftable
+from longtail.speculation.grow import Frontier, Scoring, Walker, grow
+from longtail.speculation.strategy import DraftThresholds, Strategy
+from longtail.speculation.tree import (
+    MAX_NODES,
+    DraftTree,
+    depths,
+    prune,
+    ranked,
+    reach_probabilities,
+)
+from longtail.speculation.verify import Accepted
+from longtail.types import SamplingParams
+
+VOCAB = 5
+
+
+def logits_after(request: int, path: tuple[int, ...]) -> Tensor:
+    """What is said after a path: any numbers, up to some nats apart."""
+    seed = hash((request, path)) % 2**31
+    return 3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+@final
+class PathWalker(Walker):
+    """Knows of every node by which tokens it was reached; remembers how wide its passes were."""
+
+    def __init__(self, requests: int) -> None:
+        self._paths: list[list[tuple[int, ...]]] = [[()] for _ in range(requests)]
+        self.passes: list[int] = []
+
+    def root(self) -> Float[Tensor, "requests vocab"]:
+        return self._scores()
+
+    def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
+        shape = (len(self._paths), frontier.per_request)
+        tokens, parents = frontier.tokens.view(shape), frontier.parents.view(shape)
+        self._paths = [
+            [(*above[parent], token) for token, parent in zip(some, by, strict=True)]
+            for above, some, by in zip(self._paths, tokens.tolist(), parents.tolist(), strict=True)
+        ]
+        assert {len(path) for paths in self._paths for path in paths} == {frontier.depth}
+        self.passes.append(frontier.per_request)
+        return self._scores()
+
+    def _scores(self) -> Tensor:
+        paths = [(number, path) for number, some in enumerate(self._paths) for path in some]
+        return torch.stack([logits_after(number, path) for number, path in paths])
+
+
+def asked(max_depths: Sequence[int]) -> list[Draftable]:
+    return [
+        Draftable(
+            request_id=str(number),
+            tokens=[1, 2],
+            prompt_len=1,
+            sampling=SamplingParams(),
+            max_depth=max_depth,
+        )
+        for number, max_depth in enumerate(max_depths)
+    ]
+
+
+def grown(
+    max_depths: Sequence[int],
+    strategy: Strategy,
+    curve: ConfidenceCurve,
+    gauge: DepthPolicy | None = None,
+) -> tuple[list[DraftTree], list[int]]:
+    """The drafts, and how many nodes of a request each pass but the first was over."""
+    walker = PathWalker(len(max_depths))
+    scoring = Scoring(requests=asked(max_depths), noise=None, device=torch.device("cpu"))
+    trees = grow(walker, scoring, strategy, curve, gauge or ExactDepth())
+    return trees, walker.passes
+
+
+@final
+class Growing:
+    """One request's draft as it is grown, by the words of `Strategy` and `Worth`."""
+
+    def __init__(self, number: int, max_depth: int, strategy: Strategy, curve: ConfidenceCurve):
+        self._number, self._max_depth = number, max_depth
+        self._strategy, self._curve = strategy, curve
+        self.nodes: list[tuple[int, int, float, float]] = []
+        """Token, parent, margin, reach."""
+        self._level: list[tuple[int, tuple[int, ...]]] = []
+        self.promised: list[float] = []
+
+    def draft_level(self, depth: int) -> None:
+        above = self.followed(depth - 1) if depth > 1 else [(0, ())]
+        self._level = []
+        for parent, path in above:
+            scores = logits_after(self._number, path).tolist()
+            ranked = sorted(range(VOCAB), key=lambda token: -scores[token])
+            for place, token in enumerate(ranked[: self._strategy.width]):
+                rival = ranked[1] if place == 0 else ranked[0]
+                # As float32 says it.
+                margin = float(torch.tensor(scores[token]) - torch.tensor(scores[rival]))
+                before = self.nodes[parent - 1][3] if parent else 1.0
+                reach = before * self._curve.confidences([margin])[0]
+                if reach >= self._strategy.worth.verify:
+                    self.nodes.append((token, parent, margin, reach))
+                    self._level.append((len(self.nodes), (*path, token)))
+
+    def followed(self, depth: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Nodes of the last level to be drafted on."""
+        if depth >= self._max_depth:
+            return []
+        likely = sorted(self._level, key=lambda each: -self.nodes[each[0] - 1][3])
+        likely = likely[: self._strategy.num_followed]
+        extend = self._strategy.worth.extend
+        return [each for each in likely if self.nodes[each[0] - 1][3] >= extend]
+
+    def promise(self, depth: int) -> float:
+        extend = self._strategy.worth.extend
+        return sum(self.nodes[node - 1][3] - extend for node, _ in self.followed(depth))
+
+    def tree(self) -> DraftTree:
+        tokens, parents, margins, reach = zip(*self.nodes, strict=True) if self.nodes else [()] * 4
+        tree = DraftTree(tokens=tokens, parents=parents, margins=margins, reach=reach)
+        return prune(ranked(tree), self._strategy.num_nodes)
+
+
+def defined(
+    max_depths: Sequence[int], strategy: Strategy, curve: ConfidenceCurve
+) -> list[DraftTree]:
+    growing = [Growing(*each, strategy, curve) for each in enumerate(max_depths)]
+    last = min(strategy.depth, strategy.num_nodes, max(max_depths))
+    for depth in range(1, last + 1):
+        for each in growing:
+            each.draft_level(depth)
+        going_on = any(each.followed(depth) for each in growing)
+        if not going_on or sum(each.promise(depth) for each in growing) < strategy.worth.level:
+            break
+    return [each.tree() for each in growing]
+
+
+WORTHS = st.builds(
+    lambda verify, extend, level: DraftThresholds(verify=verify, extend=extend, level=level),
+    st.sampled_from((0.0, 0.05, 0.3)),
+    st.sampled_from((0.0, 0.2, 0.5)),
+    st.sampled_from((0.0, 0.4, 1.5)),
+)
+STRATEGIES = st.builds(
+    lambda depth, width, size, beam, worth: Strategy(
+        depth=depth, width=width, size=size, beam=beam, worth=worth
+    ),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 12),
+    st.integers(0, 4),
+    WORTHS,
+)
+OUTCOMES = st.lists(st.tuples(st.floats(-5, 5), st.booleans()), max_size=30)
+
+
+def taught(outcomes: Sequence[tuple[float, bool]]) -> ConfidenceCurve:
+    curve = ConfidenceCurve()
+    for margin, right in outcomes:
+        tree = DraftTree(tokens=(5,), parents=(0,), margins=(margin,))
+        curve.learn(tree, Accepted(path=(1,) if right else (), tokens=(5, 6) if right else (6,)))
+    return curve
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), STRATEGIES, OUTCOMES)
+def test_growing_is_what_its_definition_says(max_depths, strategy, outcomes):
+    curve = taught(outcomes)
+    trees, passes = grown(max_depths, strategy, curve)
+    for tree, other in zip(trees, defined(max_depths, strategy, curve), strict=True):
+        assert (tree.tokens, tree.parents) == (other.tokens, other.parents)
+        assert tree.margins == pytest.approx(other.margins)
+        assert tree.reach == pytest.approx(other.reach, rel=1e-12)
+        found = reach_probabilities(tree.parents, curve.confidences(tree.margins))
+        assert tree.reach == pytest.approx(found, rel=1e-12)
+        assert all(reach >= strategy.worth.verify for reach in tree.reach)
+        extend = strategy.worth.extend
+        assert all(tree.reach[parent - 1] >= extend for parent in tree.parents if parent)
+    assert sum(passes) <= MAX_NODES
+    assert max(passes, default=1) <= strategy.num_followed
+
+
+def test_a_beam_of_one_is_a_chain_with_siblings():
+    strategy = Strategy(depth=3, width=2, beam=1, size=6)
+    (tree,), passes = grown([9], strategy, ConfidenceCurve())
+    (chain,), _ = grown([9], Strategy(depth=3), ConfidenceCurve())
+    spine = [node for node in range(1, 7) if tree.margins[node - 1] > 0]
+    assert tuple(tree.tokens[node - 1] for node in spine) == chain.tokens
+    assert [tree.parents[node - 1] for node in spine] == [0, *spine[:-1]]
+    leaves = {
+        depth: margin
+        for depth, margin in zip(depths(tree.parents), tree.margins, strict=True)
+        if margin < 0
+    }
+    assert leaves == {depth: -margin for depth, margin in enumerate(chain.margins, start=1)}
+    assert passes == [1, 1]  # and the root's
+
+
+def test_no_pass_is_made_where_none_is_worth_it():
+    """A pass costs the same for one request as for two, so two may be worth what one is not."""
+    curve = ConfidenceCurve()
+    (one, two), _ = grown([9, 9], Strategy(depth=1), curve)
+    promises = [one.reach[0], two.reach[0]]
+    level = (max(promises) + sum(promises)) / 2
+    strategy = Strategy(depth=2, worth=DraftThresholds(level=level))
+    assert grown([9, 9], strategy, curve)[1] == [1]
+    assert grown([9], strategy, curve)[1] == []
+    assert grown([9, 1], strategy, curve)[1] == []  # the second could not use it
+    extend = DraftThresholds(extend=max(promises) * 1.001)
+    assert grown([9, 9], Strategy(depth=2, worth=extend), curve)[1] == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), STRATEGIES, OUTCOMES)
+def test_what_is_foreseen_drafts_what_a_look_would_once_rounds_are_alike(
+    max_depths, strategy, outcomes
+):
+    """And the first round, of which nothing is foreseen, drafts no less."""
+    curve, gauge = taught(outcomes), PredictedDepth()
+    looked, passes = grown(max_depths, strategy, curve)
+    first = grown(max_depths, strategy, curve, gauge)[1]
+    assert first[: len(passes)] == passes
+    for _ in range(3):
+        assert grown(max_depths, strategy, curve, gauge) == (looked, passes)

@@ -1,0 +1,139 @@
+"""Draft trees: the running example, and what holds for every tree."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longtail.speculation.tree import (
+    EMPTY,
+    MAX_NODES,
+    DraftTree,
+    cut_depth,
+    depths,
+    keep_reached,
+    prune,
+    ranked,
+    reach_probabilities,
+    visible_nodes,
+)
+from support.worked import TREE, TREE_DEPTHS, TREE_OF_THREE, TREE_REACH, TREE_VISIBLE
+
+
+@st.composite
+def any_parents(draw: st.DrawFn) -> tuple[int, ...]:
+    """Parents of a tree of any shape; the record is made outside, its checks use `random`."""
+    return tuple(draw(st.integers(0, node)) for node in range(draw(st.integers(0, 24))))
+
+
+def tree_of(parents: tuple[int, ...]) -> DraftTree:
+    """A tree whose node i has token 100 + i, to be recognised when it is renumbered."""
+    size = len(parents)
+    return DraftTree(
+        tokens=tuple(range(101, 101 + size)),
+        parents=parents,
+        margins=tuple(float(node) for node in range(size)),
+    )
+
+
+def parent_tokens(tree: DraftTree) -> dict[int, int]:
+    """Token of each node's parent by the node's token; the root's is 0."""
+    tokens = (0, *tree.tokens)
+    return {token: tokens[parent] for token, parent in zip(tree.tokens, tree.parents, strict=True)}
+
+
+def ancestors(parents: tuple[int, ...], node: int) -> set[int]:
+    """A node and all above it, the root excluded."""
+    return {node} | ancestors(parents, parents[node - 1]) if node else set()
+
+
+def test_the_worked_tree_has_its_depths_and_masks():
+    assert TREE.size == 4
+    assert depths(TREE.parents) == TREE_DEPTHS
+    assert visible_nodes(TREE.parents) == TREE_VISIBLE
+
+
+def test_reach_is_the_product_along_the_path():
+    assert reach_probabilities((0, 0, 1), (0.9, 0.1, 0.5)) == [0.9, 0.1, 0.45]
+    assert reach_probabilities((), ()) == []
+
+
+def test_pruning_the_worked_tree_keeps_its_three_likeliest_nodes():
+    likely = ranked(replace(TREE, reach=TREE_REACH))
+    assert likely.tokens == (5, 7, 8, 6)
+    assert likely.reach == (0.9, 0.8, 0.7, 0.1)
+    assert replace(prune(likely, 3), reach=()) == TREE_OF_THREE
+    assert prune(likely, 4) is likely
+    assert prune(likely, 0) == EMPTY
+
+
+def test_a_floor_keeps_what_reaches_it_and_all_that_says_nothing():
+    likely = ranked(replace(TREE, reach=TREE_REACH))
+    assert keep_reached(likely, 0.7) == prune(likely, 3)
+    assert keep_reached(likely, 0.71) == prune(likely, 2)
+    assert keep_reached(likely, 0.95) == EMPTY
+    assert keep_reached(TREE, 0.95) is TREE
+
+
+def test_of_equals_the_earlier_nodes_stay():
+    tree = DraftTree(
+        tokens=(1, 2, 3, 4), parents=(0, 1, 0, 3), margins=(0.0,) * 4, reach=(0.5, 0.5, 0.7, 0.5)
+    )
+    assert ranked(tree).tokens == (3, 1, 2, 4)
+    assert prune(ranked(tree), 3).tokens == (3, 1, 2)
+
+
+@pytest.mark.parametrize(("depth", "tokens"), [(1, (5, 6)), (2, (5, 6, 7)), (3, TREE.tokens)])
+def test_cutting_the_worked_tree_keeps_its_upper_levels(depth, tokens):
+    assert cut_depth(TREE, depth).tokens == tokens
+
+
+def test_the_last_node_of_the_largest_chain_has_a_bit_of_its_own():
+    masks = visible_nodes(tuple(range(MAX_NODES)))
+    assert masks[-1] == 2**MAX_NODES - 1 < 2**63
+
+
+@given(any_parents())
+def test_a_node_sees_itself_and_its_ancestors_alone(parents):
+    for node, mask in enumerate(visible_nodes(parents), start=1):
+        seen = {other for other in range(1, len(parents) + 1) if mask >> (other - 1) & 1}
+        assert seen == ancestors(parents, node)
+        assert len(seen) == depths(parents)[node - 1]
+
+
+@given(any_parents(), st.data())
+def test_a_node_is_never_likelier_than_its_parent(parents, data):
+    confidences = [data.draw(st.floats(0.0, 1.0)) for _ in parents]
+    reach = [1.0, *reach_probabilities(parents, confidences)]
+    assert all(reach[node + 1] <= reach[parent] for node, parent in enumerate(parents))
+
+
+@given(any_parents(), st.integers(0, 30), st.data())
+def test_what_pruning_keeps_is_a_tree_of_the_likeliest_nodes(parents, size, data):
+    confidences = [data.draw(st.sampled_from((0.5, 1.0))) for _ in parents]  # many ties
+    reach = reach_probabilities(parents, confidences)
+    kept = prune(ranked(replace(tree_of(parents), reach=tuple(reach))), size)
+    assert kept.reach == tuple(sorted(reach, reverse=True)[:size])
+    assert kept.size == min(size, len(parents))
+    chosen = {token - 101 for token in kept.tokens}
+    left = set(range(len(parents))) - chosen
+    assert min((reach[i] for i in chosen), default=1) >= max((reach[i] for i in left), default=0)
+    assert_is_part_of(kept, tree_of(parents))
+
+
+@given(any_parents(), st.integers(1, 8))
+def test_cutting_keeps_every_node_down_to_a_depth(parents, depth):
+    tree = tree_of(parents)
+    kept = cut_depth(tree, depth)
+    deep = depths(parents)
+    assert kept.tokens == tuple(t for t, d in zip(tree.tokens, deep, strict=True) if d <= depth)
+    assert_is_part_of(kept, tree)
+
+
+def assert_is_part_of(kept: DraftTree, tree: DraftTree) -> None:
+    """Numbered anew, every node behind and below the parent it had, with its margin."""
+    assert all(parent <= node for node, parent in enumerate(kept.parents))
+    assert len(set(kept.tokens)) == kept.size
+    assert parent_tokens(kept).items() <= parent_tokens(tree).items()
+    assert kept.margins == tuple(tree.margins[token - 101] for token in kept.tokens)

@@ -1,0 +1,153 @@
+"""The user's cache: an entry is what was written, by this user, or it is made anew or refused."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longtail.errors import ConfigError, LongtailError
+from longtail.model.kernels import native
+from longtail.system.cache import build_once, cache_directory
+
+
+def _library(content: bytes = b"code") -> Callable[[Path], None]:
+    def build(folder: Path) -> None:
+        (folder / "sub").mkdir(parents=True)
+        (folder / "library.so").write_bytes(content)
+        (folder / "sub" / "more").write_bytes(b"more")
+
+    return build
+
+
+def _refuse(folder: Path) -> None:
+    raise AssertionError("it was there already")
+
+
+def test_the_cache_is_where_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("LONGTAIL_CACHE", str(tmp_path / "here"))
+    assert cache_directory() == tmp_path / "here"
+    monkeypatch.setenv("LONGTAIL_CACHE", "~/there")
+    assert cache_directory() == Path.home() / "there"
+    monkeypatch.setenv("LONGTAIL_CACHE", "")  # empty is unset
+    assert cache_directory() == tmp_path / "xdg" / "longtail"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_directory() == Path.home() / ".cache" / "longtail"
+
+
+def test_kernels_are_not_compiled_into_the_working_directory_when_the_variable_is_empty(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _put_compiler(tmp_path / "bin", monkeypatch)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("LONGTAIL_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert native._build() in (tmp_path / "xdg" / "longtail").rglob("*")
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_an_entry_is_built_once_and_nobody_else_can_write_into_it(tmp_path: Path) -> None:
+    root = tmp_path / "deep" / "cache"
+    entry = build_once("kernels", "1f", _library(), root)
+    assert build_once("kernels", "1f", _refuse, root) == entry
+    assert (entry / "library.so").read_bytes() == b"code"
+    for folder in (root, root / "kernels"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o777)
+    build_once("kernels", "1f", _refuse, root)
+    assert root.stat().st_mode & 0o777 == 0o755
+
+
+def _cut(entry: Path) -> None:
+    os.truncate(entry / "library.so", 2)
+
+
+def _edit(entry: Path) -> None:
+    (entry / "sub" / "more").write_bytes(b"less")
+
+
+def _remove(entry: Path) -> None:
+    (entry / "library.so").unlink()
+
+
+def _unseal(entry: Path) -> None:
+    (entry / "manifest.json").unlink()
+
+
+def _garble(entry: Path) -> None:
+    (entry / "manifest.json").write_bytes(b"\xff" * 9)
+
+
+@pytest.mark.parametrize("damage", [_cut, _edit, _remove, _unseal, _garble])
+def test_a_damaged_entry_is_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    entry = build_once("kernels", "1f", _library(), tmp_path)
+    damage(entry)
+    assert build_once("kernels", "1f", _library(b"new code"), tmp_path) == entry
+    assert (entry / "library.so").read_bytes() == b"new code"
+    assert [path.name for path in entry.parent.iterdir()] == ["1f"]
+    assert "is damaged, or of an earlier version; made anew" in caplog.text
+
+
+def test_a_cut_library_of_kernels_is_compiled_again_and_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Loaded, it ends the process with SIGBUS.
+    _put_compiler(tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("LONGTAIL_CACHE", str(tmp_path / "cache"))
+    library = native._build()
+    assert library is not None
+    os.truncate(library, 1)
+    assert native._build() == library
+    assert library.read_text() == "a library\n"
+
+
+@pytest.mark.parametrize("place", ["", "kernels", "kernels/1f", "kernels/1f/library.so"])
+def test_what_belongs_to_another_user_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    root = tmp_path / "cache"
+    build_once("kernels", "1f", _library(), root)
+    real, foreign = Path.stat, root / place
+
+    def stat(path: Path, **words: bool) -> os.stat_result:
+        found = list(real(path, **words))
+        return os.stat_result([*found[:4], found[4] + (path == foreign), *found[5:]])
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(ConfigError, match=r"belongs to another user.*LONGTAIL_CACHE") as caught:
+        build_once("kernels", "1f", _refuse, root)
+    assert str(foreign) in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be written.*set LONGTAIL_CACHE"):
+        build_once("kernels", "1f", _library(), tmp_path / "file")
+
+
+def test_what_fails_to_be_built_leaves_nothing_and_keeps_its_error(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "half").write_bytes(b"half")
+        raise LongtailError("no data")
+
+    with pytest.raises(LongtailError, match="no data"):
+        build_once("kernels", "1f", fail, tmp_path)
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def _put_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a compiler into PATH that writes a line into whatever it is to make."""
+    folder.mkdir()
+    script = (
+        '#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && echo "a library" > "$2"; shift; done\n'
+    )
+    (folder / "cc").write_text(script)
+    (folder / "cc").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")

@@ -1,0 +1,74 @@
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from longtail.system.interrupt import Interrupted, Interruption, signals_as_ctrl_c
+
+
+def _receive(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)  # to the main thread: the handler runs before the next line
+
+
+def test_without_a_signal_nothing_happens() -> None:
+    with Interruption() as interruption:
+        interruption.check()
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_waits_for_the_next_check(number: signal.Signals) -> None:
+    with Interruption() as interruption:
+        _receive(number)
+        for _ in range(2):
+            with pytest.raises(Interrupted):
+                interruption.check()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_second_signal_does_not_wait(number: signal.Signals) -> None:
+    with Interruption(), pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        _receive(signal.SIGINT)
+        _receive(number)
+
+
+def test_handlers_are_as_before_afterwards_however_it_ends() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(ZeroDivisionError), Interruption():  # noqa: PT012
+        assert signal.getsignal(signal.SIGINT) not in before
+        _ = 1 / 0
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_before_a_program_listens_a_signal_ends_it_as_ctrl_c_does(
+    number: signal.Signals,
+) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), signals_as_ctrl_c():
+        _receive(number)
+    assert signal.getsignal(number) is before
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_as_ctrl_c(), Interruption() as interruption:
+            _receive(signal.SIGHUP)
+            interruption.check()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        before = signal.getsignal(signal.SIGTERM)
+        assert pool.submit(_handlers_inside).result() == before
+
+
+def _handlers_inside() -> object:
+    with signals_as_ctrl_c():
+        return signal.getsignal(signal.SIGTERM)

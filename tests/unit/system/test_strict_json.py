@@ -1,0 +1,67 @@
+"""JSON from outside: a plain value, or one sentence."""
+
+import json
+
+import pytest
+
+from longtail.errors import JsonError
+from longtail.system.strict_json import MAX_DEPTH, MAX_DIGITS, find_surrogate, parse_json
+
+
+def test_what_json_dumps_writes_is_read_back() -> None:
+    value = {"a": [1, -2.5, "\u4e2d\U0001f600", None, True, {}], "": 10**MAX_DIGITS - 1}
+    for ascii_only in (True, False):
+        text = json.dumps(value, ensure_ascii=ascii_only)
+        assert parse_json(text) == parse_json(text.encode()) == value
+    assert parse_json(b"\xef\xbb\xbf[1]") == [1]  # a byte order mark, as Windows writes it
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b'{"a": "\xff"}', "not UTF-8 (invalid start byte at byte 7)"),
+        ('{"a": }', "not valid JSON (Expecting value at column 7)"),
+        ("{\n]", "at line 2, column 1)"),
+        ('"\\ud83d"', "'\\ud83d', half of a surrogate pair"),
+        ('{"\\uDE00": 1}', "'\\ude00', half of a surrogate pair"),
+        ('[[{"a": ["\\ud83d x \\ude00"]}]]', "half of a surrogate pair"),
+        ('"\ud83d"', "half of a surrogate pair"),
+        (b'"\xed\xa0\xbd"', "not UTF-8"),
+        ("9" * 5000, "the integer 99999999... has 5000 digits: give at most 308"),
+        ("-" + "9" * 309, "has 309 digits"),
+        ("[" * 100_000, "nested more than 100 deep"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested more than 100 deep"),
+        ("[" * 101 + "]" * 101, "nested more than 100 deep"),
+        ("[NaN]", "NaN is not a JSON number"),
+        ("-Infinity", "-Infinity is not a JSON number"),
+        ("1e999", "the number 1e999 is too large"),
+        (b"", "not valid JSON"),
+        (b"\x00", "not valid JSON"),
+    ],
+    ids=range(18),
+)
+def test_what_is_no_plain_value_is_refused_in_one_sentence(
+    text: str | bytes, sentence: str
+) -> None:
+    with pytest.raises(JsonError) as refused:
+        parse_json(text)
+    message = str(refused.value)
+    assert sentence in message
+    assert "\n" not in message
+    assert len(message) < 150
+    assert message.encode()
+
+
+def test_the_bounds_themselves_are_read() -> None:
+    assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    assert float(parse_json("9" * MAX_DIGITS)) > 1e307
+    assert parse_json('"\\ud83d\\ude00 \\\\ud83d"') == "\U0001f600 \\ud83d"
+
+
+def test_numbers_that_are_not_finite_are_read_where_they_are_allowed() -> None:
+    assert str(parse_json("[NaN, -Infinity, 1e999]", allow_nan=True)) == "[nan, -inf, inf]"
+
+
+def test_a_lone_surrogate_is_found_and_a_whole_character_is_not() -> None:
+    assert find_surrogate("ab\ud83d") == 2
+    assert find_surrogate("\U0001f600 \u00e9") is None

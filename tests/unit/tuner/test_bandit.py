@@ -1,0 +1,155 @@
+"""The bandit: groups by load, arms by their median reward, and a seed that decides the rest."""
+
+from longtail.speculation.strategy import Strategy
+from longtail.tuner.bandit import BUCKETS, BanditTuner, Bucket
+from longtail.tuner.records import Batch, Outcome, Plan
+
+SHALLOW, DEEP = Strategy(depth=2, size=2), Strategy(depth=8, size=8)
+ARMS = (0, 8, 2)
+"""Depths in the order of a group's arms; 0 decodes plainly."""
+TWO = (
+    Bucket(max_requests=4, strategies=(DEEP, SHALLOW)),
+    Bucket(max_requests=16, strategies=(SHALLOW,)),
+)
+
+
+def batch(num: int = 1, *, prompt: int = 0, room: int = 400) -> Batch:
+    return Batch(num_asking=num, num_sampled=num, num_tokens=num + prompt, num_pairs=num, room=room)
+
+
+def greedy(buckets: tuple[Bucket, ...] = TWO, window: int = 300) -> BanditTuner:
+    return BanditTuner(buckets=buckets, epsilon=0.0, window=window)
+
+
+def depth_of(plan: Plan) -> int:
+    return 0 if plan.strategy is None else plan.strategy.depth
+
+
+def told(plan: Plan, batch: Batch, rate: float) -> Outcome:
+    """A step without accepted drafts that gave so many tokens a second."""
+    return Outcome(
+        batch=batch,
+        plan=plan,
+        asked=(),
+        num_drafts=0,
+        num_nodes=0,
+        num_accepted=0,
+        verify_s=batch.num_sampled / rate,
+    )
+
+
+def play(tuner: BanditTuner, rates: dict[int, float], num: int = 1) -> int:
+    """One step in which an arm is as quick as its depth says; return that depth."""
+    plan = tuner.plan(batch(num))
+    tuner.learn(told(plan, batch(num), rates[depth_of(plan)]))
+    return depth_of(plan)
+
+
+def test_all_arms_are_tried_before_the_best_is_played():
+    tuner = greedy()
+    rates = {0: 10.0, 8: 30.0, 2: 20.0}
+    assert [play(tuner, rates) for _ in range(6)] == [*ARMS, 8, 8, 8]
+
+
+def test_decoding_plainly_wins_where_no_draft_pays():
+    tuner = greedy()
+    assert [play(tuner, {0: 30.0, 8: 10.0, 2: 20.0}) for _ in range(6)] == [*ARMS, 0, 0, 0]
+
+
+def test_groups_learn_apart_and_the_last_takes_the_rest():
+    tuner = greedy()
+    for _ in range(5):
+        play(tuner, {0: 10.0, 8: 30.0, 2: 20.0}, num=4)
+    assert [play(tuner, {0: 30.0, 2: 20.0}, num=5) for _ in range(3)] == [0, 2, 0]
+    assert play(tuner, {0: 30.0}, num=1000) == 0
+    assert play(tuner, {8: 30.0}, num=1) == 8
+
+
+def test_the_usual_groups_draft_less_the_more_is_running():
+    limits = [bucket.max_requests for bucket in BUCKETS]
+    deepest = [max(arm.depth for arm in bucket.strategies) for bucket in BUCKETS]
+    assert limits == sorted(set(limits))
+    assert deepest == sorted(set(deepest), reverse=True)
+
+
+def test_a_stall_does_not_move_the_median():
+    tuner = greedy()
+    rates = {0: 10.0, 8: 30.0, 2: 20.0}
+    for _ in range(6):
+        play(tuner, rates)
+    assert play(tuner, rates | {8: 0.001}) == 8
+    assert play(tuner, rates) == 8
+
+
+def test_what_fell_out_of_the_window_is_forgotten():
+    tuner = greedy(window=3)
+    rates = {0: 10.0, 8: 30.0, 2: 20.0}
+    for _ in range(20):
+        play(tuner, rates)
+    slower = rates | {8: 15.0}
+    assert [play(tuner, slower) for _ in range(4)] == [8, 8, 2, 2]
+
+
+def test_steps_that_read_prompts_are_no_reward():
+    tuner = greedy()
+    reading = batch(1, prompt=50)
+    for _ in range(3):
+        plan = tuner.plan(reading)
+        assert depth_of(plan) == 0  # still the first untried arm
+        tuner.learn(told(plan, reading, 1.0))
+
+
+def test_a_plain_step_that_somebody_wanted_is_a_reward_of_decoding_plainly():
+    tuner = greedy(window=1)
+    rates = {0: 10.0, 8: 30.0, 2: 20.0}
+    play(tuner, rates)
+    assert depth_of(tuner.plan(batch())) == 8
+    tuner.learn(told(Plan(strategy=None), batch(), 1000.0))
+    assert depth_of(tuner.plan(batch())) == 8  # untried as before
+    assert [play(tuner, rates | {0: 1000.0}) for _ in range(3)] == [8, 2, 0]
+
+
+def test_rewards_that_come_late_go_to_the_arms_that_earned_them():
+    """The engine plans the next step before it tells how the last one went."""
+    tuner = greedy()
+    rates, late = {0: 10.0, 8: 30.0, 2: 20.0}, tuner.plan(batch())
+    depths = []
+    for _ in range(8):
+        plan = tuner.plan(batch())
+        tuner.learn(told(late, batch(), rates[depth_of(late)]))
+        depths.append(depth_of(late))
+        late = plan
+    assert depths == [0, 0, 8, 8, 2, 2, 8, 8]
+
+
+def test_arms_that_short_room_makes_the_same_learn_together():
+    tuner, short = greedy(), batch(1, room=2)
+    tuner.learn(told(tuner.plan(batch()), batch(), 10.0))
+    played = tuner.plan(short)
+    assert played.strategy == SHALLOW, "what DEEP comes down to"
+    tuner.learn(told(played, short, 5.0))
+    assert depth_of(tuner.plan(batch())) == 0, "both were tried, and were slow"
+
+
+def test_plans_fit_the_room_and_ask_every_drafter():
+    tuner = greedy((Bucket(max_requests=4, strategies=(DEEP,)),))
+    tuner.begin(None, 2)
+    tuner.learn(told(tuner.plan(batch()), batch(), 1.0))
+    plan = tuner.plan(batch(2, room=20))
+    assert plan.strategy == Strategy(depth=5, size=5)
+    assert plan.drafters == (0, 1)
+    assert tuner.plan(batch(2, room=3)).strategy is None
+
+
+def test_the_same_seed_and_outcomes_give_the_same_arms():
+    rates = {0: 10.0, 8: 30.0, 2: 20.0}
+
+    def run(seed: int) -> list[int]:
+        tuner = BanditTuner(buckets=TWO, epsilon=0.5, seed=seed)
+        arms = [play(tuner, rates) for _ in range(60)]
+        tuner.begin(None, 1)
+        assert [play(tuner, rates) for _ in range(60)] == arms  # it starts over entirely
+        return arms
+
+    assert run(1) == run(1) != run(2)
+    assert set(run(1)[10:]) == set(ARMS)  # and explores to the end
