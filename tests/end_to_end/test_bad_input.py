@@ -55,11 +55,11 @@ def test_a_missing_or_malformed_run_file(
     assert not (workshop.path / "never").exists()
 
 
-def _remove(*names: str) -> StateChange:
+def _remove(*names: str) -> Change:
     return lambda model: [(model / name).unlink() for name in names] and None
 
 
-def _edit(name: str, **changes: object) -> StateChange:
+def _edit(name: str, **changes: object) -> Change:
     def edit(model: Path) -> None:
         content = json.loads((model / name).read_text())
         (model / name).write_text(json.dumps({**content, **changes}))
@@ -78,7 +78,7 @@ def _with_nan(model: Path) -> None:
     hf.save_model(broken, model)
 
 
-MODELS: dict[str, tuple[StateChange, int, list[str]]] = {
+MODELS: dict[str, tuple[Change, int, list[str]]] = {
     "no directory": (shutil.rmtree, 2, ["model.path", "is not a directory"]),
     "no config.json": (_remove("config.json"), 2, ["holds no config.json"]),
     "config.json is not JSON": (

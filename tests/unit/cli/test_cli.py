@@ -37,7 +37,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_and_refusals_come_without_torch(words: list[str]) -> None:
     script = (
         "import sys\n"
-        "from longtail import cli\n"
+        "from longtail.cli import main as cli\n"
         "try: cli.main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"

@@ -119,7 +119,7 @@ def test_a_frozen_worker_keeps_nobody_from_going_on():
 
 
 def test_a_learner_step_may_take_as_long_as_it_takes(monkeypatch):
-    monkeypatch.setattr("fake_worker.LEARN_S", 40 * HANG_S)
+    monkeypatch.setattr("support.fake_worker.LEARN_S", 40 * HANG_S)
     crew = ScriptedCrew(2)
     fleet = begun(crew)
     fleet.learn([batch(1)])
@@ -129,7 +129,7 @@ def test_a_learner_step_may_take_as_long_as_it_takes(monkeypatch):
 
 def test_whoever_still_computes_for_a_broken_team_is_not_late(monkeypatch):
     # And the newcomer, long ready, waits for the policy.
-    monkeypatch.setattr("fake_worker.LEARN_S", 1.5 * READY_S)
+    monkeypatch.setattr("support.fake_worker.LEARN_S", 1.5 * READY_S)
     crew = ScriptedCrew(3, faults=[Fault(worker=1, task="learn")])
     begun(crew).learn([batch(1)])
     agree(crew, 1)
@@ -138,7 +138,7 @@ def test_whoever_still_computes_for_a_broken_team_is_not_late(monkeypatch):
 
 def test_a_newcomer_waits_for_the_policy_until_a_colleague_has_learned(monkeypatch):
     # It is ready long before the others notice that the team is broken.
-    monkeypatch.setattr("fake_worker.READY_S", 0.1)
+    monkeypatch.setattr("support.fake_worker.READY_S", 0.1)
     crew = ScriptedCrew(2, faults=[Fault(worker=1, task="learn", after_s=0.0)])
     fleet = begun(crew)
     fleet.learn([batch(1)])
@@ -284,7 +284,7 @@ def test_a_newcomer_that_is_lost_while_it_starts_is_replaced_too():
 
 def test_a_newcomer_waits_for_the_policy_that_another_newcomer_is_being_given(monkeypatch):
     # Worker 0 is given the policy from 4 s on; worker 1, the last to have it, is lost at 4.5 s.
-    monkeypatch.setattr("crews.MOMENT_S", 5.0)
+    monkeypatch.setattr("support.crews.MOMENT_S", 5.0)
     faults = [
         Fault(worker=0, task="generate", after_s=1.0),
         Fault(worker=1, task="generate", after_s=4.5),
@@ -298,7 +298,7 @@ def test_a_newcomer_waits_for_the_policy_that_another_newcomer_is_being_given(mo
 
 def test_too_many_losses_in_a_row_end_the_run(monkeypatch):
     # A request that kills whoever writes it, a second later.
-    monkeypatch.setattr("fake_worker.READY_S", 0.1)
+    monkeypatch.setattr("support.fake_worker.READY_S", 0.1)
     faults = [
         Fault(worker=worker, task="generate", nth=nth, after_s=1.0)
         for worker in range(3)

@@ -192,7 +192,7 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
-    tmp_path, target, three_taps, change: StateChange, message: str
+    tmp_path, target, three_taps, change: Change, message: str
 ):
     config, tensors = three_taps
     change(config, tensors)

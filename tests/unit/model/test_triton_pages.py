@@ -223,10 +223,10 @@ COMPILE = """
 import sys, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from longtail.model import triton_pages
+from longtail.model.kernels import triton_pages
 
 # the draws and the small ones beside it, since starting a process is what takes time
-from longtail.model import triton_draws, triton_small
+from longtail.model.kernels import triton_draws, triton_small
 
 def build(kernel, types, constants):
     names = kernel.arg_names

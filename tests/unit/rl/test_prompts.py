@@ -219,7 +219,7 @@ def test_another_seed_is_another_order_and_no_shuffle_is_the_files_order():
 
 def test_the_order_depends_on_seed_and_epoch_alone_in_any_process():
     program = (
-        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import test_data as t; "
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import test_prompts as t; "
         "s = t.PromptSource(t.numbered(7), seed=3); "
         "print(json.dumps([t.visited(s.take(14)), s.state()]))"
     )
