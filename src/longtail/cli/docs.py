@@ -9,7 +9,7 @@ from longtail.cli import parsers as cli_parsers
 _TITLE = """\
 # The command line
 
-TextSnapshot by `make docs`; a test keeps it the same as what the commands print.
+Written by `make docs`; a test keeps it the same as what the commands print.
 Exit codes: 0 done, 1 failed, 2 the command line or the configuration is wrong, 130 interrupted.
 """
 
