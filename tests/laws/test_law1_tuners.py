@@ -30,7 +30,7 @@ from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.records import Batch, Plan
-from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, joined
+from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, merge_proposals
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
 from support.fakes import unchecked_shapes
@@ -129,7 +129,7 @@ class ErraticTuner(Tuner):
 
     def select_nodes(self, batch, plan, proposals):
         spent, room = [], batch.room
-        for tree in joined(proposals):
+        for tree in merge_proposals(proposals):
             kept = prune(tree, min(self._random.randint(0, tree.size), room))
             spent.append(kept)
             room -= kept.size
