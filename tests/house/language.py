@@ -48,7 +48,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each string that stands alone as a statement."""
     for node in ast.walk(tree):
         match node:
-            case ast.Expr(value=ast.Constant(value=str() as text)):
+            case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text
 
 

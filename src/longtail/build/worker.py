@@ -15,9 +15,9 @@ from longtail.build.drafters import Target, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.weights import DrafterWeights, own_tensors
+from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.reader import taught_taps
+from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.training.trainer import TrainerSettings
 from longtail.engine.engine import RolloutEngine
@@ -136,9 +136,9 @@ def _drafting(
             settings,
             draft_ids=loaded.draft_ids,
             head=loaded.head,
-            recall=None if features is None else features.find,
+            lookup=None if features is None else features.find,
         ),
-        served=DrafterWeights(version=0, tensors=own_tensors(loaded.layer)),
+        served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer)),
         # Each worker draws in an order of its own, or all would train the same replica.
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
     )
@@ -171,7 +171,7 @@ def _feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStor
     eagles = _eagles(drafters)
     if not (eagles and own.train == "spot" and own.features_mb):
         return None
-    return FeatureStore(taught_taps(eagles[0].taps), own.features_mb * 2**20)
+    return FeatureStore(training_taps(eagles[0].taps), own.features_mb * 2**20)
 
 
 def _eagles(drafters: Sequence[Drafter]) -> list[EagleDrafter]:

@@ -22,7 +22,7 @@ from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdi
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.weights import DrafterWeights, are_finite
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.spot import Replica, SpotReport, SpotTrainer
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport
@@ -89,7 +89,7 @@ class Worker:
         self._stop = Event()
         self._lock = Lock()
         self._offers: list[Offer] = []
-        self._fed: list[Written] = []
+        self._fed: list[TextSnapshot] = []
         self._verdicts: list[Verdict] = []
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
@@ -204,7 +204,7 @@ class Worker:
             before, after = drafting.trainer.probe(weights.tensors, offer.texts)
             reason = f"{after:.3f} on recent texts, {before:.3f} before" if after < before else ""
         if not reason:
-            drafting.drafter.adopt(weights.tensors)
+            drafting.drafter.load_weights(weights.tensors)
             self._machines.engine.reset_estimates()
             self._served = weights
         verdict = Verdict(
@@ -275,22 +275,22 @@ class Worker:
         """Tell how far it is."""
         return self._progress
 
-    def written(self, step: int, first: int = 0) -> list[Written]:
+    def written(self, step: int, first: int = 0) -> list[TextSnapshot]:
         """Copy the texts of the present rollout: finished ones from `first` on, and all others."""
         shard = self._shard
         texts = [
-            Written.of(shard.requests[each.request_id], each, step)
+            TextSnapshot.of(shard.requests[each.request_id], each, step)
             for each in list(shard.finished)[first:]
         ]
         texts += [
-            Written(
+            TextSnapshot(
                 request_id=name, tokens=tokens, prompt_len=prompt_len, step=step, is_finished=False
             )
             for name, tokens, prompt_len in self._machines.engine.unfinished()
         ]
         return texts
 
-    def feed(self, texts: Sequence[Written]) -> None:
+    def feed(self, texts: Sequence[TextSnapshot]) -> None:
         """Hand over texts to learn the drafter from."""
         with self._lock:
             self._fed.extend(texts)

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.walker import EagleParts, EaglePasses, EagleWalker
-from longtail.drafter.eagle.weights import lay_into
+from longtail.drafter.eagle.walker import DraftModules, EaglePasses, EagleWalker
+from longtail.drafter.eagle.weights import load_parameters
 from longtail.drafter.eagle.windows import Windows
 from longtail.model.kernels import native
 from longtail.model.kernels.draft import ChainKernel, ChainRound, Chains, ChainWeights
@@ -99,7 +99,7 @@ class EagleDrafter(Drafter):
             self._passes = None
         self._forget_kernel()
 
-    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Go on with other weights, as training keeps them; CheckpointError if misshapen.
 
         At any moment between two calls: requests in progress are drafted for at once, as if they
@@ -108,7 +108,7 @@ class EagleDrafter(Drafter):
         """
         dtype = next(iter(weights.values())).dtype if weights else self._layer.dtype
         layer = EagleLayer(self._config).to(self._target.device, dtype)
-        lay_into(layer, weights)
+        load_parameters(layer, weights)
         self._layer = self._prepared(layer)
         self.windows.restart()
         self._passes = None
@@ -211,7 +211,7 @@ class EagleDrafter(Drafter):
     ) -> list[DraftTree]:
         """Draft level by level, for requests that are ready: any shape, any device."""
         if self._passes is None:
-            parts = EagleParts(
+            parts = DraftModules(
                 layer=self._layer,
                 embedding=self._target.embedding,
                 head=self._head,
