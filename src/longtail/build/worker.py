@@ -24,7 +24,8 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.optim import OptimizerSettings
 from longtail.speculation.drafter import Drafter
@@ -70,10 +71,10 @@ def build_machines(
     number: int = 0,
 ) -> WorkerComponents:
     """Build what one worker drives."""
-    device, tokenizer = choose_device(config.run.device), hf.load_tokenizer(directory)
+    device, tokenizer = choose_device(config.run.device), load_tokenizer(directory)
     home = "cpu" if config.is_sharded else device  # shards move where the team computes
-    policy = hf.load_model(directory, DTYPES[config.learner.dtype], home)
-    rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
+    policy = load_model(directory, DTYPES[config.learner.dtype], home)
+    rollout_model = load_model(directory, DTYPES[config.rollout.dtype], device)
     rollout_model.batch_invariant = config.rollout.batch_invariant
     target = Target(
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
