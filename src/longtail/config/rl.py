@@ -213,8 +213,6 @@ class LearnerSection(Section):
     """bfloat16 matrix products over float32 weights."""
     dtype: Literal["float32", "float64"] = "float32"
     """Of the master weights; float64 is the reference."""
-    moment_copies: Amount = 0
-    """Workers that keep AdamW's moments of a parameter; 0: all. With 1, a lost one ends the run."""
     sharding: Literal["none", "full"] = "none"
     """`full`: several workers hold a shard each of master weights, gradients, moments and reference
     (FSDP2), and all weights in main memory. A lost worker ends the run; started again, it resumes
@@ -349,8 +347,3 @@ def _learner_problems(config: RunConfig) -> Iterator[str]:
         )
     if learner.autocast and learner.dtype == "float64":
         yield "learner.autocast = true: learner.dtype = 'float64' is the exact reference; drop one"
-    if learner.moment_copies and learner.sharding == "full":
-        yield (
-            f"learner.moment_copies = {learner.moment_copies}: learner.sharding = 'full' keeps "
-            "each moment once; drop one"
-        )
