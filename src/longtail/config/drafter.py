@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from longtail.config.sections import (
-    MOST,
     Amount,
     Count,
     Dtype,
@@ -19,6 +18,7 @@ from longtail.config.sections import (
     Seed,
     SupervisedRunSection,
 )
+from longtail.system.machine import MAX_INT32
 
 UNROLL_STEPS = {"eagle1": 2, "eagle3": 5}
 """Default number of trained depths of each recipe."""
@@ -39,7 +39,7 @@ class DrafterSection(Section):
     recipe: Literal["eagle1", "eagle3"] = "eagle3"
     """`eagle3` reads three hidden states and learns the target's distribution; `eagle1` reads the
     last hidden state and learns to predict the next one, too."""
-    layers: tuple[Annotated[int, Field(le=MOST)], ...] = ()
+    layers: tuple[Annotated[int, Field(le=MAX_INT32)], ...] = ()
     """eagle3: layers of the target whose input is read, in rising order; empty uses layer 2, the
     middle one, and the third from the end."""
     window: Amount = 64
@@ -79,7 +79,7 @@ class TextSection(Section):
     """given: column with the completion; unset tries the usual names."""
     text_column: Name = "text"
     """given: column with a whole text, read where a row has one."""
-    max_len: Annotated[int, Field(ge=4, le=MOST)] = 4096
+    max_len: Annotated[int, Field(ge=4, le=MAX_INT32)] = 4096
     """given: longest text in tokens; longer texts are cut off."""
     max_prompt_len: Count = 512
     """generated: longest prompt in tokens; longer prompts are left out and counted."""

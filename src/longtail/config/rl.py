@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 
 from longtail.config import files
 from longtail.config.sections import (
-    MOST,
     Amount,
     CommonRunSection,
     Count,
@@ -27,6 +26,7 @@ from longtail.config.sections import (
     Seconds,
     Section,
 )
+from longtail.system.machine import MAX_INT32
 
 _MOST_SEQUENCES = 1_000_000
 LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"]
@@ -139,7 +139,7 @@ class SpotSection(Section):
     """Learning rate of AdamW, for vectors and norms; for all weights if `matrix_rate` is 0."""
     matrix_rate: NotNegative = 0.005
     """Learning rate of Muon, for the matrices; 0 uses AdamW for them, too."""
-    batch_tokens: Annotated[int, Field(ge=16, le=MOST)] = 768
+    batch_tokens: Annotated[int, Field(ge=16, le=MAX_INT32)] = 768
     """Tokens of one update; small, because an unfinished update is discarded."""
     buffer_mb: Count = 64
     """Most memory for training texts, in MiB."""

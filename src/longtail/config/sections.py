@@ -7,18 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from longtail.system import machine
-
-MOST = 2**31 - 1
-"""Largest count of anything: C libraries overflow beyond it."""
+from longtail.system.machine import MAX_INT32, MAX_THREADS
 
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")]
-Count = Annotated[int, Field(ge=1, le=MOST)]
-Amount = Annotated[int, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
+Amount = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Generated = Annotated[int, Field(ge=1, le=10_000_000)]
-Threads = Annotated[int, Field(ge=0, le=machine.MOST_THREADS)]
-Processes = Annotated[int, Field(ge=1, le=machine.MOST_THREADS)]
+Threads = Annotated[int, Field(ge=0, le=MAX_THREADS)]
+Processes = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]

@@ -5,7 +5,6 @@ from typing import Annotated
 from pydantic import Field
 
 from longtail.config.sections import (
-    MOST,
     Amount,
     Count,
     Generated,
@@ -18,6 +17,7 @@ from longtail.config.sections import (
     Seed,
     SupervisedRunSection,
 )
+from longtail.system.machine import MAX_INT32
 
 
 class SftDataSection(Section):
@@ -32,7 +32,7 @@ class SftDataSection(Section):
     """Column with the prompt; unset tries the usual names."""
     completion_column: Name | None = None
     """Column with the completion; unset tries the usual names."""
-    max_len: Annotated[int, Field(ge=2, le=MOST)] = 2048
+    max_len: Annotated[int, Field(ge=2, le=MAX_INT32)] = 2048
     """Longest prompt with completion, in tokens; a longer one is an error unless `drop_long`."""
     drop_long: bool = False
     """Whether to leave out and count examples over `max_len` instead of stopping."""
