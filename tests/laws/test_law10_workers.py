@@ -3,9 +3,8 @@
 In simulated time (tests/support/crews.py): a shift that waits for ever fails.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -16,13 +15,6 @@ from longtail.errors import ClusterError
 from longtail.types import Request
 from support.crews import ScriptedCrew, batch, begun, requests
 from support.fake_worker import Death, Fault, Teaching, text
-from support.fakes import unchecked_shapes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]:
