@@ -1,4 +1,4 @@
-"""A worker that only pretends, in simulated time: see `crews`.
+"""A worker that only pretends, in simulated time: see `scripted_pool`.
 
 Its text is a function of the request, its policy is the list of the batches that were learned, and
 its drafter is one number, the expected accept length. Tasks are generators that yield the seconds
@@ -16,7 +16,7 @@ import torch
 from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdict
 from longtail.cluster.worker import Stopped
 from longtail.drafter.eagle.weights import DrafterWeights, are_finite
-from longtail.drafter.training.buffer import Written
+from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.spot import Replica, SpotEnd, SpotReport
 from longtail.engine.report import RolloutMeter
 from longtail.errors import NonFiniteError, TeamError
@@ -119,14 +119,14 @@ class Others(Protocol):
 class FakeWorker:
     """Has the methods of `Worker`, and a life of its own: what it had is gone with it."""
 
-    def __init__(self, crew: Others, number: int) -> None:
-        self._crew, self._script, self.number = crew, crew.script, number
+    def __init__(self, pool: Others, number: int) -> None:
+        self._crew, self._script, self.number = pool, pool.script, number
         self.is_dead = self.is_frozen = self._is_stopped = False
         self.policy: tuple[int, ...] = ()
         """Batches that were learned, in their order: the weights."""
         self.engine: tuple[int, ...] | None = None
         self.served = drafter(0, QUALITY)
-        self.heard: list[Written] = []
+        self.heard: list[TextSnapshot] = []
         """All texts that it was fed."""
         self.team: str | None = None
         self._offers: list[Offer] = []
@@ -264,16 +264,16 @@ class FakeWorker:
 
     def _sum(self) -> Task:
         """Add gradients up with the team."""
-        team, crew = self.team, self._crew
+        team, pool = self.team, self._crew
         if team is None:
             raise TeamError("the team is closed")
-        members, came = crew.meetings[team], crew.rounds.setdefault((team, len(self.policy)), [])
+        members, came = pool.meetings[team], pool.rounds.setdefault((team, len(self.policy)), [])
         for _ in range(round(LEARN_S / BEAT_S)):
             yield BEAT_S
             self._beats += 1
         came.append(self)
         waited, self._is_waiting = 0.0, True
-        while len(came) < crew.size:
+        while len(came) < pool.size:
             if waited > HANG_S or any(one.is_dead or one.team != team for one in members):
                 self.team = None
                 raise TeamError("a member is gone")
@@ -315,12 +315,12 @@ class FakeWorker:
             numbers=self.policy_state().learner.numbers,
         )
 
-    def written(self, step: int, first: int = 0) -> list[Written]:
+    def written(self, step: int, first: int = 0) -> list[TextSnapshot]:
         done = [self._written(r, step) for r in self._shard if self._left(r) <= 0]
         done.sort(key=lambda each: len(each.tokens))
         return done[first:] + [self._written(r, step) for r in self._shard if self._left(r) > 0]
 
-    def feed(self, texts: Sequence[Written]) -> None:
+    def feed(self, texts: Sequence[TextSnapshot]) -> None:
         self.heard += texts
 
     def offer(self, offer: Offer) -> None:
@@ -338,8 +338,8 @@ class FakeWorker:
     def _left(self, request: Request) -> int:
         return request.noise_key % 1000 - self._num_written
 
-    def _written(self, request: Request, step: int) -> Written:
-        return Written(
+    def _written(self, request: Request, step: int) -> TextSnapshot:
+        return TextSnapshot(
             request_id=request.request_id,
             tokens=(*request.prompt_tokens, *text(request)[: self._num_written]),
             prompt_len=len(request.prompt_tokens),

@@ -18,7 +18,8 @@ from longtail.engine.limits import EngineLimits
 from longtail.engine.report import Piece
 from longtail.engine.speculation.acceptance import Acceptance, AcceptLength
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_config
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.system.device import set_threads
 from longtail.types import Completion, Request, SamplingParams
 
@@ -35,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--show-drafts colours a completion that is streamed: one, not --json")
     set_threads(args.threads)
     path = locate_model(args.model)
-    tokenizer = hf.load_tokenizer(path)
-    positions = hf.load_config(path).max_positions
+    tokenizer = load_tokenizer(path)
+    positions = load_config(path).max_positions
     tokens = _prompt_tokens(tokenizer, args, positions)
     sampling = SamplingParams(
         temperature=args.temperature,
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompt_tokens(
-    tokenizer: hf.Tokenizer, args: argparse.Namespace, positions: int
+    tokenizer: Tokenizer, args: argparse.Namespace, positions: int
 ) -> tuple[int, ...]:
     try:
         prompt = sys.stdin.read() if args.prompt is None else args.prompt
