@@ -24,7 +24,8 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import Piece, StepReport
 from longtail.errors import ConfigError, RequestError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_config
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.system.device import choose_device, to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
@@ -63,8 +64,8 @@ class Engine:
         self._max_running, self._batch_invariant = max_running, batch_invariant
         choose_device(device)
         self._path = locate_model(model)
-        self.tokenizer = hf.load_tokenizer(self._path)
-        self.max_positions = hf.load_config(self._path).max_positions
+        self.tokenizer = load_tokenizer(self._path)
+        self.max_positions = load_config(self._path).max_positions
         """Largest number of tokens of a prompt and its completion together."""
         self._engine: RolloutEngine | None = None
         self._running = self._length = 1
@@ -207,7 +208,7 @@ def load_drafter(
     Example: load_drafter("runs/quickstart", "runs/quickstart").layer.config
     """
     path = locate_model(model)
-    target = open_model(model, path, hf.load_tokenizer(path), None)
+    target = open_model(model, path, load_tokenizer(path), None)
     loaded = read_drafter(name, target, log, dtype, field="name")
     if loaded is None:
         raise ConfigError(f"name = {name!r}: this drafter has no weights of its own to load")

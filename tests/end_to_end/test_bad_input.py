@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from end_to_end.workshop import Said, Workshop, build, say, write_lines
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model
 
 Change = Callable[[Path], None]
@@ -68,14 +68,14 @@ def _edit(name: str, **changes: object) -> Change:
 
 
 def _smaller(model: Path) -> None:
-    hf.save_model(tiny_model(vocab_size=100), model)
+    save_model(tiny_model(vocab_size=100), model)
 
 
 def _with_nan(model: Path) -> None:
     broken = tiny_model()
     with torch.no_grad():
         broken.layers[1].feed_forward.down.weight[3, 4] = float("nan")
-    hf.save_model(broken, model)
+    save_model(broken, model)
 
 
 MODELS: dict[str, tuple[Change, int, list[str]]] = {

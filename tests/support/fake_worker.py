@@ -16,7 +16,7 @@ import torch
 from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdict
 from longtail.cluster.worker import Stopped
 from longtail.drafter.eagle.weights import DrafterWeights, are_finite
-from longtail.drafter.training.buffer import Written
+from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.spot import Replica, SpotEnd, SpotReport
 from longtail.engine.report import RolloutMeter
 from longtail.errors import NonFiniteError, TeamError
@@ -126,7 +126,7 @@ class FakeWorker:
         """Batches that were learned, in their order: the weights."""
         self.engine: tuple[int, ...] | None = None
         self.served = drafter(0, QUALITY)
-        self.heard: list[Written] = []
+        self.heard: list[TextSnapshot] = []
         """All texts that it was fed."""
         self.team: str | None = None
         self._offers: list[Offer] = []
@@ -315,12 +315,12 @@ class FakeWorker:
             numbers=self.policy_state().learner.numbers,
         )
 
-    def written(self, step: int, first: int = 0) -> list[Written]:
+    def written(self, step: int, first: int = 0) -> list[TextSnapshot]:
         done = [self._written(r, step) for r in self._shard if self._left(r) <= 0]
         done.sort(key=lambda each: len(each.tokens))
         return done[first:] + [self._written(r, step) for r in self._shard if self._left(r) > 0]
 
-    def feed(self, texts: Sequence[Written]) -> None:
+    def feed(self, texts: Sequence[TextSnapshot]) -> None:
         self.heard += texts
 
     def offer(self, offer: Offer) -> None:
@@ -338,8 +338,8 @@ class FakeWorker:
     def _left(self, request: Request) -> int:
         return request.noise_key % 1000 - self._num_written
 
-    def _written(self, request: Request, step: int) -> Written:
-        return Written(
+    def _written(self, request: Request, step: int) -> TextSnapshot:
+        return TextSnapshot(
             request_id=request.request_id,
             tokens=(*request.prompt_tokens, *text(request)[: self._num_written]),
             prompt_len=len(request.prompt_tokens),

@@ -11,7 +11,7 @@ import pytest
 import longtail
 from longtail import Completion, Engine, SamplingParams
 from longtail.errors import ConfigError, RequestError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 NAMES = (
@@ -31,7 +31,7 @@ NAMES = (
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()
-    hf.save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
+    save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
     tokenizer.save(path)
     return str(path)
 

@@ -19,7 +19,8 @@ from longtail.cluster.records import Progress
 from longtail.config.rl import RunConfig
 from longtail.engine.limits import EngineLimits
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_config
+from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import (
     Encoder,
@@ -95,9 +96,9 @@ def assemble(
     choose_device(config.run.device)
     _check_sharding(config)
     check_answers(config.cluster.address)
-    shape = hf.load_config(directory)
-    tokenizer = hf.load_tokenizer(directory)
-    hf.check_vocabulary(tokenizer, shape)
+    shape = load_config(directory)
+    tokenizer = load_tokenizer(directory)
+    check_vocabulary(tokenizer, shape)
     prompts = _prompts(config, tokenizer, check)
     limits = _limits(config, prompts, shape)
     fleet = _fleet(config, directory, limits, say, listen)
@@ -185,7 +186,7 @@ def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLi
     )
 
 
-def _sampling(config: RunConfig, tokenizer: hf.Tokenizer) -> SamplingParams:
+def _sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
     own = config.rollout
     return SamplingParams(
         temperature=own.temperature,
@@ -198,7 +199,7 @@ def _sampling(config: RunConfig, tokenizer: hf.Tokenizer) -> SamplingParams:
     )
 
 
-def _prompts(config: RunConfig, tokenizer: hf.Tokenizer, check: Check) -> HeldOut:
+def _prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldOut:
     """Load prompts to train on and prompts held out, of which there may be none."""
     data, seed = config.data, config.run.seed
     encoder = Encoder(

@@ -15,16 +15,17 @@ from longtail.build.drafters import Target, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.weights import DrafterWeights, own_tensors
+from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.reader import taught_taps
+from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.training.trainer import TrainerSettings
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.optim import OptimizerSettings
 from longtail.speculation.drafter import Drafter
@@ -70,10 +71,10 @@ def build_machines(
     number: int = 0,
 ) -> WorkerComponents:
     """Build what one worker drives."""
-    device, tokenizer = choose_device(config.run.device), hf.load_tokenizer(directory)
+    device, tokenizer = choose_device(config.run.device), load_tokenizer(directory)
     home = "cpu" if config.is_sharded else device  # shards move where the team computes
-    policy = hf.load_model(directory, DTYPES[config.learner.dtype], home)
-    rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
+    policy = load_model(directory, DTYPES[config.learner.dtype], home)
+    rollout_model = load_model(directory, DTYPES[config.rollout.dtype], device)
     rollout_model.batch_invariant = config.rollout.batch_invariant
     target = Target(
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
@@ -135,9 +136,9 @@ def _drafting(
             settings,
             draft_ids=loaded.draft_ids,
             head=loaded.head,
-            recall=None if features is None else features.find,
+            lookup=None if features is None else features.find,
         ),
-        served=DrafterWeights(version=0, tensors=own_tensors(loaded.layer)),
+        served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer)),
         # Each worker draws in an order of its own, or all would train the same replica.
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
     )
@@ -170,7 +171,7 @@ def _feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStor
     eagles = _eagles(drafters)
     if not (eagles and own.train == "spot" and own.features_mb):
         return None
-    return FeatureStore(taught_taps(eagles[0].taps), own.features_mb * 2**20)
+    return FeatureStore(training_taps(eagles[0].taps), own.features_mb * 2**20)
 
 
 def _eagles(drafters: Sequence[Drafter]) -> list[EagleDrafter]:

@@ -23,7 +23,7 @@ from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.worker import Stopped, Worker
 from longtail.drafter.training.spot import SpotReport
-from longtail.engine.report import RolloutReport, together
+from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, Request
@@ -65,7 +65,7 @@ class RolloutResult:
     @property
     def report(self) -> RolloutReport:
         """Sum up what the workers report."""
-        return together([share.served.report for share in self.served], self.seconds)
+        return merge_reports([share.served.report for share in self.served], self.seconds)
 
     def logged(self, step: int, kind: str) -> list[LoggedRollout]:
         """Return what each worker decided, in the order in which they were done."""

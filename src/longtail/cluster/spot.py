@@ -17,7 +17,7 @@ from longtail.cluster.stream import TextStream
 from longtail.cluster.supervisor import UNHEARD, WorkerSupervisor
 from longtail.cluster.timeline import Mark
 from longtail.cluster.worker import Worker
-from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.spot import Replica, SpotEnd, SpotReport
 from longtail.types import Completion, Request
 
@@ -72,7 +72,7 @@ class SpotCoordinator:
         """Take in the texts of a shard."""
         asked = {request.request_id: request for request in requests}
         self._texts.take(
-            Written.of(asked[each.request_id], each, self._step) for each in completions
+            TextSnapshot.of(asked[each.request_id], each, self._step) for each in completions
         )
 
     def feed(self, worker: int) -> None:
@@ -147,7 +147,9 @@ class SpotCoordinator:
     def _stream(self, generating: Sequence[int], training: Sequence[int]) -> None:
         for worker in generating:
             first = self._num_finished[worker]
-            texts: list[Written] = self._shift.asked(worker, Worker.written, [], self._step, first)
+            texts: list[TextSnapshot] = self._shift.asked(
+                worker, Worker.written, [], self._step, first
+            )
             self._num_finished[worker] += sum(text.is_finished for text in texts)
             self._texts.take(texts)
         for worker in training:

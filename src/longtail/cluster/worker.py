@@ -22,13 +22,14 @@ from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdi
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.weights import DrafterWeights, are_finite
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.spot import Replica, SpotReport, SpotTrainer
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport
 from longtail.engine.rollout_log import RolloutLog
 from longtail.errors import ClusterError, NonFiniteError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.collectives import TorchTeam
 from longtail.rl.learner import Learner, LearnerState
@@ -62,7 +63,7 @@ class WorkerComponents:
     """The learner's weights, for saving; in main memory if it is sharded."""
     device: torch.device
     """What all is computed on."""
-    tokenizer: hf.Tokenizer
+    tokenizer: Tokenizer
     drafting: Drafting | None
     """None where nothing is drafted by a drafter that can be trained."""
     read_drafter: Callable[[], LoadedDrafter | None]
@@ -88,7 +89,7 @@ class Worker:
         self._stop = Event()
         self._lock = Lock()
         self._offers: list[Offer] = []
-        self._fed: list[Written] = []
+        self._fed: list[TextSnapshot] = []
         self._verdicts: list[Verdict] = []
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
@@ -203,7 +204,7 @@ class Worker:
             before, after = drafting.trainer.probe(weights.tensors, offer.texts)
             reason = f"{after:.3f} on recent texts, {before:.3f} before" if after < before else ""
         if not reason:
-            drafting.drafter.adopt(weights.tensors)
+            drafting.drafter.load_weights(weights.tensors)
             self._machines.engine.reset_estimates()
             self._served = weights
         verdict = Verdict(
@@ -251,13 +252,13 @@ class Worker:
 
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         """Go on from weights on disk. Raises CheckpointError if they are of another model."""
-        saved = hf.load_model(directory, self._machines.policy.dtype)
+        saved = load_model(directory, self._machines.policy.dtype)
         self._machines.learner.restore(learner, dict(saved.named_parameters()))
 
     def save_policy(self, path: Path) -> None:
         """Write weights, generation config and tokenizer as a Hugging Face directory."""
         tokenizer = self._machines.tokenizer
-        hf.save_model(self._machines.policy, path, eos_ids=tokenizer.eos_ids)
+        save_model(self._machines.policy, path, eos_ids=tokenizer.eos_ids)
         tokenizer.save(path)
 
     # ---- messages
@@ -274,22 +275,22 @@ class Worker:
         """Tell how far it is."""
         return self._progress
 
-    def written(self, step: int, first: int = 0) -> list[Written]:
+    def written(self, step: int, first: int = 0) -> list[TextSnapshot]:
         """Copy the texts of the present rollout: finished ones from `first` on, and all others."""
         shard = self._shard
         texts = [
-            Written.of(shard.requests[each.request_id], each, step)
+            TextSnapshot.of(shard.requests[each.request_id], each, step)
             for each in list(shard.finished)[first:]
         ]
         texts += [
-            Written(
+            TextSnapshot(
                 request_id=name, tokens=tokens, prompt_len=prompt_len, step=step, is_finished=False
             )
             for name, tokens, prompt_len in self._machines.engine.unfinished()
         ]
         return texts
 
-    def feed(self, texts: Sequence[Written]) -> None:
+    def feed(self, texts: Sequence[TextSnapshot]) -> None:
         """Hand over texts to learn the drafter from."""
         with self._lock:
             self._fed.extend(texts)

@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 
 from longtail.config import files as configfile
 from longtail.config.rl import (
-    MOST,
     Amount,
     Count,
     Device,
@@ -24,6 +23,7 @@ from longtail.config.rl import (
     Threads,
     WriterName,
 )
+from longtail.system.machine import MAX_INT32
 
 UNROLL_STEPS = {"eagle1": 2, "eagle3": 5}
 """Depths that are trained where none are asked for."""
@@ -44,7 +44,7 @@ class DrafterSection(Section):
     recipe: Literal["eagle1", "eagle3"] = "eagle3"
     """`eagle3` reads three inner states and learns the target's distribution; `eagle1` reads the
     last state and learns to predict it, too."""
-    layers: tuple[Annotated[int, Field(le=MOST)], ...] = ()
+    layers: tuple[Annotated[int, Field(le=MAX_INT32)], ...] = ()
     """eagle3: layers of the target whose input is read, in rising order; empty takes layer 2, the
     middle one, and the third from the end."""
     window: Amount = 64
@@ -83,7 +83,7 @@ class TextSection(Section):
     """given: column with the completion; unset tries the usual names."""
     text_column: Name = "text"
     """given: column with a whole text, read where a row has one."""
-    max_len: Annotated[int, Field(ge=4, le=MOST)] = 4096
+    max_len: Annotated[int, Field(ge=4, le=MAX_INT32)] = 4096
     """given: a longer text is cut off there."""
     max_prompt_len: Count = 512
     """generated: a longer prompt is left out, with a count."""

@@ -11,20 +11,18 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from longtail.config import files as configfile
-from longtail.system import machine
+from longtail.system.machine import MAX_INT32, MAX_THREADS
 
-MOST = 2**31 - 1
-"""No count of anything is larger: beyond it, libraries in C overflow."""
 _MOST_SEQUENCES = 1_000_000
 _MOST_GENERATED = 10_000_000
 
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")]
-Count = Annotated[int, Field(ge=1, le=MOST)]
-Amount = Annotated[int, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
+Amount = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Generated = Annotated[int, Field(ge=1, le=_MOST_GENERATED)]
-Threads = Annotated[int, Field(ge=0, le=machine.MOST_THREADS)]
-Processes = Annotated[int, Field(ge=1, le=machine.MOST_THREADS)]
+Threads = Annotated[int, Field(ge=0, le=MAX_THREADS)]
+Processes = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -154,7 +152,7 @@ class SpotSection(Section):
     """AdamW's, of vectors and norms; of all weights where `matrix_rate` is 0."""
     matrix_rate: Annotated[float, Field(ge=0)] = 0.005
     """Muon's learning rate of the matrices; 0 learns them by AdamW, too."""
-    batch_tokens: Annotated[int, Field(ge=16, le=MOST)] = 768
+    batch_tokens: Annotated[int, Field(ge=16, le=MAX_INT32)] = 768
     """Tokens of one update; small, since nobody waits for an update that is not done."""
     buffer_mb: Count = 64
     """Most memory for texts to learn from."""

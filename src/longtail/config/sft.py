@@ -11,7 +11,6 @@ from pydantic import Field
 
 from longtail.config import files as configfile
 from longtail.config.rl import (
-    MOST,
     Amount,
     Count,
     Device,
@@ -25,6 +24,7 @@ from longtail.config.rl import (
     Threads,
     WriterName,
 )
+from longtail.system.machine import MAX_INT32
 
 
 class SftDataSection(Section):
@@ -39,7 +39,7 @@ class SftDataSection(Section):
     """Column with the prompt; unset tries the usual names."""
     completion_column: Name | None = None
     """Column with the completion; unset tries the usual names."""
-    max_len: Annotated[int, Field(ge=2, le=MOST)] = 2048
+    max_len: Annotated[int, Field(ge=2, le=MAX_INT32)] = 2048
     """Tokens of prompt and completion; a longer example is an error unless `drop_long`."""
     drop_long: bool = False
     """Leave out examples over `max_len`, with a count, instead of stopping."""

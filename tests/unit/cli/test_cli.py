@@ -18,7 +18,7 @@ from longtail.cli import parsers as cli_parsers
 from longtail.config.rl import RunConfig, dump
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import Piece
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
 from longtail.model.hf.tokenizer import Tokenizer
 from support.tiny_models import byte_level_tokenizer, tiny_model, tiny_tokenizer
 
@@ -27,7 +27,7 @@ from support.tiny_models import byte_level_tokenizer, tiny_model, tiny_tokenizer
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()
-    hf.save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
+    save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
     tokenizer.save(path)
     return path
 
@@ -239,7 +239,7 @@ def test_generate_refuses_a_prompt_by_its_length_before_it_is_tokenized(
 ) -> None:
     """20 MB were tokenized for 40 s to be told that they are too long."""
     tokenizer = byte_level_tokenizer()
-    hf.save_model(tiny_model(vocab_size=512), tmp_path)
+    save_model(tiny_model(vocab_size=512), tmp_path)
     tokenizer.save(tmp_path)
 
     def never(*_: object) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longtail.cluster.publisher import MIN_GAIN, Publisher
 from longtail.cluster.records import Verdict
-from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.spot import Replica
 from support.fake_worker import drafter
 
@@ -33,7 +33,7 @@ def verdict(version: int, *, adopted: bool = True, reason: str = "") -> Verdict:
 def publisher(version: int = 0) -> Publisher:
     buffer = DrafterBuffer(10**6, seed=0)
     buffer.add(
-        Written(
+        TextSnapshot(
             request_id=f"p{index}@0#0", tokens=(1, 2, 3), prompt_len=1, step=1, is_finished=True
         )
         for index in range(40)

@@ -1,11 +1,11 @@
 """Texts on their way: each once, longer versions as they come, from the beginning for newcomers."""
 
 from longtail.cluster.stream import TextStream
-from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 
 
-def written(name: str, length: int, *, step: int = 1, is_finished: bool = False) -> Written:
-    return Written(
+def written(name: str, length: int, *, step: int = 1, is_finished: bool = False) -> TextSnapshot:
+    return TextSnapshot(
         request_id=name,
         tokens=tuple(range(2 + length)),
         prompt_len=2,
@@ -60,12 +60,12 @@ def test_the_buffer_holds_what_travels_and_what_it_kept_travels_first():
     buffer = DrafterBuffer(10**6, seed=0)
     buffer.add(written(f"{index}", index, is_finished=True) for index in range(1, 6))
     texts = stream(2, buffer)
-    kept = buffer.written()
+    kept = buffer.snapshots()
     assert kept, "the long ones of the step before"
     assert texts.news(7) == kept
     texts.take([written("a", 9, step=2)])
     assert texts.news(7) == [*kept, written("a", 9, step=2)]
-    assert buffer.written() == texts.news(7)
+    assert buffer.snapshots() == texts.news(7)
 
 
 def test_texts_of_a_restored_buffer_travel_in_the_order_of_their_steps():
@@ -74,7 +74,7 @@ def test_texts_of_a_restored_buffer_travel_in_the_order_of_their_steps():
     buffer.add([written("c", 1, step=2), written("b", 6), written("a", 6)])
     again = DrafterBuffer(10**6, seed=0)
     again.restore(buffer.tensors(), buffer.state())
-    assert [each.request_id for each in again.written()] == ["b", "a", "c"]
+    assert [each.request_id for each in again.snapshots()] == ["b", "a", "c"]
     other = DrafterBuffer(10**6, seed=0)
     other.add(stream(2, again).news(0))
-    assert other.written() == buffer.written()
+    assert other.snapshots() == buffer.snapshots()

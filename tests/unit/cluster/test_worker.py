@@ -8,7 +8,7 @@ from longtail.cluster.records import Offer, Progress
 from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import load
 from longtail.drafter.eagle.weights import DrafterWeights
-from longtail.drafter.training.buffer import Written
+from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.spot import SpotReport
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.limits import EngineLimits
@@ -128,7 +128,7 @@ def train(machines: WorkerComponents, asked: list[Request], step: int) -> SpotRe
     worker = Worker(machines)
     worker.publish()
     done = worker.generate(asked).completions
-    drafting.buffer.add(Written.of(r, each, step) for r, each in zip(asked, done, strict=True))
+    drafting.buffer.add(TextSnapshot.of(r, each, step) for r, each in zip(asked, done, strict=True))
     return learn(machines)
 
 

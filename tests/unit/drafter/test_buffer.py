@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.drafter.eagle.unroll import Pairs
-from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.texts import pack_texts
 from longtail.errors import CheckpointError
 from longtail.rl.data.examples import Example
@@ -28,8 +28,8 @@ def _written(
     name: str | None = None,
     prompt_len: int = PROMPT_LEN,
     is_finished: bool = True,
-) -> Written:
-    return Written(
+) -> TextSnapshot:
+    return TextSnapshot(
         request_id=name or f"train/{number}@0#0",
         tokens=tuple(range(number * FAR, number * FAR + length)),
         prompt_len=prompt_len,
@@ -38,7 +38,7 @@ def _written(
     )
 
 
-def _buffer(texts: Sequence[Written] = (), *, max_bytes: int = 10**6, seed: int = 1):
+def _buffer(texts: Sequence[TextSnapshot] = (), *, max_bytes: int = 10**6, seed: int = 1):
     buffer = DrafterBuffer(max_bytes, seed=seed)
     buffer.add(texts)
     return buffer

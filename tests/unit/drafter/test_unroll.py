@@ -57,14 +57,14 @@ def _draft(
     root = len(features) - 1
     given = layer.fuse_features(features)
     context = layer.heads(
-        layer.enter(given, embeddings[1 : root + 2]).attended,
+        layer.make_input(given, embeddings[1 : root + 2]).attended,
         layer.rotation(torch.arange(root + 1)),
     )
     keys, values = list(context.keys[:-1]), list(context.values[:-1])
     outputs: list[tuple[Tensor, Tensor]] = []
     for pair in range(root, root + depth):
         feature = given[-1:] if pair == root else outputs[-1][0]
-        entered = layer.enter(feature, embeddings[pair + 1 : pair + 2])
+        entered = layer.make_input(feature, embeddings[pair + 1 : pair + 2])
         heads = layer.heads(entered.attended, layer.rotation(torch.tensor([pair])))
         keys.append(heads.keys[0])
         values.append(heads.values[0])
@@ -72,7 +72,7 @@ def _draft(
         v = torch.stack(values[-window:]).repeat_interleave(group, 1)
         scores = (k * heads.queries).sum(-1) / math.sqrt(shape.head_dim)  # [keys, heads]
         mixed = (scores.softmax(0)[..., None] * v).sum(0, keepdim=True)
-        left = layer.leave(entered.stream, mixed)
+        left = layer.finish(entered.stream, mixed)
         outputs.append((left.feature, left.scored))
     return outputs
 

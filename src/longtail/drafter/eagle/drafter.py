@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.walker import EagleParts, EaglePasses, EagleWalker
-from longtail.drafter.eagle.weights import lay_into
+from longtail.drafter.eagle.walker import DraftModules, EaglePasses, EagleWalker
+from longtail.drafter.eagle.weights import load_parameters
 from longtail.drafter.eagle.windows import Windows
 from longtail.model.kernels import native
 from longtail.model.kernels.draft import ChainKernel, ChainRound, Chains, ChainWeights
@@ -26,7 +26,7 @@ from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.ops import NATIVE_HEAD_DIMS
 from longtail.model.transformer import Transformer
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.depth import select_gauge
+from longtail.speculation.depth import select_depth_policy
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
 from longtail.speculation.grow import Scoring, deepest, grow
 from longtail.speculation.strategy import Strategy
@@ -66,7 +66,7 @@ class EagleDrafter(Drafter):
             device=target.device,
         )
         self._curve = ConfidenceCurve()
-        self._gauge = select_gauge(target.device)
+        self._depth_policy = select_depth_policy(target.device)
         self._forward_s = 0.0
         self._layer = self._prepared(layer)
         self._head = target.head
@@ -99,7 +99,7 @@ class EagleDrafter(Drafter):
             self._passes = None
         self._forget_kernel()
 
-    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Go on with other weights, as training keeps them; CheckpointError if misshapen.
 
         At any moment between two calls: requests in progress are drafted for at once, as if they
@@ -108,7 +108,7 @@ class EagleDrafter(Drafter):
         """
         dtype = next(iter(weights.values())).dtype if weights else self._layer.dtype
         layer = EagleLayer(self._config).to(self._target.device, dtype)
-        lay_into(layer, weights)
+        load_parameters(layer, weights)
         self._layer = self._prepared(layer)
         self.windows.restart()
         self._passes = None
@@ -199,7 +199,7 @@ class EagleDrafter(Drafter):
         if self._has_kernel is None:
             self._kernel = self._chain_kernel()
             self._has_kernel = self._kernel is not None
-        is_chain = strategy.num_followed == 1 and strategy.width <= 2
+        is_chain = strategy.num_expanded == 1 and strategy.width <= 2
         draft = self._chains if self._has_kernel and is_chain else self.grow
         for i, tree in zip(ready, draft(asking, strategy, noise), strict=True):
             trees[i] = tree
@@ -211,7 +211,7 @@ class EagleDrafter(Drafter):
     ) -> list[DraftTree]:
         """Draft level by level, for requests that are ready: any shape, any device."""
         if self._passes is None:
-            parts = EagleParts(
+            parts = DraftModules(
                 layer=self._layer,
                 embedding=self._target.embedding,
                 head=self._head,
@@ -226,7 +226,7 @@ class EagleDrafter(Drafter):
             draft_ids=self._draft_ids,
         )
         walker = EagleWalker(self._passes, self.windows, requests, deepest(requests, strategy))
-        trees = grow(walker, scoring, strategy, self._curve, self._gauge)
+        trees = grow(walker, scoring, strategy, self._curve, self._depth_policy)
         self._forward_s += walker.seconds
         return trees
 

@@ -191,7 +191,7 @@ class EagleLayer(nn.Module):
             return features
         return self.fc(features * self.config.feature_scale)
 
-    def enter(
+    def make_input(
         self,
         features: Float[Tensor, "pairs hidden"],
         embeddings: Float[Tensor, "pairs hidden"],
@@ -216,7 +216,7 @@ class EagleLayer(nn.Module):
         qkv = self.qkv(attended).view(attended.shape[0], -1, shape.head_dim)
         return self._kernels.rotate(qkv, shape.num_heads, None, None, shape.norm_eps, rotation)
 
-    def leave(
+    def finish(
         self,
         stream: Float[Tensor, "pairs hidden"],
         attended: Float[Tensor, "pairs heads head_dim"],

@@ -92,13 +92,13 @@ def unroll(
     for _ in range(num_steps):
         if outputs:
             entering = _down(outputs[-1].feature, 1)
-        inputs = layer.enter(entering, embeddings)
+        inputs = layer.make_input(entering, embeddings)
         heads = layer.heads(inputs.attended, rotation)
         if context is None:
             context = _Context(heads.keys, heads.values, pairs, layer.config.window)
         else:
             path = path.extended(heads.keys, heads.values)
-        outputs.append(layer.leave(inputs.stream, context.attend(heads.queries, path)))
+        outputs.append(layer.finish(inputs.stream, context.attend(heads.queries, path)))
     return tuple(outputs)
 
 

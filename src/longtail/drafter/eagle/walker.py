@@ -21,7 +21,7 @@ from longtail.speculation.grow import Frontier, Walker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleParts:
+class DraftModules:
     """What a round computes with: the drafter's layer, and the target's embedding and head."""
 
     layer: EagleLayer
@@ -32,7 +32,7 @@ class EagleParts:
     """Where passes are captured; None: they run as they are."""
 
 
-class Entered(NamedTuple):
+class LayerQueries(NamedTuple):
     """Pairs or nodes whose keys and values are kept, as they go into attention."""
 
     stream: Float[Tensor, "pairs hidden"]
@@ -55,7 +55,7 @@ class EaglePasses:
     request, its root; each level of nodes does both at once. Padding's keys go to the spare slot.
     """
 
-    def __init__(self, parts: EagleParts, windows: Windows) -> None:
+    def __init__(self, parts: DraftModules, windows: Windows) -> None:
         self.parts, self._windows = parts, windows
         config, like, spare = parts.layer.config, windows.features, windows.spare_slot
         pair, place, node = (
@@ -66,21 +66,21 @@ class EaglePasses:
         queries = like.new_zeros(config.shape.num_heads, config.shape.head_dim)
         angles = parts.layer.rotation(pair[:1])
         graphs = parts.graphs
-        self._pairs = GraphedPass(graphs, self._enter_pairs, [pair])
-        self._roots = GraphedPass(graphs, self._leave, [place, stream, queries])
+        self._pairs = GraphedPass(graphs, self._prefill, [pair])
+        self._roots = GraphedPass(graphs, self._score, [place, stream, queries])
         self._nodes = GraphedPass(
             graphs, self._compute_nodes, [node, stream, angles.cos[0], angles.sin[0]]
         )
 
-    def enter(self, pairs: Int[Tensor, "4 pairs"]) -> Entered:
+    def prefill(self, pairs: Int[Tensor, "4 pairs"]) -> LayerQueries:
         """Compute pairs up to attention, and keep their keys and values; as `Pending.pairs`."""
-        return Entered(*self._pairs(pairs.T, about=self._storage))
+        return LayerQueries(*self._pairs(pairs.T, about=self._storage))
 
-    def leave(self, entered: Entered, places: Places) -> Scored:
+    def score_roots(self, entered: LayerQueries, places: Places) -> Scored:
         """Attend, finish the layer, score."""
         return Scored(*self._roots(torch.stack(places, 1), *entered, about=self._storage))
 
-    def run(
+    def score_nodes(
         self,
         tokens: Int[Tensor, "nodes"],
         places: Places,
@@ -97,36 +97,36 @@ class EaglePasses:
         """Names the tensors of the windows: there are others when there are more rows."""
         return len(self._windows.keys)
 
-    def _enter_pairs(self, numbers: Int[Tensor, "pairs 4"]) -> Entered:
+    def _prefill(self, numbers: Int[Tensor, "pairs 4"]) -> LayerQueries:
         rows, slots, tokens, positions = numbers.T.contiguous()
         layer = self.parts.layer
         features = layer.fuse_features(self._windows.gather(rows, slots))
-        return self._enter(features, tokens, layer.rotation(positions), rows, slots)
+        return self._store(features, tokens, layer.rotation(positions), rows, slots)
 
     def _compute_nodes(
         self, numbers: Int[Tensor, "nodes 6"], features: Tensor, cos: Tensor, sin: Tensor
     ) -> Scored:
         tokens, rows, slots = numbers.T[:3].contiguous()
-        entered = self._enter(features, tokens, Rotation(cos=cos, sin=sin), rows, slots)
-        return self._leave(numbers[:, 1:], *entered)
+        entered = self._store(features, tokens, Rotation(cos=cos, sin=sin), rows, slots)
+        return self._score(numbers[:, 1:], *entered)
 
-    def _enter(
+    def _store(
         self, features: Tensor, tokens: Tensor, rotation: Rotation, rows: Tensor, slots: Tensor
-    ) -> Entered:
+    ) -> LayerQueries:
         layer, kept = self.parts.layer, self._windows
-        entered = layer.enter(features, self.parts.embedding(tokens))
+        entered = layer.make_input(features, self.parts.embedding(tokens))
         heads = layer.heads(entered.attended, rotation)
         layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
-        return Entered(entered.stream, heads.queries)
+        return LayerQueries(entered.stream, heads.queries)
 
-    def _leave(self, numbers: Int[Tensor, "nodes 5"], stream: Tensor, queries: Tensor) -> Scored:
+    def _score(self, numbers: Int[Tensor, "nodes 5"], stream: Tensor, queries: Tensor) -> Scored:
         layer, kept = self.parts.layer, self._windows
         places = Places(*numbers.T.contiguous())
         attended = layer.kernels.attend_rows(
             queries, kept.keys, kept.values, places, self.parts.window
         )
-        left = layer.leave(stream, attended)
-        return Scored(self.parts.head(left.scored), left.feature)
+        output = layer.finish(stream, attended)
+        return Scored(self.parts.head(output.scored), output.feature)
 
 
 @final
@@ -158,9 +158,9 @@ class EagleWalker(Walker):
         """Compute keys and values of all pairs that lack them, and score behind the last ones."""
         started = time.perf_counter()
         pending = self._windows.catch_up(self._requests)
-        entered = self._passes.enter(pending.pairs)
-        roots = Entered(*(each[pending.lasts] for each in entered))
-        logits, self._feature = self._passes.leave(roots, self._nodes.roots())
+        entered = self._passes.prefill(pending.pairs)
+        roots = LayerQueries(*(each[pending.lasts] for each in entered))
+        logits, self._feature = self._passes.score_roots(roots, self._nodes.roots())
         self.seconds += time.perf_counter() - started
         return logits
 
@@ -177,6 +177,8 @@ class EagleWalker(Walker):
             cos, sin = cos.repeat_interleave(many, 0), sin.repeat_interleave(many, 0)
         places = self._nodes.place(frontier)
         rotation = Rotation(cos=cos, sin=sin)
-        logits, self._feature = self._passes.run(frontier.tokens, places, features, rotation)
+        logits, self._feature = self._passes.score_nodes(
+            frontier.tokens, places, features, rotation
+        )
         self.seconds += time.perf_counter() - started
         return logits

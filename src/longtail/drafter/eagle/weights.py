@@ -21,7 +21,7 @@ from longtail.errors import CheckpointError
 class DrafterWeights:
     """A published drafter. Tensors are never modified after publication.
 
-    Example: DrafterWeights(version=3, tensors=own_tensors(layer))
+    Example: DrafterWeights(version=3, tensors=copy_parameters(layer))
     """
 
     version: int
@@ -39,12 +39,12 @@ class DrafterWeights:
         return digest.hexdigest()
 
 
-def own_tensors(layer: EagleLayer) -> dict[str, Tensor]:
+def copy_parameters(layer: EagleLayer) -> dict[str, Tensor]:
     """Copy a drafter's parameters."""
     return {name: p.detach().clone() for name, p in layer.named_parameters()}
 
 
-def require_own(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
+def check_parameters(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless these are all parameters of such a drafter, and no others."""
     expected = {name: p.shape for name, p in layer.named_parameters()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -53,9 +53,9 @@ def require_own(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"state of another drafter: {odd} is missing, misshapen or unknown")
 
 
-def lay_into(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
+def load_parameters(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
     """Write parameters into a layer, in place; CheckpointError before anything is changed."""
-    require_own(layer, tensors)
+    check_parameters(layer, tensors)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(tensors[name])

@@ -38,10 +38,10 @@ Key = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class TextSnapshot:
     """A text as far as it is written.
 
-    Example: Written(request_id="train/17@0#3", tokens=(3, 9, 4, 7), prompt_len=2, step=5,
+    Example: TextSnapshot(request_id="train/17@0#3", tokens=(3, 9, 4, 7), prompt_len=2, step=5,
                      is_finished=False)
     """
 
@@ -55,9 +55,9 @@ class Written:
     is_finished: bool
 
     @staticmethod
-    def of(request: Request, completion: Completion, step: int) -> "Written":
+    def of(request: Request, completion: Completion, step: int) -> "TextSnapshot":
         """Join a completion to its prompt."""
-        return Written(
+        return TextSnapshot(
             request_id=request.request_id,
             tokens=(*request.prompt_tokens, *completion.tokens),
             prompt_len=len(request.prompt_tokens),
@@ -134,7 +134,7 @@ class DrafterBuffer:
                     self._drop(key)
         self._step = step
 
-    def add(self, texts: Iterable[Written]) -> None:
+    def add(self, texts: Iterable[TextSnapshot]) -> None:
         """Take in texts; one of a later step begins it, one with nothing generated is left out."""
         for text in texts:
             self.begin(text.step)
@@ -200,10 +200,10 @@ class DrafterBuffer:
             found.append(example)
         return tuple(found)
 
-    def written(self) -> list[Written]:
+    def snapshots(self) -> list[TextSnapshot]:
         """Copy all texts, of earlier steps first: as another buffer takes them in."""
         return [
-            Written(
+            TextSnapshot(
                 request_id=request_id,
                 tokens=tuple(kept.tokens.tolist()),
                 prompt_len=kept.prompt_len,
@@ -258,7 +258,7 @@ class DrafterBuffer:
             self._put((text["step"], text["request_id"]), kept)
         self._evict()
 
-    def _is_news(self, key: Key, text: Written) -> bool:
+    def _is_news(self, key: Key, text: TextSnapshot) -> bool:
         """Tell whether a text says more than what is kept, and may be kept."""
         known, length = self._texts.get(key), len(text.tokens)
         if length <= text.prompt_len or _bytes_of(length) > self._max_bytes:

@@ -22,13 +22,13 @@ from longtail.model.transformer import Transformer
 from longtail.speculation.taps import Taps
 from longtail.types import PackedSequences
 
-Recall = Callable[[Sequence[int], int], Tensor | None]
-"""Tokens of a text and the length of its prompt -> what `taught_taps` give of the target at each
+StateLookup = Callable[[Sequence[int], int], Tensor | None]
+"""Tokens of a text and the length of its prompt -> what `training_taps` give of the target at each
 token, as under its present weights, or None. The last row is never read."""
 _FINAL = Taps(final=True)
 
 
-def taught_taps(recipe: Taps) -> Taps:
+def training_taps(recipe: Taps) -> Taps:
     """Name what teaching reads: the recipe's features, and the final state for the head."""
     return recipe.union(_FINAL)
 
@@ -51,14 +51,14 @@ class Reading:
 class TargetReader:
     """Reads a target for a drafter of its shape, and never writes it."""
 
-    def __init__(self, target: Transformer, layer: EagleLayer, recall: Recall | None) -> None:
-        self._target, self._dtype, self._recall = target, layer.dtype, recall
-        self._recipe, self._taps = layer.config.taps, taught_taps(layer.config.taps)
+    def __init__(self, target: Transformer, layer: EagleLayer, lookup: StateLookup | None) -> None:
+        self._target, self._dtype, self._lookup = target, layer.dtype, lookup
+        self._recipe, self._taps = layer.config.taps, training_taps(layer.config.taps)
 
     @torch.no_grad()
     def read(self, packed: PackedSequences, pairs: Pairs) -> Reading:
         """Read what teaching needs of all pairs; `packed` is where the target is."""
-        found = self._recalled(packed)
+        found = self._looked_up(packed)
         states = self._states(packed, found)
         features, final = (self._taps.pick(taps, states) for taps in (self._recipe, _FINAL))
         assert features is not None, "every recipe taps something"
@@ -71,13 +71,13 @@ class TargetReader:
             reused=known[packed.sequence[pairs.rows]],
         )
 
-    def _recalled(self, packed: PackedSequences) -> list[Tensor | None]:
+    def _looked_up(self, packed: PackedSequences) -> list[Tensor | None]:
         """Ask for each sequence."""
-        if self._recall is None:
+        if self._lookup is None:
             return [None] * packed.num_sequences
         tokens, learned = packed.tokens.tolist(), packed.loss_mask.tolist()
         return [
-            self._recall(tokens[start:end], learned[start:end].count(0.0))
+            self._lookup(tokens[start:end], learned[start:end].count(0.0))
             for start, end in pairwise(packed.cu_seqlens)
         ]
 

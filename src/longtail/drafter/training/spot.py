@@ -26,7 +26,7 @@ from torch import Tensor
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.weights import DrafterWeights, are_finite, weighted_mean
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.reader import Recall
+from longtail.drafter.training.reader import StateLookup
 from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import NonFiniteError
@@ -196,10 +196,10 @@ class SpotTrainer:
         *,
         draft_ids: Int[Tensor, "draft"] | None = None,
         head: Float[Tensor, "draft hidden"] | None = None,
-        recall: Recall | None = None,
+        lookup: StateLookup | None = None,
     ) -> None:
         self._trainer = DrafterTrainer(
-            layer, target, settings.trainer, draft_ids=draft_ids, head=head, recall=recall
+            layer, target, settings.trainer, draft_ids=draft_ids, head=head, lookup=lookup
         )
         self._settings = settings
         self._shortest = settings.trainer.unroll_steps + 2
@@ -221,7 +221,7 @@ class SpotTrainer:
         """
         if published.version == self.base_version:
             return
-        self._trainer.adopt(published.tensors)
+        self._trainer.load_weights(published.tensors)
         self._base = published
         self._count_anew()
 
@@ -297,10 +297,10 @@ class SpotTrainer:
                 buffer.put_back()
                 break
             self._num_steps += 1
-            self._num_tokens += report.num_learned
+            self._num_tokens += report.num_trained
             self._unmeasured += 1
             stretch.num_steps += 1
-            stretch.num_tokens += report.num_learned
+            stretch.num_tokens += report.num_trained
             stretch.num_reused += report.num_reused
         return SpotEnd.STOPPED
 
@@ -346,11 +346,11 @@ class SpotTrainer:
     def _lent(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the layer hold other weights for a moment."""
         own = self._trainer.weights()
-        self._trainer.adopt(weights)
+        self._trainer.load_weights(weights)
         try:
             yield
         finally:
-            self._trainer.adopt(own)
+            self._trainer.load_weights(own)
 
     def _teachable(self, texts: Sequence[Example]) -> tuple[Example, ...]:
         return tuple(text for text in texts if len(text.tokens) >= self._shortest)

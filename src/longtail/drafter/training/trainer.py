@@ -29,8 +29,8 @@ from longtail.drafter.eagle.loss import (
     score_rows,
 )
 from longtail.drafter.eagle.unroll import Pairs, unroll
-from longtail.drafter.eagle.weights import lay_into, own_tensors, require_own
-from longtail.drafter.training.reader import Recall, TargetReader
+from longtail.drafter.eagle.weights import check_parameters, copy_parameters, load_parameters
+from longtail.drafter.training.reader import StateLookup, TargetReader
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.muon import MuonOptimizer
@@ -87,7 +87,7 @@ class TrainerReport:
     grad_norm: float
     learning_rate: float
     num_tokens: int
-    num_learned: int
+    num_trained: int
     """Tokens whose prediction at depth 1 was learned."""
     num_reused: int = 0
     """Of these, those for which the target's states were recalled, not computed."""
@@ -119,13 +119,13 @@ class DrafterTrainer:
         *,
         draft_ids: Int[Tensor, "draft"] | None = None,
         head: Float[Tensor, "draft hidden"] | None = None,
-        recall: Recall | None = None,
+        lookup: StateLookup | None = None,
     ) -> None:
         assert layer.config.target == target.config, "a drafter is of one target's shape"
         size = layer.config.draft_vocab_size
         assert size == (0 if draft_ids is None else len(draft_ids)), "one id a draft token"
         self._layer, self._target, self._settings = layer, target, settings
-        self._reader = TargetReader(target, layer, recall)
+        self._reader = TargetReader(target, layer, lookup)
         self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
         self._head = None if head is None else head.to(target.device)
         layer.requires_grad_(True)
@@ -204,7 +204,7 @@ class DrafterTrainer:
             grad_norm=update.grad_norm,
             learning_rate=update.learning_rate,
             num_tokens=sum(packed.num_tokens for packed in batch),
-            num_learned=counts[0],
+            num_trained=counts[0],
             num_reused=num_reused,
         )
 
@@ -247,20 +247,20 @@ class DrafterTrainer:
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
         """Go on exactly where `steps` updates had led; CheckpointError if of another drafter."""
         own = {n.removeprefix(_LAYER): t for n, t in tensors.items() if n.startswith(_LAYER)}
-        require_own(self._layer, own)
+        check_parameters(self._layer, own)
         self._optimizer.load(
             {n.removeprefix(_OPTIMIZER): t for n, t in tensors.items() if n.startswith(_OPTIMIZER)}
         )
-        lay_into(self._layer, own)
+        load_parameters(self._layer, own)
         self._steps = steps
 
     def weights(self) -> dict[str, Tensor]:
         """Copy the drafter's parameters."""
-        return own_tensors(self._layer)
+        return copy_parameters(self._layer)
 
-    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Go on from other parameters with the same moments; CheckpointError if misshapen."""
-        lay_into(self._layer, weights)
+        load_parameters(self._layer, weights)
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Begin anew: other parameters, no moments, no steps; CheckpointError if misshapen."""
