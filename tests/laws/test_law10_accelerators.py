@@ -13,7 +13,7 @@ import torch
 
 from end_to_end.workshop import Workshop, build, read_lines, write_lines
 from longtail.build import worker as worker_parts
-from longtail.cluster import group as fleet
+from longtail.cluster import group
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
@@ -70,7 +70,7 @@ def outcome(shop: Workshop, run: str, drafter: str, *words: str) -> dict[str, An
 
 def test_a_run_with_any_accelerator_is_the_run_without_one_bit_for_bit(shop, monkeypatch):
     # A lesson of a dozen updates after each rollout, whatever the clock says.
-    monkeypatch.setattr(fleet, "_SERIAL_SHARE", math.inf)
+    monkeypatch.setattr(group, "_SERIAL_SHARE", math.inf)
     monkeypatch.setattr(worker_parts, "_PATIENCE", 1)
     monkeypatch.setattr(worker_parts, "_MIN_GAIN", 10.0)
     fixed = ("--speculation.tuner=fixed", "--speculation.depth=3")

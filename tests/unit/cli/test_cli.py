@@ -15,7 +15,8 @@ from longtail.build.drafters import Target
 from longtail.cli import generate
 from longtail.cli import main as cli
 from longtail.cli import parsers as cli_parsers
-from longtail.config.rl import RunConfig, dump
+from longtail.config import files as configfile
+from longtail.config.rl import RunConfig
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import Piece
 from longtail.model.hf.model import save_model
@@ -109,7 +110,7 @@ def test_a_dry_run_prints_the_configuration_and_the_memory_as_toml(
     tables = tomllib.loads(out)
     assert tables["learner"]["loss"] == "dapo"
     assert tables["run"]["dir"] == "runs/quickstart"
-    assert tables.keys() == tomllib.loads(dump(RunConfig())).keys()
+    assert tables.keys() == tomllib.loads(configfile.render(RunConfig())).keys()
     parameters = sum(p.numel() for p in tiny_model().parameters())
     assert f"# memory, {parameters:,} parameters" in out
     for row in ("KV cache", "optimizer moments", "activations", "total", "available"):
