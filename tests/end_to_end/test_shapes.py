@@ -1,4 +1,4 @@
-"""Whole runs in which the shapes and types of every call are checked; conftest.py says why these."""
+"""Whole runs in which the shapes of every call are checked: conftest.py says why these alone."""
 
 from pathlib import Path
 
