@@ -17,7 +17,7 @@ from torch import Tensor
 from longtail.errors import RequestError
 from longtail.system.strict_json import find_surrogate
 
-LEAST_TEMPERATURE = 1e-3
+MIN_TEMPERATURE = 1e-3
 """Above 0: logits are divided by it, and less would leave the range of float32."""
 
 
@@ -64,8 +64,8 @@ class SamplingParams:
             (
                 "temperature",
                 self.temperature,
-                self.temperature == 0.0 or LEAST_TEMPERATURE <= self.temperature < float("inf"),
-                f"0 (greedy) or finite and >= {LEAST_TEMPERATURE}",
+                self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
+                f"0 (greedy) or finite and >= {MIN_TEMPERATURE}",
             ),
             ("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps every token)"),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from end_to_end.workshop import Said, Workshop, build, say, write_lines
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model
 
 Change = Callable[[Path], None]
@@ -68,14 +68,14 @@ def _edit(name: str, **changes: object) -> Change:
 
 
 def _smaller(model: Path) -> None:
-    hf.save_model(tiny_model(vocab_size=100), model)
+    save_model(tiny_model(vocab_size=100), model)
 
 
 def _with_nan(model: Path) -> None:
     broken = tiny_model()
     with torch.no_grad():
         broken.layers[1].feed_forward.down.weight[3, 4] = float("nan")
-    hf.save_model(broken, model)
+    save_model(broken, model)
 
 
 MODELS: dict[str, tuple[Change, int, list[str]]] = {
@@ -198,7 +198,7 @@ def test_data_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: str)
         (["--reward.name=end_to_end.rewards:seven"], ["no 'seven'", "did you mean 'sevens'"]),
         (["--reward.name=end_to_end.rewards:os"], ["'os' is of type module, not a function"]),
         (["--run.device=cuda"], ["run.device = 'cuda'", "no GPU"]),
-        (["--rollout.group_size=1"], ["rollout.group_size = 1", "give at least 2"]),
+        (["--rollout.group_size=1"], ["rollout.group_size = 1", "use at least 2"]),
         (["--rollout.temperature=0"], ["rollout.temperature = 0", "above 0"]),
         (["--run.dir=/proc/nowhere"], ["run.dir = '/proc/nowhere'", "cannot be written"]),
     ],

@@ -10,7 +10,8 @@ from end_to_end.workshop import Workshop, build, read_lines, say
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
 from longtail.engine.rollout_log import read_rollout
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.kernels import native
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +29,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 def make_drafter(shop: Workshop, name: str, model: Path | None = None) -> Path:
     """An EAGLE-3 drafter that nobody trained, of a model in the workshop."""
     place = model or shop.model
-    target, tokenizer = hf.load_model(place), hf.load_tokenizer(place)
+    target, tokenizer = load_model(place), load_tokenizer(place)
     layer = EagleLayer(EagleConfig(recipe="eagle3", target=target.config, layers=(0, 1), window=16))
     layer.initialize(torch.Generator().manual_seed(1))
     record = TrainingRecord(steps=0, tokens=0, unroll_steps=1)

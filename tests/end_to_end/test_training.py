@@ -12,7 +12,7 @@ import torch
 from end_to_end.workshop import Workshop, build, say, write_lines
 from longtail.config.rl import RunConfig, load
 from longtail.model.attention import PackedAttention
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
 from longtail.rl.loss import LOSSES
 
 STEPS = 3
@@ -113,12 +113,12 @@ def test_transformers_opens_a_checkpoint_and_computes_the_same(workshop: Worksho
     theirs = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     tokens = torch.tensor(tokenizer.encode("say 7 times 7", add_special_tokens=False))
-    ours = hf.load_model(path)
+    ours = load_model(path)
     with torch.no_grad():
         hidden = ours(tokens, torch.arange(len(tokens)), PackedAttention((0, len(tokens))))
         expected = theirs(tokens[None]).logits[0]
         assert torch.allclose(ours.logits(hidden), expected, atol=1e-5)
-    initial = hf.load_model(workshop.model)
+    initial = load_model(workshop.model)
     changed = [n for n, p in ours.named_parameters() if not p.equal(initial.get_parameter(n))]
     assert len(changed) == len(list(ours.parameters()))
 

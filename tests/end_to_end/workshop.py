@@ -13,7 +13,8 @@ import torch
 from longtail.cli import main as cli
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 CLOCKED = (
@@ -111,7 +112,7 @@ class Workshop:
 
 def save_untaught(model: Path, place: Path) -> Path:
     """Write an EAGLE drafter of a model that was never trained."""
-    target, tokenizer = hf.load_model(model), hf.load_tokenizer(model)
+    target, tokenizer = load_model(model), load_tokenizer(model)
     layer = EagleLayer(EagleConfig(recipe="eagle1", target=target.config, layers=(), window=8))
     layer.initialize(torch.Generator().manual_seed(0))
     record = TrainingRecord(steps=0, tokens=0, unroll_steps=2)
@@ -124,7 +125,7 @@ def build(path: Path) -> Workshop:
     workshop = Workshop(path=path)
     tokenizer = tiny_tokenizer()
     for model, place in ((tiny_model(), workshop.model), (tiny_model("qwen2"), path / "tied")):
-        hf.save_model(model, place, eos_ids=tokenizer.eos_ids)
+        save_model(model, place, eos_ids=tokenizer.eos_ids)
         tokenizer.save(place)
     write_lines(workshop.prompts, *({"prompt": f"say {i}", "answer": str(i)} for i in range(12)))
     return workshop

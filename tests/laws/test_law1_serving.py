@@ -19,7 +19,7 @@ from longtail.cli import main as cli
 from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.speculation.speculator import Speculation
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
@@ -119,7 +119,7 @@ def test_the_same_seed_is_the_same_text_drafted_alone_among_others_streamed_or_n
 def test_generate_writes_the_text_that_a_server_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hf.save_model(tiny_model(), tmp_path, eos_ids=the_tokenizer().eos_ids)
+    save_model(tiny_model(), tmp_path, eos_ids=the_tokenizer().eos_ids)
     the_tokenizer().save(tmp_path)
     words = ["--prompt=3+4=", "--seed=7", "--max-tokens=50", "--n=2", "--json", "--raw"]
     assert cli.main(["generate", str(tmp_path), "--dtype=float64", "--threads=1", *words]) == 0

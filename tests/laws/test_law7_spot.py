@@ -16,7 +16,7 @@ from longtail.drafter.training.spot import SpotEnd
 from longtail.drafter.training.texts import pack_texts
 from longtail.rl.data.examples import Example
 from support.fakes import unchecked_shapes
-from support.spot_rooms import SETTINGS, Room, counting, same, stop_at
+from support.spot_training import SETTINGS, Room, counting, same, stop_at
 
 NUM_STEPS = 4
 LEARNING = (None, 0.02)

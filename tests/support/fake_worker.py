@@ -1,4 +1,4 @@
-"""A worker that only pretends, in simulated time: see `crews`.
+"""A worker that only pretends, in simulated time: see `scripted_pool`.
 
 Its text is a function of the request, its policy is the list of the batches that were learned, and
 its drafter is one number, the expected accept length. Tasks are generators that yield the seconds
@@ -119,8 +119,8 @@ class Others(Protocol):
 class FakeWorker:
     """Has the methods of `Worker`, and a life of its own: what it had is gone with it."""
 
-    def __init__(self, crew: Others, number: int) -> None:
-        self._crew, self._script, self.number = crew, crew.script, number
+    def __init__(self, pool: Others, number: int) -> None:
+        self._crew, self._script, self.number = pool, pool.script, number
         self.is_dead = self.is_frozen = self._is_stopped = False
         self.policy: tuple[int, ...] = ()
         """Batches that were learned, in their order: the weights."""
@@ -264,16 +264,16 @@ class FakeWorker:
 
     def _sum(self) -> Task:
         """Add gradients up with the team."""
-        team, crew = self.team, self._crew
+        team, pool = self.team, self._crew
         if team is None:
             raise TeamError("the team is closed")
-        members, came = crew.meetings[team], crew.rounds.setdefault((team, len(self.policy)), [])
+        members, came = pool.meetings[team], pool.rounds.setdefault((team, len(self.policy)), [])
         for _ in range(round(LEARN_S / BEAT_S)):
             yield BEAT_S
             self._beats += 1
         came.append(self)
         waited, self._is_waiting = 0.0, True
-        while len(came) < crew.size:
+        while len(came) < pool.size:
             if waited > HANG_S or any(one.is_dead or one.team != team for one in members):
                 self.team = None
                 raise TeamError("a member is gone")

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longtail.config.rl import RunConfig
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
@@ -207,7 +207,7 @@ def _shape(path: str) -> ModelConfig:
         from longtail import tiny
 
         return tiny.model_config()
-    return hf.load_config(path)
+    return load_config(path)
 
 
 def _best_device() -> str:

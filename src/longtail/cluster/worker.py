@@ -28,7 +28,8 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport
 from longtail.engine.rollout_log import RolloutLog
 from longtail.errors import ClusterError, NonFiniteError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.collectives import TorchTeam
 from longtail.rl.learner import Learner, LearnerState
@@ -62,7 +63,7 @@ class WorkerComponents:
     """The learner's weights, for saving; in main memory if it is sharded."""
     device: torch.device
     """What all is computed on."""
-    tokenizer: hf.Tokenizer
+    tokenizer: Tokenizer
     drafting: Drafting | None
     """None where nothing is drafted by a drafter that can be trained."""
     read_drafter: Callable[[], LoadedDrafter | None]
@@ -251,13 +252,13 @@ class Worker:
 
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         """Go on from weights on disk. Raises CheckpointError if they are of another model."""
-        saved = hf.load_model(directory, self._machines.policy.dtype)
+        saved = load_model(directory, self._machines.policy.dtype)
         self._machines.learner.restore(learner, dict(saved.named_parameters()))
 
     def save_policy(self, path: Path) -> None:
         """Write weights, generation config and tokenizer as a Hugging Face directory."""
         tokenizer = self._machines.tokenizer
-        hf.save_model(self._machines.policy, path, eos_ids=tokenizer.eos_ids)
+        save_model(self._machines.policy, path, eos_ids=tokenizer.eos_ids)
         tokenizer.save(path)
 
     # ---- messages

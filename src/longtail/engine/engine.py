@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 import torch
 
 from longtail.engine.batch import Scheduled, flatten
-from longtail.engine.endings import complete, extend
+from longtail.engine.completion import complete, extend
 from longtail.engine.kv.cache import KeptPath, KVUsage
 from longtail.engine.kv.choice import make_kv
 from longtail.engine.limits import EngineLimits

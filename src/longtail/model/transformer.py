@@ -111,7 +111,7 @@ class FeedForward(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tapped:
+class DecoderOutput:
     """Final hidden states, and the features that were asked for."""
 
     hidden: Float[Tensor, "tokens hidden"]
@@ -240,7 +240,7 @@ class Transformer(nn.Module):
         taps: Taps,
         *,
         recompute: bool = False,
-    ) -> Tapped:
+    ) -> DecoderOutput:
         """Run the decoder as `forward` does, and keep what `taps` asks for."""
         stream, delta = self.embedding(tokens), None
         # autocast computes queries in its own dtype; the rotation must not promote them back.
@@ -262,7 +262,7 @@ class Transformer(nn.Module):
         if taps.final:
             kept.append(hidden)
         features = None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, -1)
-        return Tapped(hidden=hidden, features=features)
+        return DecoderOutput(hidden=hidden, features=features)
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         """Unnormalised scores of the next token."""

@@ -39,7 +39,8 @@ from longtail.drafter.training.trainer import (
 )
 from longtail.engine.report import StepReport
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_config, load_model
+from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.programs.drafter_data import Corpus, generated_texts, given_texts
 from longtail.rl.optim import OptimizerSettings
@@ -119,12 +120,12 @@ def assemble(
 ) -> Classroom:
     """Build every part; raises ConfigError for whatever the configuration and the data say."""
     path = locate_model(config.target.path)
-    tokenizer, shape = hf.load_tokenizer(path), hf.load_config(path)
-    hf.check_vocabulary(tokenizer, shape)
+    tokenizer, shape = load_tokenizer(path), load_config(path)
+    check_vocabulary(tokenizer, shape)
     drafter = _drafter(config, shape)
 
     def load_target() -> Transformer:
-        return hf.load_model(path, DTYPES[config.target.dtype], choose_device(config.run.device))
+        return load_model(path, DTYPES[config.target.dtype], choose_device(config.run.device))
 
     given, init = None, config.drafter.init
     if checkpoint is None and init is not None:  # refused before the target writes texts for it
@@ -252,7 +253,7 @@ def _fresh_layer(
     config: DrafterTrainConfig,
     drafter: EagleConfig,
     target: Transformer,
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     corpus: Corpus,
 ) -> tuple[EagleLayer, torch.Tensor | None]:
     size = drafter.draft_vocab_size

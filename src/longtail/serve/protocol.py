@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from longtail.errors import JsonError
 from longtail.system.strict_json import parse_json
-from longtail.types import LEAST_TEMPERATURE
+from longtail.types import MIN_TEMPERATURE
 
 _MAX_STOPS, _MAX_STOP_LEN = 16, 256
 _SHOWN = 60
@@ -162,8 +162,8 @@ class _Asked(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> "_Asked":
-        if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
-            raise _named("temperature", f"it must be 0, or at least {LEAST_TEMPERATURE}")
+        if self.temperature is not None and 0 < self.temperature < MIN_TEMPERATURE:
+            raise _named("temperature", f"it must be 0, or at least {MIN_TEMPERATURE}")
         if self.stream_options is not None and not self.stream:
             raise _named("stream_options", "it is for streams; set stream to true")
         _only(self, "presence_penalty", 0)

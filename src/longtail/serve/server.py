@@ -16,7 +16,7 @@ from longtail.build.engine import locate_model, open_engine, open_model
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.errors import ConfigError, UnavailableError
-from longtail.model.hf import model as hf
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.serve.app import make_app
 from longtail.serve.metrics import ServeMetrics
 from longtail.serve.options import Limits, Setting
@@ -61,7 +61,7 @@ def run(setting: Setting) -> int:
 def open_served(setting: Setting) -> Served:
     """Load the model, make its engine, and put the service in front of it."""
     path = locate_model(setting.model)
-    tokenizer = hf.load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     target = open_model(
         setting.model,
         path,
@@ -88,7 +88,7 @@ def open_served(setting: Setting) -> Served:
 
 def front(
     make_engine: Callable[[], RolloutEngine],
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     limits: Limits,
     *,
     name: str,

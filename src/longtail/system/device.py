@@ -25,9 +25,9 @@ def set_threads(threads: int) -> int:
 
     Raises ConfigError for a number that no system could begin.
     """
-    if not 0 <= threads <= machine.MOST_THREADS:
+    if not 0 <= threads <= machine.MAX_THREADS:
         raise ConfigError(
-            f"threads = {threads}: it must be from 0 (every core) to {machine.MOST_THREADS}"
+            f"threads = {threads}: it must be from 0 (every core) to {machine.MAX_THREADS}"
         )
     count = threads or machine.usable_cores()
     torch.set_num_threads(count)

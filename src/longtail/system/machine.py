@@ -15,8 +15,10 @@ from urllib.parse import unquote
 
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
 
-MOST_THREADS = 1024
-"""Threads of a process, and processes, beyond which systems fail to begin them."""
+MAX_INT32 = 2**31 - 1
+"""Largest size, count, token id and position: kernels and C libraries use 32-bit integers."""
+MAX_THREADS = 1024
+"""Largest number of threads of a process, and of processes; systems fail to start more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import RunConfig, load
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from longtail.model.attention import PackedAttention
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.transformer import Family
 from longtail.rl.packing import pack_rollouts
 from longtail.system.device import set_threads
@@ -83,7 +84,7 @@ def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
     assert len(parts.source.take(8)) == 8
     assert [prompt.prompt_id for prompt in parts.heldout] == [f"prompts/{i}" for i in range(8, 12)]
     assert parts.num_dropped == 0
-    assert parts.fleet.num_parameters == sum(p.numel() for p in machines.policy.parameters())
+    assert parts.workers.num_parameters == sum(p.numel() for p in machines.policy.parameters())
 
 
 def test_held_out_problems_may_come_from_another_source(workshop: Workshop, tmp_path: Path) -> None:
@@ -132,8 +133,8 @@ def test_the_engine_writes_under_the_weights_that_were_published(
     workshop: Workshop, tmp_path: Path, family: Family
 ) -> None:
     # qwen2 is tiny with tied embeddings: its head has no weights of its own to be published.
-    hf.save_model(tiny_model(family, dtype=torch.float64), tmp_path, eos_ids=(1,))
-    hf.load_tokenizer(workshop.model).save(tmp_path)
+    save_model(tiny_model(family, dtype=torch.float64), tmp_path, eos_ids=(1,))
+    load_tokenizer(workshop.model).save(tmp_path)
     words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--learner.learning_rate=0.1")
     config = _config(workshop, *words)
     parts = assemble(config, tmp_path, lambda rows: {})
@@ -186,7 +187,7 @@ def test_what_is_restored_goes_on_as_the_saved_one_would(
 def test_a_checkpoint_of_another_model_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     other = tmp_path / "other"
     machines = _machines(workshop)
-    hf.save_model(tiny_model("llama"), other, eos_ids=machines.tokenizer.eos_ids)
+    save_model(tiny_model("llama"), other, eos_ids=machines.tokenizer.eos_ids)
     machines.tokenizer.save(other)
     with pytest.raises(CheckpointError, match="another model"):
         Worker(machines).restore_saved(other, machines.learner.state())
@@ -203,7 +204,7 @@ def test_a_saved_policy_brings_its_tokenizer_and_its_end_tokens(
 ) -> None:
     machines = _machines(workshop)
     Worker(machines).save_policy(tmp_path)
-    saved = hf.load_tokenizer(tmp_path)
+    saved = load_tokenizer(tmp_path)
     assert saved.eos_ids == machines.tokenizer.eos_ids
     assert saved.chat([{"role": "user", "content": "7"}]) == machines.tokenizer.chat(
         [{"role": "user", "content": "7"}]

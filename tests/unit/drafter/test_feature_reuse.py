@@ -24,8 +24,8 @@ from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import PolicyWeights, Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
-from support.spot_rooms import SETTINGS as SHORT
-from support.spot_rooms import counting
+from support.spot_training import SETTINGS as SHORT
+from support.spot_training import counting
 from support.tiny_models import tiny_model
 
 SETTINGS = replace(SHORT, batch_tokens=80, tokens_per_micro_batch=36)

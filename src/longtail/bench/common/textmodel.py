@@ -32,7 +32,8 @@ from longtail.drafter.training.texts import TextBatches, pack_texts, write_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.data.examples import Example
 from longtail.rl.optim import OptimizerSettings
@@ -158,9 +159,7 @@ def write_tokenizer(texts: Sequence[str], vocab_size: int, directory: Path) -> N
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def cut_windows(
-    texts: Sequence[str], tokenizer: hf.Tokenizer, window: int
-) -> list[tuple[int, ...]]:
+def cut_windows(texts: Sequence[str], tokenizer: Tokenizer, window: int) -> list[tuple[int, ...]]:
     """Lay texts end to end, each with the end-of-text token behind it, and cut whole windows."""
     stream: list[int] = []
     for text in texts:
@@ -172,7 +171,7 @@ def teach_target(recipe: TargetRecipe, sources: Sources, place: Path, say: Say) 
     """Learn the text and write a Hugging Face directory."""
     began = time.perf_counter()
     write_tokenizer(sources.learned, recipe.vocab_size, place)
-    tokenizer = hf.load_tokenizer(place)
+    tokenizer = load_tokenizer(place)
     windows = cut_windows(sources.learned, tokenizer, recipe.window)
     examples = [Example(tokens=window, prompt_len=1) for window in windows]
     model = Transformer(_shape(recipe, tokenizer.vocab_size))
@@ -194,7 +193,7 @@ def teach_target(recipe: TargetRecipe, sources: Sources, place: Path, say: Say) 
     unseen = cut_windows(sources.heldout, tokenizer, recipe.window)[:256]
     loss = imitator.loss([Example(tokens=window, prompt_len=1) for window in unseen])
     say(f"text model  held-out loss {loss:.3f}  {time.perf_counter() - began:.0f} s")
-    hf.save_model(model, place, eos_ids=tokenizer.eos_ids)
+    save_model(model, place, eos_ids=tokenizer.eos_ids)
 
 
 def teach_drafter(
@@ -202,11 +201,11 @@ def teach_drafter(
 ) -> None:
     """Learn what the target writes behind beginnings of text, and write a drafter directory."""
     began = time.perf_counter()
-    tokenizer = hf.load_tokenizer(target_directory)
+    tokenizer = load_tokenizer(target_directory)
     texts = _write(recipe, sources, target_directory, tokenizer)
     heldout, learned = texts[: len(texts) // 32], texts[len(texts) // 32 :]
     say(f"text model's drafter  {len(texts)} texts  {time.perf_counter() - began:.0f} s")
-    target = hf.load_model(target_directory, torch.float32)  # not the engine's, which is packed
+    target = load_model(target_directory, torch.float32)  # not the engine's, which is packed
     target.fuse()
     config = EagleConfig(
         recipe="eagle3", target=target.config, layers=recipe.layers, window=recipe.window
@@ -279,20 +278,20 @@ def heldout_prompts(
 ) -> list[tuple[int, ...]]:
     """Return beginnings of text that neither of the two has learned, spread over the files."""
     recipe = recipe or TargetRecipe()
-    tokenizer = hf.load_tokenizer(model.target)
+    tokenizer = load_tokenizer(model.target)
     sources = read_sources(recipe.megabytes, root)
     windows = cut_windows(sources.heldout, tokenizer, recipe.window)
     return _beginnings(windows, count)
 
 
 def _write(
-    recipe: DrafterRecipe, sources: Sources, directory: Path, tokenizer: hf.Tokenizer
+    recipe: DrafterRecipe, sources: Sources, directory: Path, tokenizer: Tokenizer
 ) -> list[Example]:
     """Have the target go on from beginnings of what it learned."""
     windows = cut_windows(sources.learned, tokenizer, recipe.text_len)
     beginnings = _beginnings(windows, recipe.texts)
     limits = EngineLimits(max_running=64, max_step_tokens=512, max_len=recipe.text_len)
-    engine = RolloutEngine(hf.load_model(directory, torch.float32), tokenizer.decode, limits)
+    engine = RolloutEngine(load_model(directory, torch.float32), tokenizer.decode, limits)
     by_temperature = [
         write_texts(
             engine.generate,

@@ -17,7 +17,8 @@ from longtail.drafter.formats.checkpoint import load_drafter
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.speculation.acceptance import POSITIONS
 from longtail.engine.speculation.speculator import Speculation
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data import tiny_task as task
 from longtail.speculation.drafter import Drafter
@@ -63,8 +64,8 @@ def tiny_reasoner(
     """Load the tiny reasoner and its drafters, teaching what was never taught here."""
     directory = model_directory(TINY_REASONER, say)
     dtype = DTYPES[dtype_name]
-    tokenizer = hf.load_tokenizer(directory)
-    model = hf.load_model(directory, dtype)
+    tokenizer = load_tokenizer(directory)
+    model = load_model(directory, dtype)
     target = Target(model=model, tokenizer=tokenizer, directory=directory, name=TINY_REASONER)
     layers = {}
     for recipe in drafters:
@@ -86,7 +87,7 @@ def tiny_sampling(target: Target) -> SamplingParams:
     return SamplingParams(max_tokens=_MAX_TOKENS, stop_token_ids=target.tokenizer.eos_ids)
 
 
-def hailstones(tokenizer: hf.Tokenizer, *, at_least: int = 0) -> list[tuple[int, ...]]:
+def hailstones(tokenizer: Tokenizer, *, at_least: int = 0) -> list[tuple[int, ...]]:
     """Held-out problems with walks of at least so many steps, a group of each."""
     rows = [row for row in task.problems(4096, 1, "heldout") if int(row["answer"]) >= at_least][
         :_PROMPTS
@@ -97,8 +98,8 @@ def hailstones(tokenizer: hf.Tokenizer, *, at_least: int = 0) -> list[tuple[int,
 def _text_subject(setting: Setting, say: Say) -> Subject:
     dtype = DTYPES[setting.dtype_of("text")]
     made = textmodel.ensure(say)
-    tokenizer = hf.load_tokenizer(made.target)
-    model = hf.load_model(made.target, dtype)
+    tokenizer = load_tokenizer(made.target)
+    model = load_model(made.target, dtype)
     loaded = load_drafter(made.drafter, model, tokenizer, strict_weights=False, dtype=dtype)
     drafters: dict[str, Callable[[], Drafter]] = {"history": HistoryDrafter}
     drafters["eagle3"] = _eagle(loaded.layer, model)

@@ -25,7 +25,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data import tiny_task as task
 from longtail.serve.options import Limits
@@ -46,7 +46,7 @@ class Subject:
 
     name: str
     model: Transformer
-    tokenizer: hf.Tokenizer
+    tokenizer: Tokenizer
     drafter: Callable[[], Drafter]
     prompts: tuple[str, ...]
     dtype: str
@@ -167,7 +167,7 @@ def open_subject(name: str, setting: Setting, say: Callable[[str], None]) -> Sub
         length=False,
     )
     made = make_subject(name, cells, say)
-    tokenizer = hf.load_tokenizer(model_directory(TINY_REASONER, say))
+    tokenizer = load_tokenizer(model_directory(TINY_REASONER, say))
     rows = task.problems(_PROBLEMS, 1, "heldout")
     return Subject(
         name=name,

@@ -16,7 +16,7 @@ from longtail.bench.common.report import Spread, ratios
 from longtail.bench.serve.measure import ON, Clients, Subject, Turn, calls
 from longtail.bench.serve.options import Setting
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
 
 _START_S = 120.0
 _CALLS = 4
@@ -44,7 +44,7 @@ def measure_peer(
         return Rival(ratio=None, reason="--peer-python none")
     with tempfile.TemporaryDirectory(prefix="longtail-peer-") as place:
         path = Path(place) / subject.name
-        hf.save_model(subject.model, path, eos_ids=subject.tokenizer.eos_ids)
+        save_model(subject.model, path, eos_ids=subject.tokenizer.eos_ids)
         subject.tokenizer.save(path)
         try:
             with _peer(setting.peer_python, path, subject.dtype) as port:

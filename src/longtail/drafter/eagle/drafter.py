@@ -26,7 +26,7 @@ from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.ops import NATIVE_HEAD_DIMS
 from longtail.model.transformer import Transformer
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.depth import select_gauge
+from longtail.speculation.depth import select_depth_policy
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
 from longtail.speculation.grow import Scoring, deepest, grow
 from longtail.speculation.strategy import Strategy
@@ -58,7 +58,7 @@ class EagleDrafter(Drafter):
         self._window = config.window if window is None else window
         self.windows = Windows(config, self._window, target.dtype, target.device)
         self._curve = ConfidenceCurve()
-        self._gauge = select_gauge(target.device)
+        self._depth_policy = select_depth_policy(target.device)
         self._forward_s = 0.0
         self._layer = self._packed(layer)
         self._head = target.head
@@ -190,7 +190,7 @@ class EagleDrafter(Drafter):
         if self._has_kernel is None:
             self._kernel = self._chain_kernel()
             self._has_kernel = self._kernel is not None
-        is_chain = strategy.num_followed == 1 and strategy.width <= 2
+        is_chain = strategy.num_expanded == 1 and strategy.width <= 2
         draft = self._chains if self._has_kernel and is_chain else self.grow
         for i, tree in zip(ready, draft(chosen, strategy, noise), strict=True):
             trees[i] = tree
@@ -217,7 +217,7 @@ class EagleDrafter(Drafter):
             draft_ids=self._draft_ids,
         )
         walker = EagleWalker(self._passes, self.windows, requests, deepest(requests, strategy))
-        trees = grow(walker, scoring, strategy, self._curve, self._gauge)
+        trees = grow(walker, scoring, strategy, self._curve, self._depth_policy)
         self._forward_s += walker.seconds
         return trees
 

@@ -35,10 +35,10 @@ class WallClock(StepClock):
 
 
 @final
-class PlayedClock(StepClock):
+class ReplayClock(StepClock):
     """Says again what was read before, so that a tuner decides again what it decided.
 
-    Example: PlayedClock([[0.0001, 0.0004, 0.003], [0.002]]): a step that drafted, a plain one
+    Example: ReplayClock([[0.0001, 0.0004, 0.003], [0.002]]): a step that drafted, a plain one
     """
 
     def __init__(self, steps: Iterable[Sequence[float]]) -> None:

@@ -14,16 +14,16 @@ from longtail.engine.request import ActiveRequest
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.tree import DraftTree
 from longtail.speculation.verify import Accepted, follow
-from longtail.tuner.records import Asked, Batch, Outcome, Plan
+from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
 
 
 @dataclass(slots=True)
-class Lesson:
+class StepFeedback:
     """A step as it was planned, what was proposed for it, and what came of it."""
 
     batch: Batch
     plan: Plan
-    asked: list[Asked] = field(default_factory=list)
+    timings: list[DraftTiming] = field(default_factory=list)
     proposals: list[list[DraftTree]] = field(default_factory=list)
     """Of each drafter that was asked, of each request that it was asked for."""
     requests: list[ActiveRequest] = field(default_factory=list)
@@ -31,17 +31,17 @@ class Lesson:
     """Those that were verified."""
     accepted: Mapping[str, Accepted] = field(default_factory=dict)
     verify_s: float = 0.0
-    """Seconds of the step, less those of `asked` and those in which the last lesson was learned."""
+    """Seconds of the step without `timings` and without applying the previous feedback."""
 
     def teach(self, drafters: Sequence[Drafter]) -> None:
         """Tell drafters how their proposals fared, the nodes that were not verified included."""
-        for asked, trees in zip(self.asked, self.proposals, strict=True):
+        for timing, trees in zip(self.timings, self.proposals, strict=True):
             kept = [
                 (tree, active)
                 for tree, active in zip(trees, self.requests, strict=True)
                 if tree.size
             ]
-            drafters[asked.drafter].learn(
+            drafters[timing.drafter].learn(
                 [tree for tree, _ in kept],
                 [follow(tree, self.accepted[active.request_id].tokens) for tree, active in kept],
             )
@@ -51,7 +51,7 @@ class Lesson:
         return Outcome(
             batch=self.batch,
             plan=self.plan,
-            asked=tuple(self.asked),
+            timings=tuple(self.timings),
             num_drafts=len(self.drafts),
             num_nodes=sum(draft.size for draft in self.drafts),
             num_accepted=sum(len(each.path) for each in self.accepted.values()),

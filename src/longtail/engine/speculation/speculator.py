@@ -1,9 +1,9 @@
 """The engine's side of speculation: what a step would be, whom to draft for, and who is told.
 
-    scheduled --Batch--> guard, tuner.plan --Plan--> drafters propose --> tuner.spend
+    scheduled --Batch--> guard, tuner.plan --Plan--> drafters propose --> tuner.select_nodes
         --> scheduled, with drafts  --(one target pass, `accept`)-->  Verified
         --> drafters observe before they are next asked
-        --Lesson, while the next pass runs-->  drafters learn; Outcome --> costs, tuner, guard
+        --StepFeedback, while the next pass runs-->  drafters learn; Outcome --> costs, tuner, guard
 
 A draft takes only what is left over: flat tokens of the step, KV that nobody owns. It preempts
 nobody. Switching between drafting and decoding plainly touches no KV and computes nothing again.
@@ -23,7 +23,7 @@ from longtail.engine.report import Switch, Verified
 from longtail.engine.request import ActiveRequest
 from longtail.engine.speculation.clock import StepClock, WallClock
 from longtail.engine.speculation.features import FeatureStore
-from longtail.engine.speculation.feedback import Lesson
+from longtail.engine.speculation.feedback import StepFeedback
 from longtail.engine.speculation.queue import Computed, ObservationQueue
 from longtail.engine.step.noise import NoiseSource
 from longtail.model.transformer import Transformer
@@ -34,7 +34,7 @@ from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree, cut_depth, de
 from longtail.speculation.verify import Accepted
 from longtail.tuner.cost import CostModel
 from longtail.tuner.guard import Guard
-from longtail.tuner.records import Asked, Batch, Plan
+from longtail.tuner.records import Batch, DraftTiming, Plan
 from longtail.tuner.tuner import PLAIN, FixedTuner, Tuner
 
 
@@ -100,9 +100,9 @@ class Speculator:
             assert costs is not None, "the guard judges by what was measured"
             self._guard = Guard(costs)
         self._leaving: list[str] = []
-        self._step: Lesson | None = None
+        self._step: StepFeedback | None = None
         """None: a step that repeats a plain one."""
-        self._lesson: Lesson | None = None
+        self._lesson: StepFeedback | None = None
         """Of the last step, as long as it was not learned."""
         self._repeats = self._num_repeated = 0
         self._drafts = True
@@ -186,7 +186,7 @@ class Speculator:
             return list(scheduled)
         step = self._step = self._planned(scheduled, spare_tokens)
         plan = step.plan
-        self._repeats, self._num_repeated = plan.holds, len(scheduled)
+        self._repeats, self._num_repeated = plan.repeat_steps, len(scheduled)
         if plan.strategy is None:
             return list(scheduled)
         asking = [each for each in scheduled if each.draws and self._max_depth(each) > 0]
@@ -195,8 +195,8 @@ class Speculator:
             return list(scheduled)
         self._tell()
         step.requests = [each.active for each in asking]
-        noise.reach([each.active for each in scheduled if each.draws], plan.strategy.depth)
-        ahead = noise.ahead(step.requests, plan.strategy.depth)
+        noise.prepare([each.active for each in scheduled if each.draws], plan.strategy.depth)
+        ahead = noise.for_drafts(step.requests, plan.strategy.depth)
         wanted = [self._draftable(each) for each in asking]
         self._read()
         for place in plan.drafters:
@@ -207,7 +207,7 @@ class Speculator:
                 cut_depth(tree, each.max_depth) for tree, each in zip(trees, wanted, strict=True)
             ]
             step.proposals.append(trees)
-            step.asked.append(self._asked(place, trees, since=self._readings[-1]))
+            step.timings.append(self._asked(place, trees, since=self._readings[-1]))
         drafts = self._spent(step, try_grow)
         return [
             Scheduled(
@@ -240,7 +240,7 @@ class Speculator:
         stopped = "" if self._guard is None else self._guard.learn(outcome)
         if stopped:
             self._drafts, self._switch = False, Switch(drafts=False, reason=stopped)
-        if lesson.asked:  # what was learned may be another plan than the one that holds
+        if lesson.timings:  # what was learned may be another plan than the one that holds
             self._repeats = 0
         self._tuner_s += time.perf_counter() - began
         self._learning_s = 0.0 if hidden else self._read() - before
@@ -268,7 +268,7 @@ class Speculator:
                 _verified(each, accepted[each.active.request_id].path) for each in drafted
             )
             step.drafts, step.accepted = [each.draft for each in drafted], accepted
-            drafts_s = sum(asked.seconds for asked in step.asked)
+            drafts_s = sum(timing.seconds for timing in step.timings)
             step.verify_s = self._read() - drafts_s - self._learning_s
             self._lesson = step
         else:
@@ -286,7 +286,7 @@ class Speculator:
         self._readings.append(self.speculation.clock.read())
         return self._readings[-1]
 
-    def _planned(self, scheduled: Sequence[Scheduled], spare: int) -> Lesson:
+    def _planned(self, scheduled: Sequence[Scheduled], spare: int) -> StepFeedback:
         """Ask guard and tuner what to do."""
         began = time.perf_counter()
         asking = drawing = tokens = pairs = 0
@@ -298,20 +298,24 @@ class Speculator:
                 drawing += 1
                 asking += count == 1
         batch = Batch(
-            num_asking=asking, num_sampled=drawing, num_tokens=tokens, num_pairs=pairs, room=spare
+            num_draftable=asking,
+            num_sampled=drawing,
+            num_tokens=tokens,
+            num_pairs=pairs,
+            room=spare,
         )
         allowed = self._guard is None or self._guard.allows
         plan = self.speculation.tuner.plan(batch) if allowed and asking and spare > 0 else PLAIN
         self._notice(plan)
         self._tuner_s += time.perf_counter() - began
-        return Lesson(batch=batch, plan=plan)
+        return StepFeedback(batch=batch, plan=plan)
 
     def _spent(
-        self, step: Lesson, try_grow: Callable[[str, int], bool]
+        self, step: StepFeedback, try_grow: Callable[[str, int], bool]
     ) -> dict[ActiveRequest, DraftTree]:
         """Have the tuner choose what is verified, as far as there is room in the KV."""
         began = time.perf_counter()
-        trees = self.speculation.tuner.spend(step.batch, step.plan, step.proposals)
+        trees = self.speculation.tuner.select_nodes(step.batch, step.plan, step.proposals)
         self._tuner_s += time.perf_counter() - began
         assert sum(tree.size for tree in trees) <= step.batch.room, "drafts beyond the step's room"
         return {
@@ -320,9 +324,9 @@ class Speculator:
             if tree.size and try_grow(active.request_id, len(active.tokens) + tree.size)
         }
 
-    def _asked(self, place: int, trees: Sequence[DraftTree], *, since: float) -> Asked:
+    def _asked(self, place: int, trees: Sequence[DraftTree], *, since: float) -> DraftTiming:
         deep = [_depth(tree) for tree in trees]
-        return Asked(
+        return DraftTiming(
             drafter=place,
             num_requests=len(trees),
             levels=max(deep),

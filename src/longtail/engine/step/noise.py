@@ -28,16 +28,16 @@ class NoiseSource(abc.ABC):
         """Spent making noise so far."""
 
     @abc.abstractmethod
-    def reach(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
+    def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
         """Make the next `ahead` + 1 places of each request ready, as far as that is worth it."""
 
     @abc.abstractmethod
-    def ahead(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
+    def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
         """Noise for drafts of at most `depth`, good until the requests get their next tokens."""
 
 
 @final
-class NoiseAhead(NoiseSource):
+class NoiseTable(NoiseSource):
     """A table of noise: for each request in progress, its next places."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, max_entries: int = 2**19) -> None:
@@ -61,7 +61,7 @@ class NoiseAhead(NoiseSource):
 
         Example: rows([a, b], [[0], [0, 1, 1]]) is one row of a's and three of b's
         """
-        self.reach(requests, max(max(ahead) for ahead in aheads))
+        self.prepare(requests, max(max(ahead) for ahead in aheads))
         rows: list[int] = []
         offsets: list[int] = []
         for active, ahead in zip(requests, aheads, strict=True):
@@ -70,9 +70,9 @@ class NoiseAhead(NoiseSource):
             offsets += [offset + place for place in ahead]
         return self._gather(rows, offsets)
 
-    def ahead(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
+    def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
         """Noise for drafts of at most `depth`, good until the requests get their next tokens."""
-        self.reach(requests, depth)
+        self.prepare(requests, depth)
         return _Ahead(
             table=self._table,
             rows=torch.tensor([self._rows[active] for active in requests], device=self._device),
@@ -81,7 +81,7 @@ class NoiseAhead(NoiseSource):
             ),
         )
 
-    def reach(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
+    def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
         """See that the table holds the next `ahead` + 1 places of each request."""
         last = self._table.shape[1] - 1 - ahead
         if not all(0 <= self._offset(active) <= last for active in requests):

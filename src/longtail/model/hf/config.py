@@ -15,6 +15,7 @@ import torch
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.rope import Rope, RopeConfig, RopeScaling
 from longtail.model.transformer import Family, ModelConfig
+from longtail.system.machine import MAX_INT32
 
 _ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -22,8 +23,6 @@ _ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-MOST = 2**31 - 1
-"""No size is larger: token ids and positions are 32-bit integers in kernels."""
 _MOST_LAYERS = 10_000
 _MOST_HEADS = 65_536
 """Most heads, and most dimensions of a head; both are compared with the weights, too."""
@@ -57,7 +56,7 @@ class Fields:
         return Fields(value or {}, self.where, f"{self._prefix}{key}.")
 
     def optional_integer(
-        self, key: str, default: int | None = None, most: int = MOST
+        self, key: str, default: int | None = None, most: int = MAX_INT32
     ) -> int | None:
         """Return a positive integer, or None for null."""
         value = self._raw.get(key, default)
@@ -68,7 +67,7 @@ class Fields:
         return value
 
     def integer(
-        self, key: str, default: int | None = None, least: int = 1, most: int = MOST
+        self, key: str, default: int | None = None, least: int = 1, most: int = MAX_INT32
     ) -> int:
         """Return an integer within bounds; without `default` it must be there."""
         value = self._required(key, default)
