@@ -21,7 +21,8 @@ from longtail.build.trainer import assemble, model_directory
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutResult
 from longtail.cluster.timeline import Timeline
-from longtail.config.rl import RunConfig, dump
+from longtail.config import files as configfile
+from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import EVALUATION, TRAINING
 from longtail.errors import GradingError, NonFiniteError
 from longtail.report.page import report_if_possible
@@ -60,7 +61,7 @@ def train(config: RunConfig) -> int:
     """Run `longtail train`: from the configuration to the card; 130 if interrupted."""
     console = Console()
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as run:
-        checkpoint = run.start(dump(config), resume=config.run.resume)
+        checkpoint = run.start(configfile.render(config), resume=config.run.resume)
         if card := finished_card(run.path, checkpoint, config.run.steps):
             console.say(f"{run.path}: its {card.steps} steps are done; raise run.steps to go on")
             console.card(card, run.path)

@@ -105,7 +105,9 @@ def _train(words: list[str]) -> int:
         from longtail.build import memory
 
         table = memory.report(loaded)
-        print(config.dump(loaded) + "\n" + "".join(f"# {row}\n" for row in table.splitlines()))
+        print(
+            configfile.render(loaded) + "\n" + "".join(f"# {row}\n" for row in table.splitlines())
+        )
         return 0
     from longtail import loop
 
@@ -118,7 +120,8 @@ def _sft(words: list[str]) -> int:
 
     own, overrides = _split(words)
     args = cli_parsers.sft_parser().parse_args(own)
-    loaded = sft_config.load(configfile.locate(args.run) if args.run else None, overrides)
+    path = configfile.locate(args.run) if args.run else None
+    loaded = configfile.resolve(sft_config.SftConfig, path, overrides)
     if args.dry_run:
         print(configfile.render(loaded))
         return 0
@@ -145,7 +148,7 @@ def _drafter_train(words: list[str]) -> int:
     own, overrides = _split(words)
     args = cli_parsers.drafter_train_parser().parse_args(own)
     path = configfile.locate(args.run) if args.run else None
-    loaded = drafter_config.load(path, overrides)
+    loaded = configfile.resolve(drafter_config.DrafterTrainConfig, path, overrides)
     if args.dry_run:
         print(configfile.render(loaded))
         return 0

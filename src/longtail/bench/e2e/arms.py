@@ -108,7 +108,7 @@ class Arm:
         own = config.load(configfile.locate("quickstart"), words)
         self.name, self.result, self._place = name, ArmResult(), place
         self._run = RunDirectory(place)
-        self._run.start(config.dump(own), resume=False)
+        self._run.start(configfile.render(own), resume=False)
         self._grader = GraderPool(
             own.reward.name, workers=own.reward.workers, timeout_s=own.reward.timeout_s
         )
