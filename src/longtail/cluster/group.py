@@ -36,6 +36,8 @@ from longtail.rl.learner_metrics import LearnerReport
 from longtail.types import Request, TrainBatch
 
 Training = Literal["spot", "serial", "never"]
+_SERIAL_SHARE = 0.1
+"""Seconds of serial training after a rollout, as a share of the rollout's seconds."""
 _DRAFTER, _BUFFER = "drafter/", "buffer/"
 
 
@@ -54,8 +56,6 @@ class WorkerGroupSettings:
     """Seconds without a step after which a worker is replaced."""
     is_sharded: bool = False
     """Whether each worker holds a shard of the policy, so that none can be replaced."""
-    serial_share: float = 0.1
-    """Seconds of serial training, as a share of the rollout's seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +121,7 @@ class WorkerGroup:
     ) -> RolloutResult:
         """Generate all completions; `trains`: the drafter may learn these texts."""
         spot = self._begin_spot(step) if trains else None
-        coordinator = RolloutCoordinator(
-            self._supervisor, self._publisher, spot, self._on_progress
-        )
+        coordinator = RolloutCoordinator(self._supervisor, self._publisher, spot, self._on_progress)
         result = coordinator.run(requests, self._expected(requests))
         for request, completion in zip(requests, result.completions, strict=True):
             self.lengths.record(_prompt_id(request), len(completion.tokens))
@@ -269,7 +267,7 @@ class WorkerGroup:
         """Train on one worker while all others wait."""
         self._supervisor.wait_ready()
         spot.send_texts(0)
-        limit_s = self._settings.serial_share * self._rollout_s
+        limit_s = _SERIAL_SHARE * self._rollout_s
         ended = self._supervisor.run(tasks.TRAIN_DRAFTER, {0: (published, limit_s)})[0]
         if not ended.is_lost:
             spot.on_trained(ended)

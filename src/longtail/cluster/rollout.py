@@ -24,7 +24,7 @@ from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.worker import Stopped, Worker
 from longtail.drafter.training.spot import SpotReport
-from longtail.engine.report import RolloutReport, together
+from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, Request
@@ -55,7 +55,7 @@ class RolloutResult:
     @property
     def report(self) -> RolloutReport:
         """Sum of the reports of all shards."""
-        return together([shard.value().report for shard in self.shards], self.seconds)
+        return merge_reports([shard.value().report for shard in self.shards], self.seconds)
 
     def logged(self, step: int, kind: str) -> list[LoggedRollout]:
         """Return the speculation decisions of each shard, in the order of `shards`."""

@@ -116,9 +116,7 @@ class WorkerSupervisor:
 
     # ---- tasks
 
-    def start(
-        self, worker: int, task: Task[P, object], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
+    def start(self, worker: int, task: Task[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Start a task on an idle worker."""
         self._states.move(worker, task.state)
         process = self._processes[worker]
@@ -272,9 +270,7 @@ class WorkerSupervisor:
             process, progress = self._processes[worker], found.get(worker)
             if now - process.stop_s > STOP_S:
                 self.give_up(worker, f"worker {worker} did not stop within {STOP_S:.0f} s")
-            elif progress is not None and (
-                progress.beats != process.beats or progress.is_waiting
-            ):
+            elif progress is not None and (progress.beats != process.beats or progress.is_waiting):
                 process.beats, process.seen_s = progress.beats, now
             elif now - process.seen_s > process.max_silence_s:
                 silence = f"{process.max_silence_s:.0f} s"

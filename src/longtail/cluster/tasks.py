@@ -1,8 +1,8 @@
 """The tasks of workers. A task is a method of `Worker` that runs alone; its state is the worker's.
 
-    GENERATE         GENERATING   a shard of a rollout
-    TRAIN_DRAFTER    SPOT         the drafter, until it is stopped
-    all others       LEARNING     what all workers do between two rollouts
+GENERATE         GENERATING   a shard of a rollout
+TRAIN_DRAFTER    SPOT         the drafter, until it is stopped
+all others       LEARNING     what all workers do between two rollouts
 """
 
 from collections.abc import Callable
