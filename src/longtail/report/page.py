@@ -1,7 +1,7 @@
 """`longtail report`: a run on one page, the picture of a rollout, and why it drafted when it did.
 
 The page is one file: its picture and its style are inside, so that it can be sent around. It is
-made of what the run wrote (card.json, metrics.jsonl, speculation.jsonl, cost.json), at any time,
+made of what the run wrote (summary.json, metrics.jsonl, speculation.jsonl, cost.json), at any time,
 also while the run goes on; what is not there yet is left out, and said. Only speculation.jsonl
 must be there.
 """
@@ -19,7 +19,7 @@ from longtail.engine.rollout_log import LoggedRollout, read_rollout
 from longtail.errors import CheckpointError, ConfigError, LongtailError
 from longtail.report.rollout_plot import draw, plain_share
 from longtail.run.metrics import Number
-from longtail.run.summary import read_card, read_metrics
+from longtail.run.summary import read_metrics, read_summary
 from longtail.tuner import cost_file
 
 _LAST = 50
@@ -123,7 +123,7 @@ def render(directory: Path, logged: LoggedRollout, picture: str) -> str:
 def _card(directory: Path) -> str:
     """Show the card's lines; the report's own is left out."""
     try:
-        lines = read_card(directory / "card.json").lines(directory)
+        lines = read_summary(directory / "summary.json").lines(directory)
     except (OSError, ValueError):
         return "<p>The run has no card: it is written when all steps are done.</p>"
     return _table((), [line for line in lines if line[0] != "report"], heads=True)

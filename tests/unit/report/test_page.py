@@ -11,7 +11,7 @@ from longtail.errors import ConfigError
 from longtail.report import page as run_report
 from longtail.report.page import report_if_possible, write_report
 from longtail.run.metrics import JsonLines
-from longtail.run.summary import make_card, read_metrics
+from longtail.run.summary import read_metrics, summarize_run
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.cost_file import save_costs
 
@@ -45,8 +45,8 @@ def _run(directory: Path, *, finished: bool = True, series: RolloutSeries | None
     metrics.close()
     if finished:
         rows = read_metrics(directory / "metrics.jsonl")
-        card = make_card(rows, steps=2, reward_after=0.5, seconds=9.0, warm_start_s=0.0)
-        card.write(directory / "card.json")
+        summary = summarize_run(rows, steps=2, reward_after=0.5, seconds=9.0, warm_start_s=0.0)
+        summary.write(directory / "summary.json")
         costs = CostModel(TimeCurve((1, 64), (0.001, 0.01)), pair_s=1e-6, node_pair_s=1e-7)
         costs.drafts = [DraftCost(start_s=1e-3, request_s=0.0, level_s=1e-3, row_s=1e-4)]
         save_costs(directory / "cost.json", costs)
@@ -158,7 +158,7 @@ def test_a_run_that_goes_on_has_a_page_that_says_what_is_missing(tmp_path: Path)
     run = _run(tmp_path / "run", finished=False)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n7\n{"step": 2, "rewa')
     said = " ".join(_Page(write_report(run, say=lambda _: None).read_text()).texts)
-    assert "The run has no card" in said
+    assert "The run has no summary" in said
     assert "It was not measured" in said
     assert "mean reward: 0.500 in step 1" in said
     (run / "cost.json").write_text("rubbish")
@@ -185,5 +185,5 @@ def test_a_report_that_fails_never_fails_its_run(
     assert said[0].startswith("no report: ")
     assert (run / "rollout.png").exists()
     monkeypatch.setattr(run_report, "find_spec", lambda _: None)
-    report_if_possible(run, said.append)  # the card says how to get it
+    report_if_possible(run, said.append)  # the summary says how to get it
     assert len(said) == 1
