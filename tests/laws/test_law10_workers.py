@@ -3,9 +3,8 @@
 In simulated time (tests/support/scripted_pool.py): a shift that waits for ever fails.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,14 +14,7 @@ from longtail.cluster.supervisor import READY_S
 from longtail.errors import ClusterError
 from longtail.types import Request
 from support.fake_worker import Death, Fault, Teaching, text
-from support.fakes import unchecked_shapes
 from support.scripted_pool import ScriptedPool, batch, begun, requests
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from longtail import api
 from longtail.build.drafters import Target
 from longtail.cli import generate
 from longtail.cli import main as cli
@@ -159,17 +160,17 @@ def test_generate_writes_the_same_text_streamed_and_at_once(
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_generate_has_the_model_compute_batch_invariantly_if_asked(
+def test_generate_computes_batch_invariantly_if_asked(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, invariant: bool
 ) -> None:
     opened: list[Target] = []
-    open_engine = generate.open_engine
+    open_engine = api.open_engine
 
-    def noted(target: Target, *rest: Any) -> RolloutEngine:
+    def recorded(target: Target, *rest: Any) -> RolloutEngine:
         opened.append(target)
         return open_engine(target, *rest)
 
-    monkeypatch.setattr(generate, "open_engine", noted)
+    monkeypatch.setattr(api, "open_engine", recorded)
     words = ["generate", str(model_path), "--prompt=1", "--max-tokens=1", "--threads=1"]
     assert cli.main([*words, *(["--batch-invariant"] * invariant)]) == 0
     assert opened[0].model.batch_invariant is invariant
@@ -248,7 +249,7 @@ def test_generate_refuses_a_prompt_by_its_length_before_it_is_tokenized(
     monkeypatch.setattr(Tokenizer, "encode", never)
     monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 20_000_000))
     assert cli.main(["generate", str(tmp_path)]) == 2
-    assert "--prompt has at least 4000000 tokens" in capsys.readouterr().err
+    assert "the prompt has at least 4000000 tokens" in capsys.readouterr().err
 
 
 def test_generate_colours_what_drafts_foretold_and_changes_no_text(
