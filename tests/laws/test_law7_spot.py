@@ -57,7 +57,7 @@ def test_an_update_stopped_anywhere_has_not_begun(matrix_rate) -> None:
     for call in range(len(batch) + 1):
         before = stopped.num_passes
         assert stopped.spot._trainer.try_step(batch, stop_at(call)) is None
-        passes = sum(bool(Pairs.of(packed).learned.any()) for packed in batch[:call])
+        passes = sum(bool(Pairs.of(packed).trained.any()) for packed in batch[:call])
         assert stopped.num_passes - before == passes
         assert same(stopped.tensors(), whole.tensors())
         assert stopped.spot._trainer.steps == 1

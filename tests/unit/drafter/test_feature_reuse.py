@@ -159,7 +159,7 @@ def test_a_reading_is_the_same_row_by_row_whoever_computed_it(recipe: Recipe) ->
     texts.insert(2, Example(tokens=counting(3, 20).tokens, prompt_len=3))
     (packed,) = pack_texts(texts, 1000)
     pairs = Pairs.of(packed)
-    learned = pairs.learned
+    learned = pairs.trained
     kept = TargetReader(place.target, spot._trainer.layer, place.store.find).read(packed, pairs)
     anew = TargetReader(place.target, spot._trainer.layer, None).read(packed, pairs)
     torch.testing.assert_close(kept.features, anew.features, rtol=0.0, atol=1e-12)
