@@ -389,7 +389,7 @@ def report_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail report`."""
     parser = _parser(
         "report",
-        "Write rollout.png and report.html into a run directory: summary, rollout, decisions, costs.",
+        "Write report.html and rollout.png about a run: summary, rollout, decisions, costs.",
     )
     parser.add_argument("run", metavar="RUN_DIR", help="run directory of longtail train")
     parser.add_argument(
