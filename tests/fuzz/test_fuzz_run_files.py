@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.cluster.timeline import Timeline, TraceFile, read_trace
-from longtail.config.rl import RunConfig, dump
+from longtail.config import files as configfile
+from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import read_rollout
 from longtail.errors import ConfigError
 from longtail.report.page import render
@@ -126,8 +127,8 @@ def test_a_seal_of_any_bytes_is_opened_or_refused(text: bytes) -> None:
 def test_a_run_with_any_configuration_is_gone_on_with_or_refused(text: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with RunDirectory(Path(folder)) as run:
-            run.start(dump(RunConfig()), resume=True)
+            run.start(configfile.render(RunConfig()), resume=True)
             run.save(1, lambda path: None, {}, {"cursor": 1})
         Path(folder, "config.toml").write_bytes(text)
         with RunDirectory(Path(folder)) as run, contextlib.suppress(ConfigError):
-            run.start(dump(RunConfig()), resume=True)
+            run.start(configfile.render(RunConfig()), resume=True)

@@ -33,7 +33,6 @@ from longtail.tuner.records import Batch, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, merge_proposals
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
-from support.fakes import unchecked_shapes
 from support.tiny_models import tiny_model
 
 ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
@@ -44,7 +43,7 @@ FORESEEING = "foreseeing"
 
 @pytest.fixture(scope="module", autouse=True)
 def _many_steps() -> Iterator[None]:
-    with unchecked_shapes(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "measure_costs", made_up_costs)
         yield
 

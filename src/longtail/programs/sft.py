@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from longtail.build.trainer import TINY_REASONER
-from longtail.config.rl import dump
+from longtail.config import files as configfile
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_model, save_model
@@ -54,7 +54,7 @@ def run(config: SftConfig) -> int:
     console = Console()
     set_threads(config.run.threads)
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as directory:
-        checkpoint = directory.start(dump(config), resume=config.run.resume)
+        checkpoint = directory.start(configfile.render(config), resume=config.run.resume)
         if checkpoint is not None and checkpoint.step >= config.train.steps:
             console.say(f"{checkpoint.policy}: its steps are done; raise train.steps to go on")
             return 0
