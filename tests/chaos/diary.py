@@ -27,7 +27,6 @@ _TASKS = {
     "generate": "generating",
     "spot": "spot training",
     "learn": "learning",
-    "gather": "learning",
     "join": "meeting the team",
     "publish": "publishing weights",
     "adopt": "adopting a drafter",

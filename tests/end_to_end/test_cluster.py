@@ -88,13 +88,12 @@ def test_two_workers_write_and_learn_what_one_does(workshop, tmp_path):
     assert workers == {0, 1}
 
 
-@pytest.mark.parametrize("how", ["learner.moment_copies=1", "learner.sharding=full"])
-def test_shares_of_two_workers_make_a_checkpoint_that_one_goes_on_from(workshop, tmp_path, how):
-    log, shared = tmp_path / "log", (f"--{how}", *WORDS)
-    process = processes.start(workshop.words(how, "--run.steps=2", *shared, *TWO), log)
+def test_one_worker_resumes_from_the_checkpoint_of_two_sharded_workers(workshop, tmp_path):
+    log, words = tmp_path / "log", ("--learner.sharding=full", *WORDS)
+    process = processes.start(workshop.words("shards", "--run.steps=2", *words, *TWO), log)
     assert processes.finish(process) == 0, log.read_text()
-    assert workshop.train(how, "--run.steps=3", *shared).code == 0
-    assert texts(workshop, how) == texts(workshop, "one")
+    assert workshop.train("shards", "--run.steps=3", *words).code == 0
+    assert texts(workshop, "shards") == texts(workshop, "one")
 
 
 def test_a_worker_and_then_the_driver_are_killed_and_nothing_is_lost(workshop, tmp_path):

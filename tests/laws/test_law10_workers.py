@@ -3,9 +3,8 @@
 In simulated time (tests/support/scripted_pool.py): a shift that waits for ever fails.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,14 +14,7 @@ from longtail.cluster.supervisor import READY_S
 from longtail.errors import ClusterError
 from longtail.types import Request
 from support.fake_worker import Death, Fault, Teaching, text
-from support.fakes import unchecked_shapes
 from support.scripted_pool import ScriptedPool, batch, begun, requests
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]:
@@ -30,9 +22,7 @@ def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]
     one = st.builds(
         Fault,
         worker=st.integers(first, last),
-        task=st.sampled_from(
-            ("generate", "spot", "learn", "gather", "join", "publish", "restore", "ready")
-        ),
+        task=st.sampled_from(("generate", "spot", "learn", "join", "publish", "restore", "ready")),
         nth=st.integers(0, 2),
         after_s=st.sampled_from((0.0, 0.3, 1.0, 2.2, 2.7, 6.0)),
         kind=st.sampled_from(("lost", *kinds)),
@@ -79,20 +69,16 @@ def test_any_number_of_workers_writes_and_learns_the_same(lengths, siblings, wor
 @given(
     lengths=lengths,
     workers=st.integers(2, 4),
-    shares_updates=st.booleans(),
     blows=faults(1, 3, "hangs", "frozen"),
     idle_deaths=st.lists(st.integers(0, 3), max_size=8),
     late=st.dictionaries(
         st.tuples(st.integers(0, 3), st.sampled_from(MESSAGES)), st.integers(1, 2), max_size=2
     ),
 )
-@example([20] * 4, 2, False, [Fault(worker=1, task="learn", after_s=2.2)], [], {})
-@example([20] * 4, 3, True, [Fault(worker=1, task="learn", kind="frozen")], [], {})
-@example([20] * 4, 2, False, [], [1, 0, 1, 1, 1, 1], {})
-@example([20] * 4, 2, True, [], [1, 0, 1, 1, 1, 1], {})
-def test_whoever_is_lost_costs_time_and_nothing_else(
-    lengths, workers, shares_updates, blows, idle_deaths, late
-):
+@example([20] * 4, 2, [Fault(worker=1, task="learn", after_s=2.2)], [], {})
+@example([20] * 4, 3, [Fault(worker=1, task="learn", kind="frozen")], [], {})
+@example([20] * 4, 2, [], [1, 0, 1, 1, 1, 1], {})
+def test_whoever_is_lost_costs_time_and_nothing_else(lengths, workers, blows, idle_deaths, late):
     pool = ScriptedPool(workers, faults=blows, late=late)
     dying = iter(idle_deaths)
 
@@ -100,7 +86,7 @@ def test_whoever_is_lost_costs_time_and_nothing_else(
         if (worker := next(dying, 0)) and worker < workers:
             pool.kill(worker)
 
-    two_steps(begun(pool, shares_updates=shares_updates), requests(*lengths), between)
+    two_steps(begun(pool), requests(*lengths), between)
     pool_waits_for_nobody(pool)
     assert [each.policy for each in pool.workers] == [(1, 2)] * workers
     assert len({each.engine for each in pool.workers}) == 1

@@ -33,7 +33,6 @@ from longtail.tuner.records import Batch, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, merge_proposals
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
-from support.fakes import unchecked_shapes
 from support.tiny_models import tiny_model
 
 ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
@@ -44,7 +43,7 @@ FORESEEING = "foreseeing"
 
 @pytest.fixture(scope="module", autouse=True)
 def _many_steps() -> Iterator[None]:
-    with unchecked_shapes(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "measure_costs", made_up_costs)
         yield
 
@@ -124,7 +123,7 @@ class ErraticTuner(Tuner):
             depth=rng.randint(1, 8), width=width, size=rng.randint(8, 20), beam=rng.choice((0, 1))
         )
         drafters = rng.sample(range(self._num_drafters), rng.randint(1, self._num_drafters))
-        few = rng.choice((0, 0, 1, 3))
+        few = rng.choice((None, None, 1, 3))
         return Plan(strategy=strategy, drafters=tuple(sorted(drafters)), num_requests=few)
 
     def select_nodes(self, batch, plan, proposals):

@@ -28,7 +28,6 @@ HANG_S = 60.0
 TOKEN_S, BEAT_S = 0.1, 0.1
 LEARN_S, REPORT_S, READY_S = 2.0, 0.5, 3.0
 """Until the sum of gradients; from there to the end; for a process to begin."""
-GATHER_S = 0.1
 QUALITY = 2.0
 """Of the drafter that workers begin with."""
 Task = Generator[float, None, Any]
@@ -223,12 +222,6 @@ class FakeWorker:
         self.policy = max((member.policy for member in here), key=len)
         return len(self.policy)
 
-    def gather(self) -> Task:
-        yield GATHER_S
-        if self.team is None or any(m.is_dead for m in self._crew.meetings[self.team]):
-            self.team = None
-            raise TeamError("a member is gone")
-
     def learn(self, batches: Sequence[TrainBatch]) -> Task:
         if self._crew.size > 1:
             try:
@@ -307,11 +300,9 @@ class FakeWorker:
             learner=LearnerState(tensors={}, numbers={"version": len(self.policy)}),
         )
 
-    def learner_state(self, known: Sequence[str]) -> LearnerState:
-        own = {f"kept/{self.number}": torch.zeros(1), "kept/by-all": torch.zeros(1)}
+    def learner_state(self) -> LearnerState:
         return LearnerState(
-            tensors={name: tensor for name, tensor in own.items() if name not in known}
-            | {"rows": torch.tensor([self.number])},
+            tensors={"step": torch.tensor(self.number), "rows": torch.tensor([self.number])},
             numbers=self.policy_state().learner.numbers,
         )
 

@@ -64,7 +64,6 @@ def begun(
     pool: "ScriptedPool",
     training: Training = "spot",
     *,
-    shares_updates: bool = True,
     is_sharded: bool = False,
     **more: Any,
 ) -> WorkerGroup:
@@ -74,7 +73,6 @@ def begun(
         training=training,
         buffer_bytes=10**6,
         hang_s=HANG_S,
-        shares_updates=shares_updates and pool.size > 1,
         is_sharded=is_sharded,
     )
     group = WorkerGroup(

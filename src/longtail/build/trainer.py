@@ -141,7 +141,6 @@ def _worker_group(
         training=config.spot.train,
         buffer_bytes=config.spot.buffer_mb * 2**20,
         hang_s=own.hang_s,
-        shares_updates=config.is_sharded or 0 < config.learner.moment_copies < own.workers,
         is_sharded=config.is_sharded,
     )
     if own.workers == 1 and not own.address:

@@ -197,6 +197,5 @@ def _learner_settings(config: RunConfig) -> LearnerSettings:
         tis_cap=own.tis_cap,
         recompute=own.gradient_checkpointing,
         autocast=own.autocast,
-        moment_copies=own.moment_copies,
         sharding=own.sharding,
     )

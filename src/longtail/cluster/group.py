@@ -47,7 +47,7 @@ class WorkerGroupSettings:
     """How workers work together.
 
     Example: WorkerGroupSettings(seed=0, training="spot", buffer_bytes=64 * 2**20, hang_s=120.0,
-                           shares_updates=False)
+                                 is_sharded=False)
     """
 
     seed: int
@@ -56,8 +56,6 @@ class WorkerGroupSettings:
     buffer_bytes: int
     hang_s: float
     """A worker that makes no step for so long is replaced."""
-    shares_updates: bool
-    """Learners update a share of the policy each, and gather the rest; else everybody all of it."""
     is_sharded: bool = False
     """A worker holds its shard of the policy alone: none can be replaced."""
 
@@ -165,7 +163,7 @@ class WorkerGroup:
                 self.supervisor.is_team_stale = True
             if done:
                 report: LearnerReport = found[done[0]].result  # the same of all
-                self._complete(report.version)
+                self._meet(report.version)
                 return report
         raise ClusterError(
             f"a learner step failed {_ATTEMPTS} times; start again: the run resumes from its "
@@ -200,14 +198,17 @@ class WorkerGroup:
         self._one(Worker.save_policy, path)
 
     def learner_state(self) -> LearnerState:
-        """Copy what the next step depends on beside the weights: what everybody keeps of it."""
+        """Copy what the next step depends on beside the weights; of shards, all rows."""
         for _ in range(_ATTEMPTS):
             self._meet()
             tensors: dict[str, Tensor] = {}
-            for worker in range(self._pool.size):
-                state: LearnerState = self._each((worker,), Worker.learner_state, list(tensors))[0]
-                for name, own in state.tensors.items():  # a shard: the rows behind those known
-                    tensors[name] = torch.cat((tensors[name], own)) if name in tensors else own
+            for worker in range(self._pool.size if self._settings.is_sharded else 1):
+                state: LearnerState = self._each((worker,), Worker.learner_state)[0]
+                for name, rows in state.tensors.items():
+                    if name not in tensors:
+                        tensors[name] = rows
+                    elif rows.dim() > 0:
+                        tensors[name] = torch.cat((tensors[name], rows))
             if self._pool.size == 1 or not self.supervisor.is_team_stale:
                 return LearnerState(tensors=tensors, numbers=state.numbers)
         raise ClusterError(f"the learner's state could not be copied in {_ATTEMPTS} attempts")
@@ -335,17 +336,6 @@ class WorkerGroup:
             self.supervisor.give_up(0, str(error))
             self.supervisor.wait_ready()
             return None
-
-    def _complete(self, version: int) -> None:
-        """Have everybody hold the policy that was learned: some lack a share of it, or all."""
-        if self._settings.shares_updates and not self.supervisor.is_team_stale:
-            everybody = dict.fromkeys(range(self._pool.size), ())
-            found = self.supervisor.run(State.LEARNING, Worker.gather, everybody)
-            _raise_own_errors(found)
-            self.supervisor.is_team_stale |= any(
-                ended.error is not None for ended in found.values()
-            )
-        self._meet(version)
 
     def _one(self, task: Callable[..., Any], *args: object) -> Any:
         """Have the first worker do something that all could."""

@@ -185,8 +185,6 @@ class LearnerSection(OptimizerSection):
     """Whether the backward pass recomputes activations: less memory, about a third more time."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the master weights; float64 is the reference."""
-    moment_copies: Amount = 0
-    """Workers that keep AdamW's moments of a parameter; 0: all. With 1, a lost one ends the run."""
     sharding: Literal["none", "full"] = "none"
     """`full`: each worker holds one shard of master weights, gradients, moments and reference
     (FSDP2), and all weights in main memory. A lost worker ends the run; the next start resumes
@@ -302,8 +300,3 @@ def _learner_problems(config: RunConfig) -> Iterator[str]:
         )
     if learner.autocast and learner.dtype == "float64":
         yield "learner.autocast = true: learner.dtype = 'float64' is the exact reference; drop one"
-    if learner.moment_copies and learner.sharding == "full":
-        yield (
-            f"learner.moment_copies = {learner.moment_copies}: learner.sharding = 'full' keeps "
-            "each moment once; drop one"
-        )

@@ -41,14 +41,6 @@ def test_the_learners_meet_once_and_then_make_step_after_step():
     assert len(pool.begins("join")) == 3
 
 
-@pytest.mark.parametrize("shares_updates", [False, True])
-def test_updates_are_gathered_where_each_has_made_a_share_of_them(shares_updates):
-    pool = ScriptedPool(3)
-    begun(pool, shares_updates=shares_updates).learn([batch(1)])
-    agree(pool, 1)
-    assert len(pool.begins("gather")) == (3 if shares_updates else 0)
-
-
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize("after_s", [0.0, BEFORE_THE_SUM, AFTER_IT])
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
@@ -226,7 +218,7 @@ def test_a_dead_first_worker_at_which_all_would_meet_is_replaced():
 # ---- everything else that all do
 
 
-@pytest.mark.parametrize("task", ["publish", "ready", "adopt", "join", "gather"])
+@pytest.mark.parametrize("task", ["publish", "ready", "adopt", "join"])
 @pytest.mark.parametrize("kind", ["lost", "hangs", "frozen"])
 def test_whoever_is_lost_in_between_does_it_when_it_is_back(task, kind):
     fault = Fault(worker=1, task=task, nth=int(task == "ready"), kind=kind)
@@ -345,7 +337,7 @@ def two_tasks(group: WorkerGroup) -> None:
     group.learn([batch(1)])
 
 
-@pytest.mark.parametrize("task", ["generate", "learn", "gather"])
+@pytest.mark.parametrize("task", ["generate", "learn"])
 def test_a_lost_worker_ends_a_sharded_run_with_a_remedy(task):
     pool = ScriptedPool(3, faults=[Fault(worker=1, task=task)])
     group = begun(pool, is_sharded=True)
@@ -366,17 +358,25 @@ def test_every_learner_is_put_where_the_checkpoint_was_taken(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["lost", "hangs"])
-def test_the_learners_state_is_what_all_keep_together_whoever_is_lost_meanwhile(kind):
-    pool = ScriptedPool(3, faults=[Fault(worker=1, task="learner_state", kind=kind)])
+def test_the_learner_state_is_copied_again_after_the_copying_worker_is_lost(kind):
+    pool = ScriptedPool(3, faults=[Fault(worker=0, task="learner_state", kind=kind)])
     group = begun(pool)
     group.learn([batch(1)])
     state = group.learner_state()
-    assert set(state.tensors) == {"kept/0", "kept/1", "kept/2", "kept/by-all", "rows"}
-    assert state.tensors["rows"].tolist() == [0, 1, 2]
     assert state.numbers == {"version": 1}
-    # Who is lost may have kept what was not asked for yet: all meet, and everybody is asked again.
+    assert state.tensors["rows"].tolist() == [0], "replicated: one worker has everything"
+    # The worker in its place first receives the policy from the others.
     assert len(pool.meetings) == 2
-    assert [worker for _, worker in pool.begins("learner_state")[-3:]] == [0, 1, 2]
+    assert [worker for _, worker in pool.begins("learner_state")] == [0, 0, 0]
+
+
+def test_the_learner_state_of_shards_is_their_rows_in_order():
+    group = begun(ScriptedPool(3), is_sharded=True)
+    group.learn([batch(1)])
+    state = group.learner_state()
+    assert state.tensors["rows"].tolist() == [0, 1, 2]
+    assert state.tensors["step"].item() == 0
+    assert state.numbers == {"version": 1}
 
 
 def test_a_drafter_of_another_shape_is_refused():

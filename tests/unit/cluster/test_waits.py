@@ -61,7 +61,7 @@ def a_run(group: WorkerGroup, place: Path) -> None:
     "task",
     [
         *("ready", "num_parameters", "drafter_weights", "publish", "restore_saved", "generate"),
-        *("adopt", "learn", "join", "gather", "save_policy", "learner_state"),
+        *("adopt", "learn", "join", "save_policy", "learner_state"),
     ],
 )
 @pytest.mark.parametrize("kind", ["lost", "frozen"])

@@ -184,7 +184,6 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         (["--learner.overlong_buffer=2048"], ["learner.overlong_buffer = 2048"]),
         (["--rollout.group_size=1"], ["rollout.group_size = 1", "learner.loss = 'grpo'"]),
         (["--learner.autocast=true", "--learner.dtype=float64"], ["learner.autocast"]),
-        (["--learner.moment_copies=1", "--learner.sharding=full"], ["learner.moment_copies = 1"]),
         (
             ["--data.source=reasoning_gym:leg_counting", "--data.heldout_size=2048"],
             ["data.heldout_size = 2048", "data.size"],
