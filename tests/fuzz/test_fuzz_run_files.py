@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.timeline import Timeline, TraceFile, read_trace
+from longtail.cluster.timeline import Timeline
+from longtail.cluster.trace import TraceFile, read_trace
 from longtail.config import files as configfile
 from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import read_rollout
