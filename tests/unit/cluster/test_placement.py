@@ -49,9 +49,7 @@ def test_every_worker_gets_its_even_share_to_within_one_request(
 
 
 @given(group_lists, worker_counts)
-def test_every_worker_begins_with_its_longest_group(
-    groups: list[PromptGroup], workers: int
-) -> None:
+def test_workers_begin_with_their_longest_group(groups: list[PromptGroup], workers: int) -> None:
     groups = [PromptGroup(size=each.size, expected=each.expected or 7.0) for each in groups]
     owner = group_of(groups)
     for each in place(groups, workers):

@@ -95,9 +95,7 @@ def test_learning_shows_a_beat_for_every_micro_batch(components, worker):
     assert worker.progress() == Progress(beats=len(batch.micro_batches) + 1)
 
 
-def test_the_engine_releases_its_memory_during_a_learner_step(
-    components, worker, asked, monkeypatch
-):
+def test_the_engine_releases_memory_during_a_learner_step(components, worker, asked, monkeypatch):
     calls: list[str] = []
     for of, name in (
         (type(components.engine), "sleep"),
