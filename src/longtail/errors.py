@@ -9,7 +9,7 @@
     +-- NonFiniteError          (ArithmeticError)  NaN or infinity in weights, loss or logits
     +-- CheckpointError         (OSError)          a checkpoint cannot be written or read
     +-- GradingError            (RuntimeError)     a grader failed; the completion has no reward
-    +-- TeamError               (ConnectionError)  a member of the learner's team is gone or late
+    +-- ProcessGroupError       (ConnectionError)  another learner process is gone or late
     +-- ClusterError            (RuntimeError)     workers cannot do what the step wants
     |   +-- LostWorkerError                        a worker's process is gone
     +-- CompletionError         (RuntimeError)     one completion failed; its service goes on
@@ -57,8 +57,8 @@ class GradingError(LongtailError, RuntimeError):
     """A grader raised, hung, or returned nonsense. Never turned into a reward of 0."""
 
 
-class TeamError(LongtailError, ConnectionError):
-    """A member of the learner's team is gone or late. The message names what was waited for."""
+class ProcessGroupError(LongtailError, ConnectionError):
+    """Another process of the learner's group is gone or late. The message names the operation."""
 
 
 class ClusterError(LongtailError, RuntimeError):

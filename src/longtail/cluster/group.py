@@ -29,7 +29,7 @@ from longtail.cluster.timeline import Mark, Timeline
 from longtail.cluster.worker import Worker
 from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.errors import CheckpointError, ClusterError, TeamError
+from longtail.errors import CheckpointError, ClusterError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.types import Request, TrainBatch
@@ -357,7 +357,7 @@ class WorkerGroup:
 def _raise_own_errors(found: Mapping[int, TaskResult]) -> None:
     """Raise what is no consequence of a member being lost."""
     for ended in found.values():
-        if not ended.is_lost and not isinstance(ended.error, TeamError):
+        if not ended.is_lost and not isinstance(ended.error, ProcessGroupError):
             ended.value()
 
 

@@ -31,7 +31,7 @@ from longtail.errors import ClusterError, NonFiniteError
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.rl.collectives import TorchTeam
+from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.system.device import compute_threads
@@ -230,8 +230,8 @@ class Worker:
         """Learn together with others from now on; return the version, the newest of them all."""
         is_gpu = self._machines.device.type == "cuda"
         backend: Literal["nccl", "gloo"] = "nccl" if is_gpu else "gloo"
-        team = TorchTeam(rank, size, address, backend=backend, timeout_s=timeout_s)
-        return self._machines.learner.join(team)
+        group = TorchProcessGroup(rank, size, address, backend=backend, timeout_s=timeout_s)
+        return self._machines.learner.join(group)
 
     def policy_state(self) -> PolicyState:
         """Copy the policy; while nobody learns, a message as well as a task."""
