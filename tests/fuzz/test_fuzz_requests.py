@@ -15,7 +15,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.errors import JsonError
 from longtail.serve.protocol import APIError, ChatCall, CompletionCall, read_call
 from longtail.system.strict_json import find_surrogate, parse_json
-from support.serving import NAME, is_free, make_engine, make_served
+from support.serving import NAME, is_free, make_engine, make_model_server
 
 NUMBERS = st.sampled_from(
     [
@@ -146,7 +146,7 @@ async def asked(path: str, body: bytes, *, leaves: bool) -> tuple[int, bytes]:
 
     A caller that `leaves` hangs up once its body is sent; its answer may be cut or absent.
     """
-    served = make_served(the_engine())
+    served = make_model_server(the_engine())
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {
         **{"type": "http", "method": "POST", "path": path, "raw_path": path.encode()},

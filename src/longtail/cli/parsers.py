@@ -228,13 +228,13 @@ def generate_parser() -> argparse.ArgumentParser:
 
 def serve_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail serve`."""
-    from longtail.serve import options as setting
+    from longtail.serve import options
 
     parser = _parser(
         "serve",
         "Answer OpenAI's protocol over HTTP; drafts speed it up and change no text.",
     )
-    setting.add_arguments(parser)
+    options.add_arguments(parser)
     return parser
 
 
