@@ -5,7 +5,7 @@ noise key that `longtail generate` uses for the seed. Float64, so the law is exa
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from longtail.model.hf.model import save_model
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
-from support.fakes import unchecked_shapes
 from support.serving import NAME, live, make_engine, make_model_server, shared_tokenizer
 from support.tiny_models import NATIVE_DTYPES, tiny_model
 
@@ -67,12 +66,6 @@ def reference(asked: dict[str, Any]) -> list[str]:
             )
             texts += [done.text for done in engine.generate([request])]
     return texts
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A worker that only pretends, in simulated time: see `crews`.
+"""A worker that only pretends, in simulated time: see `scripted_pool`.
 
 Its text is a function of the request, its policy is the list of the batches that were learned, and
 its drafter is one number, the expected accept length. Tasks are generators that yield the seconds
@@ -28,7 +28,6 @@ HANG_S = 60.0
 TOKEN_S, BEAT_S = 0.1, 0.1
 LEARN_S, REPORT_S, READY_S = 2.0, 0.5, 3.0
 """Until the sum of gradients; from there to the end; for a process to begin."""
-GATHER_S = 0.1
 QUALITY = 2.0
 """Of the drafter that workers begin with."""
 Task = Generator[float, None, Any]
@@ -119,8 +118,8 @@ class Others(Protocol):
 class FakeWorker:
     """Has the methods of `Worker`, and a life of its own: what it had is gone with it."""
 
-    def __init__(self, crew: Others, number: int) -> None:
-        self._crew, self._script, self.number = crew, crew.script, number
+    def __init__(self, pool: Others, number: int) -> None:
+        self._crew, self._script, self.number = pool, pool.script, number
         self.is_dead = self.is_frozen = self._is_stopped = False
         self.policy: tuple[int, ...] = ()
         """Batches that were learned, in their order: the weights."""
@@ -223,12 +222,6 @@ class FakeWorker:
         self.policy = max((member.policy for member in here), key=len)
         return len(self.policy)
 
-    def gather(self) -> Task:
-        yield GATHER_S
-        if self.team is None or any(m.is_dead for m in self._crew.meetings[self.team]):
-            self.team = None
-            raise TeamError("a member is gone")
-
     def learn(self, batches: Sequence[TrainBatch]) -> Task:
         if self._crew.size > 1:
             try:
@@ -264,16 +257,16 @@ class FakeWorker:
 
     def _sum(self) -> Task:
         """Add gradients up with the team."""
-        team, crew = self.team, self._crew
+        team, pool = self.team, self._crew
         if team is None:
             raise TeamError("the team is closed")
-        members, came = crew.meetings[team], crew.rounds.setdefault((team, len(self.policy)), [])
+        members, came = pool.meetings[team], pool.rounds.setdefault((team, len(self.policy)), [])
         for _ in range(round(LEARN_S / BEAT_S)):
             yield BEAT_S
             self._beats += 1
         came.append(self)
         waited, self._is_waiting = 0.0, True
-        while len(came) < crew.size:
+        while len(came) < pool.size:
             if waited > HANG_S or any(one.is_dead or one.team != team for one in members):
                 self.team = None
                 raise TeamError("a member is gone")
@@ -307,11 +300,9 @@ class FakeWorker:
             learner=LearnerState(tensors={}, numbers={"version": len(self.policy)}),
         )
 
-    def learner_state(self, known: Sequence[str]) -> LearnerState:
-        own = {f"kept/{self.number}": torch.zeros(1), "kept/by-all": torch.zeros(1)}
+    def learner_state(self) -> LearnerState:
         return LearnerState(
-            tensors={name: tensor for name, tensor in own.items() if name not in known}
-            | {"rows": torch.tensor([self.number])},
+            tensors={"step": torch.tensor(self.number), "rows": torch.tensor([self.number])},
             numbers=self.policy_state().learner.numbers,
         )
 

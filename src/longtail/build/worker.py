@@ -54,19 +54,19 @@ def build_worker(
     config: RunConfig,
     directory: Path,
     limits: EngineLimits,
-    say: Callable[[str], None] = to_stderr,
+    log: Callable[[str], None] = to_stderr,
     *,
     number: int = 0,
 ) -> Worker:
-    """Build a worker; `say` hears of a drafter being taught."""
-    return Worker(build_machines(config, directory, limits, say, number=number))
+    """Build a worker; `log` hears of a drafter being taught."""
+    return Worker(build_machines(config, directory, limits, log, number=number))
 
 
 def build_machines(
     config: RunConfig,
     directory: Path,
     limits: EngineLimits,
-    say: Callable[[str], None] = to_stderr,
+    log: Callable[[str], None] = to_stderr,
     *,
     number: int = 0,
 ) -> WorkerComponents:
@@ -83,7 +83,7 @@ def build_machines(
         made_later = memory.estimate(config, policy.config).made_later
         limits = replace(limits, reserved_bytes=made_later)
     began = time.perf_counter()
-    speculation = _speculation(config, target, say)
+    speculation = _speculation(config, target, log)
     drafter_s = time.perf_counter() - began
     return WorkerComponents(
         engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
@@ -91,8 +91,8 @@ def build_machines(
         policy=policy,
         device=device,
         tokenizer=tokenizer,
-        drafting=_drafting(config, target, speculation, say, number),
-        read_drafter=partial(open_trainable, config.speculation.drafter, target, say),
+        drafting=_drafting(config, target, speculation, log, number),
+        read_drafter=partial(open_trainable, config.speculation.drafter, target, log),
         rollout_threads=rollout_threads(policy.config.hidden_size),
         drafter_s=drafter_s,
     )
@@ -102,14 +102,14 @@ def _drafting(
     config: RunConfig,
     target: Target,
     speculation: Speculation | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     number: int,
 ) -> Drafting | None:
     """Make the trainer of the first drafter that can be trained."""
     if speculation is None or config.spot.train == "never":
         return None
     served = _eagles(speculation.drafters)
-    loaded = open_trainable(config.speculation.drafter, target, say)
+    loaded = open_trainable(config.speculation.drafter, target, log)
     if not served or loaded is None:
         return None
     own = config.spot
@@ -145,10 +145,10 @@ def _drafting(
 
 
 def _speculation(
-    config: RunConfig, target: Target, say: Callable[[str], None]
+    config: RunConfig, target: Target, log: Callable[[str], None]
 ) -> Speculation | None:
     own, seed = config.speculation, config.run.seed
-    drafters = open_drafters(own.drafter, target, say)
+    drafters = open_drafters(own.drafter, target, log)
     if not drafters:
         return None
     fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
@@ -197,6 +197,5 @@ def _learner_settings(config: RunConfig) -> LearnerSettings:
         tis_cap=own.tis_cap,
         recompute=own.gradient_checkpointing,
         autocast=own.autocast,
-        moment_copies=own.moment_copies,
         sharding=own.sharding,
     )

@@ -43,11 +43,11 @@ _DRAFTER, _BUFFER = "drafter/", "buffer/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSettings:
+class WorkerGroupSettings:
     """How workers work together.
 
-    Example: FleetSettings(seed=0, training="spot", buffer_bytes=64 * 2**20, hang_s=120.0,
-                           shares_updates=False)
+    Example: WorkerGroupSettings(seed=0, training="spot", buffer_bytes=64 * 2**20, hang_s=120.0,
+                                 is_sharded=False)
     """
 
     seed: int
@@ -56,8 +56,6 @@ class FleetSettings:
     buffer_bytes: int
     hang_s: float
     """A worker that makes no step for so long is replaced."""
-    shares_updates: bool
-    """Learners update a share of the policy each, and gather the rest; else everybody all of it."""
     is_sharded: bool = False
     """A worker holds its shard of the policy alone: none can be replaced."""
 
@@ -76,22 +74,22 @@ class DrafterState:
 
 @final
 class WorkerGroup:
-    """Owns the crew. Lifecycle: `begin`, `restore` if the run goes on, `publish`, then steps."""
+    """Owns the pool. Lifecycle: `begin`, `restore` if the run goes on, `publish`, then steps."""
 
     def __init__(
         self,
-        crew: WorkerPool,
-        settings: FleetSettings,
+        pool: WorkerPool,
+        settings: WorkerGroupSettings,
         *,
-        listen: Callable[[Progress], None],
-        say: Callable[[str], None],
+        on_progress: Callable[[Progress], None],
+        log: Callable[[str], None],
         meeting_point: Callable[[], str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._crew, self._settings, self._listen = crew, settings, listen
+        self._pool, self._settings, self._on_progress = pool, settings, on_progress
         self._meeting_point = meeting_point
-        self.shift = WorkerSupervisor(
-            crew, settings.hang_s, say, clock, is_sharded=settings.is_sharded
+        self.supervisor = WorkerSupervisor(
+            pool, settings.hang_s, log, clock, is_sharded=settings.is_sharded
         )
         self.num_parameters = 0
         """Of the policy; known from `begin` on."""
@@ -99,7 +97,7 @@ class WorkerGroup:
         self.lengths = LengthHistory()
         """Of earlier epochs: rollouts are placed by them, and add to them."""
         self._publisher: Publisher | None = None
-        self._harvest: SpotCoordinator | None = None
+        self._spot: SpotCoordinator | None = None
         """Of the last rollout that was to be learned from."""
         self._rolled_s = 0.0
         """That it took."""
@@ -128,24 +126,24 @@ class WorkerGroup:
         self, step: int, requests: Sequence[Request], *, trains: bool = True
     ) -> RolloutResult:
         """Serve all requests; `trains`: the drafter may learn these texts."""
-        harvest = self._new_harvest(step) if trains else None
-        rollout = Rollout(self.shift, self._publisher, harvest, self._listen)
+        spot = self._new_spot(step) if trains else None
+        rollout = Rollout(self.supervisor, self._publisher, spot, self._on_progress)
         rolled = rollout.run(requests, self._expected(requests))
         for request, completion in zip(requests, rolled.completions, strict=True):
             self.lengths.note(_prompt_id(request), len(completion.tokens))
-        if harvest is not None:
-            self._harvest, self._rolled_s = harvest, rolled.seconds
-            self._marks += harvest.marks
+        if spot is not None:
+            self._spot, self._rolled_s = spot, rolled.seconds
+            self._marks += spot.marks
         return rolled
 
     def abandon(self) -> None:
         """Have everybody stop what they are doing: a rollout was interrupted."""
-        self.shift.abandon()
+        self.supervisor.abandon()
 
     def timeline(self) -> Timeline:
         """Hand out what everybody did since the last time."""
         marks, self._marks = self._marks, []
-        return Timeline.of(self.shift.roster.drain(), marks)
+        return Timeline.of(self.supervisor.states.drain(), marks)
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step on all workers together; again, if it is lost with one of them.
@@ -153,19 +151,19 @@ class WorkerGroup:
         A learner that loses its team changes nothing. So either nobody has made the step, or those
         who have pass it on as they meet again: it is made once.
         """
-        size = self._crew.size
+        size = self._pool.size
         for _ in range(_ATTEMPTS):
             self._meet()
-            found = self.shift.run(
+            found = self.supervisor.run(
                 State.LEARNING, Worker.learn, dict.fromkeys(range(size), (batches,))
             )
             _raise_own_errors(found)
             done = [worker for worker, ended in found.items() if ended.error is None]
             if len(done) < size:
-                self.shift.is_team_stale = True
+                self.supervisor.is_team_stale = True
             if done:
                 report: LearnerReport = found[done[0]].result  # the same of all
-                self._complete(report.version)
+                self._meet(report.version)
                 return report
         raise ClusterError(
             f"a learner step failed {_ATTEMPTS} times; start again: the run resumes from its "
@@ -178,18 +176,18 @@ class WorkerGroup:
 
     def offer_drafter(self) -> None:
         """Publish what was made of the drafter since the last time, where that is better."""
-        publisher, harvest = self._publisher, self._harvest
-        if publisher is None or harvest is None:
+        publisher, spot = self._publisher, self._spot
+        if publisher is None or spot is None:
             return
         if self._settings.training == "serial":
-            self._train_serially(publisher.published, harvest)
+            self._train_serially(publisher.published, spot)
         publisher.withdraw()
-        self._harvest = None
-        offer = publisher.offer(harvest.replicas)
+        self._spot = None
+        offer = publisher.offer(spot.replicas)
         if offer is None:
             return
         mark = f"drafter v{offer.weights.version} offered"
-        self._marks.append(Mark(worker=0, at_s=self.shift.clock(), name=mark))
+        self._marks.append(Mark(worker=0, at_s=self.supervisor.clock(), name=mark))
         publisher.note(self._all(Worker.adopt, offer))
         self._told(publisher, offer.weights.version)
 
@@ -200,15 +198,18 @@ class WorkerGroup:
         self._one(Worker.save_policy, path)
 
     def learner_state(self) -> LearnerState:
-        """Copy what the next step depends on beside the weights: what everybody keeps of it."""
+        """Copy what the next step depends on beside the weights; of shards, all rows."""
         for _ in range(_ATTEMPTS):
             self._meet()
             tensors: dict[str, Tensor] = {}
-            for worker in range(self._crew.size):
-                state: LearnerState = self._each((worker,), Worker.learner_state, list(tensors))[0]
-                for name, own in state.tensors.items():  # a shard: the rows behind those known
-                    tensors[name] = torch.cat((tensors[name], own)) if name in tensors else own
-            if self._crew.size == 1 or not self.shift.is_team_stale:
+            for worker in range(self._pool.size if self._settings.is_sharded else 1):
+                state: LearnerState = self._each((worker,), Worker.learner_state)[0]
+                for name, rows in state.tensors.items():
+                    if name not in tensors:
+                        tensors[name] = rows
+                    elif rows.dim() > 0:
+                        tensors[name] = torch.cat((tensors[name], rows))
+            if self._pool.size == 1 or not self.supervisor.is_team_stale:
                 return LearnerState(tensors=tensors, numbers=state.numbers)
         raise ClusterError(f"the learner's state could not be copied in {_ATTEMPTS} attempts")
 
@@ -260,35 +261,37 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End all workers."""
-        self._crew.close()
+        self._pool.close()
 
     # ---- helpers
 
-    def _new_harvest(self, step: int) -> SpotCoordinator | None:
+    def _new_spot(self, step: int) -> SpotCoordinator | None:
         """Begin to collect texts, if there is a drafter to learn them."""
         if self._publisher is None:
             return None
         lends = self._settings.training == "spot"
-        return SpotCoordinator(self.shift, self._publisher, self._buffer, step=step, lends=lends)
+        return SpotCoordinator(
+            self.supervisor, self._publisher, self._buffer, step=step, lends=lends
+        )
 
     def _expected(self, requests: Sequence[Request]) -> dict[str, float]:
         """Return how long the groups were in earlier epochs, where that is known."""
         expected = {each.group_id: self.lengths.expected(_prompt_id(each)) for each in requests}
         return {group: length for group, length in expected.items() if length is not None}
 
-    def _train_serially(self, published: DrafterWeights, harvest: SpotCoordinator) -> None:
+    def _train_serially(self, published: DrafterWeights, spot: SpotCoordinator) -> None:
         """Have one worker train while all others wait."""
-        self.shift.wait_ready()
-        harvest.feed(0)
+        self.supervisor.wait_ready()
+        spot.feed(0)
         args = (published, _SERIAL_SHARE * self._rolled_s)
-        ended = self.shift.run(State.SPOT, Worker.spot, {0: args})[0]
+        ended = self.supervisor.run(State.SPOT, Worker.spot, {0: args})[0]
         if not ended.is_lost:
-            harvest.note(ended)
+            spot.note(ended)
 
     def _told(self, publisher: Publisher, version: int) -> None:
         """Note that all workers were offered a drafter, those that had begun anew included."""
-        self.shift.newcomers.clear()
-        for worker in range(self._crew.size):
+        self.supervisor.newcomers.clear()
+        for worker in range(self._pool.size):
             publisher.told(worker, version)
 
     def _meet(self, version: int | None = None) -> None:
@@ -296,20 +299,20 @@ class WorkerGroup:
 
         Raises ClusterError if that is not the version that somebody had, where one is given.
         """
-        size = self._crew.size
-        self.shift.wait_ready()
+        size = self._pool.size
+        self.supervisor.wait_ready()
         for _ in range(_ATTEMPTS):
-            if size == 1 or not self.shift.is_team_stale:
+            if size == 1 or not self.supervisor.is_team_stale:
                 return
             address = self._address()
             if address is None:
                 continue
             rest = (size, address, self._settings.hang_s)
-            found = self.shift.run(
+            found = self.supervisor.run(
                 State.LEARNING, Worker.join, {rank: (rank, *rest) for rank in range(size)}
             )
             _raise_own_errors(found)
-            self.shift.is_team_stale = any(ended.error is not None for ended in found.values())
+            self.supervisor.is_team_stale = any(ended.error is not None for ended in found.values())
             if version is not None and any(
                 e.result != version for e in found.values() if not e.error
             ):
@@ -317,8 +320,8 @@ class WorkerGroup:
                     "whoever had made the learner step is lost; start again: the run resumes from "
                     "its newest checkpoint"
                 )
-            self.shift.wait_ready()
-        if self.shift.is_team_stale:
+            self.supervisor.wait_ready()
+        if self.supervisor.is_team_stale:
             raise ClusterError(
                 "the workers cannot find each other; see that they share a network, then start "
                 "again: the run resumes from its newest checkpoint"
@@ -330,18 +333,9 @@ class WorkerGroup:
         try:
             return self._meeting_point()
         except ClusterError as error:
-            self.shift.give_up(0, str(error))
-            self.shift.wait_ready()
+            self.supervisor.give_up(0, str(error))
+            self.supervisor.wait_ready()
             return None
-
-    def _complete(self, version: int) -> None:
-        """Have everybody hold the policy that was learned: some lack a share of it, or all."""
-        if self._settings.shares_updates and not self.shift.is_team_stale:
-            everybody = dict.fromkeys(range(self._crew.size), ())
-            found = self.shift.run(State.LEARNING, Worker.gather, everybody)
-            _raise_own_errors(found)
-            self.shift.is_team_stale |= any(ended.error is not None for ended in found.values())
-        self._meet(version)
 
     def _one(self, task: Callable[..., Any], *args: object) -> Any:
         """Have the first worker do something that all could."""
@@ -349,13 +343,13 @@ class WorkerGroup:
 
     def _all(self, task: Callable[..., Any], *args: object) -> list[Any]:
         """Have everybody do the same; return the results by worker."""
-        return self._each(range(self._crew.size), task, *args)
+        return self._each(range(self._pool.size), task, *args)
 
     def _each(self, workers: Sequence[int], task: Callable[..., Any], *args: object) -> list[Any]:
         """Have some workers do the same; those who are lost do it when they are back."""
         found: dict[int, Any] = {}
         while missing := [worker for worker in workers if worker not in found]:
-            ends = self.shift.run(State.LEARNING, task, dict.fromkeys(missing, args))
+            ends = self.supervisor.run(State.LEARNING, task, dict.fromkeys(missing, args))
             found |= {worker: e.value() for worker, e in ends.items() if not e.is_lost}
         return [found[worker] for worker in workers]
 

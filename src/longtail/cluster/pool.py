@@ -1,4 +1,4 @@
-"""Workers as the coordinator sees them: a seam, and the crew of one that needs no other process.
+"""Workers as the coordinator sees them: a seam, and the pool of one that needs no other process.
 
     start(worker, Worker.generate, requests)     a task; one at a time for each worker
     wait(seconds) -> [TaskResult(worker, result)]     what has come to its end since

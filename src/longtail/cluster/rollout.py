@@ -4,7 +4,7 @@
                    |  texts       ^         |
                    +--------------|---------+  candidates ---> offers to those that still generate
 
-Nothing waits for spot training (`harvest`): it is told to stop when nobody generates, and who does
+Nothing waits for spot training (`spot`): it is told to stop when nobody generates, and who does
 not within a few seconds is replaced. A shard whose worker is lost is handed out again, whole: the
 same keys write the same texts.
 """
@@ -23,7 +23,7 @@ from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.worker import Stopped, Worker
 from longtail.drafter.training.spot import SpotReport
-from longtail.engine.report import RolloutReport, together
+from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, Request
@@ -65,7 +65,7 @@ class RolloutResult:
     @property
     def report(self) -> RolloutReport:
         """Sum up what the workers report."""
-        return together([share.served.report for share in self.served], self.seconds)
+        return merge_reports([share.served.report for share in self.served], self.seconds)
 
     def logged(self, step: int, kind: str) -> list[LoggedRollout]:
         """Return what each worker decided, in the order in which they were done."""
@@ -95,20 +95,20 @@ class RolloutResult:
 
 @final
 class Rollout:
-    """Runs one rollout on a shift; made anew for each.
+    """Runs one rollout; made anew for each.
 
-    `harvest` is None where texts are not to be learned from.
+    `spot` is None where texts are not to be learned from.
     """
 
     def __init__(
         self,
-        shift: WorkerSupervisor,
+        supervisor: WorkerSupervisor,
         publisher: Publisher | None,
-        harvest: SpotCoordinator | None,
-        listen: Callable[[Progress], None],
+        spot: SpotCoordinator | None,
+        on_progress: Callable[[Progress], None],
     ) -> None:
-        self._shift, self._publisher, self._harvest = shift, publisher, harvest
-        self._listen = listen
+        self._supervisor, self._publisher, self._spot = supervisor, publisher, spot
+        self._on_progress = on_progress
         self._waiting: list[list[Request]] = []
         """Shards that nobody has."""
         self._shards: dict[int, list[Request]] = {}
@@ -118,14 +118,14 @@ class Rollout:
 
     def run(self, requests: Sequence[Request], expected: Mapping[str, float]) -> RolloutResult:
         """Serve all requests; `expected` says how long what group was in earlier epochs."""
-        clock = self._shift.clock
+        clock = self._supervisor.clock
         began = clock()
-        self._waiting = _shards(requests, expected, self._shift.crew.size)
+        self._waiting = _shards(requests, expected, self._supervisor.pool.size)
         while self._waiting or self._shards:
             self._hand_out()
-            if self._harvest is not None:
-                self._harvest.lend()
-            for ended in self._shift.wait(_POLL_S):
+            if self._spot is not None:
+                self._spot.lend()
+            for ended in self._supervisor.wait(_POLL_S):
                 self._note(ended)
             self._look()
         done = clock()
@@ -133,43 +133,43 @@ class Rollout:
         return RolloutResult(
             completions=tuple(self._completions[each.request_id] for each in requests),
             served=tuple(self._served),
-            spots=() if self._harvest is None else tuple(self._harvest.spots),
+            spots=() if self._spot is None else tuple(self._spot.spots),
             seconds=done - began,
             stop_s=clock() - done,
         )
 
     def _hand_out(self) -> None:
         """Give waiting shards to idle workers; for others, fetch workers back from training."""
-        roster = self._shift.roster
-        for worker in roster.workers(State.IDLE)[: len(self._waiting)]:
+        states = self._supervisor.states
+        for worker in states.workers(State.IDLE)[: len(self._waiting)]:
             self._catch_up(worker)
             self._shards[worker] = shard = self._waiting.pop(0)
-            if self._harvest is not None:
-                self._harvest.begin_shard(worker)
-            self._shift.start(worker, State.GENERATING, Worker.generate, shard)
-        for worker in roster.workers(State.SPOT)[: len(self._waiting)]:
-            self._shift.stop(worker)
+            if self._spot is not None:
+                self._spot.begin_shard(worker)
+            self._supervisor.start(worker, State.GENERATING, Worker.generate, shard)
+        for worker in states.workers(State.SPOT)[: len(self._waiting)]:
+            self._supervisor.stop(worker)
 
     def _catch_up(self, worker: int) -> None:
         """Offer the published drafter to who has missed it."""
         if self._publisher is None:
             return
-        if worker in self._shift.newcomers:
-            self._shift.newcomers.discard(worker)
+        if worker in self._supervisor.newcomers:
+            self._supervisor.newcomers.discard(worker)
             self._publisher.forget(worker)
         offer = self._publisher.missed_by(worker)
         if offer is not None:
-            self._shift.asked(worker, Worker.offer, None, offer)
+            self._supervisor.asked(worker, Worker.offer, None, offer)
 
     def _note(self, ended: TaskResult) -> None:
         """Take a task's end."""
         worker = ended.worker
         shard = self._shards.pop(worker, None)
-        if ended.is_lost and self._harvest is not None:
-            self._harvest.lose(worker)
+        if ended.is_lost and self._spot is not None:
+            self._spot.lose(worker)
         if shard is None:
-            if self._harvest is not None and not ended.is_lost:
-                self._harvest.note(ended)
+            if self._spot is not None and not ended.is_lost:
+                self._spot.note(ended)
         elif ended.is_lost or isinstance(ended.error, Stopped):
             # NOTE: nobody stops generators; one that has not heard yet to go on again says so.
             self._waiting.append(shard)
@@ -179,19 +179,19 @@ class Rollout:
     def _take(self, worker: int, shard: Sequence[Request], served: Served) -> None:
         self._served.append(Share(worker=worker, served=served))
         self._completions |= {each.request_id: each for each in served.completions}
-        if self._harvest is not None:
-            self._harvest.take(shard, served.completions)
+        if self._spot is not None:
+            self._spot.take(shard, served.completions)
         if self._publisher is not None:
-            self._publisher.note(self._shift.asked(worker, Worker.verdicts, []))
+            self._publisher.note(self._supervisor.asked(worker, Worker.verdicts, []))
 
     def _look(self) -> None:
         """See how far everybody is."""
-        progress = self._shift.look()
+        progress = self._supervisor.look()
         if self._shards:
             running = [each for worker, each in progress.items() if worker in self._shards]
-            self._listen(self._total(running))
-            if self._harvest is not None:
-                self._harvest.look(progress.keys())
+            self._on_progress(self._total(running))
+            if self._spot is not None:
+                self._spot.look(progress.keys())
 
     def _total(self, running: Sequence[Progress]) -> Progress:
         """Add up what is done and what is on its way."""
@@ -206,14 +206,14 @@ class Rollout:
 
     def _recall(self) -> None:
         """Have spot workers stop; wait for them, for a bounded time."""
-        while training := self._shift.roster.workers(State.SPOT):
+        while training := self._supervisor.states.workers(State.SPOT):
             for worker in training:
-                self._shift.stop(worker)
-            ends = self._shift.wait(_POLL_S)
+                self._supervisor.stop(worker)
+            ends = self._supervisor.wait(_POLL_S)
             for ended in ends:
                 self._note(ended)
             if not ends:
-                self._shift.look()
+                self._supervisor.look()
 
 
 def _shards(

@@ -36,14 +36,19 @@ class SpotCoordinator:
 
     def __init__(
         self,
-        shift: WorkerSupervisor,
+        supervisor: WorkerSupervisor,
         publisher: Publisher,
         buffer: DrafterBuffer,
         *,
         step: int,
         lends: bool,
     ) -> None:
-        self._shift, self._publisher, self._step, self._lends = shift, publisher, step, lends
+        self._supervisor, self._publisher, self._step, self._lends = (
+            supervisor,
+            publisher,
+            step,
+            lends,
+        )
         self._texts = TextStream(buffer, step)
         self._replicas: dict[int, Replica] = {}
         self._num_finished: dict[int, int] = {}
@@ -52,7 +57,7 @@ class SpotCoordinator:
         """Found that training does not pay any more."""
         self._starved: set[int] = set()
         """Had nothing to learn from; they wait for news."""
-        self._looked = self._offered = shift.clock()
+        self._looked = self._offered = supervisor.clock()
         self.spots: list[SpotReport] = []
         self.marks: list[Mark] = []
         publisher.begin()
@@ -78,23 +83,23 @@ class SpotCoordinator:
     def feed(self, worker: int) -> None:
         """Send a worker the texts that it has not had."""
         news = self._texts.news(worker)
-        if news and self._shift.asked(worker, Worker.feed, UNHEARD, news) is not UNHEARD:
+        if news and self._supervisor.asked(worker, Worker.feed, UNHEARD, news) is not UNHEARD:
             self._texts.told(worker)
 
     # ---- training
 
     def lend(self) -> None:
         """Have idle workers train while somebody generates, if there is something to learn."""
-        roster = self._shift.roster
-        if not (self._lends and self._texts.has_texts and roster.workers(State.GENERATING)):
+        states = self._supervisor.states
+        if not (self._lends and self._texts.has_texts and states.workers(State.GENERATING)):
             return
-        for worker in roster.workers(State.IDLE):
+        for worker in states.workers(State.IDLE):
             if worker in self._starved and self._texts.news(worker):
                 self._starved.discard(worker)
             if worker not in self._resting | self._starved:
                 self.feed(worker)
                 published = self._publisher.published
-                self._shift.start(worker, State.SPOT, Worker.spot, published)
+                self._supervisor.start(worker, State.SPOT, Worker.spot, published)
 
     def note(self, ended: TaskResult) -> None:
         """Take the end of a stretch of training."""
@@ -120,7 +125,7 @@ class SpotCoordinator:
         self._starved.discard(worker)
 
     def _discard(self, worker: int, num_tokens: int, reason: str) -> None:
-        self._shift.say(f"worker {worker}: its drafter is discarded: {reason}")
+        self._supervisor.log(f"worker {worker}: its drafter is discarded: {reason}")
         self._publisher.discard(num_tokens, reason)
         self._resting.add(worker)
 
@@ -131,23 +136,23 @@ class SpotCoordinator:
 
         `answering`: who answered just now; nobody else is asked.
         """
-        roster, now = self._shift.roster, self._shift.clock()
-        training = [each for each in roster.workers(State.SPOT) if each in answering]
+        states, now = self._supervisor.states, self._supervisor.clock()
+        training = [each for each in states.workers(State.SPOT) if each in answering]
         if not (training or self._starved) or now - self._looked < LOOK_S:
             return
         self._looked = now
-        generating = [each for each in roster.workers(State.GENERATING) if each in answering]
+        generating = [each for each in states.workers(State.GENERATING) if each in answering]
         self._stream(generating, training)
         if now - self._offered > OFFER_S:
             self._offered = now
             self._offer(generating, training)
         for worker in generating:
-            self._publisher.note(self._shift.asked(worker, Worker.verdicts, []))
+            self._publisher.note(self._supervisor.asked(worker, Worker.verdicts, []))
 
     def _stream(self, generating: Sequence[int], training: Sequence[int]) -> None:
         for worker in generating:
             first = self._num_finished[worker]
-            texts: list[TextSnapshot] = self._shift.asked(
+            texts: list[TextSnapshot] = self._supervisor.asked(
                 worker, Worker.written, [], self._step, first
             )
             self._num_finished[worker] += sum(text.is_finished for text in texts)
@@ -156,12 +161,12 @@ class SpotCoordinator:
             self.feed(worker)
 
     def _offer(self, generating: Sequence[int], training: Sequence[int]) -> None:
-        found = [self._shift.asked(worker, Worker.candidate, None) for worker in training]
+        found = [self._supervisor.asked(worker, Worker.candidate, None) for worker in training]
         offer = self._publisher.offer([each for each in found if each is not None])
         if offer is None:
             return
-        version, now = offer.weights.version, self._shift.clock()
+        version, now = offer.weights.version, self._supervisor.clock()
         for worker in generating:
-            self._shift.asked(worker, Worker.offer, None, offer)
+            self._supervisor.asked(worker, Worker.offer, None, offer)
             self._publisher.told(worker, version)
             self.marks.append(Mark(worker=worker, at_s=now, name=f"drafter v{version} offered"))

@@ -9,7 +9,7 @@
        +------- DEAD <------ from each of them
 
 All work begins and ends in IDLE: a worker in SPOT is asked back before it is given anything else,
-so whoever waits for the workers waits for IDLE alone. A roster records each change with its time;
+so whoever waits for the workers waits for IDLE alone. A states records each change with its time;
 what a step looked like is made of that (`timeline`). It moves nobody: the coordinator does, and
 says so here.
 """
@@ -60,7 +60,7 @@ class StateChange:
     worker: int
     state: State
     at: float
-    """By the roster's clock."""
+    """By the states's clock."""
     reason: str = ""
 
 
@@ -68,7 +68,7 @@ class StateChange:
 class Stretch:
     """All that happened between two moments: where each worker stood at the first, and the changes.
 
-    Stretches of one roster meet: the next begins where this one ends, in the states it ends in.
+    Stretches of one states meet: the next begins where this one ends, in the states it ends in.
 
     Example: Stretch(begin_s=17.0, end_s=19.5, states=(State.GENERATING, State.IDLE),
                      changes=(StateChange(worker=1, state=State.SPOT, at=17.25),))

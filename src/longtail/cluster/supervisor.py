@@ -1,4 +1,4 @@
-"""Keeping a crew at work: every worker's state, what is started and ended, who is lost or hangs.
+"""Keeping a pool at work: every worker's state, what is started and ended, who is lost or hangs.
 
     IDLE --start--> GENERATING, SPOT, LEARNING --wait--> IDLE, and how the task ended
                             |
@@ -43,24 +43,24 @@ _HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT)
 
 @final
 class WorkerSupervisor:
-    """Owns the roster; moves a worker whenever it starts or ends something."""
+    """Owns the states; moves a worker whenever it starts or ends something."""
 
     def __init__(
         self,
-        crew: WorkerPool,
+        pool: WorkerPool,
         hang_s: float,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
         *,
         is_sharded: bool = False,
     ) -> None:
-        self.crew, self.say, self.clock = crew, say, clock
+        self.pool, self.log, self.clock = pool, log, clock
         self._is_sharded = is_sharded
-        self.roster = WorkerStates(crew.size, clock)
+        self.states = WorkerStates(pool.size, clock)
         self._hang_s = hang_s
-        self._seen = dict.fromkeys(range(crew.size), (_NO_BEATS, clock()))
+        self._seen = dict.fromkeys(range(pool.size), (_NO_BEATS, clock()))
         """Beats, and when there was the last sign of life, or a task was begun."""
-        self._silence_s = dict.fromkeys(range(crew.size), READY_S)
+        self._silence_s = dict.fromkeys(range(pool.size), READY_S)
         """That the present task may last without a sign of life."""
         self._told_to_stop: dict[int, float] = {}
         """Since when."""
@@ -84,7 +84,7 @@ class WorkerSupervisor:
 
     def start(self, worker: int, state: State, task: Callable[..., object], *args: object) -> None:
         """Begin a task that puts an idle worker into a state."""
-        self.roster.move(worker, state)
+        self.states.move(worker, state)
         self._told_to_stop.pop(worker, None)
         if worker in self._stopped and self.asked(worker, Worker.go, UNHEARD) is not UNHEARD:
             self._stopped.discard(worker)
@@ -94,14 +94,14 @@ class WorkerSupervisor:
         """Return what has ended, its worker idle; the lost ones are being replaced."""
         self._hand_on_the_policy()
         found = []
-        for ended in self._told() or self.crew.wait(timeout_s):
-            state = self.roster.state(ended.worker)
+        for ended in self._told() or self.pool.wait(timeout_s):
+            state = self.states.state(ended.worker)
             if ended.is_lost:
                 self._replace(ended.worker, str(ended.error))
             elif state is State.STARTING:
                 self._go_on_starting(ended)
             else:
-                self.roster.move(ended.worker, State.IDLE)
+                self.states.move(ended.worker, State.IDLE)
                 # Spot training ends whenever it is told to; what failed is no achievement either.
                 if ended.error is None and state is not State.SPOT:
                     self._losses = 0
@@ -136,13 +136,13 @@ class WorkerSupervisor:
 
     def wait_ready(self) -> None:
         """Wait until nobody is starting any more."""
-        while self._given_up or self.roster.workers(State.STARTING):
+        while self._given_up or self.states.workers(State.STARTING):
             self.wait(_POLL_S)
         self._has_begun = True
 
     def abandon(self) -> None:
         """Have everybody stop generating and training; what came of it is dropped."""
-        while busy := self.roster.workers(State.GENERATING, State.SPOT):
+        while busy := self.states.workers(State.GENERATING, State.SPOT):
             for worker in busy:
                 self.stop(worker)
             if not self.wait(_POLL_S):
@@ -152,7 +152,7 @@ class WorkerSupervisor:
         self._seen[worker] = (_NO_BEATS, self.clock())
         self._silence_s[worker] = self._hang_s if task in _BEATING else READY_S
         try:
-            self.crew.start(worker, task, *args)
+            self.pool.start(worker, task, *args)
         except ClusterError as error:
             self.give_up(worker, str(error))
 
@@ -164,7 +164,7 @@ class WorkerSupervisor:
         A worker that is gone is given up, whatever it was doing: an idle one has no task to end.
         """
         try:
-            return self.crew.ask(worker, message, *args)
+            return self.pool.ask(worker, message, *args)
         except LostWorkerError as error:
             self.give_up(worker, str(error))
             return otherwise
@@ -183,8 +183,8 @@ class WorkerSupervisor:
 
         A sign of life is a beat, or word from who waits for others.
         """
-        at_work = self.roster.workers(*_AT_WORK)
-        found = self.crew.progress(at_work)
+        at_work = self.states.workers(*_AT_WORK)
+        found = self.pool.progress(at_work)
         now = self.clock()
         for worker in at_work:
             beats, since = self._seen[worker]
@@ -214,22 +214,22 @@ class WorkerSupervisor:
     def _replace(self, worker: int, reason: str) -> None:
         """Strike a worker off and begin another in its place."""
         self._losses += 1
-        self.say(f"{reason}; it is replaced, and what it was doing is done again")
-        self.roster.move(worker, State.DEAD, reason)
+        self.log(f"{reason}; it is replaced, and what it was doing is done again")
+        self.states.move(worker, State.DEAD, reason)
         if self._losses > MOST_LOSSES:
             raise ClusterError(
                 f"{self._losses} workers were lost in a row, the last with: {reason}; mend that, "
                 "then start again: the run resumes from its newest checkpoint"
             )
         is_shard = self._is_sharded and self._has_begun
-        if self.crew.size == 1 or is_shard:
+        if self.pool.size == 1 or is_shard:
             what = "a shard of the policy (learner.sharding)" if is_shard else "the only worker"
             raise ClusterError(
                 f"{what} is lost ({reason}); start again: the run resumes from its newest "
                 "checkpoint"
             )
-        self.crew.replace(worker)
-        self.roster.move(worker, State.STARTING)
+        self.pool.replace(worker)
+        self.states.move(worker, State.STARTING)
         self._seen[worker] = (_NO_BEATS, self.clock())
         self._told_to_stop.pop(worker, None)
         self._stopped.discard(worker)
@@ -251,7 +251,7 @@ class WorkerSupervisor:
         elif task is Worker.restore:
             self._begin_newcomer(worker, Worker.publish)
         else:
-            self.roster.move(worker, State.IDLE)
+            self.states.move(worker, State.IDLE)
 
     def _begin_newcomer(self, worker: int, task: Callable[..., object], *args: object) -> None:
         self._newcomer_tasks[worker] = task
@@ -271,12 +271,12 @@ class WorkerSupervisor:
         has it any more.
         """
         being_given = any(task is not Worker.ready for task in self._newcomer_tasks.values())
-        if not being_given and not self.roster.workers(*_HAVE_POLICY, State.LEARNING):
+        if not being_given and not self.states.workers(*_HAVE_POLICY, State.LEARNING):
             raise ClusterError(
                 "all workers are lost, and the policy with them; start again: the run resumes from "
                 "its newest checkpoint"
             )
-        for worker in self.roster.workers(*_HAVE_POLICY):
+        for worker in self.states.workers(*_HAVE_POLICY):
             since = self._withholding.setdefault(worker, self.clock())
             state: PolicyState | None = self.asked(worker, Worker.policy_state, None)
             if state is not None:
@@ -289,7 +289,7 @@ class WorkerSupervisor:
         return None
 
     def _give_up_late_starters(self) -> None:
-        for worker in self.roster.workers(State.STARTING):
+        for worker in self.states.workers(State.STARTING):
             waits = worker in self._without_policy
             if not waits and self.clock() - self._seen[worker][1] > READY_S:
                 self.give_up(worker, f"worker {worker} did not begin within {READY_S:.0f} s")

@@ -86,7 +86,7 @@ class Timeline:
 
     @staticmethod
     def of(stretch: Stretch, marks: Sequence[Mark] = ()) -> "Timeline":
-        """Turn the changes of a roster into spans."""
+        """Turn the changes of a states into spans."""
         spans = []
         for worker, state in enumerate(stretch.states):
             changes = [change for change in stretch.changes if change.worker == worker]

@@ -9,7 +9,7 @@ two engine steps or two micro-steps of training; what it tells is copied, so nob
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
@@ -233,22 +233,18 @@ class Worker:
         team = TorchTeam(rank, size, address, backend=backend, timeout_s=timeout_s)
         return self._machines.learner.join(team)
 
-    def gather(self) -> None:
-        """After a learner step, take the weights that others have updated."""
-        self._machines.learner.gather()
-
     def policy_state(self) -> PolicyState:
         """Copy the policy; while nobody learns, a message as well as a task."""
         learner = self._machines.learner
         return PolicyState(weights=learner.weights().tensors, learner=learner.state())
 
-    def learner_state(self, known: Collection[str]) -> LearnerState:
-        """Copy what the next step depends on beside the weights, but for tensors known already."""
-        return self._machines.learner.state(known)
+    def learner_state(self) -> LearnerState:
+        """Copy what the next step depends on beside the weights; sharded, this worker's rows."""
+        return self._machines.learner.state()
 
     def restore(self, state: PolicyState) -> None:
         """Go on from a policy; the weights that the worker was built with stay the KL reference."""
-        self._machines.learner.restore(state.learner, state.weights, part=True)
+        self._machines.learner.restore(state.learner, state.weights)
 
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         """Go on from weights on disk. Raises CheckpointError if they are of another model."""

@@ -23,7 +23,7 @@ from longtail.model.kernels.choice import select_kernels
 from longtail.model.kernels.ops import Kernels, Places, text_places
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.speculation.confidence import ConfidenceCurve
-from longtail.speculation.depth import select_gauge
+from longtail.speculation.depth import select_depth_policy
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
 from longtail.speculation.grow import Frontier, Scoring, Walker, deepest, grow
 from longtail.speculation.strategy import Strategy
@@ -44,7 +44,7 @@ class ModelDrafter(Drafter):
         self._texts = _Texts(model.config, model.dtype, model.device)
         self._passes = _Passes(model, self._texts)
         self._curve = ConfidenceCurve()
-        self._gauge = select_gauge(model.device)
+        self._depth_policy = select_depth_policy(model.device)
         self._forward_s = 0.0
 
     @property
@@ -89,7 +89,7 @@ class ModelDrafter(Drafter):
             return [EMPTY] * len(requests)
         scoring = Scoring(requests=requests, noise=noise, device=self._model.device)
         walker = _ModelWalker(self._passes, self._texts, requests, self._model.device)
-        trees = grow(walker, scoring, strategy, self._curve, self._gauge)
+        trees = grow(walker, scoring, strategy, self._curve, self._depth_policy)
         self._forward_s += walker.seconds
         return trees
 

@@ -176,7 +176,7 @@ class HistoryDrafter(Drafter):
             root = _Root(_text(request.tokens[-farthest:]), pool.after, self._lengths, own, row)
             depth = min(strategy.depth, strategy.num_nodes, request.max_depth)
             if strategy.width == 1:
-                trees.append(self._chain(root, depth, strategy.worth))
+                trees.append(self._chain(root, depth, strategy.thresholds))
             else:
                 trees.append(self._tree(root, depth, strategy))
         return trees
@@ -184,7 +184,7 @@ class HistoryDrafter(Drafter):
     def _chain(self, root: _Root, depth: int, worth: DraftThresholds) -> DraftTree:
         """Follow the best child: `_tree` of width 1, in fewer steps."""
         table, reach, text, longest = self._curve.table(), 1.0, root.text, len(self._lengths)
-        floor, extend = max(worth.verify, _UNLIKELY), worth.extend
+        floor, extend = max(worth.verify, _UNLIKELY), worth.expand
         tokens: list[int] = []
         margins: list[float] = []
         likely: list[float] = []
@@ -215,8 +215,8 @@ class HistoryDrafter(Drafter):
         A node is never likelier than its parent: this is growing level by level, then pruning.
         """
         table, width, size = self._curve.table(), strategy.width, strategy.num_nodes
-        beam, extend = strategy.num_followed, strategy.worth.extend
-        floor = max(strategy.worth.verify, _UNLIKELY)
+        beam, extend = strategy.num_expanded, strategy.thresholds.expand
+        floor = max(strategy.thresholds.verify, _UNLIKELY)
         tokens: list[int] = []
         parents: list[int] = []
         margins: list[float] = []

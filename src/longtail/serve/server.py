@@ -141,13 +141,13 @@ async def _serve(
     sock: socket.socket,
     drain_s: float,
     http: uvicorn.Server | None = None,
-    is_stopped: Callable[[], bool] = lambda: False,
+    interruption: Interruption | None = None,
 ) -> None:
     """Serve until stopped; then give unfinished requests `drain_s` seconds before aborting them."""
     http = http or _http_server(server, drain_s)
     serving = asyncio.create_task(http.serve([sock]))
     while not (http.should_exit or serving.done()):
-        if http.started and is_stopped():
+        if http.started and interruption is not None and interruption.received:
             http.should_exit = True
         await asyncio.sleep(_POLL_S)
     await server.service.drain(0.0 if http.force_exit else drain_s)

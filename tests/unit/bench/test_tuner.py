@@ -272,7 +272,7 @@ def test_whom_it_spoils_is_told_everything_as_it_was_proposed() -> None:
 
 def batch(running: int) -> Batch:
     return Batch(
-        num_asking=running,
+        num_draftable=running,
         num_sampled=running,
         num_tokens=running,
         num_pairs=running * 100,

@@ -84,7 +84,7 @@ def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
     assert len(parts.source.take(8)) == 8
     assert [prompt.prompt_id for prompt in parts.heldout] == [f"prompts/{i}" for i in range(8, 12)]
     assert parts.num_dropped == 0
-    assert parts.fleet.num_parameters == sum(p.numel() for p in machines.policy.parameters())
+    assert parts.workers.num_parameters == sum(p.numel() for p in machines.policy.parameters())
 
 
 def test_held_out_problems_may_come_from_another_source(workshop: Workshop, tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_of_a_long_text_windows_are_learned_and_nothing_but_what_was_generated(p
         texts = buffer.batch(50, max_len=window)
         for packed in pack_texts(texts, 50):
             pairs = Pairs.of(packed)
-            rows = pairs.rows[pairs.learned]
+            rows = pairs.rows[pairs.trained]
             first, second, third = (packed.tokens[rows + i] for i in range(3))
             assert torch.equal(second, first + 1)
             assert torch.equal(third, first + 2)

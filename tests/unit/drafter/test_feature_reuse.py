@@ -24,8 +24,8 @@ from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import PolicyWeights, Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
-from support.spot_rooms import SETTINGS as SHORT
-from support.spot_rooms import counting
+from support.spot_training import SETTINGS as SHORT
+from support.spot_training import counting
 from support.tiny_models import tiny_model
 
 SETTINGS = replace(SHORT, batch_tokens=80, tokens_per_micro_batch=36)
@@ -159,7 +159,7 @@ def test_a_reading_is_the_same_row_by_row_whoever_computed_it(recipe: Recipe) ->
     texts.insert(2, Example(tokens=counting(3, 20).tokens, prompt_len=3))
     (packed,) = pack_texts(texts, 1000)
     pairs = Pairs.of(packed)
-    learned = pairs.learned
+    learned = pairs.trained
     kept = TargetReader(place.target, spot._trainer.layer, place.store.find).read(packed, pairs)
     anew = TargetReader(place.target, spot._trainer.layer, None).read(packed, pairs)
     torch.testing.assert_close(kept.features, anew.features, rtol=0.0, atol=1e-12)

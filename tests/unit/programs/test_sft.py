@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from longtail import tiny
+from longtail.config import files as configfile
 from longtail.config import sft as sft_config
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.model import load_config, load_model, save_model
@@ -31,7 +32,8 @@ def place(tmp_path) -> Path:
 
 
 def settings(place: Path, name: str, *words: str) -> sft_config.SftConfig:
-    return sft_config.load(
+    return configfile.resolve(
+        sft_config.SftConfig,
         None,
         [
             f"--model.path={place / 'model'}",

@@ -108,7 +108,7 @@ class Arm:
         own = config.load(configfile.locate("quickstart"), words)
         self.name, self.result, self._place = name, ArmResult(), place
         self._run = RunDirectory(place)
-        self._run.start(config.dump(own), resume=False)
+        self._run.start(configfile.render(own), resume=False)
         self._grader = GraderPool(
             own.reward.name, workers=own.reward.workers, timeout_s=own.reward.timeout_s
         )
@@ -118,7 +118,7 @@ class Arm:
     def advance(self) -> dict[str, float]:
         """Make a step."""
         if self.name == UNPLACED:
-            self._trainer.fleet.lengths = LengthHistory()
+            self._trainer.workers.lengths = LengthHistory()
         metrics = self._trainer.advance()
         self.result.metrics.append(metrics)
         self.result.timeline = self._trainer.timeline
@@ -126,7 +126,7 @@ class Arm:
 
     def close(self) -> ArmResult:
         """End the run and read what it wrote."""
-        if self.name == SPOT and self._trainer.fleet.published is not None:
+        if self.name == SPOT and self._trainer.workers.published is not None:
             target = load_model(self._model)
             frozen = {"embedding": target.embedding.weight, "head": target.head.weight}
             self.result.saves = [self._save(frozen) for _ in range(_SAVES)]
@@ -145,7 +145,7 @@ class Arm:
     def _save(self, frozen: Mapping[str, Tensor]) -> SaveTimes:
         """Time a save of the drafter both ways; `frozen` are the parts that are the target's."""
         store, began = DrafterStore(self._place / "saves"), time.perf_counter()
-        state = self._trainer.fleet.drafter_state()
+        state = self._trainer.workers.drafter_state()
         assert state is not None, "a drafter is published"
         store.save(1, state)
         own_s = time.perf_counter() - began

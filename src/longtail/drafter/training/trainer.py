@@ -272,14 +272,14 @@ class DrafterTrainer:
         for packed in batch:
             pairs = Pairs.of(packed)
             for step in range(num_depths):
-                counts[step] += int((pairs.learned & pairs.exist(step)).sum())
+                counts[step] += int((pairs.trained & pairs.exist(step)).sum())
         return counts
 
     def _forward(self, packed: PackedSequences, counts: Sequence[int]) -> _Sums | None:
         """Unroll over a micro-batch; the loss is its part of the batch's. None: nothing learned."""
         here = moved(packed, self._target.device)
         pairs = Pairs.of(here)
-        chosen = pairs.learned.nonzero()[:, 0]
+        chosen = pairs.trained.nonzero()[:, 0]
         if not len(chosen):
             return None
         depths = range(len(counts))

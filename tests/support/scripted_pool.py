@@ -1,8 +1,8 @@
-"""A crew in simulated time: workers whose texts, seconds and misfortunes are a script.
+"""A pool in simulated time: workers whose texts, seconds and misfortunes are a script.
 
-    crew = ScriptedCrew(2, faults=[Fault(worker=1, task="generate", after_s=3.0)])
-    fleet = begun(crew)
-    fleet.rollout(1, requests(40, 10, 10))     worker 1 is lost after 3 simulated seconds
+    pool = ScriptedPool(2, faults=[Fault(worker=1, task="generate", after_s=3.0)])
+    group = begun(pool)
+    group.rollout(1, requests(40, 10, 10))     worker 1 is lost after 3 simulated seconds
 
 Time passes in `wait`, and in `ask` where an answer is late. Whoever would wait for ever fails an
 assertion instead.
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
-from longtail.cluster.group import FleetSettings, Training, WorkerGroup
+from longtail.cluster.group import Training, WorkerGroup, WorkerGroupSettings
 from longtail.cluster.pool import TaskResult, WorkerPool
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker
@@ -61,36 +61,34 @@ def batch(number: int) -> TrainBatch:
 
 
 def begun(
-    crew: "ScriptedCrew",
+    pool: "ScriptedPool",
     training: Training = "spot",
     *,
-    shares_updates: bool = True,
     is_sharded: bool = False,
     **more: Any,
 ) -> WorkerGroup:
-    """A fleet whose workers are ready, and have published."""
-    settings = FleetSettings(
+    """A group whose workers are ready, and have published."""
+    settings = WorkerGroupSettings(
         seed=0,
         training=training,
         buffer_bytes=10**6,
         hang_s=HANG_S,
-        shares_updates=shares_updates and crew.size > 1,
         is_sharded=is_sharded,
     )
-    fleet = WorkerGroup(
-        crew,
+    group = WorkerGroup(
+        pool,
         settings,
         **{
-            "listen": lambda progress: None,
-            "say": crew.said.append,
-            "meeting_point": crew.meeting_point,
-            "clock": crew.clock,
+            "on_progress": lambda progress: None,
+            "log": pool.said.append,
+            "meeting_point": pool.meeting_point,
+            "clock": pool.clock,
             **more,
         },
     )
-    fleet.begin()
-    fleet.publish()
-    return fleet
+    group.begin()
+    group.publish()
+    return group
 
 
 @dataclass(slots=True)
@@ -103,7 +101,7 @@ class _Run:
 
 
 @final
-class ScriptedCrew(WorkerPool):
+class ScriptedPool(WorkerPool):
     def __init__(self, size: int, *, limit_s: float = 10_000.0, **script: Any) -> None:
         self.script, self.clock = Script(**script), Clock(limit_s)
         self.said: list[str] = []
