@@ -49,9 +49,7 @@ def run(options: ServeOptions) -> int:
         with Interruption() as interruption:
             print(f"serving {options.name} at {address}", flush=True)
             to_stderr("press Ctrl-C to stop; unfinished requests are finished first")
-            asyncio.run(
-                _serve(server, sock, options.drain_s, is_stopped=lambda: interruption.received)
-            )
+            asyncio.run(_serve(server, sock, options.drain_s, interruption=interruption))
     to_stderr("stopped")
     return 0
 
