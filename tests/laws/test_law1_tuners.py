@@ -123,7 +123,7 @@ class ErraticTuner(Tuner):
             depth=rng.randint(1, 8), width=width, size=rng.randint(8, 20), beam=rng.choice((0, 1))
         )
         drafters = rng.sample(range(self._num_drafters), rng.randint(1, self._num_drafters))
-        few = rng.choice((0, 0, 1, 3))
+        few = rng.choice((None, None, 1, 3))
         return Plan(strategy=strategy, drafters=tuple(sorted(drafters)), num_requests=few)
 
     def select_nodes(self, batch, plan, proposals):

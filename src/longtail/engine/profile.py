@@ -19,10 +19,10 @@ from longtail.engine.request import ActiveRequest
 from longtail.engine.step.runner import ModelRunner
 from longtail.engine.step.sampler import make_sampler
 from longtail.model.transformer import Transformer
-from longtail.speculation.drafter import Draftable, Drafter, Observed
+from longtail.speculation.drafter import Drafter, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.taps import NO_TAPS
-from longtail.speculation.tree import MAX_NODES, DraftTree, depths
+from longtail.speculation.tree import MAX_NODES, DraftTree
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve, fit_draft_cost
 from longtail.types import Request, SamplingParams
 
@@ -97,14 +97,14 @@ def _measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) 
     for num in dict.fromkeys((1, min(8, limits.max_running), min(32, limits.max_running))):
         actives = [synthetic_request(f"profile-{i}", 0) for i in range(num)]
         extend_texts(drafter, model, actives, _SHORT)
-        asked = [synthetic_draftable(active) for active in actives]  # their texts grow
+        asked = [active.draftable(MAX_NODES) for active in actives]  # their texts grow
         for turn in range(1 + _REPEATS):
             for shape in _SHAPES:
                 extend_texts(drafter, model, actives, _A_STEP)
                 started = time.perf_counter()
                 trees = drafter.propose(asked, shape, noise.for_drafts(actives, shape.depth))
                 took = time.perf_counter() - started
-                deep = [max(depths(tree.parents), default=0) for tree in trees]
+                deep = [tree.depth for tree in trees]
                 if (turn and time.perf_counter() < deadline) or len(rounds) < len(_SHAPES):
                     rounds.append((num, max(deep), sum(deep), took))
         for active in actives:
@@ -161,17 +161,6 @@ def synthetic_request(name: str, context: int) -> ActiveRequest:
     tokens = [0] * (context + 1)
     request = Request(request_id=name, prompt_tokens=(0,), noise_key=len(name), sampling=sampling)
     return ActiveRequest(request=request, tokens=tokens, policy_version=0, num_computed=context)
-
-
-def synthetic_draftable(active: ActiveRequest) -> Draftable:
-    """The request as a drafter is asked about it."""
-    return Draftable(
-        request_id=active.request_id,
-        tokens=active.tokens,
-        prompt_len=active.prompt_len,
-        sampling=active.request.sampling,
-        max_depth=MAX_NODES,
-    )
 
 
 def extend_texts(

@@ -27,7 +27,7 @@ from jaxtyping import Float
 
 from longtail.speculation.budget import Seconds, optimal_budget, select_nodes
 from longtail.speculation.strategy import DraftThresholds, Strategy
-from longtail.speculation.tree import DraftTree, depths
+from longtail.speculation.tree import DraftTree
 from longtail.tuner.cost import CostModel
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner, merge_proposals
@@ -88,7 +88,7 @@ class _Sample:
             self.reach.clear()
             self.rows.clear()
             self.is_guess = False
-        deep = [max(depths(tree.parents), default=0) for tree in trees[:_A_STEP]]
+        deep = [tree.depth for tree in trees[:_A_STEP]]
         self.reach.extend(tree.reach for tree in trees[:_A_STEP])
         self.rows.extend(deep)
         self.levels += 0.1 * (max(deep) - self.levels)

@@ -45,8 +45,8 @@ class Plan:
     """None: decode plainly."""
     drafters: tuple[int, ...] = (0,)
     """Who proposes, by place; their drafts become one tree."""
-    num_requests: int = 0
-    """Draft for the first so many that could use one; 0 is all."""
+    num_requests: int | None = None
+    """Number of requests to draft for, the first ones that can use a draft; None: all."""
     is_probe: bool = False
     """To learn something; says nothing of what is thought best."""
     repeat_steps: int = 0

@@ -24,7 +24,7 @@ from longtail.types import Request, SamplingParams
 from support.drafters import RIGHT, ScriptedDrafter, WatchfulDrafter
 from support.fakes import scripted_model, unchecked_shapes
 
-PASS_S, PROPOSAL_S, TEACHING_S, TUNING_S = 10.0, 2.0, 3.0, 4.0
+PASS_S, PROPOSAL_S, LEARNING_S, TUNING_S = 10.0, 2.0, 3.0, 4.0
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Slow(ScriptedDrafter):
 def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[World]:
     """Where passes take time on the device that the test names."""
     world, device = World(), getattr(request, "param", "cpu")
-    launch, wait, teach = ModelRunner.launch, Launched.wait, StepFeedback.teach
+    launch, wait, send = ModelRunner.launch, Launched.wait, StepFeedback.send_to_drafters
 
     def launched(*args: object) -> Launched:
         world.happens("launch", PASS_S if device == "cpu" else 0.0)
@@ -107,13 +107,13 @@ def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
         world.happens("wait")
         return out
 
-    def taught(lesson: StepFeedback, drafters: Sequence[WatchfulDrafter]) -> None:
-        teach(lesson, drafters)
-        world.now += TEACHING_S if lesson.timings else 0.0
+    def sent(feedback: StepFeedback, drafters: Sequence[WatchfulDrafter]) -> None:
+        send(feedback, drafters)
+        world.now += LEARNING_S if feedback.step.timings else 0.0
 
     monkeypatch.setattr(ModelRunner, "launch", launched)
     monkeypatch.setattr(Launched, "wait", waited)
-    monkeypatch.setattr(StepFeedback, "teach", taught)
+    monkeypatch.setattr(StepFeedback, "send_to_drafters", sent)
     with unchecked_shapes():
         yield world
 
@@ -161,7 +161,7 @@ def test_the_seconds_of_learning_are_those_of_the_step_that_is_learned_from(worl
     """On a CPU drafts cost what drafters take to learn of them; on a GPU nobody waits for it."""
     engine, _, tuner = make_engine(world)
     to_the_end(engine)
-    exposed = TEACHING_S if request.node.callspec.params["world"] == "cpu" else 0.0
+    exposed = LEARNING_S if request.node.callspec.params["world"] == "cpu" else 0.0
     kinds = set()
     for outcome in tuner.outcomes[:-1]:  # the last one is learned from outside of any step
         drafted = bool(outcome.timings)

@@ -108,4 +108,3 @@ def test_noise_that_is_there_is_not_made_again(monkeypatch):
     assert made == [8]  # places 0 to 7 serve all six
     noise.rows([active], [[0, 2]])
     assert made == [8, 6]  # the two that are left were moved
-    assert noise.seconds > 0

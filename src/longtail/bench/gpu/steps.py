@@ -18,13 +18,13 @@ from longtail.engine.kv.choice import kv_bytes
 from longtail.engine.profile import (
     SyntheticSteps,
     extend_texts,
-    synthetic_draftable,
     synthetic_request,
 )
 from longtail.engine.step.sampler import make_sampler
 from longtail.model.graphs import CudaGraphs, GraphPool, graph_size
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import MAX_NODES
 
 DEPTH = 8
 _MAX_STEP = 512
@@ -107,7 +107,7 @@ def draft_pass(model: Transformer, clock: DeviceClock, step_ms: float) -> dict[s
 
     def draft() -> None:
         extend_texts(drafter, model, [active], 4)
-        asked = [synthetic_draftable(active)]
+        asked = [active.draftable(MAX_NODES)]
         drafter.propose(asked, shape, noise.for_drafts([active], shape.depth))
 
     seconds = clock.seconds(draft)

@@ -6,7 +6,6 @@ and drafting read the same table.
 """
 
 import abc
-import time
 from collections.abc import Sequence
 from typing import final
 
@@ -21,11 +20,6 @@ from longtail.speculation.drafter import Noise
 
 class NoiseSource(abc.ABC):
     """Noise of places that are still to be written."""
-
-    @property
-    @abc.abstractmethod
-    def seconds(self) -> float:
-        """Spent making noise so far."""
 
     @abc.abstractmethod
     def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
@@ -47,12 +41,6 @@ class NoiseTable(NoiseSource):
         self._starts: dict[ActiveRequest, int] = {}
         self._rows: dict[ActiveRequest, int] = {}
         self._table = torch.empty(0, 0, vocab_size, device=device)
-        self._seconds = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Spent making noise so far."""
-        return self._seconds
 
     def rows(
         self, requests: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
@@ -98,7 +86,6 @@ class NoiseTable(NoiseSource):
 
     def _refill(self, requests: Sequence[ActiveRequest], least: int) -> None:
         """Start every request's window at its next place; what was made already is moved."""
-        started = time.perf_counter()
         count, old = len(requests), self._table
         depth = max(least, min(32, self._max_entries // (count * self._vocab_size)))
         firsts = [self._offset(active) for active in requests]
@@ -127,7 +114,6 @@ class NoiseTable(NoiseSource):
         self._table = table
         self._rows = {active: place for place, active in enumerate(requests)}
         self._starts = dict(zip(requests, starts, strict=True))
-        self._seconds += time.perf_counter() - started
 
 
 @final

@@ -98,11 +98,6 @@ class HashedNoise(NoiseSource):
     def __init__(self, draws: Draws, vocab_size: int, device: torch.device) -> None:
         self._draws, self._vocab_size, self._device = draws, vocab_size, device
 
-    @property
-    def seconds(self) -> float:
-        """Nobody waits for it."""
-        return 0.0
-
     def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
         """Nothing is to be made ready."""
 
