@@ -74,7 +74,9 @@ def test_one_worker_and_two_resume_from_each_other_and_write_what_one_does(
     assert texts(workshop, sharding) == texts(workshop, "one")
 
 
-def test_workers_killed_while_they_train_the_drafter_or_publish_change_no_text(workshop, monkeypatch):
+def test_workers_killed_while_they_train_the_drafter_or_publish_change_no_text(
+    workshop, monkeypatch
+):
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
     # Two at a time, and one worker has twice as many: the other is idle for a while.
     uneven = ("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150")

@@ -143,7 +143,7 @@ class EngineThread:
         for ticket in tickets:
             try:
                 engine.submit(ticket.request)
-            except Exception as error:  # of this request, which nobody should have taken on
+            except Exception as error:  # noqa: BLE001 - it ends this request alone
                 self._fail(engine, ticket, error)
                 continue
             ticket.begin_again()
@@ -163,7 +163,7 @@ class EngineThread:
                 self._metrics.aborted()
                 try:
                     engine.abort(name)
-                except Exception as error:  # of its text, which nobody reads; it is out
+                except Exception as error:  # noqa: BLE001 - the request has left the engine
                     _log.error("a completion failed as it was given up", exc_info=error)
 
     def _step(self, engine: RolloutEngine) -> None:
@@ -204,7 +204,7 @@ class EngineThread:
             self._metrics.began(now - ticket.came)
         try:
             chunk = ticket.chunk(emitted, completion)
-        except Exception as error:  # of this completion: its text
+        except Exception as error:  # noqa: BLE001 - it ends this request alone
             self._fail(engine, ticket, error)
             return
         if chunk is not None:
