@@ -16,6 +16,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, final
 
 import torch
@@ -129,9 +130,11 @@ class Learner:
         for batch in batches:
             _refuse_greedy(batch.sampling)
         metrics, several = LearnerMetrics(), len(batches) > 1
-        copies = several and self._group.size > 1 and self._shards is None
+        # A single update happens after the last reduction, so it needs no undo.
+        can_undo = several and self._group.size > 1 and self._shards is None
+        undo = partial(self.restore, self.state(), self.weights().tensors) if can_undo else None
         try:
-            with recovery.restored_on_loss(self, is_needed=copies):
+            with recovery.undone_on_loss(undo):
                 old = [self._old(batch, metrics, on_progress) for batch in batches if several]
                 for index, batch in enumerate(batches):
                     failure = self._backward(batch, old[index] if old else {}, metrics, on_progress)

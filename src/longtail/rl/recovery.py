@@ -7,9 +7,8 @@ A step that loses a rank leaves weights, moments and version of the others as th
 have nevertheless made it are one version ahead, and the ranks behind receive the result.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -17,22 +16,18 @@ from longtail.errors import ClusterError, ProcessGroupError
 from longtail.rl.collectives import ProcessGroup, all_gather_scalar
 from longtail.rl.optim import Optimizer
 
-if TYPE_CHECKING:
-    from longtail.rl.learner import Learner
-
 INCOMPLETE = -1
 """Version of a learner whose synchronization was interrupted: its weights are a mixture."""
 
 
 @contextmanager
-def restored_on_loss(learner: "Learner", *, is_needed: bool) -> Iterator[None]:
-    """Restore the learner if the process group is lost; a single update needs no copy for that."""
-    copied = (learner.state(), learner.weights().tensors) if is_needed else None
+def undone_on_loss(undo: Callable[[], None] | None) -> Iterator[None]:
+    """Call `undo`, if there is one, when the process group is lost."""
     try:
         yield
     except ProcessGroupError:
-        if copied is not None:
-            learner.restore(*copied)
+        if undo is not None:
+            undo()
         raise
 
 
