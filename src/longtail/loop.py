@@ -170,7 +170,7 @@ class Trainer:
         config, parts, before = self._config, self._parts, self._progress
         step = before.step + 1
         evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
-        self._journal.trace(step, self.workers.timeline())
+        self._journal.trace(step, self.workers.drain_timeline())
         watch = Stopwatch()
         asked = train_requests(
             parts.source.take(config.rollout.prompts_per_step),
@@ -197,10 +197,10 @@ class Trainer:
             learned=learned,
             seconds=watch.lap(),
         )
-        self.timeline = timeline = self.workers.timeline()
+        self.timeline = timeline = self.workers.drain_timeline()
         metrics |= timeline.metrics() | {"cluster/reused_share": rolled.reused_share}
         self._journal.write(step, evaluated | metrics, graded.rollouts, rolled.costs)
-        self._journal.log_workers(step, timeline, self.workers.decisions)
+        self._journal.log_workers(step, timeline, self.workers.drain_decisions())
         self._console.step(step, config.run.steps, metrics, rolled.series)
         self._progress = replace(before, step=step, cursor=parts.source.state())
         return metrics
