@@ -185,7 +185,7 @@ class _Passes:
         """Store keys and values of tokens, and return their final hidden states."""
         numbers = torch.stack((tokens, positions, *places), 1)
         # The number of rows is the key of the storage, which is replaced when rows are added.
-        (hidden,) = self._read(numbers, about=self._texts.storage.shape[2])
+        (hidden,) = self._read(numbers, key=self._texts.storage.shape[2])
         return hidden
 
     def score(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:

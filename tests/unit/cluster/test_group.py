@@ -215,6 +215,7 @@ def test_a_dead_first_worker_is_replaced_before_the_team_forms():
 # ---- everything else that all do
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["publish", "ready", "adopt", "join"])
 @pytest.mark.parametrize("kind", ["lost", "hangs", "frozen"])
 def test_a_task_of_all_is_done_again_by_the_worker_that_replaces_a_lost_one(task, kind):

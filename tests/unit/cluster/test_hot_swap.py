@@ -77,6 +77,7 @@ def _ask(drafter: EagleDrafter, strategy: Strategy, back: int) -> list[DraftTree
     return drafter.propose(requests, strategy, noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("recipe", "reduced"), CASES)
 @pytest.mark.parametrize("strategy", [CHAIN, SIBLINGS, TREE])
@@ -98,6 +99,7 @@ def test_weights_loaded_during_a_text_draft_like_a_fresh_drafter(dtype, recipe, 
     assert _ask(swapped, strategy, 1) == _ask(fresh, strategy, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_loaded_weights_draft_like_a_drafter_that_always_had_them(recipe):
     """Catching up recomputes just the keys that the other computed one after the other."""
@@ -181,6 +183,7 @@ def _rollout(recipe: Recipe, *, speculates: bool) -> list[tuple[int, ...]]:
     return [each.tokens for each in done]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_new_weights_after_every_step_change_no_token(recipe):
     """Law 1, with a drafter that is never the same for two steps."""

@@ -34,6 +34,7 @@ def _parts(
     return parts, list(asked.requests)
 
 
+@pytest.mark.slow
 def test_one_worker_generates_all_completions_and_reports_progress(workshop):
     heard: list[Progress] = []
     parts, asked = _parts(workshop, heard.append)
@@ -48,6 +49,7 @@ def test_one_worker_generates_all_completions_and_reports_progress(workshop):
     assert states[-2:] == [State.GENERATING, State.IDLE]
 
 
+@pytest.mark.slow
 def test_an_interrupted_rollout_leaves_a_worker_that_saves_and_generates_again(workshop, tmp_path):
     plain, asked = _parts(workshop, lambda progress: None)
     expected = [each.tokens for each in plain.workers.rollout(1, asked).completions]
