@@ -3,24 +3,10 @@
 import argparse
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from types import ModuleType
+
+from longtail.bench.registry import BENCHES
 
 _WIDTH = 96
-
-BENCHES = {
-    "engine": "Measure the rollout engine against its rivals.",
-    "rollout": "Measure what speculation is worth, by fixed strategy.",
-    "tuner": "Measure what deciding how much to draft is worth.",
-    "learner": "Measure packed against padded batches.",
-    "drafter": "Measure drafter training, packed against padded.",
-    "serve": "Measure serving over HTTP, drafting or not, or soak it.",
-    "vllm": "Compare the acceptance of exported drafters in vLLM with ours.",
-    "gpu": "Measure what the engine does on a GPU, against what the GPU could do.",
-    "e2e": "Measure whole training runs, drafting or not, training the drafter or not.",
-}
-"""What each module of `bench` that is a program does."""
-
 
 def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
     """Return what builds the parser of each command, by its name after `longtail`."""
@@ -240,15 +226,9 @@ def serve_parser() -> argparse.ArgumentParser:
 
 def bench_parser(name: str) -> argparse.ArgumentParser:
     """Build the parser of `longtail bench`."""
-    parser = _parser(f"bench {name}", BENCHES[name])
-    bench_module(name).add_arguments(parser)
+    parser = _parser(f"bench {name}", BENCHES[name].summary)
+    BENCHES[name].add_arguments(parser)
     return parser
-
-
-def bench_module(name: str) -> ModuleType:
-    """Import the benchmark of that name."""
-    place = f"training.{name}" if name in ("learner", "drafter") else f"{name}.run"
-    return import_module(f"longtail.bench.{place}")
 
 
 def report_parser() -> argparse.ArgumentParser:

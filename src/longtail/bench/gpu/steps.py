@@ -1,8 +1,8 @@
-"""Steps of `longtail bench gpu`: decode, verify and draft in one shape, and what graphs take.
+"""Steps of `longtail bench gpu`: decode, verify and draft in one shape, and memory of graphs.
 
-Steps are the engine's own, host and sampler included, on requests that are made up, with contexts
-of 512 tokens. The bound of a decode step is that of memory: all weights but the embedding, and the
-context of every request, read once at the bandwidth of a copy.
+Steps are the engine's own, host and sampler included, on synthetic requests with contexts of 512
+tokens. The bound of a decode step is memory: all weights but the embedding, and the context of
+every request, read once at the bandwidth of a copy.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from longtail.bench.gpu.clock import DeviceClock
+from longtail.bench.gpu.kernels import DeviceClock
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.engine.kv.choice import kv_bytes
@@ -24,11 +24,11 @@ from longtail.speculation.strategy import Strategy
 DEPTH = 8
 _MAX_STEP = 512
 _VERIFIED = 63
-"""A root and the largest draft: the graph of 64 tokens."""
+"""Tokens of a root and the largest draft, in the graph of 64 tokens."""
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
-    """Make a model with random weights where it is to be, in its dtype at once."""
+    """Make a model with random weights directly on its device and in its dtype."""
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(dtype).to_empty(device=device)
@@ -37,7 +37,7 @@ def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def read_bytes(model: Transformer) -> int:
-    """Bytes of weights that a step of few tokens reads: all but the embedding, if it is untied."""
+    """Bytes of weights that a step of few tokens reads: all but an untied embedding."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     embedding = model.embedding.weight
     untied = embedding is not model.head.weight
@@ -47,7 +47,7 @@ def read_bytes(model: Transformer) -> int:
 def decode_steps(
     model: Transformer, clock: DeviceClock, bandwidth: float, batches: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Plain decoding against the bound."""
+    """Time plain decoding against the bound."""
     cells = []
     for batch in batches:
         steps = MadeUpSteps(model, batch, max(_MAX_STEP, batch))
@@ -69,7 +69,7 @@ def decode_steps(
 def invariant_steps(
     model: Transformer, clock: DeviceClock, cells: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What the same steps take with products in which no row depends on its batch."""
+    """Time the same steps with batch-invariant products."""
     model.batch_invariant = True
     model.pack()
     found = []
@@ -84,7 +84,7 @@ def invariant_steps(
 
 
 def verify_step(model: Transformer, clock: DeviceClock) -> dict[str, Any]:
-    """One request: a step that verifies the largest draft against one that decodes."""
+    """Time a step that verifies the largest draft of one request against one that decodes."""
     steps = MadeUpSteps(model, 1, _MAX_STEP)
     one_s = clock.seconds(lambda: steps.step(1, steps.long))
     many_s = clock.seconds(lambda: steps.step(_VERIFIED, steps.long))
@@ -92,7 +92,7 @@ def verify_step(model: Transformer, clock: DeviceClock) -> dict[str, Any]:
 
 
 def draft_pass(model: Transformer, clock: DeviceClock, step_ms: float) -> dict[str, Any]:
-    """A chain of EAGLE-1, as deep as strategies go, for one request, against a decode step."""
+    """Time an EAGLE-1 chain of the largest depth for one request against a decode step."""
     layer = EagleLayer(EagleConfig(recipe="eagle1", target=model.config))
     layer.initialize(torch.Generator().manual_seed(0))
     drafter = EagleDrafter(layer.to(model.device, model.dtype), model)
@@ -102,8 +102,8 @@ def draft_pass(model: Transformer, clock: DeviceClock, step_ms: float) -> dict[s
 
     def draft() -> None:
         introduce(drafter, model, [active], 4)
-        asked = [made_up_draftable(active)]
-        drafter.propose(asked, shape, noise.ahead([active], shape.depth))
+        requests = [made_up_draftable(active)]
+        drafter.propose(requests, shape, noise.ahead([active], shape.depth))
 
     seconds = clock.seconds(draft)
     return {
@@ -114,7 +114,7 @@ def draft_pass(model: Transformer, clock: DeviceClock, step_ms: float) -> dict[s
 
 
 def graph_memory(model: Transformer) -> dict[str, Any] | None:
-    """Reserved memory that capturing takes: one strategy's steps at 32 requests, then all sizes."""
+    """Measure the memory of graphs: one strategy's steps at 32 requests, then all sizes."""
     if model.graphs is None:
         return None
     model.graphs = GraphPool(CudaGraphs(model.device))
