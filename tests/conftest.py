@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from pathlib import Path
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 if not os.environ["CUDA_VISIBLE_DEVICES"]:  # before anybody imports Triton, as some libraries do
@@ -10,6 +11,7 @@ if not os.environ["CUDA_VISIBLE_DEVICES"]:  # before anybody imports Triton, as 
 os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"})
 
 import hypothesis
+import jaxtyping
 import pytest
 import torch
 
@@ -21,6 +23,10 @@ hypothesis.settings.load_profile("longtail")
 # A job that a shell starts in the background ignores SIGINT, and so would the tests of Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+TESTS = Path(__file__).parent
+WHOLE_RUNS = ("chaos", "end_to_end", "laws")
+"""Folders whose tests take thousands of engine steps each."""
+
 _CONNECT = socket.socket.connect
 
 
@@ -31,6 +37,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Check the shapes and types of every call, except in whole runs that are not marked `shapes`.
+
+    The checks take two thirds of a tiny engine step. Shapes do not depend on the schedule:
+    tests/unit makes the same calls, and the tests marked `shapes` make whole runs of each kind.
+    """
+    is_whole = item.path.relative_to(TESTS).parts[0] in WHOLE_RUNS
+    is_checked = not is_whole or item.get_closest_marker("shapes") is not None
+    jaxtyping.config.update("jaxtyping_disable", not is_checked)
 
 
 @pytest.fixture(autouse=True)

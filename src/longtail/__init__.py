@@ -1,6 +1,56 @@
 """Reinforcement learning of reasoning models, without the long tail of rollouts.
 
-Reading order for a newcomer: `longtail.loop`, `longtail.types`, `longtail.engine.engine`.
+    from longtail import Engine, SamplingParams
+
+    engine = Engine("tiny-reasoner")
+    print(engine.generate(["How many steps from 27 to 1?"], SamplingParams(max_tokens=400))[0].text)
+
+The names below are imported when they are first used, so `import longtail` needs no PyTorch. The
+reading order of the source is in docs/architecture.md.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longtail.api import Engine, TextStream, load_drafter
+    from longtail.config.rl import RunConfig
+    from longtail.errors import LongtailError
+    from longtail.loop import train
+    from longtail.types import Completion, SamplingParams
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "LongtailError",
+    "RunConfig",
+    "SamplingParams",
+    "TextStream",
+    "__version__",
+    "load_drafter",
+    "train",
+]
+
+_MODULES = {
+    "Completion": "types",
+    "Engine": "api",
+    "LongtailError": "errors",
+    "RunConfig": "config.rl",
+    "SamplingParams": "types",
+    "TextStream": "api",
+    "load_drafter": "api",
+    "train": "loop",
+}
+"""Module of each public name, below `longtail`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'longtail' has no attribute {name!r}")
+    return getattr(import_module(f"longtail.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,9 +1,10 @@
 """Reinforcement learning, the whole system on one page.
 
-    source --Prompt--> fleet --Completion--> grader --Rollout--> batches --> fleet (learn, publish)
+    source --Prompt--> workers --Completion--> grader --Rollout--> batches --> workers
+                       (generate)                                              (learn, publish)
 
-The fleet is one worker in this process or many in others: each has an engine and a share of the
-learner, and trains the drafter while it would be idle. Records flow one way; no part holds a
+The `WorkerGroup` is one worker in this process or many in others: each has an engine and a share of
+the learner, and trains the drafter while it would be idle. Records flow one way; no part holds a
 reference to the next. A step is complete when its weights are published. A checkpoint is the state
 between two steps, so whatever interrupts a step costs that step only, and a resumed run is the run
 that was not interrupted.
@@ -20,7 +21,8 @@ from longtail.build.trainer import assemble, model_directory
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutResult
 from longtail.cluster.timeline import Timeline
-from longtail.config.rl import RunConfig, dump
+from longtail.config import files as configfile
+from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import EVALUATION, TRAINING
 from longtail.errors import GradingError, NonFiniteError
 from longtail.report.page import report_if_possible
@@ -36,7 +38,7 @@ from longtail.run.drafter_store import INITIAL, DrafterStore
 from longtail.run.logger import RunLogger
 from longtail.run.metrics import Stopwatch
 from longtail.run.step_metrics import step_metrics
-from longtail.run.summary import finished_card, make_card, read_metrics
+from longtail.run.summary import finished_summary, read_metrics, summarize_run
 from longtail.system.device import set_threads, threads_each
 from longtail.system.interrupt import Interrupted, Interruption
 from longtail.types import Completion, Group, TrainBatch
@@ -59,10 +61,10 @@ def train(config: RunConfig) -> int:
     """Run `longtail train`: from the configuration to the card; 130 if interrupted."""
     console = Console()
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as run:
-        checkpoint = run.start(dump(config), resume=config.run.resume)
-        if card := finished_card(run.path, checkpoint, config.run.steps):
-            console.say(f"{run.path}: its {card.steps} steps are done; raise run.steps to go on")
-            console.card(card, run.path)
+        checkpoint = run.start(configfile.render(config), resume=config.run.resume)
+        if card := finished_summary(run.path, checkpoint, config.run.steps):
+            console.log(f"{run.path}: its {card.steps} steps are done; raise run.steps to go on")
+            console.summary(card, run.path)
             return 0
         with GraderPool(
             config.reward.name, workers=config.reward.workers, timeout_s=config.reward.timeout_s
@@ -87,23 +89,23 @@ class Trainer:
         self.timeline: Timeline | None = None
         """What the workers did in the last step."""
         threads = set_threads(threads_each(config.run.threads, config.cluster.workers))
-        directory = model_directory(config.model.path, console.say)
+        directory = model_directory(config.model.path, console.log)
         warm_start_s = time.perf_counter() - self._began
-        self._parts = assemble(config, directory, grader.check, console.say, self._listen)
-        self.fleet = self._parts.fleet
+        self._parts = assemble(config, directory, grader.check, console.log, self._listen)
+        self.workers = self._parts.workers
         """All workers as one."""
         try:
             self._prepare(checkpoint, warm_start_s, threads)
         except BaseException:
-            self.fleet.close()
+            self.workers.close()
             raise
 
     def _prepare(self, checkpoint: Checkpoint | None, warm_start_s: float, threads: int) -> None:
         """Put everything where the run begins, or goes on."""
         config, run, console = self._config, self._run, self._console
         self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints)
-        if self.fleet.published is not None:
-            self.fleet.save_drafter(run.path / "drafter" / INITIAL)
+        if self.workers.published is not None:
+            self.workers.save_drafter(run.path / "drafter" / INITIAL)
         if checkpoint is None and config.speculation.tuner != "off":
             self._probe_drafter()
         warm_start_s += self._parts.drafter_s
@@ -121,18 +123,18 @@ class Trainer:
         self._grader.wait_ready()
         last_step = None if checkpoint is None else checkpoint.step
         self._journal = RunLogger(config, run.path, last_step=last_step)
-        console.say(
-            f"{config.model.path}: {self.fleet.num_parameters:,} parameters, "
+        console.log(
+            f"{config.model.path}: {self.workers.num_parameters:,} parameters, "
             f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
             f"{run.path}" + (f", resumed after step {last_step}" if last_step is not None else "")
         )
         if dropped := self._parts.num_dropped:
-            console.say(
+            console.log(
                 f"{dropped} prompts over {config.data.max_prompt_len} tokens are left out "
                 "(data.drop_long_prompts)"
             )
         if ungradable := self._parts.num_ungradable:
-            console.say(f"{ungradable} prompts are left out (data.drop_ungradable)")
+            console.log(f"{ungradable} prompts are left out (data.drop_ungradable)")
 
     def run(self) -> int:
         """Step until all steps are done, evaluate, show the card."""
@@ -146,7 +148,7 @@ class Trainer:
                 return 0
         except Interrupted:
             self._checkpoint()
-            self._console.say(_farewell(self._progress.step))
+            self._console.log(_farewell(self._progress.step))
             return 130
         except NonFiniteError as error:
             raise NonFiniteError(self._post_mortem(error)) from error
@@ -155,12 +157,12 @@ class Trainer:
 
     def begin(self) -> None:
         """Hand the policy to everybody who writes."""
-        self.fleet.publish()
+        self.workers.publish()
 
     def close(self) -> None:
         """Write out what is pending and end the workers."""
         self._journal.close()
-        self.fleet.close()
+        self.workers.close()
         self._drafters.wait()
 
     def advance(self) -> dict[str, float]:
@@ -168,7 +170,7 @@ class Trainer:
         config, parts, before = self._config, self._parts, self._progress
         step = before.step + 1
         evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
-        self._journal.trace(step, self.fleet.timeline())
+        self._journal.trace(step, self.workers.drain_timeline())
         watch = Stopwatch()
         asked = train_requests(
             parts.source.take(config.rollout.prompts_per_step),
@@ -181,11 +183,11 @@ class Trainer:
         with watch.section("reward"):
             graded = self._grade(asked, rolled.completions)
         groups = regroup(graded.rollouts)
-        learned = self.fleet.learn(self._batches(groups))
+        learned = self.workers.learn(self._batches(groups))
         with watch.section("publish"):
-            self.fleet.publish()
+            self.workers.publish()
         with watch.section("drafter"):
-            self.fleet.offer_drafter()
+            self.workers.offer_drafter()
         metrics = step_metrics(
             rollout=rolled.report,
             series=rolled.series,
@@ -195,10 +197,10 @@ class Trainer:
             learned=learned,
             seconds=watch.lap(),
         )
-        self.timeline = timeline = self.fleet.timeline()
+        self.timeline = timeline = self.workers.drain_timeline()
         metrics |= timeline.metrics() | {"cluster/reused_share": rolled.reused_share}
         self._journal.write(step, evaluated | metrics, graded.rollouts, rolled.costs)
-        self._journal.log_workers(step, timeline, self.fleet.decisions)
+        self._journal.log_workers(step, timeline, self.workers.drain_decisions())
         self._console.step(step, config.run.steps, metrics, rolled.series)
         self._progress = replace(before, step=step, cursor=parts.source.state())
         return metrics
@@ -208,9 +210,9 @@ class Trainer:
         self._console.begin_rollout(label, len(asked.requests))
         step = self._progress.step + 1
         try:
-            rolled = self.fleet.rollout(step, asked.requests, trains=kind == TRAINING)
+            rolled = self.workers.rollout(step, asked.requests, trains=kind == TRAINING)
         except Interrupted:
-            self.fleet.abandon()
+            self.workers.abandon()
             raise
         for logged in rolled.logged(step, kind):
             self._journal.log(logged)
@@ -266,7 +268,7 @@ class Trainer:
         rolled = self._generate("held-out evaluation", asked, EVALUATION)
         graded = self._grade(asked, rolled.completions)
         mean = fmean(rollout.reward for rollout in graded.rollouts)
-        self._console.say(
+        self._console.log(
             f"held-out reward after step {self._progress.step}: {mean:.3f} "
             f"({len(self._parts.heldout)} problems x {self._config.eval.samples}"
             + (f", {len(graded.failures)} ungraded)" if graded.failures else ")")
@@ -280,17 +282,17 @@ class Trainer:
             seed=self._config.run.seed,
             sampling=self._parts.sampling,
         )
-        found = self.fleet.probe_drafter(asked.requests)
+        found = self.workers.probe_drafter(asked.requests)
         for line in [] if found is None else found.lines(self._config.spot.train):
-            self._console.say(line)
+            self._console.log(line)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Put learners, prompt source and drafter where they were when it was taken."""
         learner = LearnerState(tensors=checkpoint.tensors(), numbers=checkpoint.state["learner"])
-        self.fleet.restore(checkpoint.policy, learner)
+        self.workers.restore(checkpoint.policy, learner)
         self._parts.source.restore(checkpoint.state["cursor"])
-        if self.fleet.published is not None and (kept := self._drafters.load(checkpoint.step)):
-            self.fleet.restore_drafter(kept)
+        if self.workers.published is not None and (kept := self._drafters.load(checkpoint.step)):
+            self.workers.restore_drafter(kept)
 
     def _checkpoint_if_due(self) -> None:
         step = self._progress.step
@@ -302,15 +304,15 @@ class Trainer:
         progress = self._progress
         if progress.step == self._saved_step:
             return
-        learner = self.fleet.learner_state()
+        learner = self.workers.learner_state()
         state = {
             "cursor": dict(progress.cursor),
             "seconds": self._seconds(),
             "warm_start_s": progress.warm_start_s,
             "learner": dict(learner.numbers),
         }
-        self._run.save(progress.step, self.fleet.save_policy, learner.tensors, state)
-        if (drafter := self.fleet.drafter_state()) is not None:
+        self._run.save(progress.step, self.workers.save_policy, learner.tensors, state)
+        if (drafter := self.workers.drafter_state()) is not None:
             self._drafters.save(progress.step, drafter)
         self._saved_step = progress.step
 
@@ -320,16 +322,16 @@ class Trainer:
 
     def _finish(self, evaluated: Mapping[str, float]) -> None:
         """Make the card, keep it and show it."""
-        card = make_card(
+        card = summarize_run(
             read_metrics(self._run.path / "metrics.jsonl"),
             steps=self._progress.step,
             reward_after=evaluated.get("eval/reward_mean"),
             seconds=self._seconds(),
             warm_start_s=self._progress.warm_start_s,
         )
-        card.write(self._run.path / "card.json")
-        report_if_possible(self._run.path, self._console.say)
-        self._console.card(card, self._run.path)
+        card.write(self._run.path / "summary.json")
+        report_if_possible(self._run.path, self._console.log)
+        self._console.summary(card, self._run.path)
 
     def _post_mortem(self, error: NonFiniteError) -> str:
         """Say when numbers broke, and what is left to go on from."""

@@ -3,7 +3,7 @@
 One JSON object a line, appended in one write, by the driver and by workers alike:
 
     {"at": 812.25, "who": 1, "pid": 4711}                     worker 1 has a process
-    {"at": 813.50, "who": 1, "state": "generating"}           the roster moved it
+    {"at": 813.50, "who": 1, "state": "generating"}           its new state
     {"at": 813.50, "who": 1, "task": "generate"}              it was given a task
     {"at": 813.40, "who": -1, "state": "rollout", "step": 2}  the driver entered a phase
     {"at": 819.10, "who": -1, "ended": "rollout", "step": 2}  the driver left it
@@ -27,7 +27,6 @@ _TASKS = {
     "generate": "generating",
     "spot": "spot training",
     "learn": "learning",
-    "gather": "learning",
     "join": "meeting the team",
     "publish": "publishing weights",
     "adopt": "adopting a drafter",
@@ -99,7 +98,7 @@ class Reader:
         elif "task" in entry and actor.activity not in (STARTING, ANEW):
             actor.activity = _TASKS.get(entry["task"], SETUP)
         elif entry.get("state") == STARTING and who != DRIVER:
-            actor.activity = ANEW  # the roster begins in STARTING: only successors move there
+            actor.activity = ANEW  # every worker begins in STARTING: only successors move there
         elif "state" in entry and (who == DRIVER or entry["state"] in (IDLE, DEAD)):
             actor.activity = entry["state"]  # at work: its task follows at once, and says more
             if actor.activity == DEAD:

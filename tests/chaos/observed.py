@@ -2,9 +2,9 @@
 
     main(["DIARY", "train", "--run.dir=...", "--cluster.workers=2"])
 
-Only what is seen from outside is noted: the roster's moves, the tasks that the crew is given, the
-phases of the loop. Signal SIGUSR1 makes the driver and each worker write where their threads are,
-beside the diary, which shows why a run hangs.
+Only what is seen from outside is noted: the changes of the workers' states, the tasks that they are
+given, and the phases of the loop. On signal SIGUSR1 the driver and each worker write the stacks of
+their threads beside the diary, which shows why a run hangs.
 """
 
 import faulthandler
@@ -93,10 +93,10 @@ def observe(path: Path) -> None:
         step = self._progress.step + 1
         return advance(self)
 
-    make_crew, start, move = RayWorkerPool.__init__, RayWorkerPool.start, WorkerStates.move
+    init_pool, start, move = RayWorkerPool.__init__, RayWorkerPool.start, WorkerStates.move
 
     def makes(self: RayWorkerPool, make: Callable[[int], Any], *args: Any, **kwargs: Any) -> None:
-        make_crew(self, Born(path, make), *args, **kwargs)
+        init_pool(self, Born(path, make), *args, **kwargs)
 
     def starts(self: RayWorkerPool, worker: int, task: Any, *args: Any, **kwargs: Any) -> None:
         diary.note(path, worker, task=task.__name__)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from end_to_end.workshop import Said, Workshop, build, say, write_lines
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model
 
 Change = Callable[[Path], None]
@@ -68,14 +68,14 @@ def _edit(name: str, **changes: object) -> Change:
 
 
 def _smaller(model: Path) -> None:
-    hf.save_model(tiny_model(vocab_size=100), model)
+    save_model(tiny_model(vocab_size=100), model)
 
 
 def _with_nan(model: Path) -> None:
     broken = tiny_model()
     with torch.no_grad():
         broken.layers[1].feed_forward.down.weight[3, 4] = float("nan")
-    hf.save_model(broken, model)
+    save_model(broken, model)
 
 
 MODELS: dict[str, tuple[Change, int, list[str]]] = {
@@ -198,7 +198,7 @@ def test_data_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: str)
         (["--reward.name=end_to_end.rewards:seven"], ["no 'seven'", "did you mean 'sevens'"]),
         (["--reward.name=end_to_end.rewards:os"], ["'os' is of type module, not a function"]),
         (["--run.device=cuda"], ["run.device = 'cuda'", "no GPU"]),
-        (["--rollout.group_size=1"], ["rollout.group_size = 1", "give at least 2"]),
+        (["--rollout.group_size=1"], ["rollout.group_size = 1", "use at least 2"]),
         (["--rollout.temperature=0"], ["rollout.temperature = 0", "above 0"]),
         (["--run.dir=/proc/nowhere"], ["run.dir = '/proc/nowhere'", "cannot be written"]),
     ],
@@ -215,11 +215,11 @@ def test_a_used_directory_is_neither_overwritten_nor_gone_on_with_otherwise(
 ) -> None:
     words = ("--run.steps=1", "--rollout.max_tokens=2", "--data.heldout_size=0")
     assert workshop.train("used", *words).code == 0
-    card = workshop.card("used")
+    summary = workshop.summary("used")
     _assert_refused(workshop.train("used", *words, "--run.resume=false"), 2, "an earlier run")
     other = workshop.train("used", *words, "--learner.learning_rate=0.5")
     _assert_refused(other, 2, "learner.learning_rate: 0.02 -> 0.5", "another run.dir")
-    assert workshop.card("used") == card
+    assert workshop.summary("used") == summary
 
 
 def test_a_top_p_that_is_zero_in_float32_trains_on_the_best_token(workshop: Workshop) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build, save_untaught
-from longtail.cluster.states import State
+from longtail.cluster import tasks
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.timeline import read_trace
 from longtail.cluster.worker import Worker
@@ -25,7 +25,7 @@ pytest.importorskip("ray")
 from ray.exceptions import ObjectStoreFullError
 
 from longtail.cluster.ray import instance as own_ray
-from longtail.cluster.ray import pool as ray_crew
+from longtail.cluster.ray import pool as ray_pool
 
 WORDS = (
     "--rollout.dtype=float64",
@@ -88,13 +88,12 @@ def test_two_workers_write_and_learn_what_one_does(workshop, tmp_path):
     assert workers == {0, 1}
 
 
-@pytest.mark.parametrize("how", ["learner.moment_copies=1", "learner.sharding=full"])
-def test_shares_of_two_workers_make_a_checkpoint_that_one_goes_on_from(workshop, tmp_path, how):
-    log, shared = tmp_path / "log", (f"--{how}", *WORDS)
-    process = processes.start(workshop.words(how, "--run.steps=2", *shared, *TWO), log)
+def test_one_worker_resumes_from_the_checkpoint_of_two_sharded_workers(workshop, tmp_path):
+    log, words = tmp_path / "log", ("--learner.sharding=full", *WORDS)
+    process = processes.start(workshop.words("shards", "--run.steps=2", *words, *TWO), log)
     assert processes.finish(process) == 0, log.read_text()
-    assert workshop.train(how, "--run.steps=3", *shared).code == 0
-    assert texts(workshop, how) == texts(workshop, "one")
+    assert workshop.train("shards", "--run.steps=3", *words).code == 0
+    assert texts(workshop, "shards") == texts(workshop, "one")
 
 
 def test_a_worker_and_then_the_driver_are_killed_and_nothing_is_lost(workshop, tmp_path):
@@ -120,16 +119,16 @@ def test_workers_killed_while_they_train_learn_and_publish_change_nothing(worksh
     uneven = ("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150")
     words = ("--run.steps=4", *WORDS, f"--speculation.drafter={drafter}", *uneven)
     assert workshop.train("calm", *words, "--spot.train=never").code == 0
-    fatal = {Worker.spot: 1, Worker.learn: 4, Worker.publish: 6}
+    fatal = {tasks.TRAIN_DRAFTER: 1, tasks.LEARN: 4, tasks.PUBLISH: 6}
     """Which begin of a task is its worker's last: two workers, the second step and the third."""
     start = WorkerSupervisor.start
 
-    def deadly(shift: WorkerSupervisor, worker: int, state: State, task: Any, *args: Any) -> None:
-        start(shift, worker, state, task, *args)
+    def deadly(supervisor: WorkerSupervisor, worker: int, task: Any, *args: Any) -> None:
+        start(supervisor, worker, task, *args)
         if task in fatal:
             fatal[task] -= 1
             if fatal[task] == 0:
-                os.kill(shift.crew.ask(worker, lambda own: os.getpid()), signal.SIGKILL)
+                os.kill(supervisor.ask(worker, lambda own: os.getpid()), signal.SIGKILL)
 
     monkeypatch.setattr(WorkerSupervisor, "start", deadly)
     said = workshop.train("deadly", *words, *TWO)
@@ -140,21 +139,21 @@ def test_workers_killed_while_they_train_learn_and_publish_change_nothing(worksh
 
 
 def test_a_worker_that_died_while_it_had_no_task_is_reported_to_who_asks_it():
-    crew = ray_crew.RayWorkerPool(lambda number: None, 1)  # only processes matter
+    pool = ray_pool.RayWorkerPool(lambda number: None, 1)  # only processes matter
     try:
-        assert [ended.error for ended in crew.wait(60.0)] == [None]
-        os.kill(crew.ask(0, lambda own: os.getpid()), signal.SIGKILL)
+        assert [ended.error for ended in pool.wait(60.0)] == [None]
+        os.kill(pool.ask(0, lambda own: os.getpid()), signal.SIGKILL)
         with pytest.raises(LostWorkerError, match="worker 0 is gone: "):
-            [crew.ask(0, lambda own: None) for _ in iter(int, 1)]  # until Ray has noticed
-        crew.replace(0)
-        assert [ended.error for ended in crew.wait(60.0)] == [None]
+            [pool.ask(0, lambda own: None) for _ in iter(int, 1)]  # until Ray has noticed
+        pool.replace(0)
+        assert [ended.error for ended in pool.wait(60.0)] == [None]
         with pytest.raises(
             ClusterError, match="worker 0 cannot answer: ZeroDivisionError: "
         ) as kept:
-            crew.ask(0, lambda own: 1 / 0)
+            pool.ask(0, lambda own: 1 / 0)
         assert not isinstance(kept.value, LostWorkerError), "it answers another question"
     finally:
-        crew.close()
+        pool.close()
 
 
 def test_a_full_object_store_loses_nothing_and_ends_a_worker_at_most(monkeypatch):
@@ -162,21 +161,21 @@ def test_a_full_object_store_loses_nothing_and_ends_a_worker_at_most(monkeypatch
         raise ObjectStoreFullError("no room is left")
 
     monkeypatch.setattr(own_ray, "STORE_BYTES", 80 * 2**20)
-    crew = ray_crew.RayWorkerPool(lambda number: None, 2)  # only processes matter
+    pool = ray_pool.RayWorkerPool(lambda number: None, 2)  # only processes matter
     try:
-        begun = [ended for _ in range(2) for ended in crew.wait(60.0)]
+        begun = [ended for _ in range(2) for ended in pool.wait(60.0)]
         assert [ended.error for ended in begun] == [None, None]
         sent = np.arange(25_000_000, dtype=np.float32)  # 100 MB each, on their way together
         for worker in range(2):
-            crew.start(worker, lambda own, data: data.copy(), sent + worker)
-        came = {ended.worker: ended.value() for _ in range(2) for ended in crew.wait(60.0)}
+            pool.start(worker, lambda own, data: data.copy(), sent + worker)
+        came = {ended.worker: ended.value() for _ in range(2) for ended in pool.wait(60.0)}
         assert all(np.array_equal(came[worker], sent + worker) for worker in range(2))
-        crew.start(0, find_no_room)  # not even on disk
-        (ended,) = crew.wait(60.0)
+        pool.start(0, find_no_room)  # not even on disk
+        (ended,) = pool.wait(60.0)
         assert ended.is_lost
         with pytest.raises(ClusterError, match="worker 0 is gone: no room is left"):
             ended.value()
-        crew.replace(0)
-        assert [ended.error for ended in crew.wait(60.0)] == [None]
+        pool.replace(0)
+        assert [ended.error for ended in pool.wait(60.0)] == [None]
     finally:
-        crew.close()
+        pool.close()

@@ -15,7 +15,8 @@ from longtail.build.drafters import Target, open_drafters, read_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
 from longtail.drafter.formats.layouts import to_tensors
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs import drafter_export
 from longtail.programs.drafter_eval import answer, open_target
 from longtail.run.drafter_store import DrafterStore, load_run_drafter
@@ -28,7 +29,7 @@ DRAFTED = ("--speculation.tuner=fixed", "--speculation.depth=3", "--run.steps=2"
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Holds `drafter`, an EAGLE-3 drafter that claims more than it can, and `first`, a run."""
     shop = build(tmp_path_factory.mktemp("exchange"))
-    target, tokenizer = hf.load_model(shop.model), hf.load_tokenizer(shop.model)
+    target, tokenizer = load_model(shop.model), load_tokenizer(shop.model)
     layer = EagleLayer(EagleConfig(recipe="eagle3", target=target.config, layers=(0, 1), window=16))
     layer.initialize(torch.Generator().manual_seed(1))
     record = TrainingRecord(steps=7, tokens=99, unroll_steps=2, overlap=(0.9,), accept_len=5.0)
@@ -78,7 +79,7 @@ def test_a_card_holds_what_was_measured_and_where_it_came_from(workshop):
         assert each["differing_share"] == 0.0
         row = f"| {each['temperature']:g} | 16 | {each['accept_length']:.3f} |"
         assert row in body
-    target, tokenizer = hf.load_model(workshop.model), hf.load_tokenizer(workshop.model)
+    target, tokenizer = load_model(workshop.model), load_tokenizer(workshop.model)
     mine = identity("x", target, tokenizer)
     assert f"`{mine.weights}`" in body
     assert f"`{mine.tokenizer}`" in body
@@ -146,7 +147,7 @@ def test_an_exported_drafter_is_imported_and_opens_by_either_name(workshop):
 
 
 def _target(shop: Workshop, name: str) -> Target:
-    model, tokenizer = hf.load_model(shop.model), hf.load_tokenizer(shop.model)
+    model, tokenizer = load_model(shop.model), load_tokenizer(shop.model)
     return Target(model=model, tokenizer=tokenizer, directory=shop.model, name=name)
 
 

@@ -14,7 +14,8 @@ from longtail.build.drafters import drafter_directory
 from longtail.drafter.formats.checkpoint import load_drafter
 from longtail.drafter.training.trainer import DrafterTrainer
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import load_tokenizer
 
 STEPS = 6
 
@@ -56,7 +57,7 @@ def _outcome(workshop: Workshop, run: str) -> dict[str, Any]:
 
 
 def test_a_run_leaves_a_drafter_of_its_target(workshop: Workshop) -> None:
-    target, tokenizer = hf.load_model(workshop.model), hf.load_tokenizer(workshop.model)
+    target, tokenizer = load_model(workshop.model), load_tokenizer(workshop.model)
     path = drafter_directory(workshop.path / "done")
     assert path == drafter_directory(path) == drafter_directory(path.parent)
     loaded = load_drafter(path, target, tokenizer, strict_weights=True)
@@ -183,7 +184,7 @@ def test_given_texts_are_learned_as_they_are(workshop: Workshop, name: str) -> N
 def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop: Workshop) -> None:
     said = _train(workshop, "reduced", "--drafter.draft_vocab_size=40", "--train.matrix_rate=0")
     assert said.code == 0, said.err
-    target, tokenizer = hf.load_model(workshop.model), hf.load_tokenizer(workshop.model)
+    target, tokenizer = load_model(workshop.model), load_tokenizer(workshop.model)
     path = drafter_directory(workshop.path / "reduced")
     loaded = load_drafter(path, target, tokenizer, strict_weights=True)
     assert loaded.draft_ids is not None

@@ -17,7 +17,7 @@ import pytest
 
 from end_to_end.processes import finish, start, wait_until
 from longtail.cli import main as cli
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
 from longtail.serve.options import KEY_VARIABLE
 from support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -29,7 +29,7 @@ LISTENING = re.compile(r"serving (\S+) at (http://\S+/v1)")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("served")
     tokenizer = tiny_tokenizer()
-    hf.save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
+    save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
     tokenizer.save(path)
     return path
 
@@ -141,7 +141,7 @@ def test_a_signal_stops_the_server_as_soon_as_it_has_named_its_address(
         (["--name", "a\udcff"], "--name = 'a\\udcff': give a name that can be printed"),
         (["--max-running", "0"], "--max-running = 0: it must be at least 1"),
         (["--kv-tokens", "100"], "--kv-tokens = 100: it cannot hold one text"),
-        (["--max-choices", "999"], "--max-choices = 999: a call of so many would always"),
+        (["--max-choices", "999"], "--max-choices = 999: such a call would always"),
         (["--api-key-file", "nowhere"], "--api-key-file = 'nowhere' cannot be read"),
     ],
 )

@@ -10,7 +10,8 @@ from end_to_end.workshop import Workshop, build, read_lines, say
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
 from longtail.engine.rollout_log import read_rollout
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.kernels import native
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +29,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 def make_drafter(shop: Workshop, name: str, model: Path | None = None) -> Path:
     """An EAGLE-3 drafter that nobody trained, of a model in the workshop."""
     place = model or shop.model
-    target, tokenizer = hf.load_model(place), hf.load_tokenizer(place)
+    target, tokenizer = load_model(place), load_tokenizer(place)
     layer = EagleLayer(EagleConfig(recipe="eagle3", target=target.config, layers=(0, 1), window=16))
     layer.initialize(torch.Generator().manual_seed(1))
     record = TrainingRecord(steps=0, tokens=0, unroll_steps=1)
@@ -55,7 +56,7 @@ def test_rewards_texts_and_weights_are_those_of_the_run_without_a_drafter(worksh
     drafted = [row for row in rows if row["speculation/nodes_per_step"]]
     assert drafted  # the guard may have paused it since
     assert all(1.0 <= row["speculation/accept_length"] <= 4.0 for row in drafted)
-    assert workshop.card(drafter)["accept_length"] is not None
+    assert workshop.summary(drafter)["accept_length"] is not None
 
 
 def test_a_run_may_be_resumed_with_another_drafter(workshop):

@@ -8,7 +8,7 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build, write_lines
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
 from longtail.run.checkpoint import RunDirectory
 
 BEFORE_A_STEP = "stopped before the first step was complete; the same command begins again"
@@ -23,7 +23,7 @@ def _newest(workshop: Workshop, run: str) -> int:
     """Step of the newest checkpoint; every file of it has the digest it was written with."""
     checkpoint = RunDirectory(workshop.path / run).load_latest()
     assert checkpoint is not None
-    hf.load_model(checkpoint.policy)
+    load_model(checkpoint.policy)
     return checkpoint.step
 
 
@@ -76,7 +76,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_error(workshop: Works
     assert "ValueError: this reward is broken (rewards.py" in said.err
     assert "mend reward.name = 'end_to_end.rewards:hopeless'" in said.err
     assert "Traceback" not in said.err
-    assert not (workshop.path / "hopeless" / "card.json").exists()
+    assert not (workshop.path / "hopeless" / "summary.json").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoints(

@@ -13,7 +13,8 @@ import torch
 from longtail.cli import main as cli
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 CLOCKED = (
@@ -82,9 +83,9 @@ class Workshop:
         """Lines of rollouts.jsonl."""
         return read_lines(self.path / run / "rollouts.jsonl")
 
-    def card(self, run: str) -> dict[str, Any]:
-        """The card."""
-        return json.loads((self.path / run / "card.json").read_text())
+    def summary(self, run: str) -> dict[str, Any]:
+        """The summary."""
+        return json.loads((self.path / run / "summary.json").read_text())
 
     def policy(self, run: str, step: int) -> Path:
         """The policy of a checkpoint."""
@@ -105,13 +106,15 @@ class Workshop:
             "weights": (checkpoint / "policy" / "model.safetensors").read_bytes(),
             "optimizer": (checkpoint / "trainer.safetensors").read_bytes(),
             "state": {name: state[name] for name in state if name != "seconds"},
-            "card": {name: self.card(run)[name] for name in ("reward_before", "reward_after")},
+            "summary": {
+                name: self.summary(run)[name] for name in ("reward_before", "reward_after")
+            },
         }
 
 
 def save_untaught(model: Path, place: Path) -> Path:
     """Write an EAGLE drafter of a model that was never trained."""
-    target, tokenizer = hf.load_model(model), hf.load_tokenizer(model)
+    target, tokenizer = load_model(model), load_tokenizer(model)
     layer = EagleLayer(EagleConfig(recipe="eagle1", target=target.config, layers=(), window=8))
     layer.initialize(torch.Generator().manual_seed(0))
     record = TrainingRecord(steps=0, tokens=0, unroll_steps=2)
@@ -124,7 +127,7 @@ def build(path: Path) -> Workshop:
     workshop = Workshop(path=path)
     tokenizer = tiny_tokenizer()
     for model, place in ((tiny_model(), workshop.model), (tiny_model("qwen2"), path / "tied")):
-        hf.save_model(model, place, eos_ids=tokenizer.eos_ids)
+        save_model(model, place, eos_ids=tokenizer.eos_ids)
         tokenizer.save(place)
     write_lines(workshop.prompts, *({"prompt": f"say {i}", "answer": str(i)} for i in range(12)))
     return workshop

@@ -23,7 +23,8 @@ from longtail.config.sft import SftConfig
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, load_drafter, save_drafter
 from longtail.errors import ConfigError, DataError, NonFiniteError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_config, load_model, save_model
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 MODELS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, DrafterTrainConfig)
@@ -114,7 +115,7 @@ def _model() -> tuple[tempfile.TemporaryDirectory[str], Path, dict[str, Any]]:
     """A tiny model on disk, kept as long as the process lives, and its configuration."""
     folder = tempfile.TemporaryDirectory()
     path = Path(folder.name)
-    hf.save_model(tiny_model(), path)
+    save_model(tiny_model(), path)
     return folder, path, json.loads((path / "config.json").read_text())
 
 
@@ -153,7 +154,7 @@ def test_a_model_with_any_configuration_is_loaded_or_refused(
     _, path, content = _model()
     (path / "config.json").write_text(json.dumps({**content, **family, **changes}, default=str))
     try:
-        model = hf.load_model(path)
+        model = load_model(path)
     except (ConfigError, NonFiniteError):
         return
     assert model.config.vocab_size == content["vocab_size"]
@@ -164,7 +165,7 @@ def test_any_bytes_are_a_models_configuration_or_refused(text: bytes) -> None:
     _, path, _ = _model()
     (path / "config.json").write_bytes(text)
     with contextlib.suppress(ConfigError):
-        hf.load_config(path)
+        load_config(path)
 
 
 @functools.cache
@@ -226,9 +227,9 @@ def test_any_chat_template_is_rendered_or_refused(template: str) -> None:
         _tokenizer().save(folder)
         Path(folder, "chat_template.jinja").write_text(template)
         with contextlib.suppress(DataError):
-            hf.load_tokenizer(folder).render([{"role": "user", "content": "two and two"}])
+            load_tokenizer(folder).render([{"role": "user", "content": "two and two"}])
 
 
 @functools.cache
-def _tokenizer() -> hf.Tokenizer:
+def _tokenizer() -> Tokenizer:
     return tiny_tokenizer()

@@ -47,9 +47,9 @@ def problems(path: Path) -> Iterator[str]:
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each string that stands alone as a statement."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                yield node.lineno, node.value.value
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
 
 
 def main(words: list[str]) -> int:

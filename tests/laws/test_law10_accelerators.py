@@ -13,14 +13,14 @@ import torch
 
 from end_to_end.workshop import Workshop, build, read_lines, write_lines
 from longtail.build import worker as worker_parts
-from longtail.cluster import group as fleet
+from longtail.cluster import group
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
 from longtail.drafter.training.texts import pack_texts
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.data.examples import Example
-from support.fakes import unchecked_shapes
 
 WORDS = (
     *("--run.steps=2", "--data.shuffle=false", "--data.heldout_size=0", "--learner.kl_coef=0.1"),
@@ -43,7 +43,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def new_drafter(shop: Workshop) -> Path:
     """An EAGLE-3 drafter before its first lesson."""
-    target, tokenizer = hf.load_model(shop.model), hf.load_tokenizer(shop.model)
+    target, tokenizer = load_model(shop.model), load_tokenizer(shop.model)
     config = EagleConfig(recipe="eagle3", target=target.config, layers=(0, 1), window=16)
     sample = pack_texts([Example(tokens=tuple(range(5, 45)), prompt_len=3)], 100)[0]
     layer = fresh_drafter(config, target, sample, torch.Generator().manual_seed(1))
@@ -69,15 +69,14 @@ def outcome(shop: Workshop, run: str, drafter: str, *words: str) -> dict[str, An
 
 def test_a_run_with_any_accelerator_is_the_run_without_one_bit_for_bit(shop, monkeypatch):
     # A lesson of a dozen updates after each rollout, whatever the clock says.
-    monkeypatch.setattr(fleet, "_SERIAL_SHARE", math.inf)
+    monkeypatch.setattr(group, "_SERIAL_SHARE", math.inf)
     monkeypatch.setattr(worker_parts, "_PATIENCE", 1)
     monkeypatch.setattr(worker_parts, "_MIN_GAIN", 10.0)
     fixed = ("--speculation.tuner=fixed", "--speculation.depth=3")
     drafter = str(new_drafter(shop))
-    with unchecked_shapes():
-        plain = outcome(shop, "plain", "none")
-        assert outcome(shop, "history", "history", *fixed) == plain
-        assert outcome(shop, "serial", drafter, *fixed, "--spot.train=serial") == plain
+    plain = outcome(shop, "plain", "none")
+    assert outcome(shop, "history", "history", *fixed) == plain
+    assert outcome(shop, "serial", drafter, *fixed, "--spot.train=serial") == plain
     for run in ("history", "serial"):
         assert all(row["speculation/nodes_per_step"] for row in shop.metrics(run))
     decisions = [row["what"] for row in read_lines(shop.path / "serial" / "drafter.jsonl")]

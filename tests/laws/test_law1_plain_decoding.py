@@ -5,7 +5,6 @@ speculation adds to the law is tested where speculation is.
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.sampling import noise_key
 from longtail.types import Request, SamplingParams
-from support.fakes import unchecked_shapes, write_plainly
+from support.fakes import write_plainly
 from support.tiny_models import tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -24,12 +23,6 @@ SAMPLINGS = (
     SamplingParams(max_tokens=20, temperature=0.6, top_k=20, top_p=0.95),
     SamplingParams(max_tokens=20, temperature=1.5, min_p=0.05, stop_token_ids=tuple(range(0, 9))),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def make_engine(family: str, seed: int = 0) -> RolloutEngine:

@@ -11,7 +11,7 @@ right, wrong or mixed on purpose, and run on behind the end of a text as if it w
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -42,7 +42,7 @@ from support.drafters import (
     silent,
 )
 from support.fake_graphs import FakeGraphs
-from support.fakes import decode_pieces, scripted_model, unchecked_shapes
+from support.fakes import decode_pieces, scripted_model
 from support.paged import use_pages
 from support.tiny_models import tiny_model
 
@@ -62,12 +62,6 @@ PROMPTS = (
     tuple((3 * j) % 128 for j in range(29)),
 )
 ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def decode(tokens: Sequence[int]) -> str:

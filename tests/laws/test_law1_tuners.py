@@ -19,7 +19,7 @@ from longtail.engine import engine as engine_module
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
-from longtail.engine.speculation.clock import PlayedClock, StepClock
+from longtail.engine.speculation.clock import ReplayClock, StepClock
 from longtail.engine.speculation.speculator import Speculation
 from longtail.sampling import noise_key
 from longtail.speculation.depth import PredictedDepth
@@ -30,10 +30,9 @@ from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.records import Batch, Plan
-from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, joined
+from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, merge_proposals
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
-from support.fakes import unchecked_shapes
 from support.tiny_models import tiny_model
 
 ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
@@ -44,7 +43,7 @@ FORESEEING = "foreseeing"
 
 @pytest.fixture(scope="module", autouse=True)
 def _many_steps() -> Iterator[None]:
-    with unchecked_shapes(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "measure_costs", made_up_costs)
         yield
 
@@ -91,14 +90,16 @@ class SureDrafter(ScriptedDrafter):
         rng = random.Random(f"{request.request_id}/{len(request.tokens)}")
         sure = [rng.choice((0.2, 0.7, 0.95, 1.0)) for _ in tree.tokens]
         reach = tuple(reach_probabilities(tree.parents, sure))
-        tree = keep_reached(ranked(dataclasses.replace(tree, reach=reach)), strategy.worth.verify)
+        tree = keep_reached(
+            ranked(dataclasses.replace(tree, reach=reach)), strategy.thresholds.verify
+        )
         return prune(tree, strategy.num_nodes)
 
 
 def make_foreseeing() -> draft_model.ModelDrafter:
     """The target itself as drafter, that looks at nothing while it drafts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_model, "select_gauge", lambda _: PredictedDepth())
+        patch.setattr(draft_model, "select_depth_policy", lambda _: PredictedDepth())
         return draft_model.ModelDrafter(tiny_model(dtype=torch.float64))
 
 
@@ -122,12 +123,12 @@ class ErraticTuner(Tuner):
             depth=rng.randint(1, 8), width=width, size=rng.randint(8, 20), beam=rng.choice((0, 1))
         )
         drafters = rng.sample(range(self._num_drafters), rng.randint(1, self._num_drafters))
-        few = rng.choice((0, 0, 1, 3))
+        few = rng.choice((None, None, 1, 3))
         return Plan(strategy=strategy, drafters=tuple(sorted(drafters)), num_requests=few)
 
-    def spend(self, batch, plan, proposals):
+    def select_nodes(self, batch, plan, proposals):
         spent, room = [], batch.room
-        for tree in joined(proposals):
+        for tree in merge_proposals(proposals):
             kept = prune(tree, min(self._random.randint(0, tree.size), room))
             spent.append(kept)
             room -= kept.size
@@ -272,7 +273,7 @@ def test_a_run_is_decided_again_from_the_times_that_were_logged(name, names):
     readings: list[tuple[float, ...]] = []
     first: list[list[object]] = []
     for turn in range(2):
-        clock = MadeUpClock(7) if turn == 0 else PlayedClock(readings)
+        clock = MadeUpClock(7) if turn == 0 else ReplayClock(readings)
         engine = make_engine()
         engine.speculate(speculation(TUNERS[name](4), texts, names, clock))
         steps: list[StepReport] = []

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
-from support.fakes import unchecked_shapes
 from support.tiny_models import tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -28,12 +26,6 @@ TRUNCATED = (
     SamplingParams(max_tokens=24, temperature=1.2, min_p=0.03),
     SamplingParams(max_tokens=24, temperature=0.8, top_k=60, top_p=0.95, min_p=0.01),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def write(

@@ -7,7 +7,7 @@ gets the bits that it gets alone, read in one piece.
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,18 +21,11 @@ from longtail.sampling import draw_rows, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
-from support.fakes import unchecked_shapes
 from support.tiny_models import NATIVE_DTYPES, tiny_model
 
 MAX_LEN = 400
 # Grouped key heads, norms of queries and keys, biases, a window; 16 is a native head size.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def ask(number: int, prompt_len: int, **sampling: object) -> Request:

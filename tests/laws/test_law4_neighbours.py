@@ -7,7 +7,6 @@ share of texts in which that happens is bounded.
 """
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -24,18 +23,12 @@ from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
-from support.fakes import unchecked_shapes, write_plainly
+from support.fakes import write_plainly
 from support.tiny_models import tiny_model
 
 MAX_LEN = 64
 LONG = tuple((3 * j) % 128 for j in range(27))
 SHORT = (90, 2, 77)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def ask(number: int, prompt: tuple[int, ...], **sampling: object) -> Request:

@@ -23,7 +23,7 @@ from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import Script, ScriptedDrafter, Sketch, ragged
-from support.fakes import LedgerKV, unchecked_shapes
+from support.fakes import LedgerKV
 from support.kv_machine import BLOCK, CacheMachine, blocks, contiguous_cache, paged_cache
 from support.tiny_models import tiny_model
 
@@ -206,10 +206,9 @@ def write_under(script: Script | None) -> tuple[RolloutEngine, list[Completion],
     ]
     engine = RolloutEngine(tiny_model(dtype=torch.float64), lambda tokens: "", LIMITS)
     if script is not None:
-        with unchecked_shapes():
-            plain = RolloutEngine(
-                tiny_model(dtype=torch.float64), lambda tokens: "", LIMITS
-            ).generate(requests)
+        plain = RolloutEngine(tiny_model(dtype=torch.float64), lambda tokens: "", LIMITS).generate(
+            requests
+        )
         texts = {
             request.request_id: (*request.prompt_tokens, *done.tokens)
             for request, done in zip(requests, plain, strict=True)
@@ -218,8 +217,7 @@ def write_under(script: Script | None) -> tuple[RolloutEngine, list[Completion],
         strategy = Strategy(depth=4, width=2, size=7)
         engine.speculate(Speculation.fixed(drafter, strategy))
     steps: list[StepReport] = []
-    with unchecked_shapes():
-        completions = engine.generate(requests, steps.append)
+    completions = engine.generate(requests, steps.append)
     usage = engine.kv_usage()
     assert usage.free == usage.total
     return engine, completions, steps

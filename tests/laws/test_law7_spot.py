@@ -5,7 +5,7 @@ update, and whoever goes on from there arrives where an undisturbed run does, bi
 not timed: after the stop no micro-batch is begun.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -15,18 +15,11 @@ from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.training.spot import SpotEnd
 from longtail.drafter.training.texts import pack_texts
 from longtail.rl.data.examples import Example
-from support.fakes import unchecked_shapes
-from support.spot_rooms import SETTINGS, Room, counting, same, stop_at
+from support.spot_training import SETTINGS, Room, counting, same, stop_at
 
 NUM_STEPS = 4
 LEARNING = (None, 0.02)
 """Matrices by AdamW, and by Muon."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def _packed():
@@ -57,7 +50,7 @@ def test_an_update_stopped_anywhere_has_not_begun(matrix_rate) -> None:
     for call in range(len(batch) + 1):
         before = stopped.num_passes
         assert stopped.spot._trainer.try_step(batch, stop_at(call)) is None
-        passes = sum(bool(Pairs.of(packed).learned.any()) for packed in batch[:call])
+        passes = sum(bool(Pairs.of(packed).trained.any()) for packed in batch[:call])
         assert stopped.num_passes - before == passes
         assert same(stopped.tensors(), whole.tensors())
         assert stopped.spot._trainer.steps == 1

@@ -4,7 +4,6 @@ On a simulated engine (tests/support/simulated.py), where the truth is known: re
 against an oracle that plays the best fixed chain, or none, for every number of running requests.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -13,15 +12,7 @@ from longtail.speculation.strategy import Strategy
 from longtail.tuner.bandit import BUCKETS, BanditTuner
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
-from support.fakes import unchecked_shapes
 from support.simulated import BAD, GOOD, Machine, Truth, oracle_rate, simulate
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
-
 
 TUNERS = {"budget": BudgetTuner, "beg-mab": lambda: BanditTuner(epsilon=0.1)}
 QUICK, SLOW = Machine(), Machine(token_s=4e-4)

@@ -26,10 +26,10 @@ SIBLINGS = Strategy(depth=5, width=2, beam=1, size=10)
 WORTHS = (
     DraftThresholds(),
     DraftThresholds(verify=0.3),
-    DraftThresholds(extend=0.3),
-    DraftThresholds(verify=0.4, extend=0.2),
+    DraftThresholds(expand=0.3),
+    DraftThresholds(verify=0.4, expand=0.2),
     DraftThresholds(level=2.0),
-    DraftThresholds(verify=0.1, extend=0.2, level=0.7),
+    DraftThresholds(verify=0.1, expand=0.2, level=0.7),
 )
 
 
@@ -88,7 +88,7 @@ def test_the_native_round_drafts_what_growing_level_by_level_drafts(recipe, redu
 @pytest.mark.parametrize("worth", WORTHS)
 def test_both_leave_out_what_is_not_worth_it(recipe, shape, worth):
     fast, slow = (drafter_of(recipe) for _ in range(2))
-    noise, strategy = KeyedNoise(LENGTHS, 128), replace(shape, worth=worth)
+    noise, strategy = KeyedNoise(LENGTHS, 128), replace(shape, thresholds=worth)
     drafted = fast.propose(asked(), strategy, noise)
     assert_same_drafts(drafted, slow.grow(asked(), strategy, noise))
     everything = fast.propose(asked(), replace(shape, size=10), noise)
@@ -101,7 +101,7 @@ def test_both_leave_out_what_is_not_worth_it(recipe, shape, worth):
             reach_probabilities(tree.parents, sure.confidences(tree.margins)), rel=1e-12
         )
         assert all(reach >= worth.verify for reach in tree.reach)
-        assert all(tree.reach[parent - 1] >= worth.extend for parent in tree.parents if parent)
+        assert all(tree.reach[parent - 1] >= worth.expand for parent in tree.parents if parent)
 
 
 def test_both_follow_the_likelier_sibling_where_the_leader_is_known_to_be_wrong():
@@ -124,7 +124,10 @@ def test_both_follow_the_likelier_sibling_where_the_leader_is_known_to_be_wrong(
 def test_a_draft_is_the_same_alone_and_among_others_that_stop_early(dtype, recipe, shape):
     if native.chains(dtype) is None:
         pytest.skip(f"no native round in {dtype}")
-    strategy, drafter = replace(shape, worth=DraftThresholds(extend=0.3)), drafter_of(recipe, dtype)
+    strategy, drafter = (
+        replace(shape, thresholds=DraftThresholds(expand=0.3)),
+        drafter_of(recipe, dtype),
+    )
     together = drafter.propose(asked(), strategy, KeyedNoise(LENGTHS, 128))
     alone = [
         drafter.propose([each], strategy, KeyedNoise([len(each.tokens)], 128))[0]
@@ -141,7 +144,7 @@ def test_a_request_that_has_stopped_is_computed_no_further(shape):
     windows = drafter.windows
     drafter.propose(asked(), Strategy(depth=1), None)
     windows.keys.fill_(untouched)
-    strategy = replace(shape, worth=DraftThresholds(extend=0.3))
+    strategy = replace(shape, thresholds=DraftThresholds(expand=0.3))
     trees = drafter.propose(asked(), strategy, KeyedNoise(LENGTHS, 128))
     passes = []
     for request, tree in zip(asked(), trees, strict=True):
@@ -156,7 +159,7 @@ def test_a_level_that_none_is_worth_alone_is_drafted_if_they_are_together():
     drafter = drafter_of("eagle1")
     promises = [tree.reach[0] for tree in drafter.propose(asked([9] * 5), CHAIN, None)]
     needed = (max(promises) + sum(promises)) / 2
-    strategy = replace(CHAIN, worth=DraftThresholds(level=needed))
+    strategy = replace(CHAIN, thresholds=DraftThresholds(level=needed))
     assert all(tree.size > 1 for tree in drafter.propose(asked([9] * 5), strategy, None))
     for each in asked([9] * 5):
         assert drafter.propose([each], strategy, None)[0].size == 1

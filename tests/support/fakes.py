@@ -33,15 +33,13 @@ def do_without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 
 @contextmanager
 def unchecked_shapes() -> Iterator[None]:
-    """Suspend the shape checks where thousands of steps are taken; they are most of a tiny step.
-
-    Shapes do not depend on the schedule: tests/unit checks the same calls.
-    """
+    """Suspend the shape checks in a unit test that takes many steps; see conftest.py."""
+    before = config.jaxtyping_disable
     config.update("jaxtyping_disable", True)
     try:
         yield
     finally:
-        config.update("jaxtyping_disable", False)
+        config.update("jaxtyping_disable", before)
 
 
 def markov_model(

@@ -17,7 +17,7 @@ from longtail.speculation.tree import DraftTree, keep_reached, prune
 from longtail.speculation.verify import Accepted, follow
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.guard import Guard
-from longtail.tuner.records import Asked, Batch, Outcome, Plan
+from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
 from longtail.tuner.tuner import PLAIN, Tuner
 
 LOOKS = LIKELY, DOUBTFUL = 3.0, 0.3
@@ -104,8 +104,10 @@ def simulate(
     repeats, repeated = 0, -1
     for step in range(steps):
         num = running(step)
-        batch = Batch(num_asking=num, num_sampled=num, num_tokens=num, num_pairs=0, room=512 - num)
-        if repeats and num == repeated:  # as the engine does: nobody is asked or told
+        batch = Batch(
+            num_draftable=num, num_sampled=num, num_tokens=num, num_pairs=0, room=512 - num
+        )
+        if repeats and num == repeated:  # as the engine does: plan and feedback are skipped
             repeats -= 1
             run.tokens.append(num)
             run.seconds.append(machine.verify_s(num))
@@ -114,8 +116,8 @@ def simulate(
             repeats = 0 if pupils.learn() else repeats
             continue
         plan = tuner.plan(batch) if guard is None or guard.allows else PLAIN
-        repeats, repeated = plan.holds, num
-        asked: tuple[Asked, ...] = ()
+        repeats, repeated = plan.repeat_steps, num
+        timings: tuple[DraftTiming, ...] = ()
         nodes = accepted = 0
         draft_s = expected = 0.0
         followed: list[tuple[DraftTree, Accepted]] = []
@@ -124,8 +126,8 @@ def simulate(
             rows = sum(tree.size for tree in trees)
             levels = max(tree.size for tree in trees)
             draft_s = machine.draft.seconds(len(trees), float(levels), float(rows))
-            asked = (
-                Asked(
+            timings = (
+                DraftTiming(
                     drafter=0,
                     num_requests=len(trees),
                     levels=levels,
@@ -133,19 +135,19 @@ def simulate(
                     seconds=draft_s * _disturbed(rng),
                 ),
             )
-            spent = tuner.spend(batch, plan, [trees])
-            for whole, tree in zip(trees, spent, strict=True):
+            selected = tuner.select_nodes(batch, plan, [trees])
+            for whole, tree in zip(trees, selected, strict=True):
                 written = _written(whole, truth(step), rng)
                 accepted += min(len(follow(tree, written).path), tree.size)
                 followed.append((whole, follow(whole, written[: _known(tree, written)])))
                 expected += sum(tree.reach)
-            nodes = sum(tree.size for tree in spent)
+            nodes = sum(tree.size for tree in selected)
         took = machine.verify_s(num + nodes)
         outcome = Outcome(
             batch=batch,
             plan=plan,
-            asked=asked,
-            num_drafts=len(asked) and asked[0].num_requests,
+            timings=timings,
+            num_drafts=len(timings) and timings[0].num_requests,
             num_nodes=nodes,
             num_accepted=accepted,
             verify_s=took * _disturbed(rng),
@@ -182,7 +184,7 @@ class _Pupils:
         self.tuner.learn(outcome)
         if self.guard is not None and (reason := self.guard.learn(outcome)):
             self.run.reasons.append(reason)
-        return bool(outcome.asked)
+        return bool(outcome.timings)
 
 
 def oracle_rate(truth: Truth, num: int, machine: Machine = MACHINE) -> float:
@@ -200,7 +202,7 @@ def _propose(
     strategy: Strategy, curve: ConfidenceCurve, truth: Truth, num: int, rng: random.Random
 ) -> list[DraftTree]:
     """Chains as far as they are worth it; all look RIGHT, the script of what is written decides."""
-    worth, table = strategy.worth, dict(zip(LOOKS, curve.confidences(LOOKS), strict=True))
+    thresholds, table = strategy.thresholds, dict(zip(LOOKS, curve.confidences(LOOKS), strict=True))
     margins: list[list[float]] = [[] for _ in range(num)]
     reach: list[list[float]] = [[] for _ in range(num)]
     going_on = list(range(num))
@@ -208,8 +210,11 @@ def _propose(
         for i in going_on:
             margins[i].append(LIKELY if rng.random() < truth.share else DOUBTFUL)
             reach[i].append((reach[i][-1] if reach[i] else 1.0) * table[margins[i][-1]])
-        going_on = [i for i in going_on if reach[i][-1] >= worth.extend]
-        if not going_on or sum(reach[i][-1] - worth.extend for i in going_on) < worth.level:
+        going_on = [i for i in going_on if reach[i][-1] >= thresholds.expand]
+        if (
+            not going_on
+            or sum(reach[i][-1] - thresholds.expand for i in going_on) < thresholds.level
+        ):
             break
     trees = [
         DraftTree(
@@ -220,7 +225,7 @@ def _propose(
         )
         for some, by in zip(margins, reach, strict=True)
     ]
-    return [prune(keep_reached(tree, worth.verify), strategy.num_nodes) for tree in trees]
+    return [prune(keep_reached(tree, thresholds.verify), strategy.num_nodes) for tree in trees]
 
 
 def _written(tree: DraftTree, truth: Truth, rng: random.Random) -> list[int]:

@@ -165,7 +165,6 @@ def _serve(pipe: Any) -> None:
         "form": served.form,
         "begin": served.begin,
         "step": served.step,
-        "gather": served.gather,
         "lose_sight": served.lose_sight,
         "look": served.look,
         "copy": served.copy,
@@ -214,9 +213,6 @@ class _Served:
             if self._passes_left < 0:
                 os._exit(9)
 
-    def gather(self) -> None:
-        self._learner.gather()
-
     def lose_sight(self) -> None:
         """Have this member leave its team at the very end of its next step, when all have come."""
         pool = LearnerMetrics.pool
@@ -241,12 +237,11 @@ class _Served:
         weights = self._learner.weights().tensors
         return dict(state.numbers), arrays(state.tensors), arrays(weights)
 
-    def restore(self, numbers: Any, tensors: Any, weights: Any, part: bool) -> None:
+    def restore(self, numbers: Any, tensors: Any, weights: Any) -> None:
         moments = {name: torch.from_numpy(array) for name, array in tensors.items()}
         self._learner.restore(
             LearnerState(tensors=moments, numbers=numbers),
             {name: torch.from_numpy(array) for name, array in weights.items()},
-            part=part,
         )
 
     def break_gradients(self) -> None:

@@ -42,45 +42,50 @@ class Bench:
 BENCHES: Mapping[str, Bench] = MappingProxyType(
     {
         "engine": Bench(
-            "Measure the rollout engine against other engines.", EngineBenchOptions, "engine.run"
+            "Compare the rollout engine with transformers, vLLM and the bare matrix products.",
+            EngineBenchOptions,
+            "engine.run",
         ),
         "rollout": Bench(
-            "Measure the speedup of each fixed drafting strategy.",
+            "Measure the speedup of speculative decoding with fixed strategies.",
             RolloutBenchOptions,
             "rollout.run",
         ),
         "tuner": Bench(
-            "Measure adaptive drafting against every fixed strategy.",
+            "Compare the adaptive strategy with every fixed strategy.",
             TunerBenchOptions,
             "tuner.run",
         ),
         "learner": Bench(
-            "Measure the learner with packed and with padded batches.",
+            "Compare packed with padded batches in the learner.",
             LearnerBenchOptions,
             "training.learner",
         ),
         "drafter": Bench(
-            "Measure drafter training with packed and with padded batches.",
+            "Compare packed with padded batches in drafter training.",
             DrafterBenchOptions,
             "training.drafter",
         ),
         "serve": Bench(
-            "Measure serving over HTTP with and without drafting, or soak-test the server.",
+            "Measure serving over HTTP with and without drafts, or soak the server.",
             ServeBenchOptions,
             "serve.run",
         ),
         "vllm": Bench(
-            "Compare the accept length of exported drafters in vLLM with longtail's.",
+            "Compare the acceptance of exported drafters in vLLM with longtail's.",
             VllmBenchOptions,
             "vllm.run",
         ),
         "gpu": Bench(
-            "Measure the engine on a GPU against the limits of the GPU.", GpuBenchOptions, "gpu.run"
+            "Measure kernels, steps and rollouts on a GPU against its peak.",
+            GpuBenchOptions,
+            "gpu.run",
         ),
         "e2e": Bench(
-            "Measure whole training runs with and without drafting and drafter training.",
+            "Compare whole training runs with and without drafting and spot training.",
             E2eBenchOptions,
             "e2e.run",
         ),
     }
 )
+"""Description, options and module of each benchmark, by name."""

@@ -20,7 +20,8 @@ from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.formats import checkpoint, published
 from longtail.drafter.history import HistoryDrafter
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import RunDirectory, policy_directory
 from longtail.run.drafter_store import load_run_drafter, run_drafters
@@ -38,7 +39,7 @@ class Target:
     """The model that is drafted for, as rollouts hold it."""
 
     model: Transformer
-    tokenizer: hf.Tokenizer
+    tokenizer: Tokenizer
     directory: Path
     name: str
     """As the user wrote it."""
@@ -193,8 +194,8 @@ def taught(
 
 
 def _small_model(name: str, path: Path, target: Target) -> Drafter:
-    tokenizer = hf.load_tokenizer(path)
-    model = hf.load_model(path, target.model.dtype, target.model.device)
+    tokenizer = load_tokenizer(path)
+    model = load_model(path, target.model.dtype, target.model.device)
     same = checkpoint.tokenizer_digest(tokenizer) == checkpoint.tokenizer_digest(target.tokenizer)
     if not same or model.config.vocab_size != target.model.config.vocab_size:
         raise ConfigError(

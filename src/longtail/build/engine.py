@@ -14,7 +14,8 @@ from longtail.build.trainer import TINY_REASONER, model_directory
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
 from longtail.run.checkpoint import policy_directory
 from longtail.sampling import noise_key
 from longtail.system.device import DTYPES, choose_device, to_stderr
@@ -33,7 +34,7 @@ def locate_model(name: str) -> Path:
 def open_model(
     name: str,
     path: Path,
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     dtype: str | None,
     device: str = "cpu",
     *,
@@ -44,9 +45,9 @@ def open_model(
     `batch_invariant` keeps a text's bits from depending on its batch on a GPU, too.
     """
     precision: torch.dtype | None = DTYPES[dtype] if dtype else None
-    model = hf.load_model(path, precision, choose_device(device))
+    model = load_model(path, precision, choose_device(device))
     model.batch_invariant = batch_invariant
-    hf.check_vocabulary(tokenizer, model.config)
+    check_vocabulary(tokenizer, model.config)
     return Target(model=model, tokenizer=tokenizer, directory=path, name=name)
 
 

@@ -6,7 +6,7 @@ The table is printed by `longtail train --dry-run`.
     weights that generate    parameters x rollout.dtype    (+ oneDNN's packed copies, bfloat16 CPU)
     KV cache                 2 x layers x kv heads x head_dim x tokens x rollout.dtype
     master weights, gradients, AdamW's two moments     4 x parameters x learner.dtype
-                             (a worker's share of them, by learner.moment_copies and sharding)
+                             (of shards, a worker's part of them)
     activations              one micro-batch, kept for the backward pass
     scores                   rows x vocabulary, bounded by `rl.logprobs.MAX_LOGITS`
 """
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longtail.config.rl import RunConfig
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
@@ -79,14 +79,14 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
     kv_tokens = rollout.kv_tokens or rollout.max_running * longest
     tokens = max(learner.tokens_per_micro_batch, longest)
     weights = parameters * master
-    moments, shared = _moments(config, weights)
     shard = -(-weights // config.cluster.workers) if config.is_sharded else weights
+    moments = -(-2 * weights // config.cluster.workers) if config.is_sharded else 2 * weights
     rows = min(tokens, max(1, MAX_LOGITS // shape.vocab_size))
     items = [
         Item(name="rollout weights", bytes=parameters * small, why=rollout.dtype),
         Item(name="KV cache", bytes=kv_tokens * kv_bytes(shape, small), why=f"{kv_tokens} tokens"),
         Item(name="gradients", bytes=shard, why=learner.dtype),
-        Item(name="optimizer moments", bytes=moments, why=f"AdamW, two of them{shared}"),
+        Item(name="optimizer moments", bytes=moments, why="AdamW, two of them"),
         Item(
             name="activations",
             bytes=activation_bytes(shape, tokens, master, recompute=learner.gradient_checkpointing),
@@ -130,14 +130,6 @@ def _whole_and_shards(
     if on_cpu:
         items.append(Item(name="whole weights", bytes=2 * weights, why="gathered, and published"))
     return items
-
-
-def _moments(config: RunConfig, weights: int) -> tuple[int, str]:
-    """Bytes that a worker keeps of AdamW's two moments, as if shares were even; and who keeps."""
-    workers = config.cluster.workers
-    copies = 1 if config.is_sharded else min(config.learner.moment_copies or workers, workers)
-    shared = f", {copies} of {workers} workers keep each" if copies < workers else ""
-    return -(-2 * weights * copies // workers), shared
 
 
 def kv_bytes(shape: ModelConfig, element: int) -> int:
@@ -207,7 +199,7 @@ def _shape(path: str) -> ModelConfig:
         from longtail import tiny
 
         return tiny.model_config()
-    return hf.load_config(path)
+    return load_config(path)
 
 
 def _best_device() -> str:

@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 
 from longtail.build.worker import build_worker, build_worker_apart
-from longtail.cluster.group import FleetSettings, WorkerGroup
+from longtail.cluster.group import WorkerGroup, WorkerGroupSettings
 from longtail.cluster.pool import LocalWorkerPool
 from longtail.cluster.ray.address import check_answers
 from longtail.cluster.records import Progress
 from longtail.config.rl import RunConfig
 from longtail.engine.limits import EngineLimits
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_config
+from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import (
     Encoder,
@@ -50,7 +51,7 @@ class TrainerComponents:
 
     source: PromptSource
     heldout: tuple[Prompt, ...]
-    fleet: WorkerGroup
+    workers: WorkerGroup
     sampling: SamplingParams
     limits: EngineLimits
     """Of every worker's engine."""
@@ -62,19 +63,19 @@ class TrainerComponents:
     """Seconds that opening the drafter took: the embedded one may have been taught."""
 
 
-def model_directory(path: str, say: Callable[[str], None] = to_stderr) -> Path:
+def model_directory(path: str, log: Callable[[str], None] = to_stderr) -> Path:
     """Return the Hugging Face directory that `model.path` names, warm-starting the embedded one.
 
-    The warm start takes minutes, once, and tells `say` how far it is.
+    The warm start takes minutes, once, and tells `log` how far it is.
     """
     if path != TINY_REASONER:
         return Path(path)
 
     def tell(lesson: warmstart.Lesson) -> None:
         if lesson.step == 1:
-            say(f"teaching the tiny reasoner, once; kept in {cache_directory()}")
+            log(f"teaching the tiny reasoner, once; kept in {cache_directory()}")
         if lesson.step % _LESSONS_A_LINE == 0 or lesson.step == lesson.steps:
-            say(lesson.line())
+            log(lesson.line())
 
     return warmstart.ensure(on_progress=tell)
 
@@ -83,33 +84,33 @@ def assemble(
     config: RunConfig,
     directory: Path,
     check: Check,
-    say: Callable[[str], None] = to_stderr,
-    listen: Callable[[Progress], None] = lambda progress: None,
+    log: Callable[[str], None] = to_stderr,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> TrainerComponents:
     """Build every part from the model in `directory`.
 
     `check` says which rows the reward cannot grade: they are refused, or left out if so configured.
-    `say` hears of a drafter being taught, and of workers; `listen` how rollouts go on, and may
+    `log` hears of a drafter being taught, and of workers; `on_progress` how rollouts go on, and may
     raise. Raises ConfigError for whatever the configuration, the model and the data say against it.
     """
     choose_device(config.run.device)
     _check_sharding(config)
     check_answers(config.cluster.address)
-    shape = hf.load_config(directory)
-    tokenizer = hf.load_tokenizer(directory)
-    hf.check_vocabulary(tokenizer, shape)
+    shape = load_config(directory)
+    tokenizer = load_tokenizer(directory)
+    check_vocabulary(tokenizer, shape)
     prompts = _prompts(config, tokenizer, check)
     limits = _limits(config, prompts, shape)
-    fleet = _fleet(config, directory, limits, say, listen)
+    workers = _worker_group(config, directory, limits, log, on_progress)
     try:
-        drafter_s = fleet.begin()
+        drafter_s = workers.begin()
     except BaseException:
-        fleet.close()
+        workers.close()
         raise
     return TrainerComponents(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=prompts.heldout.prompts,
-        fleet=fleet,
+        workers=workers,
         sampling=_sampling(config, tokenizer),
         limits=limits,
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
@@ -126,26 +127,25 @@ def _check_sharding(config: RunConfig) -> None:
         )
 
 
-def _fleet(
+def _worker_group(
     config: RunConfig,
     directory: Path,
     limits: EngineLimits,
-    say: Callable[[str], None],
-    listen: Callable[[Progress], None],
+    log: Callable[[str], None],
+    on_progress: Callable[[Progress], None],
 ) -> WorkerGroup:
     """Begin the workers: one in this process, or several as Ray actors."""
     own = config.cluster
-    settings = FleetSettings(
+    settings = WorkerGroupSettings(
         seed=config.run.seed,
         training=config.spot.train,
         buffer_bytes=config.spot.buffer_mb * 2**20,
         hang_s=own.hang_s,
-        shares_updates=config.is_sharded or 0 < config.learner.moment_copies < own.workers,
         is_sharded=config.is_sharded,
     )
     if own.workers == 1 and not own.address:
-        alone = LocalWorkerPool(build_worker(config, directory, limits, say), listen)
-        return WorkerGroup(alone, settings, listen=lambda progress: None, say=say)
+        alone = LocalWorkerPool(build_worker(config, directory, limits, log), on_progress)
+        return WorkerGroup(alone, settings, on_progress=lambda progress: None, log=log)
     try:
         from longtail.cluster.ray.pool import RayWorkerPool
     except ImportError as error:
@@ -154,14 +154,14 @@ def _fleet(
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
     threads = threads_each(config.run.threads, own.workers)
-    crew = RayWorkerPool(
+    pool = RayWorkerPool(
         partial(build_worker_apart, config, directory, limits, threads),
         own.workers,
         address=own.address,
         gpus=float(choose_device(config.run.device).type == "cuda"),
-        say=say,
+        log=log,
     )
-    return WorkerGroup(crew, settings, listen=listen, say=say, meeting_point=crew.meeting_point)
+    return WorkerGroup(pool, settings, on_progress=on_progress, log=log)
 
 
 def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:
@@ -185,7 +185,7 @@ def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLi
     )
 
 
-def _sampling(config: RunConfig, tokenizer: hf.Tokenizer) -> SamplingParams:
+def _sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
     own = config.rollout
     return SamplingParams(
         temperature=own.temperature,
@@ -198,7 +198,7 @@ def _sampling(config: RunConfig, tokenizer: hf.Tokenizer) -> SamplingParams:
     )
 
 
-def _prompts(config: RunConfig, tokenizer: hf.Tokenizer, check: Check) -> HeldOut:
+def _prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldOut:
     """Load prompts to train on and prompts held out, of which there may be none."""
     data, seed = config.data, config.run.seed
     encoder = Encoder(

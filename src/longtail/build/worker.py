@@ -15,16 +15,17 @@ from longtail.build.drafters import Target, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.weights import DrafterWeights, own_tensors
+from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.reader import taught_taps
+from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.training.trainer import TrainerSettings
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.optim import OptimizerSettings
 from longtail.speculation.drafter import Drafter
@@ -53,27 +54,27 @@ def build_worker(
     config: RunConfig,
     directory: Path,
     limits: EngineLimits,
-    say: Callable[[str], None] = to_stderr,
+    log: Callable[[str], None] = to_stderr,
     *,
     number: int = 0,
 ) -> Worker:
-    """Build a worker; `say` hears of a drafter being taught."""
-    return Worker(build_machines(config, directory, limits, say, number=number))
+    """Build a worker; `log` hears of a drafter being taught."""
+    return Worker(build_components(config, directory, limits, log, number=number))
 
 
-def build_machines(
+def build_components(
     config: RunConfig,
     directory: Path,
     limits: EngineLimits,
-    say: Callable[[str], None] = to_stderr,
+    log: Callable[[str], None] = to_stderr,
     *,
     number: int = 0,
 ) -> WorkerComponents:
     """Build what one worker drives."""
-    device, tokenizer = choose_device(config.run.device), hf.load_tokenizer(directory)
+    device, tokenizer = choose_device(config.run.device), load_tokenizer(directory)
     home = "cpu" if config.is_sharded else device  # shards move where the team computes
-    policy = hf.load_model(directory, DTYPES[config.learner.dtype], home)
-    rollout_model = hf.load_model(directory, DTYPES[config.rollout.dtype], device)
+    policy = load_model(directory, DTYPES[config.learner.dtype], home)
+    rollout_model = load_model(directory, DTYPES[config.rollout.dtype], device)
     rollout_model.batch_invariant = config.rollout.batch_invariant
     target = Target(
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
@@ -82,7 +83,7 @@ def build_machines(
         made_later = memory.estimate(config, policy.config).made_later
         limits = replace(limits, reserved_bytes=made_later)
     began = time.perf_counter()
-    speculation = _speculation(config, target, say)
+    speculation = _speculation(config, target, log)
     drafter_s = time.perf_counter() - began
     return WorkerComponents(
         engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
@@ -90,8 +91,8 @@ def build_machines(
         policy=policy,
         device=device,
         tokenizer=tokenizer,
-        drafting=_drafting(config, target, speculation, say, number),
-        read_drafter=partial(open_trainable, config.speculation.drafter, target, say),
+        drafting=_drafting(config, target, speculation, log, number),
+        read_drafter=partial(open_trainable, config.speculation.drafter, target, log),
         rollout_threads=rollout_threads(policy.config.hidden_size),
         drafter_s=drafter_s,
     )
@@ -101,14 +102,14 @@ def _drafting(
     config: RunConfig,
     target: Target,
     speculation: Speculation | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     number: int,
 ) -> Drafting | None:
     """Make the trainer of the first drafter that can be trained."""
     if speculation is None or config.spot.train == "never":
         return None
     served = _eagles(speculation.drafters)
-    loaded = open_trainable(config.speculation.drafter, target, say)
+    loaded = open_trainable(config.speculation.drafter, target, log)
     if not served or loaded is None:
         return None
     own = config.spot
@@ -135,19 +136,19 @@ def _drafting(
             settings,
             draft_ids=loaded.draft_ids,
             head=loaded.head,
-            recall=None if features is None else features.find,
+            lookup=None if features is None else features.find,
         ),
-        served=DrafterWeights(version=0, tensors=own_tensors(loaded.layer)),
+        served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer)),
         # Each worker draws in an order of its own, or all would train the same replica.
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
     )
 
 
 def _speculation(
-    config: RunConfig, target: Target, say: Callable[[str], None]
+    config: RunConfig, target: Target, log: Callable[[str], None]
 ) -> Speculation | None:
     own, seed = config.speculation, config.run.seed
-    drafters = open_drafters(own.drafter, target, say)
+    drafters = open_drafters(own.drafter, target, log)
     if not drafters:
         return None
     fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
@@ -170,7 +171,7 @@ def _feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStor
     eagles = _eagles(drafters)
     if not (eagles and own.train == "spot" and own.features_mb):
         return None
-    return FeatureStore(taught_taps(eagles[0].taps), own.features_mb * 2**20)
+    return FeatureStore(training_taps(eagles[0].taps), own.features_mb * 2**20)
 
 
 def _eagles(drafters: Sequence[Drafter]) -> list[EagleDrafter]:
@@ -196,6 +197,5 @@ def _learner_settings(config: RunConfig) -> LearnerSettings:
         tis_cap=own.tis_cap,
         recompute=own.gradient_checkpointing,
         autocast=own.autocast,
-        moment_copies=own.moment_copies,
         sharding=own.sharding,
     )

@@ -1,4 +1,4 @@
-"""Writes docs/cli.md: the help of every command, exactly as the command line prints it."""
+"""Write docs/cli.md: the help of every command, as the command line prints it."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,8 @@ from longtail.cli import parsers as cli_parsers
 _TITLE = """\
 # The command line
 
-Written by `make docs`; a test keeps it the same as what the commands print.
-Exit codes: 0 done, 1 failed, 2 the command line or the configuration is wrong, 130 interrupted.
+This page is written by `make docs`; a test compares it with the help of the commands.
+Exit codes: 0 done, 1 failed, 2 wrong command line or configuration, 130 interrupted.
 """
 
 

@@ -1,11 +1,12 @@
-"""`longtail doctor`: what this machine offers, what is missing, and the command that gets it.
+"""`longtail doctor`: packages, hardware and self checks, with the remedy for what is missing.
 
-Every line is a finding with a level; one at level `missing` makes the exit code 1. It looks and
-tries, and changes nothing.
+Each line is a finding with a level. The exit code is 1 if a finding has level `missing`. Nothing is
+changed.
 """
 
 import json
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,23 +25,18 @@ from longtail.system import listening, machine
 
 Level = Literal["ok", "optional", "missing"]
 
-_PYTHON = (3, 11)
-_TORCH = (2, 10)
-_REQUIRED = (
-    "torch", "numpy", "transformers", "tokenizers", "safetensors", "jinja2", "pydantic", "tomli-w",
-    "jaxtyping", "rich",
-)  # fmt: skip
-_EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "data": (("datasets", "pyarrow"), "parquet files and datasets of the hub"),
-    "reasoning-gym": (("reasoning_gym",), "data.source and reward of reasoning_gym"),
-    "math": (("math_verify",), "reward.name = math_verify"),
-    "tensorboard": (("tensorboard",), "run.writers = tensorboard"),
-    "wandb": (("wandb",), "run.writers = wandb"),
-    "plots": (("matplotlib",), "longtail report, drafter eval --plot"),
-    "cluster": (("ray",), "cluster.workers above 1"),
-    "serve": (("fastapi", "uvicorn", "prometheus_client"), "longtail serve, bench serve"),
-    "gpu": (("triton",), "kernels of an NVIDIA GPU; comes with PyTorch's CUDA build"),
+_PURPOSES = {
+    "data": "parquet files and datasets of the hub",
+    "reasoning-gym": "data.source and reward of reasoning_gym",
+    "math": "reward.name = math_verify",
+    "tensorboard": "run.writers = tensorboard",
+    "wandb": "run.writers = wandb",
+    "plots": "longtail report, drafter eval --plot",
+    "cluster": "cluster.workers above 1",
+    "serve": "longtail serve, bench serve",
+    "gpu": "kernels of an NVIDIA GPU; comes with PyTorch's CUDA build",
 }
+"""Use of each extra; its packages are read from the metadata of longtail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +54,14 @@ class Finding:
     remedy: str = ""
 
 
+def _fact(part: str, name: str, value: str, remedy: str = "") -> Finding:
+    """Return a finding that is never missing; with a remedy it is optional."""
+    level: Level = "optional" if remedy else "ok"
+    return Finding(part=part, name=name, level=level, value=value, remedy=remedy)
+
+
 def run(*, as_json: bool, run_dir: str | None = None) -> int:
-    """Print the findings; return 1 if something that longtail needs is missing."""
+    """Print the findings; return 1 if a required package is missing or a self check failed."""
     findings = examine(run_dir)
     healthy = all(finding.level != "missing" for finding in findings)
     if as_json:
@@ -70,7 +72,7 @@ def run(*, as_json: bool, run_dir: str | None = None) -> int:
 
 
 def examine(run_dir: str | None = None) -> list[Finding]:
-    """Look at everything, in the order in which it is printed; at a run's cost model, too."""
+    """Return all findings in print order, with the cost model and sockets of a run."""
     findings = [*_software(), *_hardware(), *_extras()]
     if all(finding.level != "missing" for finding in findings):
         findings += [attempt("matrix product", _matrix_product), attempt("generation", generation)]
@@ -82,41 +84,59 @@ def examine(run_dir: str | None = None) -> list[Finding]:
 
 
 def _software() -> Iterator[Finding]:
-    yield _versioned("python", platform.python_version(), _PYTHON, "install a newer Python")
-    yield from map(required, _REQUIRED)
+    least = metadata.metadata("longtail")["Requires-Python"].removeprefix(">=")
+    yield _versioned("python", platform.python_version(), least, "install a newer Python")
+    for name, version in _requirements(""):
+        yield required(name, version)
 
 
-def required(name: str) -> Finding:
-    """Look for a package that longtail cannot do without, and at its version."""
+def _requirements(extra: str) -> list[tuple[str, str]]:
+    """Return name and oldest version of each package of an extra; "" is longtail itself."""
+    found = []
+    for line in metadata.requires("longtail") or ():
+        spec, _, marker = line.partition(";")
+        if (f'extra == "{extra}"' in marker) if extra else ("extra ==" not in marker):
+            match = re.match(r"([\w.-]+)(?:\[.*?\])?\s*(?:>=\s*([\d.]+))?", spec)
+            assert match is not None, f"unreadable requirement {line!r}"
+            found.append((match[1], match[2] or ""))
+    return found
+
+
+def required(name: str, least: str = "") -> Finding:
+    """Return the finding for a package that longtail cannot run without."""
     pip = f"{sys.executable} -m pip install"
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
+    version = _installed(name)
+    if version is None:
         remedy = f"{pip} {name}"
         return Finding(part="software", name=name, level="missing", value="absent", remedy=remedy)
-    return _versioned(name, version, _TORCH if name == "torch" else (), f"{pip} -U {name}")
+    return _versioned(name, version, least, f"{pip} -U {name}")
 
 
-def _versioned(name: str, version: str, least: tuple[int, ...], remedy: str) -> Finding:
-    """Compare the leading numbers of a version with the least that will do."""
-    numbers = tuple(int(part) for part in version.split(".")[: len(least)] if part.isdigit())
-    if numbers >= least:
+def _installed(name: str) -> str | None:
+    """Return the installed version of a package, None if it is absent."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versioned(name: str, version: str, least: str, remedy: str) -> Finding:
+    """Compare the leading numbers of a version with those of the oldest one admitted."""
+    wanted = [int(part) for part in least.split(".") if part]
+    numbers = [int(part) for part in re.findall(r"\d+", version)[: len(wanted)]]
+    if numbers >= wanted:
         return Finding(part="software", name=name, level="ok", value=version)
-    wanted = ".".join(map(str, least))
     return Finding(
         part="software",
         name=name,
         level="missing",
-        value=f"{version}, at least {wanted} is needed",
+        value=f"{version}, at least {least} is needed",
         remedy=remedy,
     )
 
 
 def _hardware() -> Iterator[Finding]:
-    def fact(name: str, value: str, remedy: str = "") -> Finding:
-        level: Level = "optional" if remedy else "ok"
-        return Finding(part="hardware", name=name, level=level, value=value, remedy=remedy)
-
+    fact = partial(_fact, "hardware")
     memory = machine.memory()
     flags = machine.cpu_flags()
     yield fact("processor", machine.cpu_name())
@@ -128,21 +148,22 @@ def _hardware() -> Iterator[Finding]:
     yield fact("memory", f"{_gigabytes(memory.available)} of {_gigabytes(memory.total)} available")
     yield fact("disk", f"{_gigabytes(machine.disk_free(Path('runs')))} free for runs/")
     if find_spec("torch") is not None:
-        yield from _torch_facts(fact)
+        yield from _torch_facts()
 
 
-def _torch_facts(fact: Callable[..., Finding]) -> Iterator[Finding]:
+def _torch_facts() -> Iterator[Finding]:
     import torch
 
     from longtail.model.kernels import native
     from longtail.system.device import DTYPES
 
+    fact = partial(_fact, "hardware")
     yield fact("compute threads", str(torch.get_num_threads()))
     yield fact("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no")  # type: ignore[no-untyped-call]
     yield fact("vector code", torch.backends.cpu.get_cpu_capability())
     why = native.unavailable_because()
     if why is None and native.functions(torch.float32) is None:
-        why = "the C compiler refuses them: it says why where they are first used"
+        why = "the C compiler fails on them; its message is printed at first use"
     yield fact("native kernels", "absent, generation is slower" if why else "built here", why or "")
     exact = [name for name, dtype in DTYPES.items() if native.layout(dtype) is not None]
     yield fact("batch-invariant", " and ".join(exact) or "no dtype: texts may differ at near-ties")
@@ -159,8 +180,8 @@ def _torch_facts(fact: Callable[..., Finding]) -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, (modules, purpose) in _EXTRAS.items():
-        absent = [module for module in modules if find_spec(module) is None]
+    for extra, purpose in _PURPOSES.items():
+        absent = [name for name, _ in _requirements(extra) if _installed(name) is None]
         yield Finding(
             part="extra",
             name=extra,
@@ -171,7 +192,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def attempt(name: str, check: Callable[[], str]) -> Finding:
-    """Run a self check; its failure is a finding, whatever it is."""
+    """Run a self check and return its result, or its failure, as a finding."""
     try:
         return Finding(part="self check", name=name, level="ok", value=check())
     except (
@@ -192,7 +213,7 @@ def attempt(name: str, check: Callable[[], str]) -> Finding:
 
 
 def _matrix_product() -> str:
-    """Time a product whose result is known."""
+    """Return the speed of a matrix product with a known result."""
     import torch
 
     size = 512
@@ -206,7 +227,7 @@ def _matrix_product() -> str:
 
 
 def _gpu_generation() -> Iterator[Finding]:
-    """Let the engine write on the GPU that a run would use, if there is one."""
+    """Generate on the GPU that a run would use, if there is one."""
     import torch
 
     if torch.cuda.is_available():
@@ -214,7 +235,7 @@ def _gpu_generation() -> Iterator[Finding]:
 
 
 def generation(device: str = "cpu") -> str:
-    """Let a random tiny model write a few tokens on a device, twice the same."""
+    """Generate the same tokens twice with a random tiny model on a device."""
     import torch
 
     from longtail.engine.engine import RolloutEngine
@@ -241,28 +262,25 @@ def generation(device: str = "cpu") -> str:
         for i in range(2)
     ]
     first, second = engine.generate(requests)
-    assert first.tokens == second.tokens, "the same request was answered in two ways"
+    assert first.tokens == second.tokens, "the same request got two different texts"
     return f"{len(first.tokens)} tokens, twice the same"
 
 
 def newest_run(under: Path = Path("runs")) -> Path | None:
-    """Return the directory of the run that wrote its cost model last."""
+    """Return the run directory with the newest cost model."""
     found = [(path.stat().st_mtime, path.parent) for path in under.glob("*/cost.json")]
     return max(found)[1] if found else None
 
 
 def cost_model(run_dir: Path | None) -> Iterator[Finding]:
-    """Tell what steps and drafts cost in a run; what cannot be read is a finding."""
+    """Yield the measured seconds of steps and drafts in a run; an unreadable file is a finding."""
     if run_dir is None:
         return
 
     from longtail.errors import ConfigError
     from longtail.tuner import cost_file
 
-    def fact(name: str, value: str, remedy: str = "") -> Finding:
-        level: Level = "optional" if remedy else "ok"
-        return Finding(part="cost model", name=name, level=level, value=value, remedy=remedy)
-
+    fact = partial(_fact, "cost model")
     try:
         costs = cost_file.load_costs(run_dir / cost_file.FILE)
     except ConfigError as error:
@@ -281,19 +299,16 @@ def cost_model(run_dir: Path | None) -> Iterator[Finding]:
 
 
 def sockets(run_dir: Path) -> Iterator[Finding]:
-    """Tell on which sockets the processes of a run listen at present."""
+    """Yield the sockets on which the processes of a run listen now."""
 
-    def fact(name: str, value: str, remedy: str = "") -> Finding:
-        level: Level = "optional" if remedy else "ok"
-        return Finding(part="listens", name=name, level=level, value=value, remedy=remedy)
-
+    fact = partial(_fact, "listens")
     process = listening.process_of(run_dir)
     if process is None:
-        yield fact("run", f"no process works in {run_dir} at present")
+        yield fact("run", f"no process uses {run_dir} now")
         return
     for each in listening.listening(listening.family(process)):
         name = "longtail" if each.pid == process else each.program
-        who = "this machine only" if each.is_loopback else "whoever reaches this machine"
+        who = "this machine only" if each.is_loopback else "any host that reaches this machine"
         remedy = "" if each.is_loopback else "see SECURITY.md for what may listen beyond loopback"
         yield fact(f"{name} ({each.pid})", f"{each.address} port {each.port}: {who}", remedy)
 

@@ -1,8 +1,7 @@
-"""The command line: `longtail VERB ...`. Starts nothing that the verb at hand does not need.
+"""The command line: `longtail VERB ...`.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 the command line or
-the configuration is wrong, 130 interrupted. Programs are imported when their verb runs, so that
-help is immediate; what a verb does is the business of its module.
+Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong command line
+or configuration, 130 interrupted. A program is imported when its verb runs, so help is immediate.
 """
 
 import difflib
@@ -26,14 +25,14 @@ Reinforcement learning of reasoning models, without the long tail of rollouts.
 verbs:
   train      train a policy with reinforcement learning
   sft        fine-tune a model on prompts with completions
-  drafter    train what lets a model's rollouts speculate; evaluate, export or import it
-  generate   write completions with a model or a run's newest checkpoint
-  serve      answer OpenAI's protocol over HTTP with a model or a run's newest checkpoint
-  bench      measure engine, speculation, tuner, drafter, serving, GPU or whole runs, in one run
-  report     show a run on one page: its card, its rollouts, and why it drafted when it did
-  doctor     say what this machine offers, what is missing and how to get it
+  drafter    train, evaluate, export or import a drafter for speculative decoding
+  generate   generate completions with a model or the newest checkpoint of a run
+  serve      serve a model or the newest checkpoint of a run with the OpenAI HTTP API
+  bench      measure engine, speculation, tuner, learner, drafter, serving or whole runs
+  report     write one page about a run: its summary, rollouts and drafting decisions
+  doctor     check packages, hardware and kernels, and print a remedy for what is missing
 
-`longtail VERB --help` tells more; `longtail --version` the version.
+Run `longtail VERB --help` for options, `longtail --version` for the version.
 Start with `longtail train quickstart`."""
 
 
@@ -41,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="longtail: %(message)s")
     words = list(sys.argv[1:] if argv is None else argv)
-    # Threads that spin while they wait for each other slow down tenfold as soon as anything else
-    # wants their core; asleep they lose a few percent. Read when PyTorch loads OpenMP.
+    # Threads that spin while they wait get ten times slower when another process needs their core;
+    # sleeping threads lose a few percent. PyTorch reads this when it loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with signals_as_ctrl_c():
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("longtail: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, `head` say, went away
+    except BrokenPipeError:  # the reading process, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -106,7 +105,9 @@ def _train(words: list[str]) -> int:
         from longtail.build import memory
 
         table = memory.report(loaded)
-        print(config.dump(loaded) + "\n" + "".join(f"# {row}\n" for row in table.splitlines()))
+        print(
+            configfile.render(loaded) + "\n" + "".join(f"# {row}\n" for row in table.splitlines())
+        )
         return 0
     from longtail import loop
 
@@ -119,7 +120,8 @@ def _sft(words: list[str]) -> int:
 
     own, overrides = _split(words)
     args = cli_parsers.sft_parser().parse_args(own)
-    loaded = sft_config.load(configfile.locate(args.run) if args.run else None, overrides)
+    path = configfile.locate(args.run) if args.run else None
+    loaded = configfile.resolve(sft_config.SftConfig, path, overrides)
     if args.dry_run:
         print(configfile.render(loaded))
         return 0
@@ -136,7 +138,7 @@ def _drafter(words: list[str]) -> int:
             args = cli_parsers.parsers()[f"drafter {noun}"]().parse_args(rest)
             return import_module(f"longtail.programs.drafter_{noun}").run(args) or 0
     nouns = "{train,eval,export,import}"
-    return _usage(words, f"usage: longtail drafter {nouns} [options]; each has its own --help")
+    return _usage(words, f"usage: longtail drafter {nouns} [options]; see the --help of each")
 
 
 def _drafter_train(words: list[str]) -> int:
@@ -146,7 +148,7 @@ def _drafter_train(words: list[str]) -> int:
     own, overrides = _split(words)
     args = cli_parsers.drafter_train_parser().parse_args(own)
     path = configfile.locate(args.run) if args.run else None
-    loaded = drafter_config.load(path, overrides)
+    loaded = configfile.resolve(drafter_config.DrafterTrainConfig, path, overrides)
     if args.dry_run:
         print(configfile.render(loaded))
         return 0
@@ -156,7 +158,7 @@ def _drafter_train(words: list[str]) -> int:
 
 
 def _usage(words: list[str], usage: str) -> int:
-    """Answer a verb without its noun: on stdout and 0 if that was asked for."""
+    """Print the usage of a verb without its noun; return 0 if --help was given, else 2."""
     helping = bool(words) and words[0] in ("-h", "--help")
     print(usage, file=sys.stdout if helping else sys.stderr)
     return 0 if helping else 2
@@ -179,7 +181,7 @@ def _serve(words: list[str]) -> int:
 def _bench(words: list[str]) -> int:
     if not words or words[0] not in BENCHES:
         each = ",".join(BENCHES)
-        return _usage(words, f"usage: longtail bench {{{each}}} [options]; each has its own --help")
+        return _usage(words, f"usage: longtail bench {{{each}}} [options]; see the --help of each")
     return BENCHES[words[0]].run(cli_parsers.bench_parser(words[0]).parse_args(words[1:]))
 
 
@@ -198,7 +200,7 @@ def _doctor(words: list[str]) -> int:
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part the words of argparse from those of the configuration, which come with their values."""
+    """Split the words into those for argparse and configuration overrides with their values."""
     own: list[str] = []
     overrides: list[str] = []
     queue = list(words)

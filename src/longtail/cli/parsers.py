@@ -1,4 +1,4 @@
-"""The options of every verb, as `cli` reads them and docs/cli.md prints them; imports no torch."""
+"""Argument parsers of all verbs, for `cli.main` and docs/cli.md; imports no torch."""
 
 import argparse
 from collections.abc import Callable
@@ -8,8 +8,9 @@ from longtail.bench.registry import BENCHES
 
 _WIDTH = 96
 
+
 def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
-    """Return what builds the parser of each command, by its name after `longtail`."""
+    """Return a builder of the parser of each command, by its words after `longtail`."""
     return {
         "train": train_parser,
         "sft": sft_parser,
@@ -26,7 +27,7 @@ def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """The same help on every terminal, so that docs/cli.md can hold it."""
+    """Help of one width on every terminal, because docs/cli.md holds it."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=_WIDTH, max_help_position=28)
@@ -49,18 +50,18 @@ def train_parser() -> argparse.ArgumentParser:
 
     parser = _parser(
         "train",
-        "Train a policy with reinforcement learning; go on where an earlier start was stopped.",
+        "Train a policy with reinforcement learning. A run that was stopped is resumed.",
         usage="longtail train [RUN] [--dry-run] [--section.key VALUE ...]",
         epilog=configfile.describe(config.RunConfig),
     )
     recipes = ", ".join(configfile.recipes())
     parser.add_argument(
-        "run", metavar="RUN", nargs="?", help=f"TOML file or recipe ({recipes}); none: all defaults"
+        "run", metavar="RUN", nargs="?", help=f"TOML file or recipe ({recipes}); default: no file"
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved configuration and the memory it will take, as TOML",
+        help="print the resolved configuration as TOML, with an estimate of memory, and exit",
     )
     return parser
 
@@ -72,13 +73,13 @@ def sft_parser() -> argparse.ArgumentParser:
 
     parser = _parser(
         "sft",
-        "Fine-tune a model on prompts with completions; the loss is on completions alone.",
+        "Fine-tune a model on prompts with completions. The loss covers the completions only.",
         usage="longtail sft [RUN] [--dry-run] [--section.key VALUE ...]",
         epilog=configfile.describe(sft_config.SftConfig),
     )
-    parser.add_argument("run", metavar="RUN", nargs="?", help="TOML file; none: all defaults")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="TOML file; default: no file")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration, as TOML"
+        "--dry-run", action="store_true", help="print the resolved configuration as TOML and exit"
     )
     return parser
 
@@ -90,35 +91,62 @@ def drafter_train_parser() -> argparse.ArgumentParser:
 
     parser = _parser(
         "drafter train",
-        "Train an EAGLE drafter on texts that its target writes first, or on given ones.",
+        "Train an EAGLE drafter on completions of its target, generated first or read from files.",
         usage="longtail drafter train [RUN] [--dry-run] [--section.key VALUE ...]",
         epilog=configfile.describe(drafter_config.DrafterTrainConfig),
     )
-    parser.add_argument("run", metavar="RUN", nargs="?", help="TOML file; none: all defaults")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="TOML file; default: no file")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration, as TOML"
+        "--dry-run", action="store_true", help="print the resolved configuration as TOML and exit"
     )
     return parser
 
 
 def drafter_eval_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail drafter eval`."""
-    parser = _parser("drafter eval", "Measure how well a drafter drafts for its target.")
+    parser = _parser("drafter eval", "Measure the acceptance of a drafter for its target.")
     add = parser.add_argument
-    add("drafter", metavar="DRAFTER", help="a drafter, as speculation.drafter of train names it")
-    add("--target", metavar="MODEL", help="(default: the drafter's run, else tiny-reasoner)")
-    add("--prompts", metavar="SOURCE", help="as data.source of train; default: the held-out ones")
-    add("--n", metavar="N", type=int, default=32, help="prompts (default 32)")
-    add("--max-tokens", metavar="N", type=int, default=1024, help="(default 1024)")
-    add("--temperatures", metavar="X,X", default="0,0.6,1", help="(default 0,0.6,1)")
-    add("--depth", metavar="N", type=int, default=6, help="of chain and tree (default 6)")
-    add("--width", metavar="N", type=int, default=2, help="of the tree (default 2)")
-    add("--size", metavar="N", type=int, default=12, help="of the tree (default 12)")
-    add("--plot", metavar="FILE", help="also draw a picture, a PNG (extra: plots)")
-    add("--dtype", choices=("float32", "bfloat16", "float64"), help="(default: as stored)")
-    add("--seed", metavar="N", type=int, default=0, help="of generated prompts (default 0)")
-    add("--threads", metavar="N", type=int, default=1, help="compute threads (default 1)")
-    add("--json", action="store_true", help="print the JSON line only")
+    add(
+        "drafter",
+        metavar="DRAFTER",
+        help="drafter name or directory, as for speculation.drafter of train",
+    )
+    add(
+        "--target",
+        metavar="MODEL",
+        help="target model (default: the run of the drafter, else tiny-reasoner)",
+    )
+    add(
+        "--prompts",
+        metavar="SOURCE",
+        help="prompts, as for data.source of train (default: held-out ones)",
+    )
+    add("--n", metavar="N", type=int, default=32, help="number of prompts (default 32)")
+    add(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=1024,
+        help="longest completion, tokens (default 1024)",
+    )
+    add(
+        "--temperatures",
+        metavar="X,X",
+        default="0,0.6,1",
+        help="sampling temperatures (default 0,0.6,1)",
+    )
+    add("--depth", metavar="N", type=int, default=6, help="depth of chains and trees (default 6)")
+    add("--width", metavar="N", type=int, default=2, help="children per node of trees (default 2)")
+    add("--size", metavar="N", type=int, default=12, help="nodes per tree (default 12)")
+    add("--plot", metavar="FILE", help="also write a plot, PNG (needs the extra plots)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        help="dtype of the target (default: as stored)",
+    )
+    add("--seed", metavar="N", type=int, default=0, help="seed of generated prompts (default 0)")
+    add("--threads", metavar="N", type=int, default=1, help="number of compute threads (default 1)")
+    add("--json", action="store_true", help="print only the JSON line")
     return parser
 
 
@@ -126,101 +154,208 @@ def drafter_export_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail drafter export`."""
     parser = _parser(
         "drafter export",
-        "Write a drafter as vLLM, SGLang or speculators load it, checked, with a model card.",
+        "Write a drafter in the layout of vLLM, SGLang or speculators, with a model card.",
     )
     add = parser.add_argument
-    add("drafter", metavar="DRAFTER", help="a drafter, as speculation.drafter of train names it")
-    add("--to", required=True, choices=("vllm", "sglang", "speculators", "hf"), help="the layout")
-    add("--out", metavar="DIR", required=True, help="a directory that does not exist yet")
-    add("--target", metavar="MODEL", help="(default: the drafter's run, else tiny-reasoner)")
-    add("--base-model", metavar="NAME", help="the card's name of the target (default: MODEL)")
-    add("--license", metavar="ID", help="as the hub names it (default: not stated)")
+    add(
+        "drafter",
+        metavar="DRAFTER",
+        help="drafter name or directory, as for speculation.drafter of train",
+    )
+    add(
+        "--to",
+        required=True,
+        choices=("vllm", "sglang", "speculators", "hf"),
+        help="layout to write",
+    )
+    add("--out", metavar="DIR", required=True, help="directory to create")
+    add(
+        "--target",
+        metavar="MODEL",
+        help="target model (default: the run of the drafter, else tiny-reasoner)",
+    )
+    add(
+        "--base-model", metavar="NAME", help="name of the target on the model card (default: MODEL)"
+    )
+    add("--license", metavar="ID", help="license id of the Hugging Face hub (default: none)")
     add(
         "--export-dtype",
         choices=("float32", "bfloat16"),
-        help="of the tensors written (default: as stored)",
+        help="dtype of the written tensors (default: as stored)",
     )
-    add("--no-measure", action="store_true", help="leave the card's figures out")
-    add("--prompts", metavar="SOURCE", help="as data.source of train; default: the held-out ones")
-    add("--n", metavar="N", type=int, default=16, help="prompts (default 16)")
-    add("--max-tokens", metavar="N", type=int, default=512, help="(default 512)")
-    add("--temperatures", metavar="X,X", default="0,0.6,1", help="(default 0,0.6,1)")
-    add("--depth", metavar="N", type=int, default=4, help="of the chains (default 4)")
-    add("--dtype", choices=("float32", "bfloat16", "float64"), help="of the target")
-    add("--seed", metavar="N", type=int, default=0, help="of generated prompts (default 0)")
-    add("--threads", metavar="N", type=int, default=1, help="compute threads (default 1)")
+    add(
+        "--no-measure", action="store_true", help="do not measure the acceptance for the model card"
+    )
+    add(
+        "--prompts",
+        metavar="SOURCE",
+        help="prompts, as for data.source of train (default: held-out ones)",
+    )
+    add("--n", metavar="N", type=int, default=16, help="number of prompts (default 16)")
+    add(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=512,
+        help="longest completion, tokens (default 512)",
+    )
+    add(
+        "--temperatures",
+        metavar="X,X",
+        default="0,0.6,1",
+        help="sampling temperatures (default 0,0.6,1)",
+    )
+    add(
+        "--depth", metavar="N", type=int, default=4, help="depth of the measured chains (default 4)"
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        help="dtype of the target (default: as stored)",
+    )
+    add("--seed", metavar="N", type=int, default=0, help="seed of generated prompts (default 0)")
+    add("--threads", metavar="N", type=int, default=1, help="number of compute threads (default 1)")
     return parser
 
 
 def drafter_import_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail drafter import`."""
     parser = _parser(
-        "drafter import", "Make a drafter directory of a published EAGLE or EAGLE-3 drafter."
+        "drafter import", "Convert a published EAGLE or EAGLE-3 drafter into a drafter directory."
     )
     add = parser.add_argument
-    add("directory", metavar="DIR", help="config.json and safetensors, downloaded")
-    add("--out", metavar="DIR", required=True, help="a directory that does not exist yet")
-    add("--target", metavar="MODEL", default="tiny-reasoner", help="(default tiny-reasoner)")
+    add(
+        "directory",
+        metavar="DIR",
+        help="downloaded directory with config.json and safetensors files",
+    )
+    add("--out", metavar="DIR", required=True, help="directory to create")
+    add(
+        "--target",
+        metavar="MODEL",
+        default="tiny-reasoner",
+        help="target model (default tiny-reasoner)",
+    )
     add(
         "--layer-ids",
         choices=("auto", "input", "output"),
         default="auto",
-        help="how eagle_aux_hidden_state_layer_ids count: input of a layer (vLLM), output (SGLang)",
+        help="meaning of eagle_aux_hidden_state_layer_ids: layer inputs (vLLM) or outputs (SGLang)",
     )
-    add("--window", metavar="N", type=int, help="pairs seen; 0: all (default: as written, else 0)")
-    add("--dtype", choices=("float32", "bfloat16", "float64"), help="of the target")
-    add("--threads", metavar="N", type=int, default=1, help="compute threads (default 1)")
+    add(
+        "--window",
+        metavar="N",
+        type=int,
+        help="attention window, tokens; 0: unbounded (default: as stored)",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        help="dtype of the target (default: as stored)",
+    )
+    add("--threads", metavar="N", type=int, default=1, help="number of compute threads (default 1)")
     return parser
 
 
 def generate_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail generate`."""
-    parser = _parser("generate", "Write completions of a prompt; a single one is streamed.")
+    parser = _parser(
+        "generate", "Generate completions of a prompt. A single completion is streamed."
+    )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="model, checkpoint or run directory, or tiny-reasoner")
-    add("--prompt", metavar="TEXT", help="what to complete; default: standard input")
-    add("--n", metavar="N", type=int, default=1, help="completions to write (default 1)")
-    add("--max-tokens", metavar="N", type=int, default=512, help="longest completion (default 512)")
-    add("--temperature", metavar="X", type=float, default=1.0, help="0 is greedy (default 1)")
-    add("--top-k", metavar="N", type=int, default=0, help="likeliest tokens kept; 0: all (default)")
-    add("--top-p", metavar="X", type=float, default=1.0, help="probability kept (default 1: all)")
-    add("--min-p", metavar="X", type=float, default=0.0, help="share of the likeliest (default 0)")
-    add("--stop", metavar="TEXT", action="append", default=[], help="end there; may be repeated")
-    add("--seed", metavar="N", type=int, default=0, help="of the sampling noise (default 0)")
+    add("model", metavar="MODEL", help="directory of a model, checkpoint or run, or tiny-reasoner")
+    add("--prompt", metavar="TEXT", help="prompt (default: standard input)")
+    add("--n", metavar="N", type=int, default=1, help="number of completions (default 1)")
+    add(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=512,
+        help="longest completion, tokens (default 512)",
+    )
+    add(
+        "--temperature",
+        metavar="X",
+        type=float,
+        default=1.0,
+        help="sampling temperature; 0: greedy (default 1)",
+    )
+    add(
+        "--top-k",
+        metavar="N",
+        type=int,
+        default=0,
+        help="sample from the N most likely tokens; 0: all (default)",
+    )
+    add(
+        "--top-p",
+        metavar="X",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens of total probability X (default 1)",
+    )
+    add(
+        "--min-p",
+        metavar="X",
+        type=float,
+        default=0.0,
+        help="smallest probability relative to the most likely token (default 0)",
+    )
+    add("--stop", metavar="TEXT", action="append", default=[], help="stop string; may be repeated")
+    add("--seed", metavar="N", type=int, default=0, help="seed of the sampling noise (default 0)")
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float64"),
-        help="of weights and KV cache (default: as stored)",
+        help="dtype of weights and KV cache (default: as stored)",
     )
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
-    add("--threads", metavar="N", type=int, default=0, help="compute threads; 0: every core")
-    add("--batch-invariant", action="store_true", help="as rollout.batch_invariant of train")
+    add("--device", default="auto", help="device: auto, cpu, cuda or cuda:N (default auto)")
+    add(
+        "--threads",
+        metavar="N",
+        type=int,
+        default=0,
+        help="number of compute threads; 0: all cores (default)",
+    )
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="same bits in any batch on a GPU, too, as rollout.batch_invariant",
+    )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--chat", action="store_true", help="apply the chat template, or fail")
     form.add_argument(
-        "--raw", action="store_true", help="no chat template (default: where there is one)"
+        "--chat", action="store_true", help="apply the chat template; fail if there is none"
     )
-    add("--drafter", metavar="NAME", default="auto", help="as speculation.drafter (default auto)")
+    form.add_argument(
+        "--raw",
+        action="store_true",
+        help="do not apply the chat template (default: apply it if there is one)",
+    )
+    add(
+        "--drafter",
+        metavar="NAME",
+        default="auto",
+        help="drafter, as for speculation.drafter of train (default auto)",
+    )
     add(
         "--show-drafts",
         choices=("auto", "always"),
         nargs="?",
         const="auto",
-        help="colour what drafts foretold; auto, if no value is given: on a terminal only",
+        help="colour drafted text; auto (the default value): on a terminal only",
     )
-    add("--json", action="store_true", help="one JSON object a completion")
+    add("--json", action="store_true", help="print one JSON object per completion")
     return parser
 
 
 def serve_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail serve`."""
-    from longtail.serve import options as setting
+    from longtail.serve import options
 
     parser = _parser(
         "serve",
-        "Answer OpenAI's protocol over HTTP; drafts speed it up and change no text.",
+        "Serve a model with the OpenAI HTTP API, with speculative decoding.",
     )
-    setting.add_arguments(parser)
+    options.add_arguments(parser)
     return parser
 
 
@@ -235,11 +370,11 @@ def report_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail report`."""
     parser = _parser(
         "report",
-        "Write rollout.png and report.html into a run's directory: card, rollout, switches, costs.",
+        "Write report.html and rollout.png about a run: summary, rollout, decisions, costs.",
     )
-    parser.add_argument("run", metavar="RUN_DIR", help="directory of a run that speculated")
+    parser.add_argument("run", metavar="RUN_DIR", help="run directory of longtail train")
     parser.add_argument(
-        "--step", metavar="N", type=int, help="training step whose rollout is shown (default: last)"
+        "--step", metavar="N", type=int, help="training step of the rollout to show (default: last)"
     )
     return parser
 
@@ -247,12 +382,14 @@ def report_parser() -> argparse.ArgumentParser:
 def doctor_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail doctor`."""
     parser = _parser(
-        "doctor", "Say what this machine offers, what is missing and the command to get it."
+        "doctor", "Check packages, hardware and kernels, and print a remedy for what is missing."
     )
     parser.add_argument(
         "--run",
         metavar="DIR",
-        help="run whose cost model (default: newest under runs/) and open sockets are shown",
+        help="run with the cost model (default: newest in runs/) and open sockets to show",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
     return parser

@@ -1,66 +1,62 @@
-"""The configuration of `longtail drafter train`: one frozen tree of pydantic models.
+"""Configuration of `longtail drafter train`: one frozen tree of pydantic models."""
 
-As in `config`: the class defaults are the vetted recipe, and docstrings under fields are the help.
-"""
-
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from longtail.config import files as configfile
-from longtail.config.rl import (
-    MOST,
+from longtail.config.sections import (
     Amount,
     Count,
-    Device,
     Dtype,
     Name,
+    NotNegative,
+    OptimizerSection,
+    Positive,
     Schedule,
     Section,
     Seed,
-    Share,
-    Threads,
-    WriterName,
+    SupervisedRunSection,
 )
+from longtail.system.machine import MAX_INT32
 
 UNROLL_STEPS = {"eagle1": 2, "eagle3": 5}
-"""Depths that are trained where none are asked for."""
+"""Default number of trained depths of each recipe."""
 
 
 class TargetSection(Section):
-    """The model whose drafter is trained; it is only read."""
+    """The model that the drafter serves; its weights stay as they are."""
 
     path: Name = "tiny-reasoner"
     """Hugging Face directory, a run or checkpoint with a policy, or `tiny-reasoner`."""
     dtype: Dtype = "float32"
-    """Of its weights, here; the drafter is float32 (float64 with float64)."""
+    """Type of the target's weights; the drafter is float32 (float64 with float64)."""
 
 
 class DrafterSection(Section):
     """The drafter: one decoder layer on the target's features."""
 
     recipe: Literal["eagle1", "eagle3"] = "eagle3"
-    """`eagle3` reads three inner states and learns the target's distribution; `eagle1` reads the
-    last state and learns to predict it, too."""
-    layers: tuple[Annotated[int, Field(le=MOST)], ...] = ()
-    """eagle3: layers of the target whose input is read, in rising order; empty takes layer 2, the
+    """`eagle3` reads three hidden states and learns the target's distribution; `eagle1` reads the
+    last hidden state and learns to predict the next one, too."""
+    layers: tuple[Annotated[int, Field(le=MAX_INT32)], ...] = ()
+    """eagle3: layers of the target whose input is read, in rising order; empty uses layer 2, the
     middle one, and the third from the end."""
     window: Amount = 64
-    """Tokens that the drafter attends to; 0 is all before."""
+    """Number of tokens that the drafter attends to; 0 is unlimited."""
     unroll_steps: Annotated[int, Field(ge=0, le=16)] = 0
-    """Depths that are trained, each on the drafter's own outputs of the one before; 0 takes 2 for
-    eagle1, whose predictions then hold at any depth, and 5 for eagle3."""
+    """Number of trained depths, each on the drafter's own outputs of the depth before; 0 uses 2
+    for eagle1, whose predictions then hold at any depth, and 5 for eagle3."""
     init: Name | None = None
-    """Drafter to go on from, as `speculation.drafter` of train names it; its recipe, layers, window
-    and vocabulary are kept, so leave those out. Unset draws a fresh one."""
+    """Drafter to start from, named as in `speculation.drafter` of train; its recipe, layers, window
+    and vocabulary are kept, so leave those out. Unset starts from fresh weights."""
     draft_vocab_size: Amount = 0
-    """eagle3: tokens the drafter can propose, the commonest of the texts; 0 is all."""
+    """eagle3: number of tokens the drafter can propose, the most frequent ones of the texts; 0 is
+    the whole vocabulary."""
 
     @property
     def num_unrolled(self) -> int:
-        """Depths that are trained, the recipe's own if none are asked for."""
+        """Number of trained depths, the recipe's default included."""
         return self.unroll_steps or UNROLL_STEPS[self.recipe]
 
 
@@ -71,85 +67,68 @@ class TextSection(Section):
     """`tiny-reasoner`, a .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]`, `reasoning_gym:TASK`,
     or for `given` also a .txt file."""
     completions: Literal["generated", "given"] = "generated"
-    """`generated`: the source holds prompts, and the target completes them first (what a drafter
-    learns best from). `given`: rows hold prompt and completion, chat messages, or a text."""
+    """`generated`: the source holds prompts, and the target completes them first (the best texts
+    for a drafter). `given`: rows hold prompt and completion, chat messages, or a text."""
     size: Count = 1024
-    """Rows to take, at most; those beyond are left out."""
+    """Largest number of rows to use."""
     heldout_size: Amount = 32
-    """Of them, rows that are not learned but measured, off the end."""
+    """Number of these rows, off the end, that are measured and not learned."""
     prompt_column: Name | None = None
     """Column with the prompt; unset tries the usual names."""
     completion_column: Name | None = None
     """given: column with the completion; unset tries the usual names."""
     text_column: Name = "text"
     """given: column with a whole text, read where a row has one."""
-    max_len: Annotated[int, Field(ge=4, le=MOST)] = 4096
-    """given: a longer text is cut off there."""
+    max_len: Annotated[int, Field(ge=4, le=MAX_INT32)] = 4096
+    """given: longest text in tokens; longer texts are cut off."""
     max_prompt_len: Count = 512
-    """generated: a longer prompt is left out, with a count."""
+    """generated: longest prompt in tokens; longer prompts are left out and counted."""
     max_tokens: Count = 2048
-    """generated: longest completion."""
+    """generated: longest completion in tokens."""
     samples: Count = 1
-    """generated: completions of each prompt."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """generated: divides the logits."""
+    """generated: number of completions per prompt."""
+    temperature: Positive = 1.0
+    """generated: sampling temperature."""
     max_running: Annotated[int, Field(ge=1, le=512)] = 64
-    """generated: requests at the same time."""
+    """generated: largest number of requests that generate at the same time."""
 
 
-class DrafterTrainSection(Section):
-    """Updating the drafter."""
+class DrafterTrainSection(OptimizerSection):
+    """Updates of the drafter."""
 
     steps: Count = 400
-    """Optimizer updates, those before a resume included."""
+    """Number of optimizer updates, those before a resume included."""
     batch_tokens: Count = 1024
     """Tokens of one update, packed, prompts included."""
     tokens_per_micro_batch: Count = 4096
     """Tokens of one forward and backward pass; a longer text gets a pass of its own."""
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-2
-    """Peak of AdamW's learning rate; with `matrix_rate`, of the norms' alone."""
-    matrix_rate: Annotated[float, Field(ge=0)] = 0.03
-    """Peak of Muon's learning rate of the matrices; 0 learns them by AdamW, too (then
-    `learning_rate` wants to be about 1e-3 or less)."""
+    learning_rate: Positive = 1e-2
+    """Peak learning rate of AdamW; of the norms alone unless `matrix_rate` is 0."""
+    matrix_rate: NotNegative = 0.03
+    """Peak learning rate of Muon, for the matrices; 0 uses AdamW for them, too (then set
+    `learning_rate` to 1e-3 or less)."""
     schedule: Schedule = "cosine"
-    """After warm-up; linear and cosine reach 0 at the last step."""
+    """Learning rate after warm-up; linear and cosine reach 0 at the last step."""
     warmup_steps: Amount = 10
-    """Steps over which the learning rate rises linearly from 0."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled decay, of matrices only."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients of AdamW's part are scaled down to this global norm."""
-    autocast: bool = False
-    """bfloat16 matrix products over float32 weights."""
+    """Number of steps in which the learning rate rises linearly from 0."""
+    max_grad_norm: Positive = 1.0
+    """Global norm to which larger gradients of AdamW's parameters are scaled down."""
 
 
-class DrafterRunSection(Section):
+class DrafterRunSection(SupervisedRunSection):
     """The run as a whole."""
 
     dir: Name = "runs/drafter"
-    """Resolved config, texts, metrics and checkpoints; the drafter is in `checkpoints/*/policy`."""
+    """Directory of config, texts, metrics and checkpoints; the drafter is in
+    `checkpoints/*/policy`."""
     seed: Seed = 0
-    """Of everything drawn: generated data, sampling noise, fresh weights, the order of texts."""
-    device: Device = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1`."""
-    threads: Threads = 0
-    """Compute threads of this process; 0 takes every core."""
-    log_every: Count = 10
-    """Steps between lines on the terminal; metrics.jsonl gets every step."""
+    """Seed for generated data, sampling noise, fresh weights and the order of texts."""
     checkpoint_every: Count = 100
-    """Steps between checkpoints and measurements; the last step always makes both."""
-    keep_checkpoints: Count = 1
-    """Newest checkpoints that stay on disk."""
-    resume: bool = True
-    """Go on from the newest checkpoint in `dir` if there is one; off refuses a used directory."""
-    writers: tuple[WriterName, ...] = ()
-    """Metric writers beside metrics.jsonl, each behind the extra of its name."""
+    """Number of steps between checkpoints and measurements; the last step always makes both."""
 
 
 class DrafterTrainConfig(Section):
-    """`longtail drafter train` reads exactly this."""
+    """The whole configuration of `longtail drafter train`."""
 
     target: TargetSection = TargetSection()
     drafter: DrafterSection = DrafterSection()
@@ -159,33 +138,27 @@ class DrafterTrainConfig(Section):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "DrafterTrainConfig":
-        problems = list(_problems(self))
-        if problems:
+        if problems := list(_problems(self)):
             raise ValueError("\n".join(problems))
         return self
 
 
-def load(path: Path | None, overrides: Sequence[str] = ()) -> DrafterTrainConfig:
-    """Read the configuration; raises ConfigError with every problem found."""
-    return configfile.resolve(DrafterTrainConfig, path, overrides)
-
-
 def _problems(config: DrafterTrainConfig) -> Iterator[str]:
-    own, data = config.drafter, config.data
-    given = own.model_fields_set & {"recipe", "layers", "window", "draft_vocab_size"}
-    if own.init is not None and given:
+    drafter, data = config.drafter, config.data
+    given = drafter.model_fields_set & {"recipe", "layers", "window", "draft_vocab_size"}
+    if drafter.init is not None and given:
         yield f"drafter.{min(given)}: drafter.init brings its own; leave it out"
-    if own.recipe == "eagle1" and (own.layers or own.draft_vocab_size):
-        field = "layers" if own.layers else "draft_vocab_size"
+    if drafter.recipe == "eagle1" and (drafter.layers or drafter.draft_vocab_size):
+        field = "layers" if drafter.layers else "draft_vocab_size"
         yield f"drafter.{field}: only drafter.recipe = 'eagle3' has it; leave it out"
-    if any(later <= earlier for earlier, later in zip(own.layers, own.layers[1:], strict=False)):
-        yield f"drafter.layers = {list(own.layers)}: they must be in rising order"
-    if any(layer < 0 for layer in own.layers):
-        yield f"drafter.layers = {list(own.layers)}: layers count from 0"
+    if any(b <= a for a, b in zip(drafter.layers, drafter.layers[1:], strict=False)):
+        yield f"drafter.layers = {list(drafter.layers)}: they must be in rising order"
+    if any(layer < 0 for layer in drafter.layers):
+        yield f"drafter.layers = {list(drafter.layers)}: layers count from 0"
     if data.heldout_size >= data.size:
         yield (
-            f"data.heldout_size = {data.heldout_size}: it is taken off the {data.size} rows of "
-            "data.size, and none would be left to learn"
+            f"data.heldout_size = {data.heldout_size}: data.size = {data.size} rows include the "
+            "held-out ones, and none would be left to learn"
         )
     if data.completions == "generated" and data.source.endswith(".txt"):
         yield (

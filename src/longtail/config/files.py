@@ -1,7 +1,7 @@
-"""TOML files and command-line words -> a validated tree of sections, and back.
+"""TOML files and command-line options -> a validated tree of sections, and back.
 
-It knows sections as pydantic models and dotted names, not what any field means. Everything wrong
-is reported at once, as one `ConfigError` that names field, value, place and remedy.
+A section is a pydantic model; its fields have dotted names (`run.steps`). All problems are reported
+together, in one `ConfigError` that names field, value, place and remedy.
 
     file      [learner] / loss = "dapo"    --+
                                              +--> one table --> pydantic --> frozen sections
@@ -35,21 +35,22 @@ _WORDS = "command line"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """Values so far, where each came from, and what is wrong with them."""
+    """Values before validation, and the problems found so far."""
 
     values: dict[str, Any]
-    origins: dict[str, str] = field(default_factory=dict)
+    overridden: set[str] = field(default_factory=set)
+    """Dotted names of the values from the command line."""
     problems: list[str] = field(default_factory=list)
 
 
 def recipes() -> tuple[str, ...]:
-    """Return the names of the run files that ship with the package."""
+    """Return the names of the run files in the package."""
     files = (resources.files("longtail") / "recipes").iterdir()
     return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
 
 
 def locate(name: str) -> Path:
-    """Return the run file that `name` means: a path, or else a recipe of the package."""
+    """Return the run file `name`: an existing path, or else a recipe of the package."""
     path = Path(name)
     if name not in recipes() or os.path.exists(name):
         return path
@@ -57,7 +58,7 @@ def locate(name: str) -> Path:
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return every field of every section, by dotted name, in the order of the classes."""
+    """Return the fields of all sections by dotted name."""
     return {
         f"{section}.{name}": info
         for section, model_type in _sections(model)
@@ -66,7 +67,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def resolve(model: type[Model], path: Path | None, words: Sequence[str]) -> Model:
-    """Read a run file, lay command-line words over it, validate, fill in defaults.
+    """Return the values of a run file, overridden by `words`, validated, defaults filled in.
 
     `words` are `--a.b value` or `--a.b=value`. Raises ConfigError with every problem found.
     """
@@ -83,7 +84,7 @@ def resolve(model: type[Model], path: Path | None, words: Sequence[str]) -> Mode
 
 
 def render(config: BaseModel) -> str:
-    """Return the whole configuration as TOML that `resolve` reads back to an equal one."""
+    """Return the whole configuration as TOML; `resolve` of it gives an equal configuration."""
     parts = []
     for section, _ in _sections(type(config)):
         lines = [f"[{section}]\n"]
@@ -112,14 +113,14 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a UTF-8 text file (byte {error.start})") from None
-    except (ValueError, RecursionError) as error:  # tomllib's own, and those of its integers
+    except (ValueError, RecursionError) as error:  # tomllib and its integers
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _overlay(model: type[BaseModel], draft: _Draft, words: Sequence[str]) -> None:
-    """Parse each word by the type of the field it names, and put it over the file's value."""
+    """Parse each word as the type of its field, and replace the file's value."""
     known = fields_of(model)
     for name, text in _pairs(words, draft.problems):
         if name not in known:
@@ -135,7 +136,7 @@ def _overlay(model: type[BaseModel], draft: _Draft, words: Sequence[str]) -> Non
         table = draft.values.setdefault(section, {})
         if isinstance(table, dict):
             table[key] = value
-            draft.origins[name] = _WORDS
+            draft.overridden.add(name)
 
 
 def _pairs(words: Sequence[str], problems: list[str]) -> Iterator[tuple[str, str]]:
@@ -158,14 +159,14 @@ def _parse(info: FieldInfo, text: str) -> Any:
     """Read one command-line value as the field's type; raises ValidationError."""
     if type(None) in get_args(info.annotation) and text.lower() in ("none", ""):
         return None
-    # Lax parsing here ("5" is a number, "true" a boolean); what results is checked strictly later.
+    # Parsing is lax ("5" is a number, "true" a boolean); the result is validated strictly later.
     adapter: TypeAdapter[Any] = TypeAdapter(info.rebuild_annotation())
     value = _items(text) if adapter.json_schema().get("type") == "array" else text
     return adapter.dump_python(adapter.validate_python(value), mode="json")
 
 
 def _items(text: str) -> Any:
-    """Split a list written as TOML, ["a", "b"], or plainly, a,b."""
+    """Split a list written as TOML, ["a", "b"], or as a,b."""
     if text.lstrip().startswith("["):
         try:
             return tomllib.loads(f"value = {text}")["value"]
@@ -175,19 +176,18 @@ def _items(text: str) -> Any:
 
 
 def _describe(model: type[BaseModel], draft: _Draft, detail: ErrorDetails) -> list[str]:
-    """Say in one line each what pydantic found at one place."""
+    """Return one line for each problem that pydantic found at one place."""
     where = [str(part) for part in detail["loc"]]
     name = ".".join(where[:2])
-    if detail["type"] == "value_error":  # a rule across fields: it names them itself
+    if detail["type"] == "value_error":  # a rule across fields, which names them
         return str(detail["ctx"]["error"]).splitlines()
     if detail["type"] == "extra_forbidden":
         return [f"{name}: {_unknown(model, name)}"]
     if len(where) == 1:
         return [f"{name} = {_show(detail['input'])}: it must be a section; write [{name}]"]
     element = "".join(f"[{part}]" for part in where[2:])
-    origin = f" (from the {draft.origins[name]})" if name in draft.origins else ""
-    shown = _show(detail["input"])
-    return [f"{name}{element} = {shown}{origin}: {_expectation(detail)}"]
+    origin = f" (from the {_WORDS})" if name in draft.overridden else ""
+    return [f"{name}{element} = {_show(detail['input'])}{origin}: {_expectation(detail)}"]
 
 
 def _expectation(detail: ErrorDetails) -> str:
@@ -200,7 +200,7 @@ def _expectation(detail: ErrorDetails) -> str:
 
 
 def _unknown(model: type[BaseModel], name: str) -> str:
-    """Name the nearest known key: same key elsewhere, then similar spelling."""
+    """Return the message for an unknown key: same key elsewhere, then similar spelling."""
     known = list(fields_of(model))
     sections = [section for section, _ in _sections(model)]
     section, _, key = name.rpartition(".")
@@ -230,7 +230,7 @@ def _report(path: Path | None, problems: Sequence[str]) -> str:
 
 
 def describe(model: type[BaseModel]) -> str:
-    """Return help on every field: name, kind, default, docstring."""
+    """Return the help text of every field: name, kind, default, docstring."""
     lines = ["configuration; in a TOML file: key = VALUE under [section]"]
     for section, section_type in _sections(model):
         lines += ["", f"[{section}]  {inspect.cleandoc(section_type.__doc__ or '')}"]
@@ -243,7 +243,7 @@ def describe(model: type[BaseModel]) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """Name what may be written for a type: TEXT, INT, NUMBER, true|false, choices, or a list."""
+    """Return the placeholder of a type: TEXT, INT, NUMBER, true|false, choices, or a list."""
     origin, options = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(options[0])
@@ -257,7 +257,7 @@ def _kind(annotation: Any) -> str:
 
 
 def differences(old: str, new: str) -> dict[str, tuple[Any, Any]]:
-    """Compare two rendered configurations: dotted name -> (old value, new value), None if unset."""
+    """Return the changed fields of two TOML texts: dotted name -> (old, new), None if unset."""
     before, after = (_flatten(tomllib.loads(text)) for text in (old, new))
     names = [*before, *(name for name in after if name not in before)]
     pairs = {name: (before.get(name), after.get(name)) for name in names}
@@ -265,7 +265,7 @@ def differences(old: str, new: str) -> dict[str, tuple[Any, Any]]:
 
 
 def lookup(text: str, name: str) -> Any:
-    """Return one field of a rendered configuration; None if it is unset or absent."""
+    """Return one field of a TOML text; None if it is unset or absent."""
     return _flatten(tomllib.loads(text)).get(name)
 
 

@@ -10,13 +10,12 @@ It owns the weights it generates with and the KV of what is in progress. It know
 rewards, learning or files; it is told how to decode, and pulls published weights when idle.
 """
 
-import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import torch
 
-from longtail.engine.batch import Scheduled, flatten
-from longtail.engine.endings import complete, extend
+from longtail.engine.batch import FlatBatch, Scheduled, flatten
+from longtail.engine.completion import StepOutputs, accept_drafts, append_tokens, complete
 from longtail.engine.kv.cache import KeptPath, KVUsage
 from longtail.engine.kv.choice import make_kv
 from longtail.engine.limits import EngineLimits
@@ -24,13 +23,17 @@ from longtail.engine.profile import measure_costs
 from longtail.engine.report import Emitted, Failed, Piece, StepReport
 from longtail.engine.request import ActiveRequest
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
-from longtail.engine.speculation.drafts import DraftClock, accept_drafts
-from longtail.engine.speculation.speculator import NOTHING_SAID, Speculation, Speculator
-from longtail.engine.step.runner import ModelRunner
+from longtail.engine.speculation.speculator import (
+    NoSpeculation,
+    Speculation,
+    SpeculationRecord,
+    Speculator,
+)
+from longtail.engine.step.runner import ModelRunner, RunnerOutput
+from longtail.engine.step.timer import StepTimer
 from longtail.engine.text import Decode, Reader
 from longtail.errors import RequestError
 from longtail.model.transformer import Transformer
-from longtail.speculation.taps import NO_TAPS
 from longtail.speculation.verify import Accepted
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, FinishReason, PolicyWeights, Request
@@ -65,31 +68,30 @@ class RolloutEngine:
         self._active: dict[str, ActiveRequest] = {}
         self._costs: CostModel | None = None
         self._begun: Speculation | None = None
-        self._speculator: Speculator | None = None
+        self._speculator: Speculator | NoSpeculation = NoSpeculation()
         self.speculate(speculation)
 
     def speculate(self, speculation: Speculation | None) -> None:
-        """Speculate so from the next step on, None: not at all; no token depends on it.
+        """Use this speculation from the next step on, None: plain decoding; tokens do not change.
 
-        Drafters that are set aside forget the requests in progress; those that are handed in follow
-        the present weights. What steps cost is measured when it is first needed, in about a second.
+        Replaced drafters forget the requests in progress; new ones follow the present weights.
+        Step costs are measured when they are first needed, in about a second.
         """
-        before, after = self._speculator, () if speculation is None else speculation.drafters
-        if before is not None:
-            before.leave(after, self._active)
-        known = () if before is None else before.speculation.drafters
-        for drafter in after:
-            if not any(drafter is each for each in known):
+        before, drafters = self._speculator, () if speculation is None else speculation.drafters
+        before.detach(drafters, self._active)
+        for drafter in drafters:
+            if not any(drafter is each for each in before.drafters):
                 drafter.refresh()
-        self._speculator = None
-        if speculation is not None:
-            if speculation.needs_costs:
-                self._costs = measure_costs(self._model, self._limits, after, self._costs)
-            if speculation is not self._begun:  # one that comes back goes on where it was
-                costs = self._costs if speculation.needs_costs else None
-                speculation.tuner.begin(costs, len(after))
-            self._begun = speculation
-            self._speculator = Speculator(speculation, self._model, self._costs, before)
+        self._speculator = NoSpeculation()
+        if speculation is None:
+            return
+        if speculation.needs_costs:
+            self._costs = measure_costs(self._model, self._limits, drafters, self._costs)
+        if speculation is not self._begun:  # a speculation that returns keeps its tuner's state
+            costs = self._costs if speculation.needs_costs else None
+            speculation.tuner.begin(costs, len(drafters))
+        self._begun = speculation
+        self._speculator = Speculator(speculation, self._model.config, self._costs, before)
 
     @property
     def model(self) -> Transformer:
@@ -98,13 +100,12 @@ class RolloutEngine:
 
     def reset_estimates(self) -> None:
         """Have drafting tried anew, since a drafter was changed; no token depends on it."""
-        if self._speculator is not None:
-            self._speculator.reset_estimates()
+        self._speculator.reset_estimates()
 
     @property
     def speculation(self) -> Speculation | None:
         """How the engine speculates now."""
-        return None if self._speculator is None else self._speculator.speculation
+        return self._speculator.speculation
 
     @property
     def costs(self) -> CostModel | None:
@@ -164,8 +165,7 @@ class RolloutEngine:
             for name, parameter in parameters.items():
                 parameter.copy_(weights.tensors[name])
         self._model.pack()
-        if self._speculator is not None:
-            self._speculator.refresh()
+        self._speculator.refresh()
         self._policy_version = weights.version
 
     def sleep(self) -> None:
@@ -190,70 +190,50 @@ class RolloutEngine:
         if request_id not in self._active:
             raise RequestError(f"request {request_id!r} is not in progress")
         active = self._active[request_id]
-        self._take_out(active)
-        self._rest_if_idle()
+        self._remove(active)
+        self._on_idle()
         return complete(active, FinishReason.ABORT, self._decode)
 
     def step(self) -> StepReport:
-        """Compute one flat batch and draw the tokens it yields.
+        """Compute one flat batch and append the tokens that it yields.
 
-        What goes wrong with one request ends that one, see `StepReport.failed`. After any other
+        An error of one request ends that request only, see `StepReport.failed`. After any other
         exception the engine must not be used again.
         """
-        started = time.perf_counter()
+        speculator = self._speculator
+        timer = speculator.timer
+        timer.start()
+        scheduled = self._schedule()
+        with timer.draft:
+            spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
+            noise = self._runner.sampler.noise
+            scheduled = speculator.draft(scheduled, noise, spare, self._kv.try_grow)
+        batch = flatten(scheduled, self._model.device)
+        sampled = [each for each in scheduled if each.draws]
+        with timer.compute:
+            launched = self._runner.launch(batch, sampled, speculator.taps)
+            with timer.draft:
+                speculator.apply_feedback(hidden=launched.is_under_way)
+            out = launched.wait()
+        with timer.draft:
+            accepted, logprobs = accept_drafts(sampled, out.tokens, out.logprobs)
+            self._commit(scheduled, accepted)
+        outputs = self._append(sampled, accepted, logprobs)
+        with timer.draft:
+            record = speculator.record(scheduled, accepted, out.features)
+            self._on_idle()
+        return _step_report(batch, out, outputs, record, timer)
+
+    def _schedule(self) -> Sequence[Scheduled]:
+        """Choose the step's requests; those with few tokens come first in the batch."""
         scheduled = sorted(self._scheduler.schedule(), key=lambda each: each.num_tokens)
         assert scheduled, "step() needs an unfinished request"
-        speculator = self._speculator
-        drafts = DraftClock(() if speculator is None else speculator.speculation.drafters)
-        noise_s = -self._runner.sampler.noise.seconds
-        if speculator is not None:
-            with drafts:
-                spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
-                scheduled = speculator.draft(
-                    scheduled, self._runner.sampler.noise, spare, self._kv.try_grow
-                )
-        noise_s += self._runner.sampler.noise.seconds
-        batch = flatten(scheduled, self._model.device)
-        drawing = [each for each in scheduled if each.draws]
-        taps = NO_TAPS if speculator is None else speculator.taps
-        began = time.perf_counter()
-        launched = self._runner.launch(batch, drawing, taps)
-        if speculator is not None:
-            with drafts:
-                speculator.settle(hidden=launched.is_under_way)
-        out = launched.wait()
-        pass_s = time.perf_counter() - began
-        with drafts:
-            accepted, logprobs = accept_drafts(drawing, out.tokens, out.logprobs)
-            self._keep(scheduled, accepted)
-        emitted, finished, failed = self._append(drawing, accepted, logprobs)
-        spoken = NOTHING_SAID
-        if speculator is not None:
-            with drafts:
-                spoken = speculator.review(scheduled, accepted, out.features)
-                self._rest_if_idle()
-        return StepReport(
-            num_tokens=len(batch.tokens),
-            num_running=len(scheduled),
-            step_s=time.perf_counter() - started,
-            forward_s=out.forward_s,
-            sample_s=out.sample_s + noise_s,
-            draft_s=drafts.seconds - noise_s - spoken.tuner_s,
-            draft_forward_s=drafts.forward_s(),
-            gap_s=time.perf_counter() - started - pass_s - drafts.forward_s(),
-            emitted=emitted,
-            finished=finished,
-            failed=failed,
-            verified=spoken.verified,
-            tuner_s=spoken.tuner_s,
-            readings=spoken.readings,
-            switch=spoken.switch,
-        )
+        return scheduled
 
-    def _keep(self, scheduled: Sequence[Scheduled], accepted: Mapping[str, Accepted]) -> None:
-        """Count what is computed for good, and put accepted nodes in their places.
+    def _commit(self, scheduled: Sequence[Scheduled], accepted: Mapping[str, Accepted]) -> None:
+        """Count tokens computed for good, and move accepted nodes to their slots in the KV.
 
-        Also of requests without a draft: room may have been had for one that did not come.
+        Requests without a draft take part: KV may have been reserved for a draft that was empty.
         """
         paths: list[KeptPath] = []
         for each in scheduled:
@@ -269,14 +249,42 @@ class RolloutEngine:
                 active.num_computed += len(path)
         self._kv.keep(paths)
 
-    def _forget(self, active: ActiveRequest) -> None:
-        active.is_done = True
-        if self._speculator is not None:
-            self._speculator.forget(active)
+    def _append(
+        self,
+        sampled: Sequence[Scheduled],
+        accepted: Mapping[str, Accepted],
+        logprobs: Mapping[str, Sequence[float]],
+    ) -> StepOutputs:
+        """Append each request's tokens up to one that ends it; remove requests that are done."""
+        outputs = StepOutputs()
+        for each in sampled:
+            active, name = each.active, each.active.request_id
+            start, before = len(active.tokens), len(active.logprobs)
+            try:
+                done = append_tokens(active, accepted[name].tokens, logprobs[name], self._decode)
+            except Exception as error:  # of this request: its logits, its stop strings, its text
+                self._remove(active)
+                outputs.failed.append(Failed(request_id=name, error=error))
+                continue
+            added = zip(active.tokens[start:], active.logprobs[before:], strict=True)
+            outputs.emitted.extend(
+                Emitted(request_id=name, token=token, logprob=logprob) for token, logprob in added
+            )
+            if done is not None:
+                self._remove(active)
+                outputs.finished.append(done)
+        return outputs
 
-    def _rest_if_idle(self) -> None:
-        if self._speculator is not None and not self._active:
-            self._speculator.rest()
+    def _remove(self, active: ActiveRequest) -> None:
+        """Remove an unfinished request everywhere."""
+        del self._active[active.request_id]
+        self._scheduler.withdraw(active)
+        active.is_done = True
+        self._speculator.forget(active)
+
+    def _on_idle(self) -> None:
+        if not self._active:
+            self._speculator.on_idle()
 
     def generate(
         self,
@@ -364,34 +372,25 @@ class RolloutEngine:
                 f"the engine's {self._limits.max_len}; shorten it or raise the limit"
             )
 
-    def _append(
-        self,
-        drawing: Sequence[Scheduled],
-        accepted: Mapping[str, Accepted],
-        logprobs: Mapping[str, Sequence[float]],
-    ) -> tuple[tuple[Emitted, ...], tuple[Completion, ...], tuple[Failed, ...]]:
-        """Give each request its tokens, up to one that ends it; take out those that are done."""
-        emitted, finished, failed = [], [], []
-        for each in drawing:
-            active, name = each.active, each.active.request_id
-            start, before = len(active.tokens), len(active.logprobs)
-            try:
-                done = extend(active, accepted[name].tokens, logprobs[name], self._decode)
-            except Exception as error:  # of this request: its logits, its stop strings, its text
-                self._take_out(active)
-                failed.append(Failed(request_id=name, error=error))
-                continue
-            news = zip(active.tokens[start:], active.logprobs[before:], strict=True)
-            emitted += [Emitted(request_id=name, token=t, logprob=logprob) for t, logprob in news]
-            if done is not None:
-                self._take_out(active)
-                finished.append(done)
-        return tuple(emitted), tuple(finished), tuple(failed)
 
-    def _take_out(self, active: ActiveRequest) -> None:
-        del self._active[active.request_id]
-        self._scheduler.withdraw(active)
-        self._forget(active)
+def _step_report(
+    batch: FlatBatch,
+    out: RunnerOutput,
+    outputs: StepOutputs,
+    record: SpeculationRecord,
+    timer: StepTimer,
+) -> StepReport:
+    return StepReport(
+        num_tokens=len(batch.tokens),
+        num_running=len(batch.segments),
+        emitted=tuple(outputs.emitted),
+        finished=tuple(outputs.finished),
+        failed=tuple(outputs.failed),
+        verified=record.verified,
+        readings=record.readings,
+        switch=record.switch,
+        **timer.stop(forward_s=out.forward_s, sample_s=out.sample_s),
+    )
 
 
 def _raise_failure(report: StepReport, awaited: Container[str]) -> None:

@@ -19,10 +19,10 @@ from longtail.engine.request import ActiveRequest
 from longtail.engine.step.runner import ModelRunner
 from longtail.engine.step.sampler import make_sampler
 from longtail.model.transformer import Transformer
-from longtail.speculation.drafter import Draftable, Drafter, Observed
+from longtail.speculation.drafter import Drafter, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.taps import NO_TAPS
-from longtail.speculation.tree import MAX_NODES, DraftTree, depths
+from longtail.speculation.tree import MAX_NODES, DraftTree
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve, fit_draft_cost
 from longtail.types import Request, SamplingParams
 
@@ -51,7 +51,7 @@ def measure_costs(
 @torch.inference_mode()
 def _measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
     """Time steps of several sizes with short contexts, then some with long ones."""
-    bench = MadeUpSteps(model, min(limits.max_running, 32), limits.max_step_tokens)
+    bench = SyntheticSteps(model, min(limits.max_running, 32), limits.max_step_tokens)
     deadline = time.perf_counter() + _SECONDS
     most = min(limits.max_step_tokens, limits.max_running * (1 + MAX_NODES))
     counts = [min(count, most) for count in _COUNTS]
@@ -95,16 +95,16 @@ def _measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) 
     noise = make_sampler(model).noise
     rounds: list[tuple[int, int, int, float]] = []
     for num in dict.fromkeys((1, min(8, limits.max_running), min(32, limits.max_running))):
-        actives = [made_up_request(f"profile-{i}", 0) for i in range(num)]
-        introduce(drafter, model, actives, _SHORT)
-        asked = [made_up_draftable(active) for active in actives]  # their texts grow
+        actives = [synthetic_request(f"profile-{i}", 0) for i in range(num)]
+        extend_texts(drafter, model, actives, _SHORT)
+        asked = [active.draftable(MAX_NODES) for active in actives]  # their texts grow
         for turn in range(1 + _REPEATS):
             for shape in _SHAPES:
-                introduce(drafter, model, actives, _A_STEP)
+                extend_texts(drafter, model, actives, _A_STEP)
                 started = time.perf_counter()
-                trees = drafter.propose(asked, shape, noise.ahead(actives, shape.depth))
+                trees = drafter.propose(asked, shape, noise.for_drafts(actives, shape.depth))
                 took = time.perf_counter() - started
-                deep = [max(depths(tree.parents), default=0) for tree in trees]
+                deep = [tree.depth for tree in trees]
                 if (turn and time.perf_counter() < deadline) or len(rounds) < len(_SHAPES):
                     rounds.append((num, max(deep), sum(deep), took))
         for active in actives:
@@ -113,7 +113,7 @@ def _measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) 
 
 
 @final
-class MadeUpSteps:
+class SyntheticSteps:
     """Steps of made-up requests."""
 
     def __init__(self, model: Transformer, num_requests: int, max_step_tokens: int) -> None:
@@ -142,7 +142,7 @@ class MadeUpSteps:
         sizes = [num_tokens // num - 1 + (i < num_tokens % num) for i in range(num)]
         scheduled = []
         for i, size in enumerate(sizes):
-            active = made_up_request(f"{i}", context)
+            active = synthetic_request(f"{i}", context)
             assert self._kv.try_grow(active.request_id, context + 1 + size), "sized for this"
             scheduled.append(Scheduled(active=active, num_tokens=1, draft=_chain(size)))
         started = time.perf_counter()
@@ -155,7 +155,7 @@ def _chain(size: int) -> DraftTree:
     return DraftTree(tokens=(0,) * size, parents=tuple(range(size)), margins=(0.0,) * size)
 
 
-def made_up_request(name: str, context: int) -> ActiveRequest:
+def synthetic_request(name: str, context: int) -> ActiveRequest:
     """A request whose last token is to be computed behind `context` others."""
     sampling = SamplingParams(max_tokens=4 * MAX_NODES)
     tokens = [0] * (context + 1)
@@ -163,18 +163,7 @@ def made_up_request(name: str, context: int) -> ActiveRequest:
     return ActiveRequest(request=request, tokens=tokens, policy_version=0, num_computed=context)
 
 
-def made_up_draftable(active: ActiveRequest) -> Draftable:
-    """The request as a drafter is asked about it."""
-    return Draftable(
-        request_id=active.request_id,
-        tokens=active.tokens,
-        prompt_len=active.prompt_len,
-        sampling=active.request.sampling,
-        max_depth=MAX_NODES,
-    )
-
-
-def introduce(
+def extend_texts(
     drafter: Drafter, model: Transformer, actives: Sequence[ActiveRequest], count: int
 ) -> None:
     """Let each request grow by so many tokens, and the drafter know all but the last one."""

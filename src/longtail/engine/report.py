@@ -179,7 +179,7 @@ class RolloutReport:
         return 1 - self.running_s / capacity if capacity else 0.0
 
 
-def together(reports: Sequence[RolloutReport], seconds: float) -> RolloutReport:
+def merge_reports(reports: Sequence[RolloutReport], seconds: float) -> RolloutReport:
     """Sum up one rollout by several engines at once, which took so long in all.
 
     Counts and places are those of all; times of work are the mean engine's.

@@ -18,7 +18,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.errors import ConfigError, DataError
-from longtail.model.hf import model as hf
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example, example_of, make_examples
 from longtail.rl.data.prompts import Encoder, make_prompts
@@ -39,7 +39,7 @@ class Corpus:
     """Rows left out: prompts over the limit, texts too short to draft in."""
 
 
-def given_texts(config: DrafterTrainConfig, tokenizer: hf.Tokenizer) -> Corpus:
+def given_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> Corpus:
     """Read texts as they are."""
     data = config.data
     texts = _file_texts(config, tokenizer) or _row_texts(config, tokenizer)
@@ -49,7 +49,7 @@ def given_texts(config: DrafterTrainConfig, tokenizer: hf.Tokenizer) -> Corpus:
 
 def generated_texts(
     config: DrafterTrainConfig,
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     load_target: Callable[[], Transformer],
     kept: Path,
     on_step: Callable[[StepReport], None],
@@ -107,13 +107,13 @@ def _cut(text: Example, length: int) -> Example:
     return Example(tokens=tokens, prompt_len=min(text.prompt_len, len(tokens)))
 
 
-def _encoder(tokenizer: hf.Tokenizer) -> Encoder:
+def _encoder(tokenizer: Tokenizer) -> Encoder:
     return Encoder(
         encode=tokenizer.encode, render=tokenizer.render if tokenizer.has_chat_template else None
     )
 
 
-def _file_texts(config: DrafterTrainConfig, tokenizer: hf.Tokenizer) -> list[Example]:
+def _file_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
     """Cut a .txt file into pieces of `max_len` tokens; [] for other sources."""
     source, length = config.data.source, config.data.max_len
     if not source.endswith(".txt"):
@@ -133,7 +133,7 @@ def _file_texts(config: DrafterTrainConfig, tokenizer: hf.Tokenizer) -> list[Exa
     return [Example(tokens=piece, prompt_len=1) for piece in pieces]
 
 
-def _row_texts(config: DrafterTrainConfig, tokenizer: hf.Tokenizer) -> list[Example]:
+def _row_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
     """Read rows of whole texts, or of prompts with completions."""
     data, eos_ids = config.data, tokenizer.eos_ids
     if data.source == TINY_REASONER:
@@ -161,7 +161,7 @@ def _row_texts(config: DrafterTrainConfig, tokenizer: hf.Tokenizer) -> list[Exam
     return [example_of(prompt) for prompt in examples.prompts]
 
 
-def _whole(row: Row, index: int, config: DrafterTrainConfig, tokenizer: hf.Tokenizer) -> Example:
+def _whole(row: Row, index: int, config: DrafterTrainConfig, tokenizer: Tokenizer) -> Example:
     column = config.data.text_column
     text = row.get(column)
     if not isinstance(text, str) or not text:
@@ -185,7 +185,7 @@ def _prompt_rows(config: DrafterTrainConfig) -> tuple[list[Row], int]:
 
 def _write(
     config: DrafterTrainConfig,
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     target: Transformer,
     prompts: Sequence[tuple[int, ...]],
     on_step: Callable[[StepReport], None],

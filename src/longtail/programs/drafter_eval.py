@@ -26,7 +26,7 @@ from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.acceptance import POSITIONS, Acceptance
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.report.plots import blank, write
 from longtail.rl.data.prompts import Encoder, make_prompts
 from longtail.rl.data.sources import load_rows
@@ -151,7 +151,7 @@ def open_target(args: argparse.Namespace) -> tuple[Target, list[tuple[int, ...]]
             raise ConfigError(f"{option} = {value}: it must be at least 1")
     args.target = args.target or _usual_target(args.drafter)
     directory = locate_model(args.target)
-    tokenizer = hf.load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
     target = open_model(args.target, directory, tokenizer, args.dtype)
     source = args.prompts or _usual_prompts(args.target)
     render = tokenizer.render if tokenizer.has_chat_template else None

@@ -36,7 +36,8 @@ from longtail.engine.speculation.acceptance import AcceptLength
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.attention import PackedAttention
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import read_fields
+from longtail.model.hf.weights import read_tensors, write_tensors
 from longtail.model.transformer import Transformer
 from longtail.programs.drafter_card import Card, Figure, write_card
 from longtail.programs.drafter_eval import answer, measure, numbers, open_target
@@ -122,7 +123,7 @@ def write(
     content = to_config(layout, config, dtype, verifier=verifier, depth=depth)
     content[SECTION] |= {"target": asdict(loaded.trained_on), "training": asdict(loaded.training)}
     tensors = to_tensors(layout, loaded.layer, target.model, loaded.draft_ids, loaded.head, dtype)
-    hf.write_tensors(tensors, path)
+    write_tensors(tensors, path)
     (path / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -180,7 +181,7 @@ def _score_error(
     path: Path, loaded: LoadedDrafter, target: Transformer, tokens: Sequence[int]
 ) -> tuple[float, int]:
     """Compare the scores of both readers on a text, in float64, one depth after the other."""
-    fields = hf.read_fields(path).everything()
+    fields = read_fields(path).everything()
     layer = fresh(loaded).layer.double().cpu()
     config = layer.config = replace(layer.config, window=_read_window(fields))
     text = lay_out([tokens], [1])
@@ -193,7 +194,7 @@ def _score_error(
         features = tapped.features.double().cpu()
         embeddings = target.embedding.weight.detach().cpu().double()[text.tokens]
         head = target.head.weight.detach().cpu().double()
-        reader = LayoutReader(fields, hf.read_tensors(path), config.shape.rope)
+        reader = LayoutReader(fields, read_tensors(path), config.shape.rope)
         theirs, _ = reader.read(features, embeddings, head)
         pairs = Pairs.of(text)
         output = unroll(layer, features[:-1], embeddings[1:], pairs, 1)[0]

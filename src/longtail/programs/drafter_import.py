@@ -6,7 +6,7 @@ from pathlib import Path
 from longtail.build.engine import locate_model, open_model
 from longtail.drafter.formats.published import is_published, load_published
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.system.device import set_threads
 
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
             "it whole, as safetensors"
         )
     directory = locate_model(args.target)
-    tokenizer = hf.load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
     model = open_model(args.target, directory, tokenizer, args.dtype).model
     loaded = load_published(
         path, args.target, model, tokenizer, layer_ids=args.layer_ids, window=args.window

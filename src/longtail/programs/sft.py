@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from longtail.build.trainer import TINY_REASONER
-from longtail.config.rl import dump
+from longtail.config import files as configfile
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data import tiny_task as task
 from longtail.rl.data.examples import Example, ExampleBatches, example_of, make_examples
@@ -41,7 +42,7 @@ class Classroom:
     """What the loop drives."""
 
     model: Transformer
-    tokenizer: hf.Tokenizer
+    tokenizer: Tokenizer
     imitator: SftLearner
     batches: ExampleBatches
     heldout: tuple[Example, ...]
@@ -53,9 +54,9 @@ def run(config: SftConfig) -> int:
     console = Console()
     set_threads(config.run.threads)
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as directory:
-        checkpoint = directory.start(dump(config), resume=config.run.resume)
+        checkpoint = directory.start(configfile.render(config), resume=config.run.resume)
         if checkpoint is not None and checkpoint.step >= config.train.steps:
-            console.say(f"{checkpoint.policy}: its steps are done; raise train.steps to go on")
+            console.log(f"{checkpoint.policy}: its steps are done; raise train.steps to go on")
             return 0
         room = assemble(config)
         if checkpoint is not None:
@@ -98,20 +99,20 @@ def _teach(
                     saved = step
                 writer.write(step, metrics)
                 if step % config.run.log_every == 0 or step == steps:
-                    console.say(_line(step, steps, metrics))
+                    console.log(_line(step, steps, metrics))
     except Interrupted:
         if saved < room.imitator.steps:
             _save(directory, room)
-        console.say(f"stopped after step {room.imitator.steps}; start again to go on")
+        console.log(f"stopped after step {room.imitator.steps}; start again to go on")
         return 130
-    console.say(f"the model is in {directory.checkpoints / f'step_{steps:06d}' / 'policy'}")
+    console.log(f"the model is in {directory.checkpoints / f'step_{steps:06d}' / 'policy'}")
     return 0
 
 
 def assemble(config: SftConfig) -> Classroom:
     """Build every part; raises ConfigError for whatever the configuration and the data say."""
     model, tokenizer = _model(config)
-    hf.check_vocabulary(tokenizer, model.config)
+    check_vocabulary(tokenizer, model.config)
     if config.data.max_len > model.config.max_positions:
         raise ConfigError(
             f"data.max_len = {config.data.max_len}: the model has {model.config.max_positions} "
@@ -131,16 +132,16 @@ def assemble(config: SftConfig) -> Classroom:
     )
 
 
-def _model(config: SftConfig) -> tuple[Transformer, hf.Tokenizer]:
+def _model(config: SftConfig) -> tuple[Transformer, Tokenizer]:
     """Return the model to teach; `tiny-reasoner` is a fresh one."""
     device = choose_device(config.run.device)
     if config.model.path == TINY_REASONER:
         return warmstart.fresh(config.run.seed).to(device), warmstart.load_tokenizer()
     path = config.model.path
-    return hf.load_model(path, torch.float32, device), hf.load_tokenizer(path)
+    return load_model(path, torch.float32, device), load_tokenizer(path)
 
 
-def _examples(config: SftConfig, tokenizer: hf.Tokenizer) -> PromptSet:
+def _examples(config: SftConfig, tokenizer: Tokenizer) -> PromptSet:
     data = config.data
     rows: Sequence[Row] = (
         task.examples(data.size, config.run.seed)
@@ -187,14 +188,14 @@ def _settings(config: SftConfig) -> SftSettings:
 
 def restore(room: Classroom, checkpoint: Checkpoint) -> None:
     """Put model, optimizer and data cursor where they were when the checkpoint was taken."""
-    saved = hf.load_model(checkpoint.policy, room.model.dtype)
+    saved = load_model(checkpoint.policy, room.model.dtype)
     room.imitator.restore(checkpoint.step, checkpoint.tensors(), dict(saved.named_parameters()))
     room.batches.restore(checkpoint.state["cursor"])
 
 
 def _save(directory: RunDirectory, room: Classroom) -> None:
     def save_policy(path: Path) -> None:
-        hf.save_model(room.model, path, eos_ids=room.tokenizer.eos_ids)
+        save_model(room.model, path, eos_ids=room.tokenizer.eos_ids)
         room.tokenizer.save(path)
 
     directory.save(
@@ -224,13 +225,13 @@ def heldout_metrics(room: Classroom) -> dict[str, float]:
 
 def _greet(config: SftConfig, room: Classroom, console: Console) -> None:
     parameters = sum(p.numel() for p in room.model.parameters())
-    console.say(
+    console.log(
         f"{config.model.path}: {parameters:,} parameters, {config.data.source}, "
         f"run directory {config.run.dir}"
         + (f", resumed after step {room.imitator.steps}" if room.imitator.steps else "")
     )
     if room.num_dropped:
-        console.say(
+        console.log(
             f"{room.num_dropped} examples over {config.data.max_len} tokens are left out "
             "(data.drop_long)"
         )

@@ -9,16 +9,16 @@ rollouts come from, who reads its weights, or where a checkpoint lies.
 
 In a team every member is given the same batches, computes its share of the micro-batches, and makes
 the update of the whole batch: gradients are summed, so that weights stay the same bits everywhere.
-Where members keep a share of the optimizer's moments each (`rl.shares.py`), or shards of
-everything (`rl.sharded.py`), they update what they keep, and `gather` fetches the rest.
+With `sharding = "full"` each member updates its shard (`rl.sharded.py`), and a step ends by
+gathering the whole policy. Recovery from a lost member is described in `rl.recovery`.
 """
 
 import copy
 import hashlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, final
 
 import torch
 from jaxtyping import Float
@@ -26,19 +26,20 @@ from torch import Tensor
 
 from longtail.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, TeamError
 from longtail.model.transformer import Transformer
-from longtail.rl.collectives import ALONE, Team, spread, tell
+from longtail.rl import recovery
+from longtail.rl.collectives import ALONE, Team, spread, sum_gradients
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
 from longtail.rl.optim import Optimizer, OptimizerSettings
 from longtail.rl.packing import lay_out, moved
-from longtail.rl.shares import Doubt, Holding, Shares
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
+
+if TYPE_CHECKING:
+    from longtail.rl.sharded import Shards
 
 _NOTHING = lay_out([(0, 0)], prompt_lens=[1])
 """What a member passes over that has no micro-batch left while others need its shard."""
-_NOWHERE = -1
-"""The version of who was being given another and never got all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +62,6 @@ class LearnerSettings:
     autocast: bool = False
     """bfloat16 matrix products over float32 weights."""
     max_logits: int = MAX_LOGITS
-    moment_copies: int = 0
-    """How many members of the team keep the moments of a parameter; 0 is all of them."""
     sharding: Literal["none", "full"] = "none"
     """`full`: members of a team hold a shard each of weights, gradients and moments."""
 
@@ -83,9 +82,8 @@ class Learner:
     run goes on from a checkpoint, then `step` and `weights` in turn. An update whose loss or
     gradient is not finite is not made and raises NonFiniteError, on all members of the team;
     earlier updates of the same step, if it has several, stand. A step that loses its team raises
-    TeamError and changes nothing: `join` another team and make it again, unless the version tells
-    that somebody had made it. After a step in a team, `gather`; if that raises TeamError, `join`.
-    Sharded, it stays with its first team: to lose that is to lose the policy.
+    TeamError and changes nothing: `join` another team, and make the step again unless the version
+    shows that another member has made it. A sharded learner cannot join another team.
     """
 
     def __init__(self, model: Transformer, settings: LearnerSettings) -> None:
@@ -100,10 +98,9 @@ class Learner:
         self._model = self._trained = model.requires_grad_(True)
         self._settings = settings
         self._team: Team = ALONE
-        self._doubt: Doubt | None = None
+        self._shards: Shards | None = None
         self._spec = LOSSES[settings.loss]
         self._optimizer = Optimizer(model.named_parameters(), settings.optimizer)
-        self._holding: Holding = Shares(ALONE, model, self._optimizer, copies=0)
         self._reference = (
             copy.deepcopy(model).requires_grad_(False) if settings.kl_coef > 0 else None
         )
@@ -131,20 +128,14 @@ class Learner:
         batches = [batch for batch in batches if batch.num_generated]
         for batch in batches:
             _refuse_greedy(batch.sampling)
-        can_undo = self._team.size > 1 < len(batches) and self._holding.has_all_weights
+        can_undo = self._team.size > 1 < len(batches) and self._shards is None
         undo = (self.state(), self.weights()) if can_undo else None
         tally = LearnerMetrics()
         try:
             self._updates(batches, tally, on_progress)
         except TeamError:
             if undo is not None:
-                if self._doubt is not None:
-                    self._doubt = replace(
-                        self._doubt,
-                        moments=self._optimizer.tensors(),
-                        weights=self.weights().tensors,
-                    )
-                self.restore(undo[0], undo[1].tensors, part=True)
+                self.restore(undo[0], undo[1].tensors)
             raise
         self._version += 1
         return tally.report(self._version, batches)
@@ -163,18 +154,16 @@ class Learner:
             for index, batch in enumerate(batches):
                 self._gradient(batch, old[index], tally, on_progress)
                 if index == len(batches) - 1:
-                    # NOTE: before the last update, so that whoever loses the team here, too, has
-                    # not made a step that others lack; if they did not, it may yet be told.
-                    self._doubt = Doubt(gradients=[p.grad for p in self._model.parameters()])
+                    # NOTE: before the last update, so that a member that loses the team here has
+                    # not made a step that others lack.
                     tally.pool(self._team)
-                    self._doubt = None
                 start = self._now()
                 update = self._optimizer.update(self._version)
                 tally.update_seconds += self._now() - start
                 tally.grad_norms.append(update.grad_norm)
                 tally.learning_rate = update.learning_rate
-                if index < len(batches) - 1 and self._holding.has_all_weights:
-                    self.gather()
+            if self._shards is not None:
+                self._shards.gather()
         finally:
             self._optimizer.discard()  # what a failure left behind
 
@@ -193,7 +182,7 @@ class Learner:
                 packed = batch.micro_batches[index].packed
                 logprobs[index] = self._score(packed, batch.sampling).logprobs
                 on_progress(False)
-            for _ in range(self._holding.spare_passes(dealt)):
+            for _ in range(self._spare_passes(dealt)):
                 self._score(_NOTHING, batch.sampling)
         tally.logprob_seconds += self._now() - start
         return logprobs
@@ -219,21 +208,31 @@ class Learner:
             tally.logprob_seconds += forwarded - start
             tally.update_seconds += self._now() - forwarded
             on_progress(False)
-        for _ in range(self._holding.spare_passes(dealt)):
+        for _ in range(self._spare_passes(dealt)):
             logprobs = self._score(_NOTHING, batch.sampling).logprobs
             self._of_reference(_NOTHING, batch.sampling)
             torch.autograd.backward(0.0 * logprobs.sum())
         on_progress(True)
         start = self._now()
-        void = self._holding.sum_gradients(computed=bool(share), void=failure is not None)
+        computed, void = bool(share), failure is not None
+        if self._shards is None:
+            void_at = sum_gradients(self._team, self._model, computed=computed, void=void)
+        else:
+            void_at = self._shards.sum_gradients(computed=computed, void=void)
         tally.update_seconds += self._now() - start
         if failure is not None:
             raise failure
-        if void:
+        if void_at:
             raise NonFiniteError(
-                f"step {self._version}: the loss is not finite on members {void} of the team; "
+                f"step {self._version}: the loss is not finite on members {void_at} of the team; "
                 "no update was made"
             )
+
+    def _spare_passes(self, dealt: Sequence[Sequence[int]]) -> int:
+        """Return the number of passes made only because other members have micro-batches left."""
+        if self._shards is None:
+            return 0
+        return max(map(len, dealt)) - len(dealt[self._team.rank])
 
     def _loss(
         self, batch: TrainBatch, micro_batch: MicroBatch, old: Tensor | None, tally: LearnerMetrics
@@ -318,76 +317,44 @@ class Learner:
         return digest.hexdigest()
 
     def join(self, team: Team) -> int:
-        """Step with another team from now on, from the newest version of any member; return it.
+        """Learn with another team from now on, from its newest version; return that version.
 
-        Raises TeamError if the team is lost meanwhile, ClusterError if moments or shards have been.
+        Raises TeamError if a member is lost meanwhile, ClusterError if the policy is lost.
         """
-        if not self._holding.has_all_weights:
+        if self._shards is not None:
             raise ClusterError(
                 "the team that held the policy in shards is lost (learner.sharding); start again: "
                 "the run resumes from its newest checkpoint"
             )
-        newest = int(max(tell(team, self._version)))
-        if newest == _NOWHERE:
-            raise ClusterError("the policy is lost; start again from the newest checkpoint")
-        if self._doubt is not None and newest == self._version + 1:
-            self._make_up(self._doubt)
-        self._doubt = None
-        self._team = team
-        shares = Shares(team, self._model, self._optimizer, self._settings.moment_copies)
-        self._holding = shares
-        is_current = self._version == newest
-        if not is_current:
-            self._version = _NOWHERE  # until all has come: half of it is nothing to go on from
-            self._optimizer.keep(())
-        shares.level(is_current=is_current)
+        versions = recovery.versions(team, self._version)
+        self._team, newest = team, max(versions)
+        if self._version < newest:
+            self._version = recovery.INCOMPLETE  # until all tensors have come
+        recovery.synchronize(team, versions, self._model, self._optimizer)
         self._version = newest
         if self._settings.sharding == "full" and team.size > 1:
-            from longtail.rl.sharded import Shards  # FSDP2 takes most of a second
+            from longtail.rl.sharded import Shards  # importing FSDP2 takes most of a second
 
             optimizer, moments = self._settings.optimizer, self._optimizer.tensors()
             shards = Shards(team, self._model, optimizer, moments, self._reference)
-            self._holding, self._trained, self._optimizer = shards, shards.model, shards.optimizer
-        return newest
+            self._shards, self._trained, self._optimizer = shards, shards.model, shards.optimizer
+        return self._version
 
-    def gather(self) -> None:
-        """After a step, take the weights that others have updated; TeamError as from a step."""
-        self._holding.gather()
+    def state(self) -> LearnerState:
+        """Copy what the next step depends on beside the weights; sharded, this member's rows."""
+        return LearnerState(tensors=self._optimizer.tensors(), numbers={"version": self._version})
 
-    def _make_up(self, doubt: Doubt) -> None:
-        """Make the update that others turn out to have made."""
-        if doubt.moments is not None and doubt.weights is not None:
-            state = LearnerState(tensors=doubt.moments, numbers={"version": self._version})
-            self.restore(state, doubt.weights, part=True)
-        for parameter, gradient in zip(self._model.parameters(), doubt.gradients, strict=True):
-            parameter.grad = gradient
-        self._optimizer.update(self._version)
-        self._version += 1
-
-    def state(self, known: Collection[str] = ()) -> LearnerState:
-        """Copy what the next step depends on beside the weights, tensors of known names left out.
-
-        In a team whose members keep a share each, the whole is what all of them return together;
-        a shard comes though its name is known, and its rows follow those of the member before.
-        """
-        return LearnerState(
-            tensors=self._holding.tensors(known), numbers={"version": self._version}
-        )
-
-    def restore(
-        self, state: LearnerState, weights: Mapping[str, Tensor], *, part: bool = False
-    ) -> None:
+    def restore(self, state: LearnerState, weights: Mapping[str, Tensor]) -> None:
         """Go on exactly where `state` and the weights saved with it were taken.
 
-        `part`: it is the state of one member. Raises CheckpointError if it is of another model.
+        Raises CheckpointError if it is of another model.
         """
+        assert self._shards is None, "restored before it is sharded"
         parameters = dict(self._model.named_parameters())
         for name, parameter in parameters.items():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise CheckpointError(f"weights of another model: {name} is missing or misshapen")
-        assert isinstance(self._holding, Shares), "restored before it is sharded"
-        self._optimizer.load(state.tensors, part=part)
-        self._holding.keep_own()
+        self._optimizer.load(state.tensors)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])

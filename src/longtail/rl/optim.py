@@ -5,7 +5,7 @@ of losses or batches.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -87,7 +87,6 @@ class Optimizer:
     ) -> None:
         self._settings, self._team = settings, team
         self._parameters = dict(parameters)
-        self._kept: Collection[str] = self._parameters.keys()
         matrices = [p for p in self._parameters.values() if p.dim() >= 2]
         others = [p for p in self._parameters.values() if p.dim() < 2]
         self._adamw = torch.optim.AdamW(
@@ -112,9 +111,6 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(
                 self._parameters.values(), self._settings.max_grad_norm, norm
             )
-            for name, parameter in self._parameters.items():
-                if name not in self._kept:
-                    parameter.grad = None  # it has been counted in the norm; others apply it
             for group in self._adamw.param_groups:
                 group["lr"] = rate
             self._adamw.step()
@@ -145,58 +141,45 @@ class Optimizer:
         """Free accumulated gradients without using them."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def keep(self, names: Collection[str]) -> None:
-        """Update these parameters alone from now on, and forget the moments of all others.
-
-        The gradient norm remains that of all, so whoever updates the rest clips alike.
-        """
-        self._kept = frozenset(names)
-        for name in self.held() - self._kept:
-            del self._adamw.state[self._parameters[name]]
-
-    def held(self) -> set[str]:
-        """Name the parameters whose moments are here; none are before the first update."""
-        return {name for name, p in self._parameters.items() if p in self._adamw.state}
-
-    def moments(self, name: str) -> tuple[Tensor, ...]:
-        """Return the moments of a parameter; where they are not here, room for them."""
-        parameter = self._parameters[name]
-        if parameter in self._adamw.state:
-            return tuple(self._adamw.state[parameter][moment] for moment in _MOMENTS)
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        return step, torch.zeros_like(parameter.detach()), torch.zeros_like(parameter.detach())
-
-    def take_in(self, name: str, moments: Sequence[Tensor]) -> None:
-        """Hold moments that `moments` returned elsewhere, or made room for here."""
-        self._adamw.state[self._parameters[name]] = dict(zip(_MOMENTS, moments, strict=True))
-
-    def tensors(self, known: Collection[str] = ()) -> dict[str, Tensor]:
-        """Copy the moments but those known, keyed `exp_avg/<parameter>`; empty before an update."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Copy the moments, keyed `exp_avg/<parameter>`; empty before the first update."""
         return {
-            f"{moment}/{name}": value.detach().clone()
+            f"{moment}/{name}": self._adamw.state[parameter][moment].detach().clone()
             for name, parameter in self._parameters.items()
             if parameter in self._adamw.state
-            for moment, value in zip(_MOMENTS, self.moments(name), strict=True)
-            if f"{moment}/{name}" not in known
+            for moment in _MOMENTS
         }
 
-    def load(self, tensors: Mapping[str, Tensor], *, part: bool = False) -> None:
-        """Take over moments as `tensors` gave them; CheckpointError if they are another model's.
+    def broadcast_moments(self, team: Team, source: int) -> None:
+        """Replace the moments of all other members by those of member `source`, bit for bit."""
+        state = self._adamw.state
+        if not tell(team, bool(state))[source]:
+            state.clear()
+            return
+        for parameter in self._parameters.values():
+            if parameter not in state:
+                state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter.detach()),
+                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
+                }
+            team.take(source, [state[parameter][moment] for moment in _MOMENTS])
 
-        Those of some parameters may be missing only where it is said to be a part.
-        """
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy moments as `tensors` gave them; CheckpointError if they are another model's."""
         expected = {f"{moment}/{name}" for name in self._parameters for moment in _MOMENTS}
-        if tensors and (set(tensors) - expected if part else set(tensors) != expected):
+        if tensors and set(tensors) != expected:
             odd = sorted(expected.symmetric_difference(tensors))[0]
             raise CheckpointError(f"optimizer state of another model: {odd!r} is on one side only")
         self._adamw.state.clear()
-        for name, parameter in self._parameters.items():
-            if f"{_MOMENTS[0]}/{name}" not in tensors:
-                continue
+        for name, parameter in self._parameters.items() if tensors else ():
             moments = [tensors[f"{moment}/{name}"] for moment in _MOMENTS]
             if moments[1].shape != parameter.shape:
                 raise CheckpointError(
                     f"optimizer state of another model: {name} is {tuple(parameter.shape)}, "
                     f"its moments are {tuple(moments[1].shape)}"
                 )
-            self.take_in(name, [value.to(parameter.device, copy=True) for value in moments])
+            self._adamw.state[parameter] = {
+                moment: value.to(parameter.device, copy=True)
+                for moment, value in zip(_MOMENTS, moments, strict=True)
+            }

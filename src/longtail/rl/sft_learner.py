@@ -45,7 +45,7 @@ class SftSettings:
 class SftReport:
     """What one step did.
 
-    Example: SftReport(loss=0.31, entropy=0.29, num_tokens=2040, num_learned=1820,
+    Example: SftReport(loss=0.31, entropy=0.29, num_tokens=2040, num_trained=1820,
                              grad_norm=0.8, learning_rate=1e-3)
     """
 
@@ -54,7 +54,7 @@ class SftReport:
     entropy: float
     """Of the model's own next-token distribution, nats a completion token."""
     num_tokens: int
-    num_learned: int
+    num_trained: int
     grad_norm: float
     learning_rate: float
 
@@ -86,16 +86,16 @@ class SftLearner:
 
     def step(self, examples: Sequence[Example]) -> SftReport:
         """Make one update towards the completions of `examples`."""
-        num_learned = sum(len(e.tokens) - e.prompt_len for e in examples)
+        num_trained = sum(len(e.tokens) - e.prompt_len for e in examples)
         loss = entropy = 0.0
         try:
             for packed in self._packs(examples):
                 scores = self._score(packed)
-                part = -scores.logprobs.sum() / num_learned
+                part = -scores.logprobs.sum() / num_trained
                 self._refuse_non_finite(part)
                 torch.autograd.backward(part)
                 loss += float(part.detach())
-                entropy += float(scores.entropy.sum()) / num_learned
+                entropy += float(scores.entropy.sum()) / num_trained
             update = self._optimizer.update(self._steps)
         except NonFiniteError:
             self._optimizer.discard()
@@ -105,7 +105,7 @@ class SftLearner:
             loss=loss,
             entropy=entropy,
             num_tokens=sum(len(e.tokens) for e in examples),
-            num_learned=num_learned,
+            num_trained=num_trained,
             grad_norm=update.grad_norm,
             learning_rate=update.learning_rate,
         )

@@ -12,7 +12,7 @@ many, in the same order. The whole policy, in main memory, is what `gather` make
 """
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -28,13 +28,12 @@ from torch.distributed.tensor import DTensor
 from longtail.model.transformer import Transformer
 from longtail.rl.collectives import Team, tell
 from longtail.rl.optim import Optimizer, OptimizerSettings
-from longtail.rl.shares import Holding
 
 _MESH = GroupName("longtail-shards")
 
 
 @final
-class Shards(Holding):
+class Shards:
     """A shard of everything. The team is for life: TeamError is the end of the shards, too."""
 
     def __init__(
@@ -60,11 +59,6 @@ class Shards(Holding):
         self.optimizer = Optimizer(rows.items(), settings, team=team)
         """Of the rows that are here."""
         self.optimizer.load({name: self._own(moment) for name, moment in moments.items()})
-
-    @property
-    def has_all_weights(self) -> bool:
-        """No."""
-        return False
 
     def spare_passes(self, dealt: Sequence[Sequence[int]]) -> int:
         """Return how many micro-batches fewer than the busiest this member was dealt."""
@@ -95,11 +89,6 @@ class Shards(Holding):
             gathered = rows.new_empty(self._team.size * most, *rows.shape[1:])
             self._team.gather(gathered, padded)
             parameter.detach().copy_(gathered[: len(parameter)])
-
-    def tensors(self, known: Collection[str]) -> dict[str, Tensor]:
-        """Copy the rows of moments that are here; of what has no rows, what is not known."""
-        copied = self.optimizer.tensors()
-        return {name: t for name, t in copied.items() if t.dim() > 0 or name not in known}
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Return this member's rows."""

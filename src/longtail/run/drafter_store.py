@@ -29,7 +29,7 @@ from typing import Any, final
 import torch
 
 from longtail.cluster.group import DrafterState
-from longtail.drafter.eagle.weights import lay_into
+from longtail.drafter.eagle.weights import load_parameters
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_drafter
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def load_run_drafter(
     if kept is None or not kept.numbers["version"]:
         return loaded
     try:
-        lay_into(loaded.layer, kept.drafter())
+        load_parameters(loaded.layer, kept.drafter())
     except CheckpointError as error:
         raise ConfigError(
             f"{place}: {error}; give {place / INITIAL}, the drafter that the run began with"

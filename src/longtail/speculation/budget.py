@@ -60,7 +60,7 @@ def optimal_budget(
     )
 
 
-def spend(trees: Sequence[DraftTree], price: float, room: int) -> list[DraftTree]:
+def select_nodes(trees: Sequence[DraftTree], price: float, room: int) -> list[DraftTree]:
     """Cut the ranked drafts of a step to nodes of at least this probability, `room` at most.
 
     A draft that does not say how likely its nodes are stays whole, as far as there is room.

@@ -1,11 +1,11 @@
 """How deep a draft goes: whether one level more is worth a pass of the drafter.
 
-What a level promises beyond its price, its surplus, is known as soon as its parents are: on the
+What a level promises beyond its price, its gain, is known as soon as its parents are: on the
 device. On a CPU a look at it is free. Elsewhere a look stalls the queue of launches; there it is
 foreseen from what the levels of earlier drafts turned out to be worth, which is read with the
 drafts, at their end.
 
-    surplus of a pass below depth      1     2     3     4
+    gain of a pass below depth      1     2     3     4
     three rounds ago                  0.9   0.5   0.1  -0.2
     two rounds ago                    0.8   0.2  -0.3
     the last one                      1.0   0.4  -0.1
@@ -33,23 +33,23 @@ class DepthPolicy(abc.ABC):
     """Decides, level by level, how deep the drafts of a round go."""
 
     @abc.abstractmethod
-    def should_extend(self, surpluses: Sequence[Float[Tensor, ""]]) -> bool:
+    def should_extend(self, gains: Sequence[Float[Tensor, ""]]) -> bool:
         """Tell whether to draft below the last level; of each so far, what that promises."""
 
     @abc.abstractmethod
-    def learn(self, surpluses: Sequence[float]) -> None:
-        """Take note of a round's surpluses, those of its last level among them."""
+    def learn(self, gains: Sequence[float]) -> None:
+        """Take note of a round's gains, those of its last level among them."""
 
 
 @final
 class ExactDepth(DepthPolicy):
     """Looks at every level, and needs to remember nothing."""
 
-    def should_extend(self, surpluses: Sequence[Float[Tensor, ""]]) -> bool:
+    def should_extend(self, gains: Sequence[Float[Tensor, ""]]) -> bool:
         """Read the last one."""
-        return bool(surpluses[-1] >= 0)
+        return bool(gains[-1] >= 0)
 
-    def learn(self, surpluses: Sequence[float]) -> None:
+    def learn(self, gains: Sequence[float]) -> None:
         """What was seen is seen again."""
 
 
@@ -62,19 +62,19 @@ class PredictedDepth(DepthPolicy):
     def __init__(self) -> None:
         self._rounds: deque[Sequence[float]] = deque(maxlen=REMEMBERED)
 
-    def should_extend(self, surpluses: Sequence[Float[Tensor, ""]]) -> bool:
+    def should_extend(self, gains: Sequence[Float[Tensor, ""]]) -> bool:
         """Go one level beyond what lately paid."""
         if not self._rounds:
             return True
-        level = len(surpluses) - 1
+        level = len(gains) - 1
         known = [each[level] for each in self._rounds if len(each) > level]
         return bool(known) and sum(known) >= 0
 
-    def learn(self, surpluses: Sequence[float]) -> None:
+    def learn(self, gains: Sequence[float]) -> None:
         """Remember them."""
-        self._rounds.append(surpluses)
+        self._rounds.append(gains)
 
 
-def select_gauge(device: torch.device) -> DepthPolicy:
+def select_depth_policy(device: torch.device) -> DepthPolicy:
     """Look where a look is free."""
     return ExactDepth() if device.type == "cpu" else PredictedDepth()

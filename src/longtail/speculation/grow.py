@@ -10,7 +10,7 @@ likeliest to be reached are drafted on (`Strategy.beam`), those that promise eno
 (`DraftThresholds`); all nodes seen compete for the draft's size.
 
 What the host knows goes to the device before the first pass, and what was drafted comes back in one
-transfer at the end: between the two the device is only told what to do, unless the gauge looks.
+transfer at the end: between the two the device is only told what to do, unless the policy looks.
 """
 
 import abc
@@ -146,13 +146,13 @@ def grow(
     scoring: Scoring,
     strategy: Strategy,
     curve: ConfidenceCurve,
-    gauge: DepthPolicy,
+    policy: DepthPolicy,
 ) -> list[DraftTree]:
-    """Draft for every request; one pass of the walker a level, as deep as the gauge says.
+    """Draft for every request; one pass of the walker a level, as deep as the policy says.
 
     Requests that stop early stay in the passes, but nothing more is proposed for them.
     """
-    requests, worth = scoring.requests, strategy.worth
+    requests, thresholds = scoring.requests, strategy.thresholds
     last, device = deepest(requests, strategy), scoring.device
     sure = _Sureness.of(curve, device)
     limits = torch.tensor([[each.max_depth] for each in requests], device=device)
@@ -160,7 +160,7 @@ def grow(
     numbers = torch.zeros_like(limits)
     reach = torch.ones(limits.shape, dtype=torch.float64, device=device)
     levels: list[_Level] = []
-    surpluses: list[Tensor] = []
+    gains: list[Tensor] = []
     total = 0
     for depth in range(1, last + 1):
         level = _children(scoring, logits, depth, (numbers, reach), strategy.width, sure)
@@ -168,11 +168,11 @@ def grow(
         if depth == last:
             break
         reach, best = level.reach.sort(dim=1, descending=True, stable=True)
-        reach, best = reach[:, : strategy.num_followed], best[:, : strategy.num_followed]
-        follows = (reach >= max(worth.extend, worth.verify, _THERE)) & (limits > depth)
-        if worth.level or worth.extend:
-            surpluses.append(_surplus(reach, follows, worth))
-            if not gauge.should_extend(surpluses):
+        reach, best = reach[:, : strategy.num_expanded], best[:, : strategy.num_expanded]
+        follows = (reach >= max(thresholds.expand, thresholds.verify, _THERE)) & (limits > depth)
+        if thresholds.level or thresholds.expand:
+            gains.append(_gain(reach, follows, thresholds))
+            if not policy.should_extend(gains):
                 break
         reach = reach * follows
         numbers = total + 1 + best
@@ -186,23 +186,23 @@ def grow(
             )
         )
     candidates = [torch.cat(parts, 1) for parts in zip(*levels, strict=True)]
-    tokens, margins, parents, reach, *known = _read(*candidates, *surpluses)
+    tokens, margins, parents, reach, *known = _read(*candidates, *gains)
     if known:
-        gauge.learn([each.item() for each in known])
+        policy.learn([each.item() for each in known])
     found = _Level(tokens.long(), margins, parents.long(), reach)
     return _trees(found, strategy)
 
 
-def _surplus(
+def _gain(
     reach: Float[Tensor, "requests followed"],
     follows: Bool[Tensor, "requests followed"],
-    worth: DraftThresholds,
+    thresholds: DraftThresholds,
 ) -> Float[Tensor, ""]:
     """By how much the nodes to be drafted on promise more, together, than a pass costs.
 
     Below zero if there are none, even where a pass costs nothing.
     """
-    return ((reach - worth.extend) * follows).sum() - max(worth.level, _THERE)
+    return ((reach - thresholds.expand) * follows).sum() - max(thresholds.level, _THERE)
 
 
 def _children(
@@ -243,6 +243,6 @@ def _trees(found: _Level, strategy: Strategy) -> list[DraftTree]:
         tree = DraftTree(
             tokens=tuple(some), parents=tuple(above), margins=tuple(margins), reach=tuple(likely)
         )
-        tree = keep_reached(ranked(tree), max(strategy.worth.verify, _THERE))
+        tree = keep_reached(ranked(tree), max(strategy.thresholds.verify, _THERE))
         trees.append(prune(tree, strategy.num_nodes))
     return trees

@@ -23,12 +23,12 @@ from longtail.speculation.tree import MAX_NODES
 class DraftThresholds:
     """What a node must promise, as probabilities of being reached; 0 demands nothing.
 
-    Example: DraftThresholds(verify=0.3, extend=0.4, level=1.5)
+    Example: DraftThresholds(verify=0.3, expand=0.4, level=1.5)
     """
 
     verify: float = 0.0
     """Nodes less likely than this are left out of the draft."""
-    extend: float = 0.0
+    expand: float = 0.0
     """Nodes less likely than this are not drafted on."""
     level: float = 0.0
     """Another level is drafted if what its parents' probabilities have over `extend` sums to this,
@@ -50,7 +50,7 @@ class Strategy:
     """Nodes of a draft, the likeliest to be reached; 0 is `depth`."""
     beam: int = 0
     """Nodes of a level that are drafted on, the likeliest; 0 is `width`."""
-    worth: DraftThresholds = DraftThresholds()
+    thresholds: DraftThresholds = DraftThresholds()
 
     def __post_init__(self) -> None:
         """Refuse shapes that have no room: a draft's nodes are bits of one mask, and slots."""
@@ -64,9 +64,9 @@ class Strategy:
                 raise ConfigError(
                     f"speculation.{name} = {value}: it must be from {least} to {MAX_NODES}"
                 )
-        if self.num_followed * (self.depth - 1) > MAX_NODES:
+        if self.num_expanded * (self.depth - 1) > MAX_NODES:
             raise ConfigError(
-                f"speculation.width = {self.num_followed} with depth = {self.depth}: width x "
+                f"speculation.width = {self.num_expanded} with depth = {self.depth}: width x "
                 f"(depth - 1) nodes are drafted on, at most {MAX_NODES}; lower one of them"
             )
 
@@ -76,6 +76,6 @@ class Strategy:
         return self.size or self.depth
 
     @property
-    def num_followed(self) -> int:
+    def num_expanded(self) -> int:
         """Most nodes of a level that are drafted on."""
         return self.beam or self.width

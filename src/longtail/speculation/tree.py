@@ -45,6 +45,11 @@ class DraftTree:
         """Nodes, the root excluded."""
         return len(self.tokens)
 
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node; 0 for an empty draft."""
+        return max(depths(self.parents), default=0)
+
 
 EMPTY = DraftTree(tokens=(), parents=(), margins=())
 

@@ -20,7 +20,8 @@ from longtail.drafter.training.texts import TextBatches, pack_texts, write_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerReport, TrainerSettings
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.rl.data import tiny_task as task
 from longtail.rl.data.examples import Example
 from longtail.rl.optim import OptimizerSettings
@@ -92,10 +93,10 @@ def train(
 ) -> None:
     """Train a drafter of the model in `target_directory` and write it to `place`."""
     began = time.perf_counter()
-    tokenizer = hf.load_tokenizer(target_directory)
+    tokenizer = load_tokenizer(target_directory)
     texts = _write(lessons, target_directory, tokenizer)
     learned, heldout = texts[lessons.heldout :], texts[: lessons.heldout]
-    target = hf.load_model(target_directory, torch.float32)  # not the engine's, which is packed
+    target = load_model(target_directory, torch.float32)  # not the engine's, which is packed
     target.fuse()
     config = EagleConfig(
         recipe=lessons.recipe,
@@ -146,7 +147,7 @@ def ensure(
     )
 
 
-def _write(lessons: Lessons, directory: Path, tokenizer: hf.Tokenizer) -> list[Example]:
+def _write(lessons: Lessons, directory: Path, tokenizer: Tokenizer) -> list[Example]:
     """Have the tiny reasoner solve problems; those held out come first."""
     rows: Sequence[dict] = [
         *task.problems(lessons.heldout, lessons.seed, "heldout"),
@@ -155,7 +156,7 @@ def _write(lessons: Lessons, directory: Path, tokenizer: hf.Tokenizer) -> list[E
     prompts = [tokenizer.chat(row["prompt"]) for row in rows]
     longest = max(map(len, prompts)) + lessons.max_tokens
     limits = EngineLimits(max_running=128, max_step_tokens=512, max_len=longest)
-    engine = RolloutEngine(hf.load_model(directory, torch.float32), tokenizer.decode, limits)
+    engine = RolloutEngine(load_model(directory, torch.float32), tokenizer.decode, limits)
     sampling = SamplingParams(max_tokens=lessons.max_tokens, stop_token_ids=tokenizer.eos_ids)
     return write_texts(engine.generate, prompts, sampling, samples=1, seed=lessons.seed)
 

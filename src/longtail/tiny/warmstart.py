@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from longtail import tiny
-from longtail.model.hf import model as hf
+from longtail.model.hf import tokenizer as hf_tokenizer
+from longtail.model.hf.model import save_model
 from longtail.model.transformer import Transformer
 from longtail.rl.data import tiny_task as task
 from longtail.rl.data.examples import ExampleBatches, make_examples
@@ -71,11 +72,11 @@ def fresh(seed: int) -> Transformer:
     return model
 
 
-def load_tokenizer() -> hf.Tokenizer:
+def load_tokenizer() -> hf_tokenizer.Tokenizer:
     """Return the tiny reasoner's tokenizer."""
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.write(directory)
-        return hf.load_tokenizer(directory)
+        return hf_tokenizer.load_tokenizer(directory)
 
 
 def teach(
@@ -107,7 +108,7 @@ def teach(
                     report=report,
                 )
             )
-    hf.save_model(model, directory, eos_ids=words.eos_ids)
+    save_model(model, directory, eos_ids=words.eos_ids)
     words.save(directory)
 
 

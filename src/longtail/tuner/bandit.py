@@ -20,7 +20,7 @@ from typing import final
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.cost import CostModel
 from longtail.tuner.records import Batch, Outcome, Plan
-from longtail.tuner.tuner import PLAIN, Tuner, fitted
+from longtail.tuner.tuner import PLAIN, Tuner, fit_strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,4 +125,4 @@ class BanditTuner(Tuner):
         """Say what an arm of a bucket comes down to in a step; arm 0 decodes plainly."""
         if arm == 0:
             return PLAIN
-        return fitted(self._buckets[place].strategies[arm - 1], batch, self._num_drafters)
+        return fit_strategy(self._buckets[place].strategies[arm - 1], batch, self._num_drafters)

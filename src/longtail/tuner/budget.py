@@ -25,12 +25,12 @@ from typing import final
 import numpy as np
 from jaxtyping import Float
 
-from longtail.speculation.budget import Seconds, optimal_budget, spend
+from longtail.speculation.budget import Seconds, optimal_budget, select_nodes
 from longtail.speculation.strategy import DraftThresholds, Strategy
-from longtail.speculation.tree import DraftTree, depths
+from longtail.speculation.tree import DraftTree
 from longtail.tuner.cost import CostModel
 from longtail.tuner.records import Batch, Outcome, Plan
-from longtail.tuner.tuner import Tuner, joined
+from longtail.tuner.tuner import Tuner, merge_proposals
 
 SHAPE = Strategy(depth=16, width=2, size=32, beam=1)
 """The largest draft; what is worth it is decided node by node."""
@@ -88,7 +88,7 @@ class _Sample:
             self.reach.clear()
             self.rows.clear()
             self.is_guess = False
-        deep = [max(depths(tree.parents), default=0) for tree in trees[:_A_STEP]]
+        deep = [tree.depth for tree in trees[:_A_STEP]]
         self.reach.extend(tree.reach for tree in trees[:_A_STEP])
         self.rows.extend(deep)
         self.levels += 0.1 * (max(deep) - self.levels)
@@ -143,7 +143,7 @@ class BudgetTuner(Tuner):
 
     def plan(self, batch: Batch) -> Plan:
         """Decide, or go by a decision that still holds; now and then, look elsewhere."""
-        if not batch.num_asking or not batch.room:
+        if not batch.num_draftable or not batch.room:
             return ASIDE
         self._steps += 1
         self._age += 1
@@ -175,21 +175,21 @@ class BudgetTuner(Tuner):
         changed = abs(batch.num_sampled - self._decided_for) * 8 > self._decided_for * haste
         return changed and batch.num_tokens == batch.num_sampled
 
-    def spend(
+    def select_nodes(
         self, batch: Batch, plan: Plan, proposals: Sequence[Sequence[DraftTree]]
     ) -> list[DraftTree]:
         """Verify what pays; of a look at drafting everything, since it is meant to teach."""
-        trees = joined(proposals)
+        trees = merge_proposals(proposals)
         if plan.is_probe or self._steps % _SAMPLED_EVERY == 0 or self._steps < _SAMPLES:
             for drafter, own in zip(plan.drafters, proposals, strict=True):
                 self._samples[drafter,].add(own, afresh=plan.is_probe)
             if len(proposals) > 1:
                 self._samples[plan.drafters].add(trees, afresh=plan.is_probe)
-        return spend(trees, 0.0 if plan.is_probe else self._price, batch.room)
+        return select_nodes(trees, 0.0 if plan.is_probe else self._price, batch.room)
 
     def learn(self, outcome: Outcome) -> None:
         """Go by a look at drafting that did well; look less often after one that did not."""
-        if not outcome.asked:
+        if not outcome.timings:
             return
         came, expected = outcome.num_accepted, outcome.num_expected
         again = came > max(1.0, _SURPRISE * min(self._luck, 1.0) * expected)
@@ -218,17 +218,17 @@ class BudgetTuner(Tuner):
         reason = f"predicted {self._gain:.2f}x of plain decoding at {batch.num_sampled} running"
         if self._drafting:
             self._price = best.tokens_per_s * self._costs.node_s(batch, best.num_nodes)
-            worth = self._worth(best)
-            strategy = replace(SHAPE, worth=worth)
+            thresholds = self._worth(best)
+            strategy = replace(SHAPE, thresholds=thresholds)
             self._plan = Plan(strategy=strategy, drafters=best.team, reason=reason)
             self._waited, self._wait = 0, _WAIT
         else:
-            self._plan = Plan(strategy=None, reason=reason, holds=_HOLDS)
+            self._plan = Plan(strategy=None, reason=reason, repeat_steps=_HOLDS)
 
     def _forecast(self, team: Team, batch: Batch) -> _Forecast:
         """Spend the budget on a sample of drafts, as if it were the whole batch's."""
         sample = self._samples[team]
-        scale = batch.num_asking / max(len(sample.reach), 1)
+        scale = batch.num_draftable / max(len(sample.reach), 1)
         falling = sample.falling()[: max(int(batch.room / scale), 1)]
         falling = falling * min(self._luck, 1.0)
         found = optimal_budget(falling, scale, batch.num_sampled, self._seconds(team, batch))
@@ -240,7 +240,7 @@ class BudgetTuner(Tuner):
 
     def _seconds(self, team: Team, batch: Batch) -> Seconds:
         """Predict a step with drafts of the team, by the number of nodes that are verified."""
-        sample, costs, num = self._samples[team], self._costs, batch.num_asking
+        sample, costs, num = self._samples[team], self._costs, batch.num_draftable
         rows = num * sum(sample.rows) / max(len(sample.rows), 1)
         sunk = sum(costs.drafts[each].seconds(num, sample.levels, rows) for each in team)
         return lambda nodes: sunk + costs.verify_each(batch, nodes)
@@ -252,12 +252,12 @@ class BudgetTuner(Tuner):
         row = best.tokens_per_s * max(draft.row_s for draft in drafts)
         level = best.tokens_per_s * max(draft.level_s for draft in drafts)
         return DraftThresholds(
-            verify=min(_LENIENT * node, _SUREST), extend=min(node + row, _SUREST), level=level
+            verify=min(_LENIENT * node, _SUREST), expand=min(node + row, _SUREST), level=level
         )
 
 
 def _uncut(plan: Plan) -> Plan:
     """Have everything proposed that is come across, so that it is learned how likely it is."""
     assert plan.strategy is not None, "only a plan that drafts"
-    worth = replace(plan.strategy.worth, verify=0.0)
-    return replace(plan, strategy=replace(plan.strategy, worth=worth))
+    thresholds = replace(plan.strategy.thresholds, verify=0.0)
+    return replace(plan, strategy=replace(plan.strategy, thresholds=thresholds))

@@ -179,16 +179,16 @@ class CostModel:
     def learn(self, outcome: Outcome) -> None:
         """Correct the predictions by what one step took; later on not by all that drafted."""
         self._num_steps += 1
-        if outcome.asked and self._num_steps > _EAGER and self._num_steps % _EVERY:
+        if outcome.timings and self._num_steps > _EAGER and self._num_steps % _EVERY:
             return
         batch, nodes = outcome.batch, outcome.num_nodes
-        for asked in outcome.asked:
-            cost = self.drafts[asked.drafter]
-            predicted = cost.seconds(asked.num_requests, float(asked.levels), float(asked.rows))
-            moved = _moved(_error(asked.seconds, predicted), self._num_drafts)
-            self.drafts[asked.drafter] = cost.scaled(1 + moved)
+        for timing in outcome.timings:
+            cost = self.drafts[timing.drafter]
+            predicted = cost.seconds(timing.num_requests, float(timing.levels), float(timing.rows))
+            moved = _moved(_error(timing.seconds, predicted), self._num_drafts)
+            self.drafts[timing.drafter] = cost.scaled(1 + moved)
             self._num_drafts += 1
-        drafted = bool(outcome.asked)
+        drafted = bool(outcome.timings)
         predicted = self.verify_s(batch, nodes) if drafted else self.plain_s(batch)
         error = _error(outcome.verify_s, predicted)
         mine, other = (self.verify, self.plain) if drafted else (self.plain, self.verify)

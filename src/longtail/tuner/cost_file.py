@@ -86,7 +86,7 @@ def context_time(costs: CostModel) -> str:
 
 def _batch(tokens: int, context: int = 0) -> Batch:
     return Batch(
-        num_asking=tokens,
+        num_draftable=tokens,
         num_sampled=tokens,
         num_tokens=tokens,
         num_pairs=tokens * context,

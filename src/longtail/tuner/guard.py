@@ -40,7 +40,7 @@ class Guard:
         if self._left:
             self._left -= 1
             return ""
-        if not outcome.asked:
+        if not outcome.timings:
             return ""
         plain_s = self._costs.plain_s(outcome.batch)
         alike = plain_s * outcome.num_emitted / max(outcome.batch.num_sampled, 1)

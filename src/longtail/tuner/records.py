@@ -1,7 +1,7 @@
 """What passes between the engine and a tuner.
 
 engine   --Batch-->    tuner.plan    --Plan-->     drafters propose
-         --drafts-->   tuner.spend   --drafts-->   one target pass
+         --drafts-->   tuner.select_nodes   --drafts-->   one target pass
          --Outcome-->  tuner.learn
 """
 
@@ -14,10 +14,10 @@ from longtail.speculation.strategy import Strategy
 class Batch:
     """A step as it would be without drafts.
 
-    Example: Batch(num_asking=8, num_sampled=8, num_tokens=8, num_pairs=2400, room=500)
+    Example: Batch(num_draftable=8, num_sampled=8, num_tokens=8, num_pairs=2400, room=500)
     """
 
-    num_asking: int
+    num_draftable: int
     """Requests that decode, and could use a draft unless they are about to end."""
     num_sampled: int
     """Requests that get a token; what a plain step yields."""
@@ -45,11 +45,11 @@ class Plan:
     """None: decode plainly."""
     drafters: tuple[int, ...] = (0,)
     """Who proposes, by place; their drafts become one tree."""
-    num_requests: int = 0
-    """Draft for the first so many that could use one; 0 is all."""
+    num_requests: int | None = None
+    """Number of requests to draft for, the first ones that can use a draft; None: all."""
     is_probe: bool = False
     """To learn something; says nothing of what is thought best."""
-    holds: int = 0
+    repeat_steps: int = 0
     """Steps for which a plain one is repeated, as long as as many requests are scheduled: nobody is
     asked, nobody is told how they went, and they cost no more than without speculation."""
     reason: str = ""
@@ -57,10 +57,10 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class DraftTiming:
     """One drafter's proposals of a step.
 
-    Example: Asked(drafter=0, num_requests=8, levels=4, rows=27, seconds=0.0004)
+    Example: DraftTiming(drafter=0, num_requests=8, levels=4, rows=27, seconds=0.0004)
     """
 
     drafter: int
@@ -76,20 +76,20 @@ class Asked:
 class Outcome:
     """What a step took and gave.
 
-    Example: Outcome(batch=batch, plan=plan, asked=(), num_drafts=0, num_nodes=0, num_accepted=0,
+    Example: Outcome(batch=batch, plan=plan, timings=(), num_drafts=0, num_nodes=0, num_accepted=0,
                      verify_s=0.004)
     """
 
     batch: Batch
     plan: Plan
-    asked: tuple[Asked, ...]
+    timings: tuple[DraftTiming, ...]
     num_drafts: int
     """Requests whose draft was verified."""
     num_nodes: int
     """Nodes verified."""
     num_accepted: int
     verify_s: float
-    """Seconds of the step less those of `asked`: all but the proposals."""
+    """Seconds of the step less those of `timings`: all but the proposals."""
     num_expected: float = 0.0
     """Nodes that were expected to be accepted: those verified, by their probabilities."""
 
@@ -101,4 +101,4 @@ class Outcome:
     @property
     def seconds(self) -> float:
         """Seconds of the step."""
-        return self.verify_s + sum(asked.seconds for asked in self.asked)
+        return self.verify_s + sum(timing.seconds for timing in self.timings)

@@ -1,7 +1,7 @@
 """The seam between the engine and whoever decides how much to draft, and the two simplest.
 
-Order of calls: `begin`, then for every step that could draft `plan`, if it drafts `spend`, and
-`learn`, which comes one step late: when the next one is planned. A tuner sees times only through
+Order of calls: `begin`, then for every step that could draft `plan`, if it drafts `select_nodes`,
+and `learn`, one step late: when the next one is planned. A tuner sees times only through
 `learn` and the cost model, so the same outcomes give the same decisions.
 """
 
@@ -32,11 +32,11 @@ class Tuner(abc.ABC):
     def plan(self, batch: Batch) -> Plan:
         """Decide what to ask drafters for."""
 
-    def spend(
+    def select_nodes(
         self, batch: Batch, plan: Plan, proposals: Sequence[Sequence[DraftTree]]
     ) -> list[DraftTree]:
         """Decide what is verified, given each drafter's drafts of the requests asked for."""
-        return joined(proposals)
+        return merge_proposals(proposals)
 
     def learn(self, outcome: Outcome) -> None:  # noqa: B027
         """Take note of how a step went, drafted or not."""
@@ -73,19 +73,19 @@ class FixedTuner(Tuner):
         """Ask for the strategy, as far as there is room."""
         if self._max_running and batch.num_sampled > self._max_running:
             return PLAIN
-        return fitted(self._strategy, batch, self._num_drafters)
+        return fit_strategy(self._strategy, batch, self._num_drafters)
 
 
-def joined(proposals: Sequence[Sequence[DraftTree]]) -> list[DraftTree]:
+def merge_proposals(proposals: Sequence[Sequence[DraftTree]]) -> list[DraftTree]:
     """Make one draft of several drafters' for each request."""
     if len(proposals) == 1:
         return list(proposals[0])
     return [merge(trees) for trees in zip(*proposals, strict=True)]
 
 
-def fitted(strategy: Strategy, batch: Batch, num_drafters: int) -> Plan:
+def fit_strategy(strategy: Strategy, batch: Batch, num_drafters: int) -> Plan:
     """Ask all drafters for what fits into the step's room, were every draft as large as may be."""
-    nodes = min(strategy.num_nodes, batch.room // max(batch.num_asking * num_drafters, 1))
+    nodes = min(strategy.num_nodes, batch.room // max(batch.num_draftable * num_drafters, 1))
     if not nodes:
         return PLAIN
     cut = replace(strategy, depth=min(strategy.depth, nodes), size=nodes)

@@ -212,5 +212,5 @@ def test_curves_need_matplotlib_and_name_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_without(monkeypatch, "matplotlib")
-    with pytest.raises(ConfigError, match="the picture wants matplotlib"):
+    with pytest.raises(ConfigError, match="plots need matplotlib"):
         draw_curves({"spot": [2.0]}, tmp_path / "c.png")

@@ -17,10 +17,11 @@ from longtail.bench.common.textmodel import (
     write_tokenizer,
 )
 from longtail.bench.rollout.coupling import coupling
-from longtail.bench.rollout.measure import Subject
+from longtail.bench.rollout.subjects import Subject
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.formats.checkpoint import load_drafter
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.types import SamplingParams
 
 SMALL_TARGET = TargetRecipe(
@@ -72,7 +73,7 @@ def test_no_more_is_read_than_was_asked_for(library: Path):
 def test_windows_hold_the_text_with_ends_between_files(library: Path, tmp_path: Path):
     texts = read_sources(1.0, library).learned
     write_tokenizer(texts, 280, tmp_path / "tokenizer")
-    tokenizer = hf.load_tokenizer(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
     windows = cut_windows(texts, tokenizer, 16)
     assert {len(window) for window in windows} == {16}
     tokens = [token for window in windows for token in window]
@@ -101,7 +102,7 @@ def test_the_model_and_its_drafter_are_made_once_and_drafts_change_no_text(
 
     prompts = heldout_prompts(made, 3, SMALL_TARGET, library)
     assert [len(prompt) for prompt in prompts] == [PROMPT_LEN] * 3
-    model, tokenizer = hf.load_model(made.target, torch.float64), hf.load_tokenizer(made.target)
+    model, tokenizer = load_model(made.target, torch.float64), load_tokenizer(made.target)
 
     def make_drafter() -> EagleDrafter:
         loaded = load_drafter(made.drafter, model, tokenizer, strict_weights=True)

@@ -98,16 +98,16 @@ def test_a_shape_out_of_bounds_is_refused_by_its_name(name, value, least):
 
 
 def test_a_shape_that_drafts_on_too_many_nodes_is_refused():
-    assert Strategy(depth=32, width=2).num_followed == 2  # 2 x 31 = 62
+    assert Strategy(depth=32, width=2).num_expanded == 2  # 2 x 31 = 62
     with pytest.raises(ConfigError, match="lower one of them"):
         Strategy(depth=33, width=2)
-    assert Strategy(depth=33, width=2, beam=1).num_followed == 1  # a beam is what is drafted on
+    assert Strategy(depth=33, width=2, beam=1).num_expanded == 1  # a beam is what is drafted on
 
 
 def test_sizes_that_are_not_said_follow_from_the_others():
     assert Strategy(depth=5).num_nodes == 5
     assert Strategy(depth=5, size=9).num_nodes == 9
-    assert Strategy(depth=5, width=3).num_followed == 3
+    assert Strategy(depth=5, width=3).num_expanded == 3
     assert Strategy(depth=MAX_NODES).num_nodes == MAX_NODES
 
 

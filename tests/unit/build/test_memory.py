@@ -85,13 +85,11 @@ def test_each_part_follows_its_own_field() -> None:
     assert _bytes(exact, "packed matrices") == 2 * (parameters - 128 * 32)
 
 
-def test_moments_are_a_share_of_so_many_copies_over_the_workers() -> None:
+def test_each_worker_keeps_all_moments_and_an_undo_of_steps_with_several_updates() -> None:
     moments = 8 * memory.count_parameters(tiny_config("llama"))
-    shares = {(4, 0): 1.0, (4, 1): 1 / 4, (4, 2): 2 / 4, (2, 2): 1.0, (2, 5): 1.0, (1, 1): 1.0}
-    for (workers, copies), share in shares.items():
-        config = load(None, [f"--cluster.workers={workers}", f"--learner.moment_copies={copies}"])
-        assert _bytes(config, "optimizer moments") == math.ceil(moments * share)
-        assert _bytes(config, "undo of a step") == 0
+    config = load(None, ["--cluster.workers=4"])
+    assert _bytes(config, "optimizer moments") == moments
+    assert _bytes(config, "undo of a step") == 0
     several = load(None, ["--cluster.workers=2", "--learner.mini_batches=2"])
     assert _bytes(several, "undo of a step") == moments // 2 + moments
 

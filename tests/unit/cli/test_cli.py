@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
+from longtail import api
 from longtail.build.drafters import Target
 from longtail.cli import generate
 from longtail.cli import main as cli
 from longtail.cli import parsers as cli_parsers
-from longtail.config.rl import RunConfig, dump
+from longtail.config import files as configfile
+from longtail.config.rl import RunConfig
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import Piece
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
 from longtail.model.hf.tokenizer import Tokenizer
 from support.tiny_models import byte_level_tokenizer, tiny_model, tiny_tokenizer
 
@@ -26,7 +28,7 @@ from support.tiny_models import byte_level_tokenizer, tiny_model, tiny_tokenizer
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()
-    hf.save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
+    save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
     tokenizer.save(path)
     return path
 
@@ -108,7 +110,7 @@ def test_a_dry_run_prints_the_configuration_and_the_memory_as_toml(
     tables = tomllib.loads(out)
     assert tables["learner"]["loss"] == "dapo"
     assert tables["run"]["dir"] == "runs/quickstart"
-    assert tables.keys() == tomllib.loads(dump(RunConfig())).keys()
+    assert tables.keys() == tomllib.loads(configfile.render(RunConfig())).keys()
     parameters = sum(p.numel() for p in tiny_model().parameters())
     assert f"# memory, {parameters:,} parameters" in out
     for row in ("KV cache", "optimizer moments", "activations", "total", "available"):
@@ -158,17 +160,17 @@ def test_generate_writes_the_same_text_streamed_and_at_once(
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_generate_has_the_model_compute_batch_invariantly_if_asked(
+def test_generate_computes_batch_invariantly_if_asked(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, invariant: bool
 ) -> None:
     opened: list[Target] = []
-    open_engine = generate.open_engine
+    open_engine = api.open_engine
 
-    def noted(target: Target, *rest: Any) -> RolloutEngine:
+    def recorded(target: Target, *rest: Any) -> RolloutEngine:
         opened.append(target)
         return open_engine(target, *rest)
 
-    monkeypatch.setattr(generate, "open_engine", noted)
+    monkeypatch.setattr(api, "open_engine", recorded)
     words = ["generate", str(model_path), "--prompt=1", "--max-tokens=1", "--threads=1"]
     assert cli.main([*words, *(["--batch-invariant"] * invariant)]) == 0
     assert opened[0].model.batch_invariant is invariant
@@ -238,7 +240,7 @@ def test_generate_refuses_a_prompt_by_its_length_before_it_is_tokenized(
 ) -> None:
     """20 MB were tokenized for 40 s to be told that they are too long."""
     tokenizer = byte_level_tokenizer()
-    hf.save_model(tiny_model(vocab_size=512), tmp_path)
+    save_model(tiny_model(vocab_size=512), tmp_path)
     tokenizer.save(tmp_path)
 
     def never(*_: object) -> None:
@@ -247,7 +249,7 @@ def test_generate_refuses_a_prompt_by_its_length_before_it_is_tokenized(
     monkeypatch.setattr(Tokenizer, "encode", never)
     monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 20_000_000))
     assert cli.main(["generate", str(tmp_path)]) == 2
-    assert "--prompt has at least 4000000 tokens" in capsys.readouterr().err
+    assert "the prompt has at least 4000000 tokens" in capsys.readouterr().err
 
 
 def test_generate_colours_what_drafts_foretold_and_changes_no_text(

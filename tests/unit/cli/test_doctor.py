@@ -48,7 +48,14 @@ def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(
 def test_an_absent_extra_comes_with_the_command_and_is_no_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "math_verify" else "spec")
+    version = metadata.version
+
+    def without_math_verify(name: str) -> str:
+        if name == "math-verify":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without_math_verify)
     assert doctor.run(as_json=False) == 0
     assert f"{sys.executable} -m pip install" in capsys.readouterr().out
     found = {finding.name: finding for finding in doctor.examine()}

@@ -4,256 +4,245 @@ import pytest
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.states import State
-from longtail.cluster.supervisor import MOST_LOSSES, READY_S
+from longtail.cluster.supervisor import MAX_LOSSES, READY_S
 from longtail.errors import CheckpointError, ClusterError, NonFiniteError
 from longtail.rl.learner import LearnerState
-from support.crews import ScriptedCrew, batch, begun, requests
 from support.fake_worker import HANG_S, Fault, text
+from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 BEFORE_THE_SUM, AFTER_IT = 1.0, 2.2
 
 
-def agree(crew: ScriptedCrew, *learned: int) -> None:
+def assert_learned(pool: ScriptedPool, *learned: int) -> None:
     """Everybody has learned just these batches, once and in order, and can write."""
-    assert [each.policy for each in crew.workers] == [learned] * crew.size
+    assert [each.policy for each in pool.workers] == [learned] * pool.size
 
 
-def should_extend(crew: ScriptedCrew, fleet: WorkerGroup, *learned: int) -> None:
+def assert_next_step(pool: ScriptedPool, group: WorkerGroup, *learned: int) -> None:
     """Another whole step can be made."""
-    fleet.publish()
+    group.publish()
     asked = requests(9, 8, 7, first=50)
-    rolled = fleet.rollout(90, asked)
+    rolled = group.rollout(90, asked)
     assert [each.tokens for each in rolled.completions] == [text(each) for each in asked]
     assert {each.policy_version for each in rolled.completions} == {len(learned)}
-    fleet.learn([batch(99)])
-    agree(crew, *learned, 99)
+    group.learn([batch(99)])
+    assert_learned(pool, *learned, 99)
 
 
 # ---- learning
 
 
 def test_the_learners_meet_once_and_then_make_step_after_step():
-    crew = ScriptedCrew(3)
-    fleet = begun(crew)
+    pool = ScriptedPool(3)
+    group = begun(pool)
     for number in (1, 2, 3):
-        assert fleet.learn([batch(number)]).version == number
-    agree(crew, 1, 2, 3)
-    assert len(crew.begins("join")) == 3
-
-
-@pytest.mark.parametrize("shares_updates", [False, True])
-def test_updates_are_gathered_where_each_has_made_a_share_of_them(shares_updates):
-    crew = ScriptedCrew(3)
-    begun(crew, shares_updates=shares_updates).learn([batch(1)])
-    agree(crew, 1)
-    assert len(crew.begins("gather")) == (3 if shares_updates else 0)
+        assert group.learn([batch(number)]).version == number
+    assert_learned(pool, 1, 2, 3)
+    assert len(pool.starts("join")) == 3
 
 
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize("after_s", [0.0, BEFORE_THE_SUM, AFTER_IT])
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
 def test_a_step_whose_worker_is_lost_is_made_once(worker, after_s, kind):
-    crew = ScriptedCrew(
+    pool = ScriptedPool(
         3, faults=[Fault(worker=worker, task="learn", nth=1, after_s=after_s, kind=kind)]
     )
-    fleet = begun(crew)
-    fleet.learn([batch(1)])
-    assert fleet.learn([batch(2), batch(3)]).version == 2
-    agree(crew, 1, 2)
+    group = begun(pool)
+    group.learn([batch(1)])
+    assert group.learn([batch(2), batch(3)]).version == 2
+    assert_learned(pool, 1, 2)
     # Who made the step passes it on; if nobody did, it is made again after another meeting.
     was_made = after_s == AFTER_IT
-    assert len(crew.begins("learn")) == (6 if was_made else 9)
-    should_extend(crew, fleet, 1, 2)
-    assert len({address for address in crew.meetings}) == 2
+    assert len(pool.starts("learn")) == (6 if was_made else 9)
+    assert_next_step(pool, group, 1, 2)
+    assert len({address for address in pool.meetings}) == 2
 
 
 def test_members_who_lost_sight_of_the_team_at_the_very_end_get_the_step_from_the_others():
-    crew = ScriptedCrew(3, torn=(0, 2))
-    fleet = begun(crew)
-    assert fleet.learn([batch(1)]).version == 1
-    agree(crew, 1)
-    assert len(crew.begins("learn")) == 3, "nobody makes it twice"
-    assert not crew.said, "nobody was lost"
-    should_extend(crew, fleet, 1)
+    pool = ScriptedPool(3, torn=(0, 2))
+    group = begun(pool)
+    assert group.learn([batch(1)]).version == 1
+    assert_learned(pool, 1)
+    assert len(pool.starts("learn")) == 3, "nobody makes it twice"
+    assert not pool.log_lines, "nobody was lost"
+    assert_next_step(pool, group, 1)
 
 
 def test_a_team_that_broke_without_a_loss_meets_again():
-    crew = ScriptedCrew(2, torn=(0, 1))
-    fleet = begun(crew)
-    fleet.learn([batch(1)])
-    agree(crew, 1)
-    assert len(crew.begins("join")) == 4
+    pool = ScriptedPool(2, torn=(0, 1))
+    group = begun(pool)
+    group.learn([batch(1)])
+    assert_learned(pool, 1)
+    assert len(pool.starts("join")) == 4
 
 
 def test_a_worker_that_hangs_while_learning_is_replaced():
-    crew = ScriptedCrew(3, faults=[Fault(worker=2, task="learn", after_s=1.0, kind="hangs")])
-    fleet = begun(crew)
-    began = crew.clock.now
-    fleet.learn([batch(1)])
-    agree(crew, 1)
+    pool = ScriptedPool(3, faults=[Fault(worker=2, task="learn", after_s=1.0, kind="hangs")])
+    group = begun(pool)
+    began = pool.clock.now
+    group.learn([batch(1)])
+    assert_learned(pool, 1)
     # It made no step for so long, and was last seen at work at 1 s; the others only waited for it.
-    assert HANG_S < crew.clock.now - began < HANG_S + 20.0
-    assert "made no step for 60 s" in crew.said[0]
-    assert crew.births == [0, 0, 1]
+    assert HANG_S < pool.clock.now - began < HANG_S + 20.0
+    assert "made no step for 60 s" in pool.log_lines[0]
+    assert pool.births == [0, 0, 1]
 
 
 @pytest.mark.parametrize("kind", ["hangs", "frozen"])
 def test_whoever_saves_shows_no_beats_and_is_replaced_after_a_long_time_only(kind, tmp_path):
-    crew = ScriptedCrew(2, faults=[Fault(worker=0, task="save_policy", kind=kind)])
-    fleet = begun(crew)
-    fleet.learn([batch(1)])
-    began = crew.clock.now
-    fleet.save_policy(tmp_path / "policy")
+    pool = ScriptedPool(2, faults=[Fault(worker=0, task="save_policy", kind=kind)])
+    group = begun(pool)
+    group.learn([batch(1)])
+    began = pool.clock.now
+    group.save_policy(tmp_path / "policy")
     assert (tmp_path / "policy").read_text() == "(1,)"
-    assert READY_S < crew.clock.now - began < READY_S + 20.0
+    assert READY_S < pool.clock.now - began < READY_S + 20.0
 
 
 def test_a_frozen_worker_keeps_nobody_from_going_on():
-    crew = ScriptedCrew(3, faults=[Fault(worker=2, task="generate", after_s=0.5, kind="frozen")])
-    fleet = begun(crew)
-    began = crew.clock.now
-    fleet.rollout(1, requests(10, 10, 10))
+    pool = ScriptedPool(3, faults=[Fault(worker=2, task="generate", after_s=0.5, kind="frozen")])
+    group = begun(pool)
+    began = pool.clock.now
+    group.rollout(1, requests(10, 10, 10))
     # Two are done after 1 s: they are given the next thing to do long before the third is given up.
-    trained = [worker for when, worker in crew.begins("spot") if when - began < 5.0]
+    trained = [worker for when, worker in pool.starts("train_drafter") if when - began < 5.0]
     assert sorted(trained) == [0, 1]
 
 
-def test_a_learner_step_may_take_as_long_as_it_takes(monkeypatch):
-    monkeypatch.setattr("support.fake_worker.LEARN_S", 40 * HANG_S)
-    crew = ScriptedCrew(2)
-    fleet = begun(crew)
-    fleet.learn([batch(1)])
-    agree(crew, 1)
-    assert not crew.said
+def test_a_learner_step_may_take_as_long_as_it_takes():
+    pool = ScriptedPool(2, learn_s=40 * HANG_S)
+    group = begun(pool)
+    group.learn([batch(1)])
+    assert_learned(pool, 1)
+    assert not pool.log_lines
 
 
-def test_whoever_still_computes_for_a_broken_team_is_not_late(monkeypatch):
+def test_whoever_still_computes_for_a_broken_team_is_not_late():
     # And the newcomer, long ready, waits for the policy.
-    monkeypatch.setattr("support.fake_worker.LEARN_S", 1.5 * READY_S)
-    crew = ScriptedCrew(3, faults=[Fault(worker=1, task="learn")])
-    begun(crew).learn([batch(1)])
-    agree(crew, 1)
-    assert crew.births == [0, 1, 0]
+    pool = ScriptedPool(3, learn_s=1.5 * READY_S, faults=[Fault(worker=1, task="learn")])
+    begun(pool).learn([batch(1)])
+    assert_learned(pool, 1)
+    assert pool.births == [0, 1, 0]
 
 
-def test_a_newcomer_waits_for_the_policy_until_a_colleague_has_learned(monkeypatch):
+def test_a_newcomer_waits_for_the_policy_until_a_colleague_has_learned():
     # It is ready long before the others notice that the team is broken.
-    monkeypatch.setattr("support.fake_worker.READY_S", 0.1)
-    crew = ScriptedCrew(2, faults=[Fault(worker=1, task="learn", after_s=0.0)])
-    fleet = begun(crew)
-    fleet.learn([batch(1)])
-    agree(crew, 1)
-    should_extend(crew, fleet, 1)
+    pool = ScriptedPool(2, ready_s=0.1, faults=[Fault(worker=1, task="learn", after_s=0.0)])
+    group = begun(pool)
+    group.learn([batch(1)])
+    assert_learned(pool, 1)
+    assert_next_step(pool, group, 1)
 
 
 def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_updated():
-    crew = ScriptedCrew(3, broken_steps=(2,))
-    fleet = begun(crew)
-    fleet.learn([batch(1)])
+    pool = ScriptedPool(3, broken_steps=(2,))
+    group = begun(pool)
+    group.learn([batch(1)])
     with pytest.raises(NonFiniteError, match="batch 2"):
-        fleet.learn([batch(2)])
-    agree(crew, 1)
-    assert fleet.shift.roster.workers(State.IDLE) == [0, 1, 2]
+        group.learn([batch(2)])
+    assert_learned(pool, 1)
+    assert group.workers(State.IDLE) == [0, 1, 2]
 
 
 def test_a_broken_loss_is_raised_even_if_a_worker_is_lost_with_it():
-    crew = ScriptedCrew(
+    pool = ScriptedPool(
         3, broken_steps=(1,), faults=[Fault(worker=2, task="learn", after_s=BEFORE_THE_SUM)]
     )
     with pytest.raises(NonFiniteError, match="batch 1"):
-        begun(crew).learn([batch(1)])
-    assert {each.policy for each in crew.workers} == {()}
+        begun(pool).learn([batch(1)])
+    assert {each.policy for each in pool.workers} == {()}
 
 
 def test_when_all_are_lost_with_the_policy_the_run_says_so():
-    crew = ScriptedCrew(2, faults=[Fault(worker=0, task="learn"), Fault(worker=1, task="learn")])
-    fleet = begun(crew)
+    pool = ScriptedPool(2, faults=[Fault(worker=0, task="learn"), Fault(worker=1, task="learn")])
+    group = begun(pool)
     with pytest.raises(ClusterError, match=r"all workers are lost.* start again: the run resumes"):
-        fleet.learn([batch(1)])
+        group.learn([batch(1)])
 
 
 def test_a_step_that_fails_again_and_again_ends_the_run():
-    crew = ScriptedCrew(3, faults=[Fault(worker=1, task="learn", nth=nth) for nth in range(9)])
+    pool = ScriptedPool(3, faults=[Fault(worker=1, task="learn", nth=nth) for nth in range(9)])
     with pytest.raises(ClusterError, match=r"failed 4 times; start again: the run resumes"):
-        begun(crew).learn([batch(1)])
-    assert {each.policy for each in crew.workers} == {()}
+        begun(pool).learn([batch(1)])
+    assert {each.policy for each in pool.workers} == {()}
 
 
 # ---- meeting
 
 
 def test_the_learners_meet_again_before_they_learn_if_somebody_is_new():
-    crew = ScriptedCrew(3)
-    fleet = begun(crew)
-    fleet.learn([batch(1)])
-    crew.kill(1)
-    fleet.publish()
-    fleet.learn([batch(2)])
-    agree(crew, 1, 2)
-    assert len(crew.begins("join")) == 6
-    assert crew.births == [0, 1, 0]
+    pool = ScriptedPool(3)
+    group = begun(pool)
+    group.learn([batch(1)])
+    pool.kill(1)
+    group.publish()
+    group.learn([batch(2)])
+    assert_learned(pool, 1, 2)
+    assert len(pool.starts("join")) == 6
+    assert pool.births == [0, 1, 0]
 
 
 def test_a_meeting_that_fails_is_tried_again():
-    crew = ScriptedCrew(2, bad_meetings=2)
-    begun(crew).learn([batch(1)])
-    agree(crew, 1)
-    assert len(crew.begins("join")) == 6
+    pool = ScriptedPool(2, bad_meetings=2)
+    begun(pool).learn([batch(1)])
+    assert_learned(pool, 1)
+    assert len(pool.starts("join")) == 6
 
 
 def test_workers_that_never_meet_end_the_run():
-    crew = ScriptedCrew(2, bad_meetings=99)
+    pool = ScriptedPool(2, bad_meetings=99)
     with pytest.raises(ClusterError, match="cannot find each other; see that they share"):
-        begun(crew).learn([batch(1)])
+        begun(pool).learn([batch(1)])
 
 
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_worker_lost_on_its_way_to_the_meeting_is_replaced(worker):
-    crew = ScriptedCrew(2, faults=[Fault(worker=worker, task="join")])
-    begun(crew).learn([batch(1)])
-    agree(crew, 1)
+    pool = ScriptedPool(2, faults=[Fault(worker=worker, task="join")])
+    begun(pool).learn([batch(1)])
+    assert_learned(pool, 1)
 
 
 def test_a_dead_first_worker_at_which_all_would_meet_is_replaced():
-    crew = ScriptedCrew(2)
-    fleet = begun(crew)
-    crew.kill(0)
-    fleet.learn([batch(1)])
-    agree(crew, 1)
-    assert crew.births == [1, 0]
+    pool = ScriptedPool(2)
+    group = begun(pool)
+    pool.kill(0)
+    group.learn([batch(1)])
+    assert_learned(pool, 1)
+    assert pool.births == [1, 0]
 
 
 # ---- everything else that all do
 
 
-@pytest.mark.parametrize("task", ["publish", "ready", "adopt", "join", "gather"])
+@pytest.mark.parametrize("task", ["publish", "ready", "adopt", "join"])
 @pytest.mark.parametrize("kind", ["lost", "hangs", "frozen"])
 def test_whoever_is_lost_in_between_does_it_when_it_is_back(task, kind):
     fault = Fault(worker=1, task=task, nth=int(task == "ready"), kind=kind)
-    crew = ScriptedCrew(3, faults=[fault])
-    fleet = begun(crew)
-    fleet.rollout(1, requests(35, 10, 12))
-    fleet.learn([batch(1)])
-    fleet.publish()
-    fleet.offer_drafter()
-    agree(crew, 1)
-    assert {each.engine for each in crew.workers} == {(1,)}
-    assert crew.births[1] == 1
-    should_extend(crew, fleet, 1)
-    assert fleet.published is not None
-    assert {each.served.version for each in crew.workers} == {fleet.published.version}
+    pool = ScriptedPool(3, faults=[fault])
+    group = begun(pool)
+    group.rollout(1, requests(35, 10, 12))
+    group.learn([batch(1)])
+    group.publish()
+    group.offer_drafter()
+    assert_learned(pool, 1)
+    assert {each.engine for each in pool.workers} == {(1,)}
+    assert pool.births[1] == 1
+    assert_next_step(pool, group, 1)
+    assert group.published is not None
+    assert {each.served.version for each in pool.workers} == {group.published.version}
 
 
 @pytest.mark.parametrize("task", ["num_parameters", "drafter_weights", "save_policy"])
 def test_what_one_does_for_all_is_done_again_if_it_is_lost(task, tmp_path):
-    crew = ScriptedCrew(2, faults=[Fault(worker=0, task=task)])
-    fleet = begun(crew)
-    fleet.learn([batch(1)])
-    fleet.save_policy(tmp_path / "policy")
+    pool = ScriptedPool(2, faults=[Fault(worker=0, task=task)])
+    group = begun(pool)
+    group.learn([batch(1)])
+    group.save_policy(tmp_path / "policy")
     assert (tmp_path / "policy").read_text() == "(1,)"
-    assert fleet.num_parameters == 12
-    assert fleet.published is not None
-    assert crew.births == [1, 0]
+    assert group.num_parameters == 12
+    assert group.published is not None
+    assert pool.births == [1, 0]
 
 
 def test_workers_lost_or_stuck_before_they_ever_began_are_replaced():
@@ -262,52 +251,50 @@ def test_workers_lost_or_stuck_before_they_ever_began_are_replaced():
         Fault(worker=1, task="ready", after_s=1.0),
         Fault(worker=1, task="ready", nth=1, after_s=1.0),
     ]
-    crew = ScriptedCrew(2, faults=faults)
-    fleet = begun(crew)
-    assert crew.births == [1, 2]
-    assert READY_S < crew.clock.now < READY_S + 20.0
-    should_extend(crew, fleet)
+    pool = ScriptedPool(2, faults=faults)
+    group = begun(pool)
+    assert pool.births == [1, 2]
+    assert READY_S < pool.clock.now < READY_S + 20.0
+    assert_next_step(pool, group)
 
 
 def test_a_newcomer_that_is_lost_while_it_starts_is_replaced_too():
     for task in ("ready", "restore", "publish"):
         nth = {"ready": 2, "restore": 0, "publish": 1}[task]
-        crew = ScriptedCrew(
+        pool = ScriptedPool(
             2, faults=[Fault(worker=1, task="generate"), Fault(worker=1, task=task, nth=nth)]
         )
-        fleet = begun(crew)
-        fleet.rollout(1, requests(10, 10))
-        fleet.learn([batch(1)])
-        assert crew.births == [0, 2]
-        should_extend(crew, fleet, 1)
+        group = begun(pool)
+        group.rollout(1, requests(10, 10))
+        group.learn([batch(1)])
+        assert pool.births == [0, 2]
+        assert_next_step(pool, group, 1)
 
 
-def test_a_newcomer_waits_for_the_policy_that_another_newcomer_is_being_given(monkeypatch):
+def test_a_newcomer_waits_for_the_policy_that_another_newcomer_is_being_given():
     # Worker 0 is given the policy from 4 s on; worker 1, the last to have it, is lost at 4.5 s.
-    monkeypatch.setattr("support.crews.MOMENT_S", 5.0)
     faults = [
         Fault(worker=0, task="generate", after_s=1.0),
         Fault(worker=1, task="generate", after_s=4.5),
     ]
-    crew = ScriptedCrew(2, faults=faults)
-    fleet = begun(crew)
-    fleet.rollout(1, requests(60, 60))
-    assert crew.births == [1, 1]
-    should_extend(crew, fleet)
+    pool = ScriptedPool(2, short_task_s=5.0, faults=faults)
+    group = begun(pool)
+    group.rollout(1, requests(60, 60))
+    assert pool.births == [1, 1]
+    assert_next_step(pool, group)
 
 
-def test_too_many_losses_in_a_row_end_the_run(monkeypatch):
+def test_too_many_losses_in_a_row_end_the_run():
     # A request that kills whoever writes it, a second later.
-    monkeypatch.setattr("support.fake_worker.READY_S", 0.1)
     faults = [
         Fault(worker=worker, task="generate", nth=nth, after_s=1.0)
         for worker in range(3)
         for nth in range(9)
     ]
-    crew = ScriptedCrew(3, faults=faults)
+    pool = ScriptedPool(3, ready_s=0.1, faults=faults)
     with pytest.raises(ClusterError, match=r"6 workers were lost in a row, .* mend that"):
-        begun(crew).rollout(1, requests(30))
-    assert sum(crew.births) == MOST_LOSSES
+        begun(pool).rollout(1, requests(30))
+    assert sum(pool.births) == MAX_LOSSES
 
 
 def test_spot_workers_that_stop_are_no_achievement_between_losses():
@@ -317,84 +304,92 @@ def test_spot_workers_that_stop_are_no_achievement_between_losses():
         for worker in range(3)
         for nth in range(1, 40)
     ]
-    crew = ScriptedCrew(3, faults=faults)
-    fleet = begun(crew)
-    fleet.rollout(1, requests(9, 9, 9))
+    pool = ScriptedPool(3, faults=faults)
+    group = begun(pool)
+    group.rollout(1, requests(9, 9, 9))
     with pytest.raises(ClusterError, match="were lost in a row"):
-        fleet.rollout(2, requests(90, first=5))
+        group.rollout(2, requests(90, first=5))
 
 
 def test_losses_with_something_achieved_between_them_do_not_end_a_run():
-    crew = ScriptedCrew(2)
-    fleet = begun(crew)
+    pool = ScriptedPool(2)
+    group = begun(pool)
     for number in range(1, 12):
-        crew.kill(1)
-        fleet.learn([batch(number)])
-    agree(crew, *range(1, 12))
-    assert crew.births == [0, 11]
+        pool.kill(1)
+        group.learn([batch(number)])
+    assert_learned(pool, *range(1, 12))
+    assert pool.births == [0, 11]
 
 
 def test_the_only_worker_cannot_be_replaced_and_the_run_says_so():
-    crew = ScriptedCrew(1, faults=[Fault(worker=0, task="generate", after_s=1.0)])
+    pool = ScriptedPool(1, faults=[Fault(worker=0, task="generate", after_s=1.0)])
     with pytest.raises(ClusterError, match=r"the only worker is lost \(.*\); start again"):
-        begun(crew).rollout(1, requests(30))
+        begun(pool).rollout(1, requests(30))
 
 
-def two_tasks(fleet: WorkerGroup) -> None:
-    fleet.rollout(1, requests(30, 30, 30))
-    fleet.learn([batch(1)])
+def two_tasks(group: WorkerGroup) -> None:
+    group.rollout(1, requests(30, 30, 30))
+    group.learn([batch(1)])
 
 
-@pytest.mark.parametrize("task", ["generate", "learn", "gather"])
+@pytest.mark.parametrize("task", ["generate", "learn"])
 def test_a_lost_worker_ends_a_sharded_run_with_a_remedy(task):
-    crew = ScriptedCrew(3, faults=[Fault(worker=1, task=task)])
-    fleet = begun(crew, is_sharded=True)
+    pool = ScriptedPool(3, faults=[Fault(worker=1, task=task)])
+    group = begun(pool, is_sharded=True)
     with pytest.raises(ClusterError, match=r"shard .* \(learner.sharding\) is lost \(.*\); start"):
-        two_tasks(fleet)
-    assert crew.births == [0, 0, 0]
+        two_tasks(group)
+    assert pool.births == [0, 0, 0]
 
 
 # ---- state
 
 
 def test_every_learner_is_put_where_the_checkpoint_was_taken(tmp_path):
-    crew = ScriptedCrew(3, faults=[Fault(worker=1, task="restore_saved")])
-    fleet = begun(crew)
-    fleet.restore(tmp_path, LearnerState(tensors={}, numbers={"version": 2}))
-    agree(crew, 0, 1)
-    should_extend(crew, fleet, 0, 1)
+    pool = ScriptedPool(3, faults=[Fault(worker=1, task="restore_saved")])
+    group = begun(pool)
+    group.restore(tmp_path, LearnerState(tensors={}, numbers={"version": 2}))
+    assert_learned(pool, 0, 1)
+    assert_next_step(pool, group, 0, 1)
 
 
 @pytest.mark.parametrize("kind", ["lost", "hangs"])
-def test_the_learners_state_is_what_all_keep_together_whoever_is_lost_meanwhile(kind):
-    crew = ScriptedCrew(3, faults=[Fault(worker=1, task="learner_state", kind=kind)])
-    fleet = begun(crew)
-    fleet.learn([batch(1)])
-    state = fleet.learner_state()
-    assert set(state.tensors) == {"kept/0", "kept/1", "kept/2", "kept/by-all", "rows"}
-    assert state.tensors["rows"].tolist() == [0, 1, 2]
+def test_the_learner_state_is_copied_again_after_the_copying_worker_is_lost(kind):
+    pool = ScriptedPool(3, faults=[Fault(worker=0, task="learner_state", kind=kind)])
+    group = begun(pool)
+    group.learn([batch(1)])
+    state = group.learner_state()
     assert state.numbers == {"version": 1}
-    # Who is lost may have kept what was not asked for yet: all meet, and everybody is asked again.
-    assert len(crew.meetings) == 2
-    assert [worker for _, worker in crew.begins("learner_state")[-3:]] == [0, 1, 2]
+    assert state.tensors["rows"].tolist() == [0], "replicated: one worker has everything"
+    # The worker in its place first receives the policy from the others.
+    assert len(pool.meetings) == 2
+    assert [worker for _, worker in pool.starts("learner_state")] == [0, 0, 0]
+
+
+def test_the_learner_state_of_shards_is_their_rows_in_order():
+    group = begun(ScriptedPool(3), is_sharded=True)
+    group.learn([batch(1)])
+    state = group.learner_state()
+    assert state.tensors["rows"].tolist() == [0, 1, 2]
+    assert state.tensors["step"].item() == 0
+    assert state.numbers == {"version": 1}
 
 
 def test_a_drafter_of_another_shape_is_refused():
-    crew = ScriptedCrew(1)
-    fleet = begun(crew)
-    fleet.rollout(1, requests(10))
-    state = fleet.drafter_state()
+    pool = ScriptedPool(1)
+    group = begun(pool)
+    group.rollout(1, requests(10))
+    state = group.drafter_state()
     assert state is not None
     other = {**state.tensors, "drafter/more": state.tensors["drafter/w"]}
     with pytest.raises(CheckpointError, match="another shape"):
-        fleet.restore_drafter(type(state)(tensors=other, numbers=state.numbers))
+        group.restore_drafter(type(state)(tensors=other, numbers=state.numbers))
 
 
 def test_lengths_and_texts_come_back_with_the_drafter():
-    crew, again = ScriptedCrew(2), ScriptedCrew(2)
-    fleet, other = begun(crew), begun(again)
-    fleet.rollout(1, requests(5, 5, 5, 80))
-    state = fleet.drafter_state()
+    pool, again = ScriptedPool(2), ScriptedPool(2)
+    group, other = begun(pool), begun(again)
+    group.rollout(1, requests(5, 5, 5, 80))
+    state = group.drafter_state()
     assert state is not None
     other.restore_drafter(state)
     other.rollout(2, requests(5, 5, 5, 80))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
-from longtail.drafter.eagle.weights import own_tensors
+from longtail.drafter.eagle.weights import copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
@@ -92,7 +92,7 @@ def test_weights_adopted_in_mid_text_draft_what_a_fresh_drafter_drafts(
     for drafter in (swapped, fresh):
         _see(drafter, features, -1000, 4)
     before = _ask(swapped, strategy, 4)
-    swapped.adopt(own_tensors(_layer(model, recipe, 2, reduced=reduced)))
+    swapped.load_weights(copy_parameters(_layer(model, recipe, 2, reduced=reduced)))
     after = _ask(swapped, strategy, 4)
     assert after == _ask(fresh, strategy, 4) != before
     for drafter in (swapped, fresh):  # and further on
@@ -111,7 +111,7 @@ def test_it_drafts_like_a_drafter_that_had_these_weights_all_along(recipe):
         for back in range(8, 1, -1):
             _ask(drafter, CHAIN, back)
             _see(drafter, features, 10 - back, back - 1)
-    swapped.adopt(own_tensors(_layer(model, recipe, 2)))
+    swapped.load_weights(copy_parameters(_layer(model, recipe, 2)))
     for one, other in zip(_ask(swapped, TREE, 1), _ask(always, TREE, 1), strict=True):
         assert (one.tokens, one.parents) == (other.tokens, other.parents)
         assert one.margins == pytest.approx(other.margins, abs=1e-9)  # float64, other batches
@@ -123,7 +123,7 @@ def test_adopting_touches_nothing_of_the_target(recipe, reduced):
     model.pack()
     drafter = _drafter(model, recipe, 1, reduced=reduced)
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
-    drafter.adopt(own_tensors(_layer(model, recipe, 2, reduced=reduced)))
+    drafter.load_weights(copy_parameters(_layer(model, recipe, 2, reduced=reduced)))
     for name, parameter in model.named_parameters():
         place, value = before[name]
         assert parameter.data_ptr() == place, name
@@ -139,7 +139,7 @@ def test_confidences_outlive_the_weights():
     for _ in range(20):  # whatever it proposes is wrong
         trees = _ask(drafter, CHAIN, 1)
         drafter.learn(trees, [Accepted(path=(), tokens=(0,)) for _ in trees])
-    drafter.adopt(own_tensors(_layer(model, "eagle1", 2)))
+    drafter.load_weights(copy_parameters(_layer(model, "eagle1", 2)))
     for one, other in zip(_ask(drafter, CHAIN, 1), _ask(fresh, CHAIN, 1), strict=True):
         assert one.tokens == other.tokens
         assert one.reach[0] < other.reach[0]
@@ -150,12 +150,12 @@ def test_weights_of_another_drafter_are_refused_and_nothing_changes():
     drafter = _drafter(model, "eagle1", 1)
     _see(drafter, _features(model, drafter), -1000, 1)
     before = _ask(drafter, CHAIN, 1)
-    others = own_tensors(_layer(model, "eagle3", 2))
-    mine = own_tensors(_layer(model, "eagle1", 2))
+    others = copy_parameters(_layer(model, "eagle3", 2))
+    mine = copy_parameters(_layer(model, "eagle1", 2))
     with_head = mine | {"head.weight": model.head.weight.detach()}
     for wrong in (others, with_head, {}, {n: t for n, t in mine.items() if n != "fc.weight"}):
         with pytest.raises(CheckpointError, match="another drafter"):
-            drafter.adopt(wrong)
+            drafter.load_weights(wrong)
         assert _ask(drafter, CHAIN, 1) == before
 
 
@@ -177,7 +177,7 @@ def _rollout(recipe: Recipe, *, speculates: bool) -> list[tuple[int, ...]]:
             )
             for i in range(3)
         ],
-        lambda _: drafter.adopt(own_tensors(_layer(model, recipe, next(seeds)))),
+        lambda _: drafter.load_weights(copy_parameters(_layer(model, recipe, next(seeds)))),
     )
     assert next(seeds) > 5
     return [each.tokens for each in done]

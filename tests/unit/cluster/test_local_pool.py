@@ -1,4 +1,4 @@
-"""The crew of one: real machines in this process, no other needed."""
+"""The pool of one: real machines in this process, no other needed."""
 
 from collections.abc import Callable
 
@@ -28,8 +28,8 @@ def _parts(
     workshop: Workshop, listen: Callable[[Progress], None]
 ) -> tuple[TrainerComponents, list[Request]]:
     config = load(None, workshop.words("run", "--speculation.drafter=history")[1:])
-    parts = assemble(config, workshop.model, lambda rows: {}, listen=listen)
-    parts.fleet.publish()
+    parts = assemble(config, workshop.model, lambda rows: {}, on_progress=listen)
+    parts.workers.publish()
     asked = train_requests(parts.source.take(2), samples=3, seed=0, sampling=parts.sampling)
     return parts, list(asked.requests)
 
@@ -37,20 +37,20 @@ def _parts(
 def test_one_worker_serves_everything_and_tells_how_far_it_is(workshop):
     heard: list[Progress] = []
     parts, asked = _parts(workshop, heard.append)
-    rolled = parts.fleet.rollout(1, asked)
+    rolled = parts.workers.rollout(1, asked)
     assert [each.request_id for each in rolled.completions] == [r.request_id for r in asked]
     assert heard[-1].num_finished == 6
     assert heard[-1].num_generated == sum(len(each.tokens) for each in rolled.completions)
     assert rolled.report.num_generated == heard[-1].num_generated
     assert [(each.worker, each.kind) for each in rolled.logged(1, "training")] == [(0, "training")]
     assert rolled.costs is not None
-    states = [span.state for span in parts.fleet.timeline().spans]
+    states = [span.state for span in parts.workers.drain_timeline().spans]
     assert states[-2:] == [State.GENERATING, State.IDLE]
 
 
 def test_an_interrupted_rollout_leaves_a_worker_that_can_be_saved_and_go_on(workshop, tmp_path):
     plain, asked = _parts(workshop, lambda progress: None)
-    expected = [each.tokens for each in plain.fleet.rollout(1, asked).completions]
+    expected = [each.tokens for each in plain.workers.rollout(1, asked).completions]
     interrupts = iter([False] * 5 + [True] + [False] * 1000)
 
     def listen(progress: Progress) -> None:
@@ -59,30 +59,30 @@ def test_an_interrupted_rollout_leaves_a_worker_that_can_be_saved_and_go_on(work
 
     parts, asked = _parts(workshop, listen)
     with pytest.raises(Interrupted):
-        parts.fleet.rollout(1, asked)
-    parts.fleet.abandon()
-    assert parts.fleet.shift.roster.workers(State.IDLE) == [0]
-    assert parts.fleet.learner_state().numbers == {"version": 0}
-    parts.fleet.save_policy(tmp_path)
+        parts.workers.rollout(1, asked)
+    parts.workers.abandon()
+    assert parts.workers.workers(State.IDLE) == [0]
+    assert parts.workers.learner_state().numbers == {"version": 0}
+    parts.workers.save_policy(tmp_path)
     assert (tmp_path / "config.json").exists()
-    parts.fleet.publish()
-    assert [each.tokens for each in parts.fleet.rollout(1, asked).completions] == expected
+    parts.workers.publish()
+    assert [each.tokens for each in parts.workers.rollout(1, asked).completions] == expected
 
 
 def test_a_task_is_done_when_it_is_waited_for_and_hands_out_what_it_raised(workshop):
     config = load(None, workshop.words("run", "--speculation.drafter=none")[1:])
     parts, _ = _parts(workshop, lambda progress: None)
-    crew = LocalWorkerPool(
+    pool = LocalWorkerPool(
         build_worker(config, workshop.model, parts.limits), lambda progress: None
     )
-    (ready,) = crew.wait(0.0)
+    (ready,) = pool.wait(0.0)
     assert (ready.worker, ready.is_lost) == (0, False)
-    assert crew.wait(0.0) == []
-    crew.start(0, Worker.spot, drafter(0, 2.0))
-    (ended,) = crew.wait(0.0)
+    assert pool.wait(0.0) == []
+    pool.start(0, Worker.train_drafter, drafter(0, 2.0))
+    (ended,) = pool.wait(0.0)
     assert not ended.is_lost
     with pytest.raises(ClusterError, match="no drafter that can be trained"):
         ended.value()
-    assert crew.ask(0, Worker.progress) == Progress()
+    assert pool.ask(0, Worker.progress) == Progress()
     with pytest.raises(ClusterError, match="cannot be replaced"):
-        crew.replace(0)
+        pool.replace(0)

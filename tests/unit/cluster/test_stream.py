@@ -1,11 +1,11 @@
 """Texts on their way: each once, longer versions as they come, from the beginning for newcomers."""
 
 from longtail.cluster.stream import TextStream
-from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 
 
-def written(name: str, length: int, *, step: int = 1, is_finished: bool = False) -> Written:
-    return Written(
+def written(name: str, length: int, *, step: int = 1, is_finished: bool = False) -> TextSnapshot:
+    return TextSnapshot(
         request_id=name,
         tokens=tuple(range(2 + length)),
         prompt_len=2,
@@ -20,52 +20,52 @@ def stream(step: int = 1, buffer: DrafterBuffer | None = None) -> TextStream:
 
 def test_a_text_travels_once_and_its_longer_versions_as_they_come():
     texts = stream()
-    texts.take([written("a", 3), written("b", 2)])
-    assert texts.news(7) == [written("a", 3), written("b", 2)]
-    texts.told(7)
-    texts.take([written("a", 3), written("b", 4), written("b", 1)])
-    assert texts.news(7) == [written("b", 4)]
-    texts.told(7)
-    texts.take([written("b", 4, is_finished=True), written("a", 3)])
-    assert texts.news(7) == [written("b", 4, is_finished=True)]
-    texts.told(7)
-    texts.take([written("b", 4)])
-    assert texts.news(7) == []
+    texts.add([written("a", 3), written("b", 2)])
+    assert texts.unsent(7) == [written("a", 3), written("b", 2)]
+    texts.mark_sent(7)
+    texts.add([written("a", 3), written("b", 4), written("b", 1)])
+    assert texts.unsent(7) == [written("b", 4)]
+    texts.mark_sent(7)
+    texts.add([written("b", 4, is_finished=True), written("a", 3)])
+    assert texts.unsent(7) == [written("b", 4, is_finished=True)]
+    texts.mark_sent(7)
+    texts.add([written("b", 4)])
+    assert texts.unsent(7) == []
 
 
 def test_only_the_longest_version_is_told_to_who_comes_late_or_anew():
     texts = stream()
     for length in (1, 2, 3):
-        texts.take([written("a", length)])
-        texts.told(7)
-    assert texts.news(8) == [written("a", 3)]
+        texts.add([written("a", length)])
+        texts.mark_sent(7)
+    assert texts.unsent(8) == [written("a", 3)]
     texts.forget(7)
-    assert texts.news(7) == [written("a", 3)]
+    assert texts.unsent(7) == [written("a", 3)]
 
 
 def test_what_was_not_told_stays_news_until_it_is():
     texts = stream()
-    texts.take([written("a", 1)])
-    assert texts.news(7) == texts.news(7) == [written("a", 1)]
+    texts.add([written("a", 1)])
+    assert texts.unsent(7) == texts.unsent(7) == [written("a", 1)]
 
 
 def test_a_text_without_a_generated_token_says_nothing():
     texts = stream()
-    texts.take([written("a", 0)])
+    texts.add([written("a", 0)])
     assert not texts.has_texts
-    assert texts.news(7) == []
+    assert texts.unsent(7) == []
 
 
 def test_the_buffer_holds_what_travels_and_what_it_kept_travels_first():
     buffer = DrafterBuffer(10**6, seed=0)
     buffer.add(written(f"{index}", index, is_finished=True) for index in range(1, 6))
     texts = stream(2, buffer)
-    kept = buffer.written()
+    kept = buffer.snapshots()
     assert kept, "the long ones of the step before"
-    assert texts.news(7) == kept
-    texts.take([written("a", 9, step=2)])
-    assert texts.news(7) == [*kept, written("a", 9, step=2)]
-    assert buffer.written() == texts.news(7)
+    assert texts.unsent(7) == kept
+    texts.add([written("a", 9, step=2)])
+    assert texts.unsent(7) == [*kept, written("a", 9, step=2)]
+    assert buffer.snapshots() == texts.unsent(7)
 
 
 def test_texts_of_a_restored_buffer_travel_in_the_order_of_their_steps():
@@ -74,7 +74,7 @@ def test_texts_of_a_restored_buffer_travel_in_the_order_of_their_steps():
     buffer.add([written("c", 1, step=2), written("b", 6), written("a", 6)])
     again = DrafterBuffer(10**6, seed=0)
     again.restore(buffer.tensors(), buffer.state())
-    assert [each.request_id for each in again.written()] == ["b", "a", "c"]
+    assert [each.request_id for each in again.snapshots()] == ["b", "a", "c"]
     other = DrafterBuffer(10**6, seed=0)
-    other.add(stream(2, again).news(0))
-    assert other.written() == buffer.written()
+    other.add(stream(2, again).unsent(0))
+    assert other.snapshots() == buffer.snapshots()

@@ -23,12 +23,12 @@ import pytest
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress
 from longtail.cluster.states import State
-from longtail.cluster.supervisor import MOST_LOSSES, STOP_S
+from longtail.cluster.supervisor import MAX_LOSSES, STOP_S
 from longtail.errors import ClusterError
 from longtail.rl.learner import LearnerState
 from longtail.system.interrupt import Interrupted
-from support.crews import ScriptedCrew, batch, begun, requests
-from support.fake_worker import HANG_S, READY_S, Death, Fault, Teaching, text
+from support.fake_worker import HANG_S, READY_S, Death, Fault, SpotScript, text
+from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 AGAIN_AND_AGAIN = r"\d workers were lost in a row.* start again: the run resumes"
 ALL_LOST = r"all workers are lost, and the policy with them; start again: the run resumes"
@@ -45,30 +45,30 @@ def always(task: str, first: int = 0, after_s: float = 0.0) -> list[Fault]:
     ]
 
 
-def a_run(fleet: WorkerGroup, place: Path) -> None:
+def a_run(group: WorkerGroup, place: Path) -> None:
     """Everything that a run has its workers do."""
-    fleet.restore(place, LearnerState(tensors={}, numbers={"version": 0}))
+    group.restore(place, LearnerState(tensors={}, numbers={"version": 0}))
     for step in (1, 2):
-        fleet.rollout(step, requests(40, 9, 9, 9))
-        fleet.learn([batch(step)])
-        fleet.publish()
-        fleet.offer_drafter()
-        fleet.save_policy(place / "policy")
-        fleet.learner_state()
+        group.rollout(step, requests(40, 9, 9, 9))
+        group.learn([batch(step)])
+        group.publish()
+        group.offer_drafter()
+        group.save_policy(place / "policy")
+        group.learner_state()
 
 
 @pytest.mark.parametrize(
     "task",
     [
         *("ready", "num_parameters", "drafter_weights", "publish", "restore_saved", "generate"),
-        *("adopt", "learn", "join", "gather", "save_policy", "learner_state"),
+        *("adopt", "learn", "join", "save_policy", "learner_state"),
     ],
 )
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
 def test_a_task_that_everybody_dies_of_ends_the_run_with_its_sentence(task, kind, tmp_path):
     deadly = [Fault(worker=f.worker, task=task, nth=f.nth, kind=kind) for f in always(task)]
     with pytest.raises(ClusterError, match="|".join((AGAIN_AND_AGAIN, ALL_LOST, FAILED))):
-        a_run(begun(ScriptedCrew(2, faults=deadly, limit_s=20_000.0)), tmp_path)
+        a_run(begun(ScriptedPool(2, faults=deadly, limit_s=20_000.0)), tmp_path)
 
 
 @pytest.mark.parametrize("task", ["ready", "restore", "publish"])
@@ -76,60 +76,60 @@ def test_newcomers_that_die_of_their_beginning_end_the_run(task, tmp_path):
     # The first worker is lost and none in its place ever gets as far as to be idle.
     first = {"ready": 2, "restore": 0, "publish": 1}[task]
     deadly = [fault for fault in always(task, first) if fault.worker == 0]
-    crew = ScriptedCrew(2, faults=[Fault(worker=0, task="learn"), *deadly])
+    pool = ScriptedPool(2, faults=[Fault(worker=0, task="learn"), *deadly])
     with pytest.raises(ClusterError, match=AGAIN_AND_AGAIN):
-        a_run(begun(crew), tmp_path)
-    assert crew.births == [MOST_LOSSES, 0]
+        a_run(begun(pool), tmp_path)
+    assert pool.births == [MAX_LOSSES, 0]
 
 
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
 def test_a_colleague_that_is_gone_before_it_handed_on_the_policy_is_lost_like_any_other(kind):
     # Its share is done and it is idle while the other's successor begins: no task of it will end.
-    crew = ScriptedCrew(2)
-    fleet = begun(crew, "never")
-    fleet.rollout(1, requests(9, 9))
-    crew.kill(0)
-    crew.befall(Death(worker=1, at_s=crew.clock.now + READY_S / 2, kind=kind))
-    began = crew.clock.now
+    pool = ScriptedPool(2)
+    group = begun(pool, "never")
+    group.rollout(1, requests(9, 9))
+    pool.kill(0)
+    pool.schedule(Death(worker=1, at_s=pool.clock.now + READY_S / 2, kind=kind))
+    began = pool.clock.now
     with pytest.raises(ClusterError, match=ALL_LOST):
-        fleet.learn([batch(1)])
-    assert crew.births == [1, 1]
-    assert crew.clock.now - began < READY_S + 2 * HANG_S
+        group.learn([batch(1)])
+    assert pool.births == [1, 1]
+    assert pool.clock.now - began < READY_S + 2 * HANG_S
     how = "worker 1 is gone" if kind == "lost" else f"has not handed on the policy for {HANG_S:.0f}"
-    assert how in crew.said[-1]
+    assert how in pool.log_lines[-1]
 
 
 def test_a_third_worker_hands_on_the_policy_in_place_of_one_that_is_gone():
-    crew = ScriptedCrew(3)
-    fleet = begun(crew, "never")
-    fleet.rollout(1, requests(9, 9, 9))
-    crew.kill(0)
-    crew.befall(Death(worker=1, at_s=crew.clock.now + READY_S / 2))
-    assert fleet.learn([batch(1)]).version == 1
-    assert [each.policy for each in crew.workers] == [(1,)] * 3
-    assert crew.births == [1, 1, 0]
+    pool = ScriptedPool(3)
+    group = begun(pool, "never")
+    group.rollout(1, requests(9, 9, 9))
+    pool.kill(0)
+    pool.schedule(Death(worker=1, at_s=pool.clock.now + READY_S / 2))
+    assert group.learn([batch(1)]).version == 1
+    assert [each.policy for each in pool.workers] == [(1,)] * 3
+    assert pool.births == [1, 1, 0]
 
 
 def test_all_that_write_and_train_die_and_the_rollout_ends():
-    crew = ScriptedCrew(3)
-    fleet = begun(crew)
+    pool = ScriptedPool(3)
+    group = begun(pool)
     for worker in range(3):
-        crew.befall(Death(worker=worker, at_s=crew.clock.now + 5.0))
+        pool.schedule(Death(worker=worker, at_s=pool.clock.now + 5.0))
     with pytest.raises(ClusterError, match=ALL_LOST):
-        fleet.rollout(1, requests(90, 9, 9))
-    assert {name for when, _, name in crew.log if when > 4.0} >= {"spot", "generate"}
+        group.rollout(1, requests(90, 9, 9))
+    assert {name for when, _, name in pool.started if when > 4.0} >= {"train_drafter", "generate"}
 
 
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
 def test_spot_workers_that_die_while_they_stop_are_not_waited_for(kind):
-    crew = ScriptedCrew(3, teachings=lambda worker, nth: Teaching(stop_s=5.0))
-    fleet, asked = begun(crew), requests(90, 9, 9)
+    pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(stop_s=5.0))
+    group, asked = begun(pool), requests(90, 9, 9)
     for worker in (1, 2):
-        crew.befall(Death(worker=worker, at_s=crew.clock.now + 10.0, kind=kind))
-    rolled = fleet.rollout(1, asked)
+        pool.schedule(Death(worker=worker, at_s=pool.clock.now + 10.0, kind=kind))
+    rolled = group.rollout(1, asked)
     assert [each.tokens for each in rolled.completions] == [text(each) for each in asked]
     assert rolled.stop_s < STOP_S + 1.0 + len(requests(1, 1)) * 0.1
-    assert fleet.learn([batch(1)]).version == 1
+    assert group.learn([batch(1)]).version == 1
 
 
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
@@ -138,62 +138,74 @@ def test_everybody_dies_while_an_interrupted_rollout_is_abandoned(kind, tmp_path
         if progress.num_generated > 60:
             raise Interrupted
 
-    crew = ScriptedCrew(2, teachings=lambda worker, nth: Teaching(stop_s=5.0))
-    fleet = begun(crew, listen=listen)
+    pool = ScriptedPool(2, spot_scripts=lambda worker, nth: SpotScript(stop_s=5.0))
+    group = begun(pool, on_progress=listen)
     with pytest.raises(Interrupted):
-        fleet.rollout(1, requests(90, 9))
+        group.rollout(1, requests(90, 9))
     for worker in range(2):
-        crew.befall(Death(worker=worker, at_s=crew.clock.now, kind=kind))
-    fleet.abandon()
-    assert not fleet.shift.roster.workers(State.GENERATING, State.SPOT)
+        pool.schedule(Death(worker=worker, at_s=pool.clock.now, kind=kind))
+    group.abandon()
+    assert not group.workers(State.GENERATING, State.SPOT)
     with pytest.raises(ClusterError, match=ALL_LOST):
-        fleet.save_policy(tmp_path / "policy")
+        group.save_policy(tmp_path / "policy")
 
 
 def test_a_drafter_trainer_that_dies_while_all_others_wait_holds_nobody_up():
-    crew = ScriptedCrew(2, faults=always("spot", after_s=0.3))
-    fleet = begun(crew, "serial")
-    fleet.rollout(1, requests(90, 9))
-    fleet.learn([batch(1)])
-    fleet.offer_drafter()
-    assert fleet.learn([batch(2)]).version == 2
-    assert crew.births == [1, 0]
+    pool = ScriptedPool(2, faults=always("train_drafter", after_s=0.3))
+    group = begun(pool, "serial")
+    group.rollout(1, requests(90, 9))
+    group.learn([batch(1)])
+    group.offer_drafter()
+    assert group.learn([batch(2)]).version == 2
+    assert pool.births == [1, 0]
 
 
 def test_a_first_worker_that_dies_whenever_others_would_meet_it_ends_the_run():
-    crew = ScriptedCrew(2)
+    pool = ScriptedPool(2)
+
+    meeting_point = pool.meeting_point
 
     def nowhere() -> str:
-        crew.kill(0)
-        return crew.meeting_point()
+        pool.kill(0)
+        return meeting_point()
+
+    pool.meeting_point = nowhere  # type: ignore[method-assign]
 
     with pytest.raises(ClusterError, match=NEVER_MET):
-        begun(crew, meeting_point=nowhere).learn([batch(1)])
+        begun(pool).learn([batch(1)])
 
 
-MESSAGES: Sequence[str] = ("go", "stop", "written", "feed", "offer", "verdicts", "candidate")
+MESSAGES: Sequence[str] = (
+    "clear_stop",
+    "stop",
+    "texts",
+    "add_texts",
+    "offer",
+    "drain_verdicts",
+    "candidate",
+)
 
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_death_noticed_in_place_of_an_answer_is_a_loss(message):
-    crew = ScriptedCrew(3)
-    fleet, asked = begun(crew), requests(90, 9, 9)
+    pool = ScriptedPool(3)
+    group, asked = begun(pool), requests(90, 9, 9)
     killed: list[int] = []
-    ask = crew.ask
+    ask = pool.ask
 
     def deadly(worker: int, wanted: Callable[..., object], *args: object) -> object:
         if wanted.__name__ == message and not killed:
             killed.append(worker)
-            crew.kill(worker)
+            pool.kill(worker)
         return ask(worker, wanted, *args)
 
-    crew.ask = deadly  # type: ignore[method-assign]
+    pool.ask = deadly  # type: ignore[method-assign]
     for step in (1, 2):
-        rolled = fleet.rollout(step, asked)
+        rolled = group.rollout(step, asked)
         assert [each.tokens for each in rolled.completions] == [text(each) for each in asked]
-        fleet.learn([batch(step)])
-        fleet.publish()
-        fleet.offer_drafter()
+        group.learn([batch(step)])
+        group.publish()
+        group.offer_drafter()
     assert len(killed) == 1
-    assert sum(crew.births) == 1
-    assert len([line for line in crew.said if re.search("it is replaced", line)]) == 1
+    assert sum(pool.births) == 1
+    assert len([line for line in pool.log_lines if re.search("it is replaced", line)]) == 1

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.drafter.eagle.unroll import Pairs
-from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.texts import pack_texts
 from longtail.errors import CheckpointError
 from longtail.rl.data.examples import Example
@@ -28,8 +28,8 @@ def _written(
     name: str | None = None,
     prompt_len: int = PROMPT_LEN,
     is_finished: bool = True,
-) -> Written:
-    return Written(
+) -> TextSnapshot:
+    return TextSnapshot(
         request_id=name or f"train/{number}@0#0",
         tokens=tuple(range(number * FAR, number * FAR + length)),
         prompt_len=prompt_len,
@@ -38,7 +38,7 @@ def _written(
     )
 
 
-def _buffer(texts: Sequence[Written] = (), *, max_bytes: int = 10**6, seed: int = 1):
+def _buffer(texts: Sequence[TextSnapshot] = (), *, max_bytes: int = 10**6, seed: int = 1):
     buffer = DrafterBuffer(max_bytes, seed=seed)
     buffer.add(texts)
     return buffer
@@ -261,7 +261,7 @@ def test_of_a_long_text_windows_are_learned_and_nothing_but_what_was_generated(p
         texts = buffer.batch(50, max_len=window)
         for packed in pack_texts(texts, 50):
             pairs = Pairs.of(packed)
-            rows = pairs.rows[pairs.learned]
+            rows = pairs.rows[pairs.trained]
             first, second, third = (packed.tokens[rows + i] for i in range(3))
             assert torch.equal(second, first + 1)
             assert torch.equal(third, first + 2)

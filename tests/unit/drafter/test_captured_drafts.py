@@ -11,7 +11,7 @@ from longtail.drafter import draft_model
 from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.eagle import layer as eagle
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.weights import own_tensors
+from longtail.drafter.eagle.weights import copy_parameters
 from longtail.model.graphs import GraphPool
 from longtail.model.kernels.gpu import GpuKernels
 from longtail.model.kernels.pages import TorchPageKernels
@@ -75,7 +75,7 @@ def num_replays(drafter: Drafter, depth: int) -> int:
 def other_weights(model: Transformer) -> dict[str, Tensor]:
     layer = make_layer(model, "eagle1")
     layer.initialize(torch.Generator().manual_seed(8))
-    return own_tensors(layer)
+    return copy_parameters(layer)
 
 
 @pytest.mark.parametrize("make", [eagle1, eagle3, ModelDrafter], ids=["eagle1", "eagle3", "model"])
@@ -104,7 +104,7 @@ def test_captured_passes_draft_the_same(make: Callable[[Transformer], Drafter], 
             texts[f"r{number}"] = text(5 + number, seed=number)
         if number == 9 and make is eagle1:
             for drafter in (plain, captured):
-                drafter.adopt(other_weights(plain_model))
+                drafter.load_weights(other_weights(plain_model))
         for drafter in (plain, captured) if make is not ModelDrafter else ():
             for name, tokens in texts.items():
                 features = features_of(plain_model, plain, tokens[:-1])

@@ -9,9 +9,9 @@ from torch import Tensor
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, Recipe
 from longtail.drafter.eagle.unroll import Pairs
-from longtail.drafter.eagle.weights import DrafterWeights, own_tensors
-from longtail.drafter.training.buffer import DrafterBuffer, Written
-from longtail.drafter.training.reader import TargetReader, taught_taps
+from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
+from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
+from longtail.drafter.training.reader import TargetReader, training_taps
 from longtail.drafter.training.spot import Replica, SpotReport, SpotTrainer
 from longtail.drafter.training.texts import pack_texts
 from longtail.engine.engine import RolloutEngine
@@ -24,8 +24,8 @@ from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import PolicyWeights, Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
-from support.spot_rooms import SETTINGS as SHORT
-from support.spot_rooms import counting
+from support.spot_training import SETTINGS as SHORT
+from support.spot_training import counting
 from support.tiny_models import tiny_model
 
 SETTINGS = replace(SHORT, batch_tokens=80, tokens_per_micro_batch=36)
@@ -45,7 +45,7 @@ class Workplace:
     target: Transformer
     engine: RolloutEngine
     store: FeatureStore
-    own: list[Written]
+    own: list[TextSnapshot]
     """Texts that the engine wrote, of 6 to 45 tokens."""
     num_computed: int = 0
 
@@ -53,7 +53,7 @@ class Workplace:
     def at(recipe: Recipe, dtype: torch.dtype = torch.float64) -> "Workplace":
         target = tiny_model(dtype=dtype)
         engine = RolloutEngine(target, str, LIMITS)
-        store = FeatureStore(taught_taps(eagle(recipe, target).taps), 10**6)
+        store = FeatureStore(training_taps(eagle(recipe, target).taps), 10**6)
         texts = write(engine, 0)
         drafter = ScriptedDrafter({t.request_id: t.tokens for t in texts}, ragged(1))
         fixed = Speculation.fixed(drafter, TREE)
@@ -70,13 +70,13 @@ class Workplace:
         generator = torch.Generator().manual_seed(3)
         layer = fresh_drafter(eagle(recipe, self.target), self.target, sample, generator)
         layer.to(self.target.dtype)
-        recall = self.store.find if reuses else None
-        spot = SpotTrainer(layer, self.target, SETTINGS, recall=recall)
-        spot.begin(DrafterWeights(version=1, tensors=own_tensors(layer)))
+        lookup = self.store.find if reuses else None
+        spot = SpotTrainer(layer, self.target, SETTINGS, lookup=lookup)
+        spot.begin(DrafterWeights(version=1, tensors=copy_parameters(layer)))
         return spot
 
 
-def write(engine: RolloutEngine, step: int) -> list[Written]:
+def write(engine: RolloutEngine, step: int) -> list[TextSnapshot]:
     requests = [
         Request(
             request_id=f"own/{n}@0#{s}",
@@ -89,10 +89,12 @@ def write(engine: RolloutEngine, step: int) -> list[Written]:
         for s in range(2)
     ]
     done = engine.generate(requests)
-    return [Written.of(request, each, step) for request, each in zip(requests, done, strict=True)]
+    return [
+        TextSnapshot.of(request, each, step) for request, each in zip(requests, done, strict=True)
+    ]
 
 
-def buffer_of(*texts: Written) -> DrafterBuffer:
+def buffer_of(*texts: TextSnapshot) -> DrafterBuffer:
     buffer = DrafterBuffer(10**6, seed=4)
     buffer.add(texts)
     return buffer
@@ -145,7 +147,7 @@ def test_the_target_computes_only_texts_that_are_not_there() -> None:
         report = spot._trainer.step(pack_texts(texts, 1000))
         assert place.num_computed - before == missing
         learned_anew = sum(len(text.tokens) - 3 for text in texts if text in others)
-        assert report.num_learned - report.num_reused == learned_anew
+        assert report.num_trained - report.num_reused == learned_anew
 
 
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
@@ -157,7 +159,7 @@ def test_a_reading_is_the_same_row_by_row_whoever_computed_it(recipe: Recipe) ->
     texts.insert(2, Example(tokens=counting(3, 20).tokens, prompt_len=3))
     (packed,) = pack_texts(texts, 1000)
     pairs = Pairs.of(packed)
-    learned = pairs.learned
+    learned = pairs.trained
     kept = TargetReader(place.target, spot._trainer.layer, place.store.find).read(packed, pairs)
     anew = TargetReader(place.target, spot._trainer.layer, None).read(packed, pairs)
     torch.testing.assert_close(kept.features, anew.features, rtol=0.0, atol=1e-12)

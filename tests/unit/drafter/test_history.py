@@ -323,7 +323,7 @@ def test_drafts_have_the_shape_that_was_asked_for(texts, shape, coupled):
 
 
 WORTHS = st.builds(
-    lambda verify, extend: DraftThresholds(verify=verify, extend=extend),
+    lambda verify, extend: DraftThresholds(verify=verify, expand=extend),
     st.sampled_from((0.0, 0.1, 0.5)),
     st.sampled_from((0.0, 0.3, 0.6, 0.9)),
 )
@@ -336,14 +336,14 @@ def test_a_chain_is_a_tree_of_width_one(texts, depth, worth, coupled):
     drafter = drafter_that_saw(*texts)
     text = _text((*PROMPT, *texts[-1][:4])[-8:])
     root = _Root(text, drafter._pools[PROMPT].after, drafter._lengths, read, 0)
-    strategy = Strategy(depth=depth, worth=worth)
+    strategy = Strategy(depth=depth, thresholds=worth)
     assert drafter._chain(root, depth, worth) == drafter._tree(root, depth, strategy)
 
 
 @given(TEXTS, SHAPES, st.integers(0, 3), WORTHS)
 def test_a_tree_is_what_growing_level_by_level_and_pruning_would_leave(texts, shape, beam, worth):
     depth, width, size, _ = shape
-    strategy = Strategy(depth=depth, width=width, size=size, beam=beam, worth=worth)
+    strategy = Strategy(depth=depth, width=width, size=size, beam=beam, thresholds=worth)
     drafter = drafter_that_saw(*texts)
     sure = ConfidenceCurve().confidences
     root = _Root(_text(texts[0][:2]), drafter._pools[PROMPT].after, drafter._lengths, None, 0)
@@ -354,7 +354,7 @@ def test_a_tree_is_what_growing_level_by_level_and_pruning_would_leave(texts, sh
         grown = [
             (reach * sure([margin])[0], -margin, token, text + chr(token))
             for reach, _, _, text in sorted(level)[: beam or width]
-            if -reach >= worth.extend
+            if -reach >= worth.expand
             for margin, token in root.children(text, len(drafter._lengths), 1)[1][:width]
         ]
         level = [each for each in grown if -each[0] >= max(worth.verify, 0.02)]
@@ -379,13 +379,13 @@ def test_what_is_known_better_is_drafted_deeper():
     asked = ask((Y, A))
     for worth, tokens in (
         (DraftThresholds(), (B, C, D)),
-        (DraftThresholds(extend=first * 0.99), (B, C)),  # c is reached less often than b
-        (DraftThresholds(extend=first * 1.01), (B,)),
+        (DraftThresholds(expand=first * 0.99), (B, C)),  # c is reached less often than b
+        (DraftThresholds(expand=first * 1.01), (B,)),
         (DraftThresholds(verify=first * second * 1.01), (B,)),
         (DraftThresholds(verify=first * 1.01), ()),
     ):
         for width in (1, 2):
-            strategy = Strategy(depth=3, width=width, worth=worth)
+            strategy = Strategy(depth=3, width=width, thresholds=worth)
             assert draft(drafter, asked, strategy=strategy).tokens == tokens
 
 

@@ -21,7 +21,8 @@ from longtail.drafter.formats.layouts import (
 from longtail.drafter.formats.published import load_published
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.attention import PackedAttention
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import read_fields
+from longtail.model.hf.weights import read_tensors, write_tensors
 from longtail.model.rope import RopeConfig
 from longtail.model.transformer import Transformer
 from longtail.programs import drafter_export
@@ -74,7 +75,7 @@ def test_what_is_exported_comes_back_bit_for_bit(tmp_path, target, recipe, layou
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     # and out again: the same files
     write(tmp_path / "e", layout, again, target, torch.float32, verifier="org/six", depth=3)
-    first, second = hf.read_tensors(path), hf.read_tensors(tmp_path / "e")
+    first, second = read_tensors(path), read_tensors(tmp_path / "e")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert (path / "config.json").read_text() == (tmp_path / "e" / "config.json").read_text()
@@ -96,8 +97,8 @@ def both_scores(path: Path, loaded, model: Transformer):
             model.embedding.weight.double()[text.tokens],
         )
         head = model.head.weight.double()
-        content = hf.read_fields(path).everything()
-        reader = LayoutReader(content, hf.read_tensors(path), layer.config.shape.rope)
+        content = read_fields(path).everything()
+        reader = LayoutReader(content, read_tensors(path), layer.config.shape.rope)
         theirs, feature = reader.read(features, embeddings, head)
         output = unroll(layer, features[:-1], embeddings[1:], Pairs.of(text), 1)[0]
     ids = slice(None) if loaded.draft_ids is None else loaded.draft_ids
@@ -145,19 +146,19 @@ def test_the_self_check_passes_what_is_right_and_refuses_any_tensor_that_is_not(
     found = self_check(path, loaded, target, PROMPTS)
     assert found.score_error < 1e-12
     assert found.num_verified > 0
-    right = hf.read_tensors(path)
+    right = read_tensors(path)
     for name in right:
         spoiled = right[name].clone()
         spoiled.view(-1)[0] += 1
-        hf.write_tensors({**right, name: spoiled}, path)
+        write_tensors({**right, name: spoiled}, path)
         with pytest.raises((CheckpointError, ConfigError)):
             self_check(path, loaded, target, PROMPTS)
 
 
 def test_bfloat16_is_checked_against_the_drafter_as_it_was_rounded(tmp_path, target):
     loaded = export(tmp_path / "d", "hf", target, "eagle3", torch.bfloat16, reduced=True)
-    assert hf.read_tensors(tmp_path / "d")["fc.weight"].dtype == torch.bfloat16
-    assert hf.read_tensors(tmp_path / "d")["d2t"].dtype == torch.int64
+    assert read_tensors(tmp_path / "d")["fc.weight"].dtype == torch.bfloat16
+    assert read_tensors(tmp_path / "d")["d2t"].dtype == torch.int64
     assert self_check(tmp_path / "d", loaded, target, PROMPTS).score_error < 1e-12
 
 

@@ -16,7 +16,7 @@ from longtail.drafter.formats.published import load_published, translate
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import ConfigError
 from longtail.model.attention import PackedAttention
-from longtail.model.hf import model as hf
+from longtail.model.hf.weights import read_tensors, write_tensors
 from longtail.programs import drafter_export
 from longtail.programs.drafter_export import self_check, write
 from longtail.rl.packing import lay_out
@@ -39,7 +39,7 @@ def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lay(path, config: dict[str, Any], tensors: dict[str, Tensor]):
     path.mkdir(parents=True, exist_ok=True)
-    hf.write_tensors(tensors, path)
+    write_tensors(tensors, path)
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -122,7 +122,7 @@ def test_it_drafts_learns_is_saved_and_goes_out_again(tmp_path, target, three_ta
         place = tmp_path / layout
         write(place, layout, out, target, torch.float32, verifier="six", depth=3)
         assert self_check(place, out, target, [tuple(range(5, 30))]).score_error < 1e-12
-        kept = hf.read_tensors(place)
+        kept = read_tensors(place)
         assert torch.equal(kept["lm_head.weight"], before.float())
 
 

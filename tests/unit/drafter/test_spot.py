@@ -12,7 +12,7 @@ from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.spot import Replica, SpotEnd, merge
 from longtail.errors import CheckpointError
 from longtail.rl.data.examples import Example
-from support.spot_rooms import SETTINGS, TEACHING, Room, counting, make_buffer, same, stop_at
+from support.spot_training import SETTINGS, TEACHING, Room, counting, make_buffer, same, stop_at
 
 
 def _replica(value: float | Tensor, num_tokens: int, *, version: int = 1) -> Replica:

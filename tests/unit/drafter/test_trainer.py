@@ -73,7 +73,7 @@ def test_a_drafter_learns_to_follow_the_target(recipe: Recipe, matrix_rate: floa
     after = trainer.evaluate(_batch())
     assert all(b > a + 0.1 for a, b in zip(before.overlap, after.overlap, strict=True))
     assert after.accept_len > before.accept_len
-    assert (report.num_tokens, report.num_learned) == (123, 123 - 6 * 3)
+    assert (report.num_tokens, report.num_trained) == (123, 123 - 6 * 3)
     assert trainer.steps == 25
 
 
@@ -103,11 +103,11 @@ def test_the_first_depth_is_compared_with_the_target_two_tokens_on(recipe: Recip
         p = trainer_target.logits(tapped.hidden).softmax(-1)
         layer, overlaps, entropies = trainer.layer, [], []
         fused = layer.fuse_features(tapped.features)
-        entered = layer.enter(fused[:-1], trainer_target.embedding(tokens[1:]))
+        entered = layer.make_input(fused[:-1], trainer_target.embedding(tokens[1:]))
         heads = layer.heads(entered.attended, layer.rotation(torch.arange(len(tokens) - 1)))
         q, k, v = (x.transpose(0, 1)[None] for x in heads)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out = layer.leave(entered.stream, seen[0].transpose(0, 1))
+        out = layer.finish(entered.stream, seen[0].transpose(0, 1))
         drafted = trainer_target.logits(out.scored).log_softmax(-1)
         for pair in range(len(tokens) - 2):
             if pair + 2 >= text.prompt_len:  # the predicted token is learned

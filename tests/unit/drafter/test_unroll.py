@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
-from longtail.drafter.eagle.unroll import Pairs, unroll
+from longtail.drafter.eagle.unroll import MAX_SCORES, Pairs, unroll
 from longtail.rl.packing import lay_out
 from longtail.types import PackedSequences
 from support.tiny_models import tiny_config
@@ -57,14 +57,14 @@ def _draft(
     root = len(features) - 1
     given = layer.fuse_features(features)
     context = layer.heads(
-        layer.enter(given, embeddings[1 : root + 2]).attended,
+        layer.make_input(given, embeddings[1 : root + 2]).attended,
         layer.rotation(torch.arange(root + 1)),
     )
     keys, values = list(context.keys[:-1]), list(context.values[:-1])
     outputs: list[tuple[Tensor, Tensor]] = []
     for pair in range(root, root + depth):
         feature = given[-1:] if pair == root else outputs[-1][0]
-        entered = layer.enter(feature, embeddings[pair + 1 : pair + 2])
+        entered = layer.make_input(feature, embeddings[pair + 1 : pair + 2])
         heads = layer.heads(entered.attended, layer.rotation(torch.tensor([pair])))
         keys.append(heads.keys[0])
         values.append(heads.values[0])
@@ -72,7 +72,7 @@ def _draft(
         v = torch.stack(values[-window:]).repeat_interleave(group, 1)
         scores = (k * heads.queries).sum(-1) / math.sqrt(shape.head_dim)  # [keys, heads]
         mixed = (scores.softmax(0)[..., None] * v).sum(0, keepdim=True)
-        left = layer.leave(entered.stream, mixed)
+        left = layer.finish(entered.stream, mixed)
         outputs.append((left.feature, left.scored))
     return outputs
 
@@ -106,12 +106,12 @@ def test_pairs_are_a_feature_and_the_token_after_it() -> None:
     assert pairs.rows.tolist() == [0, 1, 2, 4]
     assert pairs.positions.tolist() == [0, 1, 2, 0]
     assert pairs.cu_pairs == (0, 3, 4)
-    assert pairs.learned.tolist() == [True, True, False, False]
+    assert pairs.trained.tolist() == [True, True, False, False]
 
 
 def test_prompt_tokens_are_not_learned_however_long_the_prompt() -> None:
     pairs = Pairs.of(lay_out([(1, 2, 3, 4, 5), (6, 7, 8)], [4, 3]))
-    assert pairs.learned.tolist() == [False, False, True, False, False, False]
+    assert pairs.trained.tolist() == [False, False, True, False, False, False]
 
 
 def test_a_step_exists_only_where_its_root_is_in_the_sequence() -> None:
@@ -145,24 +145,21 @@ def test_nothing_leaks_between_sequences_or_from_the_future(window: int) -> None
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_recomputed_attention_has_the_same_gradient(
-    window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_attention_has_the_same_gradient(window: int) -> None:
     packed = _packed([9, 30])
     pairs = Pairs.of(packed)
 
-    def gradient() -> Tensor:
+    def gradient(max_scores: int) -> Tensor:
         layer = _layer("eagle3", window)
         features, embeddings = _inputs(layer, packed.num_tokens)
-        outputs = unroll(layer, features[pairs.rows], embeddings[pairs.rows + 1], pairs, STEPS)
+        given = features[pairs.rows], embeddings[pairs.rows + 1]
+        outputs = unroll(layer, *given, pairs, STEPS, max_scores=max_scores)
         loss = torch.stack([output.scored for output in outputs]).square().sum()
         torch.autograd.backward(loss)
         assert layer.qkv.weight.grad is not None
         return layer.qkv.weight.grad
 
-    kept = gradient()
-    monkeypatch.setattr("longtail.drafter.eagle.unroll._MAX_SCORES", 0)
-    torch.testing.assert_close(gradient(), kept)
+    torch.testing.assert_close(gradient(max_scores=0), gradient(MAX_SCORES))
 
 
 def test_the_cost_of_a_window_is_linear_in_the_text() -> None:

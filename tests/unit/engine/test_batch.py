@@ -3,6 +3,7 @@
 import torch
 
 from longtail.engine.batch import Scheduled, Segment, flatten
+from longtail.engine.completion import complete
 from longtail.engine.request import ActiveRequest
 from longtail.speculation.tree import DraftTree
 from longtail.types import FinishReason, Request
@@ -74,6 +75,6 @@ def test_a_request_counts_its_own_tokens():
     assert (a.prompt_len, a.num_generated, a.num_pending) == (3, 2, 1)
     assert a.generated == (40, 41)
     a.logprobs += [-0.5, -1.0]
-    done = a.complete(FinishReason.ABORT, "text")
+    done = complete(a, FinishReason.ABORT, lambda tokens: "text")
     assert (done.tokens, done.logprobs, done.text) == ((40, 41), (-0.5, -1.0), "text")
     assert (done.policy_version, done.finish_reason) == (3, FinishReason.ABORT)

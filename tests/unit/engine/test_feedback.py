@@ -14,7 +14,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.speculation.clock import StepClock
-from longtail.engine.speculation.feedback import Lesson
+from longtail.engine.speculation.feedback import StepFeedback
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.step.runner import Launched, ModelRunner
 from longtail.speculation.strategy import Strategy
@@ -24,7 +24,7 @@ from longtail.types import Request, SamplingParams
 from support.drafters import RIGHT, ScriptedDrafter, WatchfulDrafter
 from support.fakes import scripted_model, unchecked_shapes
 
-PASS_S, PROPOSAL_S, TEACHING_S, TUNING_S = 10.0, 2.0, 3.0, 4.0
+PASS_S, PROPOSAL_S, LEARNING_S, TUNING_S = 10.0, 2.0, 3.0, 4.0
 
 
 @dataclass
@@ -72,9 +72,9 @@ class Turns(Tuner):
         self._step += 1
         return Plan(strategy=Strategy(depth=2) if self._step % 3 else None)
 
-    def spend(self, batch, plan, proposals):
+    def select_nodes(self, batch, plan, proposals):
         self._world.happens("propose")
-        return super().spend(batch, plan, proposals)
+        return super().select_nodes(batch, plan, proposals)
 
     def learn(self, outcome: Outcome) -> None:
         self._world.happens("learn", TUNING_S)
@@ -95,7 +95,7 @@ class Slow(ScriptedDrafter):
 def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[World]:
     """Where passes take time on the device that the test names."""
     world, device = World(), getattr(request, "param", "cpu")
-    launch, wait, teach = ModelRunner.launch, Launched.wait, Lesson.teach
+    launch, wait, send = ModelRunner.launch, Launched.wait, StepFeedback.send_to_drafters
 
     def launched(*args: object) -> Launched:
         world.happens("launch", PASS_S if device == "cpu" else 0.0)
@@ -107,13 +107,13 @@ def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
         world.happens("wait")
         return out
 
-    def taught(lesson: Lesson, drafters: Sequence[WatchfulDrafter]) -> None:
-        teach(lesson, drafters)
-        world.now += TEACHING_S if lesson.asked else 0.0
+    def sent(feedback: StepFeedback, drafters: Sequence[WatchfulDrafter]) -> None:
+        send(feedback, drafters)
+        world.now += LEARNING_S if feedback.step.timings else 0.0
 
     monkeypatch.setattr(ModelRunner, "launch", launched)
     monkeypatch.setattr(Launched, "wait", waited)
-    monkeypatch.setattr(Lesson, "teach", taught)
+    monkeypatch.setattr(StepFeedback, "send_to_drafters", sent)
     with unchecked_shapes():
         yield world
 
@@ -161,13 +161,13 @@ def test_the_seconds_of_learning_are_those_of_the_step_that_is_learned_from(worl
     """On a CPU drafts cost what drafters take to learn of them; on a GPU nobody waits for it."""
     engine, _, tuner = make_engine(world)
     to_the_end(engine)
-    exposed = TEACHING_S if request.node.callspec.params["world"] == "cpu" else 0.0
+    exposed = LEARNING_S if request.node.callspec.params["world"] == "cpu" else 0.0
     kinds = set()
     for outcome in tuner.outcomes[:-1]:  # the last one is learned from outside of any step
-        drafted = bool(outcome.asked)
+        drafted = bool(outcome.timings)
         kinds.add(drafted)
         assert outcome.verify_s == PASS_S + exposed * drafted
-        assert [each.seconds for each in outcome.asked] == [PROPOSAL_S] * drafted
+        assert [each.seconds for each in outcome.timings] == [PROPOSAL_S] * drafted
     assert kinds == {True, False}
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.engine.request import ActiveRequest
-from longtail.engine.step.noise import NoiseAhead
+from longtail.engine.step.noise import NoiseTable
 from longtail.sampling import gumbel_noise, noise_key
 from longtail.types import Request
 
@@ -29,7 +29,7 @@ def true_noise(active: ActiveRequest, aheads: Sequence[int]) -> torch.Tensor:
 
 
 def assert_rows_are_true(
-    noise: NoiseAhead, actives: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
+    noise: NoiseTable, actives: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
 ) -> None:
     found = noise.rows(actives, aheads)
     expected = [true_noise(*each) for each in zip(actives, aheads, strict=True)]
@@ -37,9 +37,9 @@ def assert_rows_are_true(
 
 
 def assert_drafts_read_the_same(
-    noise: NoiseAhead, actives: Sequence[ActiveRequest], depth: int
+    noise: NoiseTable, actives: Sequence[ActiveRequest], depth: int
 ) -> None:
-    ahead = noise.ahead(actives, depth)
+    ahead = noise.for_drafts(actives, depth)
     expected = torch.stack([true_noise(active, range(depth)) for active in actives])
     assert torch.equal(ahead.up_to(depth), expected)
     for level in range(depth):
@@ -62,7 +62,7 @@ def assert_drafts_read_the_same(
     )
 )
 def test_whoever_comes_and_goes_reads_the_noise_of_his_place(max_entries, events):
-    noise = NoiseAhead(VOCAB, CPU, max_entries=max_entries)
+    noise = NoiseTable(VOCAB, CPU, max_entries=max_entries)
     actives = [request(number) for number in range(5)]
     for chosen, depth, drafts, grown, turned in events:
         some = [actives[number] for number in sorted(chosen, reverse=turned)]
@@ -75,21 +75,21 @@ def test_whoever_comes_and_goes_reads_the_noise_of_his_place(max_entries, events
 
 
 def test_rows_of_one_request_may_be_several_and_repeat():
-    noise = NoiseAhead(VOCAB, CPU)
+    noise = NoiseTable(VOCAB, CPU)
     assert_rows_are_true(noise, [request(0), request(1, 9)], [[0], [0, 1, 1]])
 
 
 def test_another_request_of_the_same_name_has_its_own_noise():
-    noise = NoiseAhead(VOCAB, CPU)
+    noise = NoiseTable(VOCAB, CPU)
     for number in (0, 1):
         assert_rows_are_true(noise, [request(number, name="same")], [[0, 1]])
 
 
 def test_a_draft_reads_on_while_the_table_is_made_anew():
-    noise = NoiseAhead(VOCAB, CPU, max_entries=1)
+    noise = NoiseTable(VOCAB, CPU, max_entries=1)
     first, second = request(0), request(1)
-    ahead = noise.ahead([first], 2)
-    noise.reach([second], 5)
+    ahead = noise.for_drafts([first], 2)
+    noise.prepare([second], 5)
     assert torch.equal(ahead.up_to(2)[0], true_noise(first, range(2)))
 
 
@@ -101,11 +101,10 @@ def test_noise_that_is_there_is_not_made_again(monkeypatch):
         return gumbel_noise(keys, positions, vocab_size)
 
     monkeypatch.setattr("longtail.engine.step.noise.gumbel_noise", counted)
-    noise, active = NoiseAhead(VOCAB, CPU, max_entries=8 * VOCAB), request(0)
+    noise, active = NoiseTable(VOCAB, CPU, max_entries=8 * VOCAB), request(0)
     for _ in range(6):
         noise.rows([active], [[0, 2]])
         active.tokens.append(1)
     assert made == [8]  # places 0 to 7 serve all six
     noise.rows([active], [[0, 2]])
     assert made == [8, 6]  # the two that are left were moved
-    assert noise.seconds > 0

@@ -14,7 +14,7 @@ from longtail.engine.rollout_log import (
     accept_lengths,
     read_rollout,
 )
-from longtail.engine.speculation.clock import PlayedClock
+from longtail.engine.speculation.clock import ReplayClock
 from longtail.errors import ConfigError
 from longtail.run.metrics import JsonLines
 
@@ -95,7 +95,7 @@ def test_a_log_comes_back_from_its_file_to_the_last_bit(tmp_path: Path) -> None:
     logged = read_rollout(tmp_path / "speculation.jsonl")
     assert (logged.step, logged.series) == (7, series)
     assert logged.series.readings == tuple(report.readings for report in reports)
-    clock = PlayedClock(logged.series.readings)
+    clock = ReplayClock(logged.series.readings)
     for report in reports:
         clock.begin()
         assert tuple(clock.read() for _ in report.readings) == report.readings

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.request import ActiveRequest
-from longtail.engine.step.noise import NoiseAhead
+from longtail.engine.step.noise import NoiseTable
 from longtail.engine.step.runner import ModelRunner, RunnerOutput
 from longtail.model.transformer import Transformer
 from longtail.sampling import gumbel_noise
@@ -57,7 +57,7 @@ def expected(
 )
 def test_noise_ahead_is_the_keyed_noise_whoever_draws(steps, max_entries):
     """Requests come and go, pause and return, and the table is refilled at any time."""
-    ahead = NoiseAhead(13, CPU, max_entries=max_entries)
+    ahead = NoiseTable(13, CPU, max_entries=max_entries)
     requests = [active(str(i), 2 + 5 * i, 100 - i) for i in range(5)]
     for members in steps:
         drawing = [requests[i] for i in sorted(members)]
@@ -75,11 +75,11 @@ def test_noise_ahead_is_the_keyed_noise_whoever_draws(steps, max_entries):
 )
 def test_drafts_see_the_noise_of_the_places_their_nodes_would_take(drawn, depth, max_entries):
     """A node of depth 1 takes the next place; what was handed out outlives a refill."""
-    noise = NoiseAhead(13, CPU, max_entries=max_entries)
+    noise = NoiseTable(13, CPU, max_entries=max_entries)
     requests = [active(str(i), 2 + 5 * i, 100 - i) for i in range(5)]
     for members in drawn:
         drawing = [requests[i] for i in sorted(members)]
-        given_out = noise.ahead(drawing, depth)
+        given_out = noise.for_drafts(drawing, depth)
         stranger = active("stranger", 3, 7)
         noise.rows([stranger], [[40]])
         for d in range(1, depth + 1):
@@ -90,7 +90,7 @@ def test_drafts_see_the_noise_of_the_places_their_nodes_would_take(drawn, depth,
 
 def test_a_later_request_of_the_same_name_gets_its_own_noise():
     """Names return every epoch with other keys; the table once kept the rows of the old key."""
-    ahead = NoiseAhead(13, CPU)
+    ahead = NoiseTable(13, CPU)
     ahead.rows([active("train/17#3", 4, key=1)], [[0]])
     again = [active("train/17#3", 4, key=2)]
     assert ahead.rows(again, [[0]]).equal(expected(again, 13))

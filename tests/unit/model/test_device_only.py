@@ -200,14 +200,14 @@ def test_a_draft_stays_on_its_device_until_it_is_read(kind, monkeypatch):
 
     for worth in (
         DraftThresholds(),
-        DraftThresholds(extend=0.1, level=0.5),
-        DraftThresholds(extend=0.1, level=0.5),
+        DraftThresholds(expand=0.1, level=0.5),
+        DraftThresholds(expand=0.1, level=0.5),
     ):
         told = len(one.tokens) - 1
         one.tokens += [1, 1, 1]
         seen = Observed(request_id="a", tokens=one.tokens, start=told, num_tokens=3, prompt_len=2)
         drafter.observe([seen], torch.zeros(3, size, device=DEVICE))
-        noise = KeyedSampler(TorchDraws(), VOCAB, DEVICE).noise.ahead([one], 4)
+        noise = KeyedSampler(TorchDraws(), VOCAB, DEVICE).noise.for_drafts([one], 4)
         asked = Draftable(
             request_id="a",
             tokens=one.tokens,
@@ -215,9 +215,9 @@ def test_a_draft_stays_on_its_device_until_it_is_read(kind, monkeypatch):
             sampling=SamplingParams(temperature=0.5),
             max_depth=9,
         )
-        strategy = Strategy(depth=4, width=2, size=9, beam=2, worth=worth)
+        strategy = Strategy(depth=4, width=2, size=9, beam=2, thresholds=worth)
         with monkeypatch.context() as during:
             during.setattr(grow, "_read", read)
             during.setattr(walker, "root", launch)
             drafter.propose([asked], strategy, noise)
-    assert reads == [(14, 0), (14, 3), (2, 1)], "candidates, and surpluses of levels"
+    assert reads == [(14, 0), (14, 3), (2, 1)], "candidates, and gains of levels"

@@ -13,16 +13,9 @@ from torch import Tensor
 
 from longtail.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedModelError
 from longtail.model.attention import PackedAttention
-from longtail.model.hf.model import (
-    check_vocabulary,
-    from_hf,
-    load_config,
-    load_model,
-    load_tokenizer,
-    save_model,
-    stored_dtype,
-    to_hf,
-)
+from longtail.model.hf.model import load_config, load_model, save_model, stored_dtype
+from longtail.model.hf.tokenizer import check_vocabulary, load_tokenizer
+from longtail.model.hf.weights import from_hf, to_hf
 from longtail.model.transformer import Family, Transformer
 from support.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 
@@ -60,7 +53,7 @@ def test_a_size_that_the_weights_do_not_have_is_refused_before_it_is_allocated(
     saved: Path, field: str, size: int
 ) -> None:
     edit(saved / "config.json", **{field: size, "head_dim": 16})
-    with pytest.raises(ConfigError, match=r"config\.json asks for|lacks"):
+    with pytest.raises(ConfigError, match=r"config\.json gives|lacks"):
         load_model(saved)
 
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from longtail import tiny
+from longtail.config import files as configfile
 from longtail.config import sft as sft_config
 from longtail.errors import ConfigError, DataError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_config, load_model, save_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs import sft
 from longtail.run.checkpoint import RunDirectory
 from longtail.tiny import warmstart
@@ -22,7 +24,7 @@ ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(1, 9) f
 def place(tmp_path) -> Path:
     words = tiny_tokenizer()
     model = tiny_model(vocab_size=words.vocab_size)
-    hf.save_model(model, tmp_path / "model", eos_ids=words.eos_ids)
+    save_model(model, tmp_path / "model", eos_ids=words.eos_ids)
     words.save(tmp_path / "model")
     text = "\n".join(json.dumps(row) for row in ROWS)
     (tmp_path / "sums.jsonl").write_text(text, encoding="utf-8")
@@ -30,7 +32,8 @@ def place(tmp_path) -> Path:
 
 
 def settings(place: Path, name: str, *words: str) -> sft_config.SftConfig:
-    return sft_config.load(
+    return configfile.resolve(
+        sft_config.SftConfig,
         None,
         [
             f"--model.path={place / 'model'}",
@@ -52,7 +55,7 @@ def settings(place: Path, name: str, *words: str) -> sft_config.SftConfig:
 def learned(place: Path, name: str) -> dict[str, torch.Tensor]:
     checkpoint = RunDirectory(place / name).load_latest()
     assert checkpoint is not None
-    return dict(hf.load_model(checkpoint.policy).named_parameters())
+    return dict(load_model(checkpoint.policy).named_parameters())
 
 
 def metrics(place: Path, name: str) -> list[dict]:
@@ -73,7 +76,7 @@ def test_it_learns_says_so_and_leaves_a_model(place, capsys):
     assert "step 30/30" in said
     assert "checkpoints/step_000030/policy" in said
     policy = place / "run" / "checkpoints" / "step_000030" / "policy"
-    assert hf.load_tokenizer(policy).encode("1+1=") == tiny_tokenizer().encode("1+1=")
+    assert load_tokenizer(policy).encode("1+1=") == tiny_tokenizer().encode("1+1=")
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(place):
@@ -102,7 +105,7 @@ def test_the_embedded_model_is_taught_from_nothing(place):
     assert sft.run(chosen) == 0
     checkpoint = RunDirectory(place / "tiny").load_latest()
     assert checkpoint is not None
-    assert hf.load_config(checkpoint.policy) == tiny.model_config()
+    assert load_config(checkpoint.policy) == tiny.model_config()
 
 
 @pytest.mark.parametrize(
@@ -130,8 +133,8 @@ def test_the_warm_start_is_taught_once_and_kept(tmp_path):
     assert "1/2" in lessons[0].line()
     assert warmstart.ensure(tmp_path, lessons.append, RECIPE) == first
     assert len(lessons) == 2
-    assert hf.load_config(first) == tiny.model_config()
-    assert hf.load_tokenizer(first).vocab_size == tiny.model_config().vocab_size
+    assert load_config(first) == tiny.model_config()
+    assert load_tokenizer(first).vocab_size == tiny.model_config().vocab_size
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 

@@ -1,6 +1,5 @@
 """A team of processes learns what a single learner learns; it fails together, and goes on."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
@@ -8,18 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from longtail.errors import ClusterError, NonFiniteError, TeamError
+from longtail.errors import NonFiniteError, TeamError
 from longtail.rl.learner import Learner
 from longtail.rl.learner_metrics import LearnerReport
 from support.team_members import (
-    PATIENCE_S,
     SETTINGS,
     Member,
     Plan,
     arrays,
     ask,
     form,
-    free_address,
     new_learner,
 )
 from support.tiny_models import tiny_model
@@ -52,24 +49,17 @@ def assert_same_weights(ours: dict[str, np.ndarray], learner: Learner) -> None:
         assert np.abs(array - theirs[name]).max() <= 1e-12 * np.abs(theirs[name]).max(), name
 
 
-def assert_same_moments(members: Sequence[Member], learner: Learner, copies: int) -> None:
-    """Each is held by so many members, and is the single learner's."""
+def assert_same_moments(members: Sequence[Member], learner: Learner) -> None:
     theirs = arrays(learner.state().tensors)
-    held = Counter(name for _, moments, _ in ask(members, "copy") for name in moments)
-    assert held == dict.fromkeys(theirs, min(copies, len(members)))
-    for name, array in agreed(members)[1].items():
+    ours = agreed(members)[1]
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
         assert np.abs(array - theirs[name]).max() <= 1e-12 * np.abs(theirs[name]).max(), name
 
 
-def begin(member: Member, copies: int) -> None:
-    member.tell("begin", replace(SETTINGS, moment_copies=copies))
-    assert member.hear() is None
-
-
-def form_anew(members: Sequence[Member], copies: int) -> None:
+def form_anew(members: Sequence[Member]) -> None:
     """Make a team of learners that begin."""
-    for member in members:
-        begin(member, copies)
+    assert ask(members, "begin", SETTINGS) == [None] * len(members)
     form(members)
 
 
@@ -81,17 +71,15 @@ def assert_same_report(ours: LearnerReport, theirs: LearnerReport) -> None:
 
 
 def agreed(members: Sequence[Member]) -> Copy:
-    """What the members hold together; whoever holds the same thing holds the same bits."""
+    """Return what all members hold, the same bits."""
     copies = ask(members, "copy")
-    numbers, moments, weights = copies[0]
-    for other_numbers, others, other_weights in copies[1:]:
-        assert other_numbers == numbers
-        assert other_weights.keys() == weights.keys()
-        assert all(np.array_equal(array, weights[name]) for name, array in other_weights.items())
-        shared = moments.keys() & others.keys()
-        assert all(np.array_equal(moments[name], others[name]) for name in shared)
-        moments |= others
-    return numbers, moments, weights
+    for other in copies[1:]:
+        assert other[0] == copies[0][0]
+        for ours, theirs in zip(other[1:], copies[0][1:], strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(np.array_equal(array, theirs[name]) for name, array in ours.items())
+    found: Copy = copies[0]
+    return found
 
 
 def learn_together(
@@ -105,21 +93,19 @@ def learn_together(
         times = dict.fromkeys(SECONDS, 0.0)
         assert all(replace(one, **times) == replace(said[0], **times) for one in said)
         reports.append(said[0])
-        assert ask(members, "gather") == [None] * len(members)
     return agreed(members)[2], reports
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("mini_batches", [1, 2])
-@pytest.mark.parametrize("copies", [0, 1, 2])
-def test_a_team_learns_what_a_single_learner_does(crew, size, mini_batches, copies):
+def test_a_team_learns_what_a_single_learner_does(crew, size, mini_batches):
     steps = [replace(plan, mini_batches=mini_batches) for plan in STEPS]
     assert all(len(batch.micro_batches) > 1 for batch in steps[0].batches())
     single, expected = alone(steps)
-    form_anew(crew[:size], copies)
+    form_anew(crew[:size])
     weights, reports = learn_together(crew[:size], steps)
     assert_same_weights(weights, single)
-    assert_same_moments(crew[:size], single, copies or size)
+    assert_same_moments(crew[:size], single)
     for ours, theirs in zip(reports, expected, strict=True):
         assert_same_report(ours, theirs)
     last = reports[-1]
@@ -133,7 +119,7 @@ def test_members_that_have_no_micro_batch_make_the_update_of_the_others(crew):
     steps = [replace(plan, budget=100, mini_batches=2) for plan in STEPS]
     assert all(len(batch.micro_batches) == 1 for batch in steps[0].batches())
     single, expected = alone(steps)
-    form_anew(crew, 0)
+    form_anew(crew)
     weights, reports = learn_together(crew, steps)
     assert_same_weights(weights, single)
     for ours, theirs in zip(reports, expected, strict=True):
@@ -142,7 +128,7 @@ def test_members_that_have_no_micro_batch_make_the_update_of_the_others(crew):
 
 @pytest.mark.parametrize("broken", [{"bad_advantage": 3}, {"bad_logprob": 5}])
 def test_a_loss_that_is_not_finite_on_one_member_stops_all_of_them(crew, broken):
-    form_anew(crew, 0)
+    form_anew(crew)
     learn_together(crew, STEPS[:1])
     before = ask(crew, "look")
     said = ask(crew, "step", replace(STEPS[1], **broken))
@@ -158,7 +144,7 @@ def test_a_loss_that_is_not_finite_on_one_member_stops_all_of_them(crew, broken)
 
 
 def test_a_gradient_that_is_not_finite_on_one_member_stops_all_of_them(crew):
-    form_anew(crew, 0)
+    form_anew(crew)
     before = ask(crew, "look")
     crew[2].tell("break_gradients")
     assert crew[2].hear() is None
@@ -178,13 +164,12 @@ def test_a_gradient_that_is_not_finite_on_one_member_stops_all_of_them(crew):
         pytest.param(2, 1, id="between-two-updates"),
     ],
 )
-@pytest.mark.parametrize("copies", [0, 2])
 def test_a_step_that_lost_a_member_changes_nothing_and_can_be_made_again(
-    crew, mini_batches, backwards, copies
+    crew, mini_batches, backwards
 ):
     steps = [replace(plan, mini_batches=mini_batches) for plan in STEPS]
     fresh, doomed, survivors = Member(), crew[1], [crew[0], crew[2]]
-    form_anew(crew, copies)
+    form_anew(crew)
     learn_together(crew, steps[:1])
     before = ask(survivors, "look")
     doomed.tell("die_after", backwards)
@@ -200,16 +185,15 @@ def test_a_step_that_lost_a_member_changes_nothing_and_can_be_made_again(
 
     doomed.end()
     crew[1] = fresh  # it comes with the initial weights, which are the reference
-    begin(fresh, copies)
     if mini_batches == 2:  # it may know what a colleague does, or nothing
         crew[0].tell("copy")
-        fresh.tell("restore", *crew[0].hear(), True)
+        fresh.tell("restore", *crew[0].hear())
         assert fresh.hear() is None
     form(crew)
     weights, reports = learn_together(crew, steps[1:])
     single, expected = alone(steps)
     assert_same_weights(weights, single)
-    assert_same_moments(crew, single, copies or 3)
+    assert_same_moments(crew, single)
     assert_same_report(reports[-1], expected[-1])
 
 
@@ -218,11 +202,9 @@ def test_a_step_that_lost_a_member_changes_nothing_and_can_be_made_again(
 def test_who_made_a_step_unseen_has_the_others_make_it_when_they_meet_again(
     crew, mini_batches, blind
 ):
-    # With (1, 2) member 0 makes it, and some moments are kept by 1 and 2 only: who lost sight of
-    # the team before its own update must make that up, not be given the result.
     steps = [replace(plan, mini_batches=mini_batches) for plan in STEPS]
     single, _ = alone(steps)
-    form_anew(crew, 2)
+    form_anew(crew)
     learn_together(crew, steps[:1])
     before = ask(crew, "look")
     assert ask([crew[rank] for rank in blind], "lose_sight") == [None] * len(blind)
@@ -234,49 +216,20 @@ def test_who_made_a_step_unseen_has_the_others_make_it_when_they_meet_again(
     assert agreed(crew)[0] == {"version": 1 + was_made}
     weights, _ = learn_together(crew, steps[1 + was_made :])
     assert_same_weights(weights, single)
-    assert_same_moments(crew, single, 2)
-
-
-def test_a_member_lost_between_the_update_and_the_gathering_takes_nothing_with_it(crew):
-    fresh, survivors = Member(), crew[1:]
-    single, _ = alone(STEPS)
-    form_anew(crew, 2)
-    learn_together(crew, STEPS[:1])
-    assert all(isinstance(one, LearnerReport) for one in ask(crew, "step", STEPS[1]))
-    crew[0].end()
-    assert all(isinstance(error, TeamError) for error in ask(survivors, "gather"))
-    crew[0] = fresh
-    begin(fresh, 2)
-    form(crew)
-    assert agreed(crew)[0] == {"version": 2}
-    weights, _ = learn_together(crew, STEPS[2:])
-    assert_same_weights(weights, single)
-    assert_same_moments(crew, single, 2)
-
-
-def test_moments_that_nobody_kept_any_more_end_the_learning_with_a_remedy(crew):
-    form_anew(crew, 1)
-    learn_together(crew, STEPS[:1])
-    begin(crew[1], 1)  # as a new process would
-    address = free_address()
-    for rank, member in enumerate(crew):
-        member.tell("form", rank, 3, address, PATIENCE_S)
-    for error in [member.hear() for member in crew]:
-        assert isinstance(error, ClusterError)
-        assert "(learner.moment_copies); start again" in str(error)
+    assert_same_moments(crew, single)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (3, 1)])
-def test_what_some_kept_is_taken_up_by_a_team_of_another_size(crew, before, after):
+def test_a_team_of_another_size_goes_on_from_a_checkpoint(crew, before, after):
     single, _ = alone(STEPS)
-    form_anew(crew[:before], 2)
+    form_anew(crew[:before])
     learn_together(crew[:before], STEPS[:1])
     kept = agreed(crew[:before])
-    form_anew(crew[:after], 1)
-    assert ask(crew[:after], "restore", *kept, False) == [None] * after
+    form_anew(crew[:after])
+    assert ask(crew[:after], "restore", *kept) == [None] * after
     weights, _ = learn_together(crew[:after], STEPS[1:])
     assert_same_weights(weights, single)
-    assert_same_moments(crew[:after], single, 1)
+    assert_same_moments(crew[:after], single)
 
 
 def test_the_digest_tells_any_two_weights_apart():

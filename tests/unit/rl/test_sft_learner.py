@@ -45,7 +45,7 @@ def test_the_loss_is_the_mean_over_completion_tokens_only():
     assert imitator.loss(EXAMPLES) == pytest.approx(expected, abs=1e-12)
     report = imitator.step(EXAMPLES)
     assert report.loss == pytest.approx(expected, abs=1e-12)
-    assert (report.num_tokens, report.num_learned) == (15, 8)
+    assert (report.num_tokens, report.num_trained) == (15, 8)
 
 
 @pytest.mark.parametrize("budget", [1, 8, 100])

@@ -53,7 +53,6 @@ def learn(members: Sequence[Member], steps: Sequence[Plan]) -> list[LearnerRepor
         times = dict.fromkeys(SECONDS, 0.0)
         assert all(replace(one, **times) == replace(said[0], **times) for one in said)
         reports.append(said[0])
-        assert ask(members, "gather") == [None] * len(members)
     return reports
 
 
@@ -178,7 +177,7 @@ def test_a_checkpoint_goes_on_with_any_number_of_shards_or_none(crew, before, af
     learn(crew[:before], STEPS[:1])
     numbers, moments, weights = kept = together(crew[:before])
     assert ask(crew[:after], "begin", SHARDED) == [None] * after
-    assert ask(crew[:after], "restore", *kept, False) == [None] * after
+    assert ask(crew[:after], "restore", *kept) == [None] * after
     form(crew[:after])
     found = together(crew[:after])
     assert found[0] == numbers

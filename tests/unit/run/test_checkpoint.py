@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail.config.rl import RunConfig, dump, load
+from longtail.config import files as configfile
+from longtail.config.rl import RunConfig, load
 from longtail.config.sft import SftConfig
 from longtail.errors import CheckpointError, ConfigError
 from longtail.run.checkpoint import RunDirectory, policy_directory
 
-CONFIG = dump(RunConfig())
+CONFIG = configfile.render(RunConfig())
 
 
 def _policy(content: str = "{}") -> Callable[[Path], None]:
@@ -243,7 +244,9 @@ def test_a_configuration_that_would_change_the_run_is_refused_field_by_field(
 ) -> None:
     _save(run, 4)
     run.close()
-    changed = dump(load(None, ["--learner.loss=dapo", "--learner.clip_low=0.1", "--run.threads=1"]))
+    changed = configfile.render(
+        load(None, ["--learner.loss=dapo", "--learner.clip_low=0.1", "--run.threads=1"])
+    )
     with pytest.raises(ConfigError) as caught:
         RunDirectory(run.path).start(changed, resume=True)
     message = str(caught.value)
@@ -257,17 +260,17 @@ def test_what_does_not_touch_the_weights_may_change(run: RunDirectory) -> None:
     _save(run, 4)
     run.close()
     words = ["--run.steps=7", "--run.threads=1", "--run.keep_checkpoints=9"]
-    changed = dump(load(None, [*words, "--run.writers=tensorboard"]))
+    changed = configfile.render(load(None, [*words, "--run.writers=tensorboard"]))
     assert RunDirectory(run.path).start(changed, resume=True) is not None
     assert (run.path / "config.toml").read_text() == changed
 
 
 def test_the_number_of_steps_may_not_change_under_a_schedule_that_reads_it(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.start(dump(load(None, ["--learner.schedule=linear"])), resume=True)
+    run.start(configfile.render(load(None, ["--learner.schedule=linear"])), resume=True)
     _save(run, 4)
     run.close()
-    longer = dump(load(None, ["--learner.schedule=linear", "--run.steps=200"]))
+    longer = configfile.render(load(None, ["--learner.schedule=linear", "--run.steps=200"]))
     with pytest.raises(ConfigError, match=r"run\.steps: 100 -> 200"):
         RunDirectory(tmp_path).start(longer, resume=True)
 
@@ -275,18 +278,18 @@ def test_the_number_of_steps_may_not_change_under_a_schedule_that_reads_it(tmp_p
 def test_the_same_holds_for_fine_tuning(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     config = SftConfig()
-    run.start(dump(config), resume=True)
+    run.start(configfile.render(config), resume=True)
     _save(run, 4)
     run.close()
     train = config.train.model_copy(update={"steps": 999})
     longer = config.model_copy(update={"train": train})
     with pytest.raises(ConfigError, match=r"train\.steps: 400 -> 999"):
-        RunDirectory(tmp_path).start(dump(longer), resume=True)
+        RunDirectory(tmp_path).start(configfile.render(longer), resume=True)
 
 
 def test_a_run_without_a_checkpoint_may_start_over_differently(run: RunDirectory) -> None:
     run.close()
-    changed = dump(load(None, ["--learner.loss=dapo"]))
+    changed = configfile.render(load(None, ["--learner.loss=dapo"]))
     assert RunDirectory(run.path).start(changed, resume=True) is None
 
 

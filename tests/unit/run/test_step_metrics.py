@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from longtail.engine.report import RolloutReport, Switch, together
+from longtail.engine.report import RolloutReport, Switch, merge_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
@@ -67,7 +67,7 @@ def test_the_rollout_phase_in_numbers() -> None:
 
 def test_an_engine_that_waits_for_another_does_no_bookkeeping() -> None:
     half = replace(REPORT, seconds=1.0, engine_s=1.0, forward_s=0.5, sample_s=0.25, running_s=3.0)
-    both = together([REPORT, half], seconds=2.0)
+    both = merge_reports([REPORT, half], seconds=2.0)
     assert both.engine_s == 1.5
     assert both.bookkeeping_share == 0.25 == REPORT.bookkeeping_share == half.bookkeeping_share
     assert both.tail_idle_share == 1 - 9.0 / (8 * 2.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.speculation.budget import merge, optimal_budget, spend
+from longtail.speculation.budget import merge, optimal_budget, select_nodes
 from longtail.speculation.tree import (
     EMPTY,
     MAX_NODES,
@@ -106,20 +106,20 @@ def test_no_choice_of_nodes_is_quicker_than_the_one_found(reach, steps, num):
 
 
 def test_nodes_below_the_price_are_not_verified():
-    assert spend([LIKELY, LIKELY], 0.7, 100) == [prune(LIKELY, 3)] * 2
-    assert spend([LIKELY], 0.95, 100) == [EMPTY]
+    assert select_nodes([LIKELY, LIKELY], 0.7, 100) == [prune(LIKELY, 3)] * 2
+    assert select_nodes([LIKELY], 0.95, 100) == [EMPTY]
 
 
 def test_scarce_room_goes_to_the_likeliest_of_all_requests():
     sure, doubtful = chain((1, 2), (0.9, 0.85)), chain((3, 4), (0.8, 0.3))
-    assert spend([doubtful, sure], 0.0, 3) == [prune(doubtful, 1), sure]
-    assert spend([doubtful, sure], 0.0, 2) == [EMPTY, sure]
+    assert select_nodes([doubtful, sure], 0.0, 3) == [prune(doubtful, 1), sure]
+    assert select_nodes([doubtful, sure], 0.0, 2) == [EMPTY, sure]
 
 
 def test_who_does_not_say_how_likely_stays_whole_while_there_is_room():
     silent = chain((1, 2, 3))
-    assert spend([silent, LIKELY], 0.99, 10) == [silent, EMPTY]
-    assert spend([silent, silent], 0.5, 4) == [silent, prune(silent, 1)]
+    assert select_nodes([silent, LIKELY], 0.99, 10) == [silent, EMPTY]
+    assert select_nodes([silent, silent], 0.5, 4) == [silent, prune(silent, 1)]
 
 
 @given(
@@ -129,13 +129,13 @@ def test_who_does_not_say_how_likely_stays_whole_while_there_is_room():
 )
 def test_the_room_is_kept_and_nothing_is_below_the_price(sketches, price, room):
     trees = [tree_of(sketch, speaks=speaks) for sketch, speaks in sketches]
-    spent = spend(trees, price, room)
-    assert sum(tree.size for tree in spent) <= room
-    for tree, whole in zip(spent, trees, strict=True):
+    selected = select_nodes(trees, price, room)
+    assert sum(tree.size for tree in selected) <= room
+    for tree, whole in zip(selected, trees, strict=True):
         assert tree == prune(whole, tree.size)
         assert all(likely >= price for likely in tree.reach)
     if sum(keep_reached(tree, price).size for tree in trees) <= room:
-        assert spent == [keep_reached(tree, price) for tree in trees]
+        assert selected == [keep_reached(tree, price) for tree in trees]
 
 
 def test_what_two_propose_is_there_once_as_likely_as_the_surer_says():

@@ -12,34 +12,34 @@ from longtail.speculation.depth import (
     DepthPolicy,
     ExactDepth,
     PredictedDepth,
-    select_gauge,
+    select_depth_policy,
 )
 
 SURPLUSES = st.lists(st.floats(-2.0, 60.0, width=32), max_size=7)
 
 
-def draft(gauge: DepthPolicy, surpluses: Sequence[float]) -> int:
+def draft(policy: DepthPolicy, gains: Sequence[float]) -> int:
     """The depth of a round in which levels would be worth this; one deeper than they are many."""
     known: list[torch.Tensor] = []
     depth = 1
-    for surplus in surpluses:
-        known.append(torch.tensor(surplus, dtype=torch.float64))
-        if not gauge.should_extend(known):
+    for gain in gains:
+        known.append(torch.tensor(gain, dtype=torch.float64))
+        if not policy.should_extend(known):
             break
         depth += 1
     if known:
-        gauge.learn([float(each) for each in known])
+        policy.learn([float(each) for each in known])
     return depth
 
 
 @given(st.lists(SURPLUSES, max_size=12), SURPLUSES)
 def test_behind_any_change_the_depth_becomes_that_of_a_look(past, constant):
     """However wrong what is remembered: it is forgotten, then each round goes a level deeper."""
-    gauge = PredictedDepth()
-    for surpluses in past:
-        draft(gauge, surpluses)
+    policy = PredictedDepth()
+    for gains in past:
+        draft(policy, gains)
     looked = draft(ExactDepth(), constant)
-    depths = [draft(gauge, constant) for _ in range(REMEMBERED + looked + 3)]
+    depths = [draft(policy, constant) for _ in range(REMEMBERED + looked + 3)]
     for number, depth in enumerate(depths[REMEMBERED:], start=1):
         assert min(number, looked) <= depth <= looked
     assert depths[-3:] == [looked] * 3
@@ -48,30 +48,30 @@ def test_behind_any_change_the_depth_becomes_that_of_a_look(past, constant):
 @given(SURPLUSES)
 def test_a_fresh_gauge_is_right_from_the_second_round_on(constant):
     """Its first round goes as deep as it may, and so reads of all levels what they are worth."""
-    gauge, looked = PredictedDepth(), draft(ExactDepth(), constant)
-    assert draft(gauge, constant) == len(constant) + 1
-    assert [draft(gauge, constant) for _ in range(5)] == [looked] * 5
+    policy, looked = PredictedDepth(), draft(ExactDepth(), constant)
+    assert draft(policy, constant) == len(constant) + 1
+    assert [draft(policy, constant) for _ in range(5)] == [looked] * 5
 
 
 def test_a_level_is_drafted_if_it_pays_on_average():
     """Not in every round: what it gains in some must be more than it loses in the others."""
     for poor, depth in ((-0.4, 3), (-0.6, 2)):
-        gauge = PredictedDepth()
+        policy = PredictedDepth()
         rounds = [[1.0, 0.5], [1.0, poor]]
-        found = [draft(gauge, rounds[number % 2]) for number in range(10 * REMEMBERED)]
+        found = [draft(policy, rounds[number % 2]) for number in range(10 * REMEMBERED)]
         assert set(found[REMEMBERED::2]) == {depth}
 
 
 def test_what_is_foreseen_reads_no_surplus():
-    gauge, unread = PredictedDepth(), torch.tensor(0.0, device="meta")
-    gauge.learn([0.5, -0.5])
-    assert gauge.should_extend([unread])
-    assert not gauge.should_extend([unread, unread])
-    assert not gauge.should_extend([unread, unread, unread]), "nothing is known of it"
+    policy, unread = PredictedDepth(), torch.tensor(0.0, device="meta")
+    policy.learn([0.5, -0.5])
+    assert policy.should_extend([unread])
+    assert not policy.should_extend([unread, unread])
+    assert not policy.should_extend([unread, unread, unread]), "nothing is known of it"
 
 
 @pytest.mark.parametrize(
     ("device", "kind"), [("cpu", ExactDepth), ("cuda", PredictedDepth)], ids=["cpu", "cuda"]
 )
 def test_depth_is_foreseen_where_a_look_is_dear(device, kind):
-    assert isinstance(select_gauge(torch.device(device)), kind)
+    assert isinstance(select_depth_policy(torch.device(device)), kind)

@@ -79,12 +79,12 @@ def grown(
     max_depths: Sequence[int],
     strategy: Strategy,
     curve: ConfidenceCurve,
-    gauge: DepthPolicy | None = None,
+    policy: DepthPolicy | None = None,
 ) -> tuple[list[DraftTree], list[int]]:
     """The drafts, and how many nodes of a request each pass but the first was over."""
     walker = PathWalker(len(max_depths))
     scoring = Scoring(requests=asked(max_depths), noise=None, device=torch.device("cpu"))
-    trees = grow(walker, scoring, strategy, curve, gauge or ExactDepth())
+    trees = grow(walker, scoring, strategy, curve, policy or ExactDepth())
     return trees, walker.passes
 
 
@@ -112,7 +112,7 @@ class Growing:
                 margin = float(torch.tensor(scores[token]) - torch.tensor(scores[rival]))
                 before = self.nodes[parent - 1][3] if parent else 1.0
                 reach = before * self._curve.confidences([margin])[0]
-                if reach >= self._strategy.worth.verify:
+                if reach >= self._strategy.thresholds.verify:
                     self.nodes.append((token, parent, margin, reach))
                     self._level.append((len(self.nodes), (*path, token)))
 
@@ -121,12 +121,12 @@ class Growing:
         if depth >= self._max_depth:
             return []
         likely = sorted(self._level, key=lambda each: -self.nodes[each[0] - 1][3])
-        likely = likely[: self._strategy.num_followed]
-        extend = self._strategy.worth.extend
+        likely = likely[: self._strategy.num_expanded]
+        extend = self._strategy.thresholds.expand
         return [each for each in likely if self.nodes[each[0] - 1][3] >= extend]
 
     def promise(self, depth: int) -> float:
-        extend = self._strategy.worth.extend
+        extend = self._strategy.thresholds.expand
         return sum(self.nodes[node - 1][3] - extend for node, _ in self.followed(depth))
 
     def tree(self) -> DraftTree:
@@ -144,20 +144,20 @@ def defined(
         for each in growing:
             each.draft_level(depth)
         going_on = any(each.followed(depth) for each in growing)
-        if not going_on or sum(each.promise(depth) for each in growing) < strategy.worth.level:
+        if not going_on or sum(each.promise(depth) for each in growing) < strategy.thresholds.level:
             break
     return [each.tree() for each in growing]
 
 
 WORTHS = st.builds(
-    lambda verify, extend, level: DraftThresholds(verify=verify, extend=extend, level=level),
+    lambda verify, extend, level: DraftThresholds(verify=verify, expand=extend, level=level),
     st.sampled_from((0.0, 0.05, 0.3)),
     st.sampled_from((0.0, 0.2, 0.5)),
     st.sampled_from((0.0, 0.4, 1.5)),
 )
 STRATEGIES = st.builds(
     lambda depth, width, size, beam, worth: Strategy(
-        depth=depth, width=width, size=size, beam=beam, worth=worth
+        depth=depth, width=width, size=size, beam=beam, thresholds=worth
     ),
     st.integers(1, 5),
     st.integers(1, 3),
@@ -187,11 +187,11 @@ def test_growing_is_what_its_definition_says(max_depths, strategy, outcomes):
         assert tree.reach == pytest.approx(other.reach, rel=1e-12)
         found = reach_probabilities(tree.parents, curve.confidences(tree.margins))
         assert tree.reach == pytest.approx(found, rel=1e-12)
-        assert all(reach >= strategy.worth.verify for reach in tree.reach)
-        extend = strategy.worth.extend
+        assert all(reach >= strategy.thresholds.verify for reach in tree.reach)
+        extend = strategy.thresholds.expand
         assert all(tree.reach[parent - 1] >= extend for parent in tree.parents if parent)
     assert sum(passes) <= MAX_NODES
-    assert max(passes, default=1) <= strategy.num_followed
+    assert max(passes, default=1) <= strategy.num_expanded
 
 
 def test_a_beam_of_one_is_a_chain_with_siblings():
@@ -216,12 +216,12 @@ def test_no_pass_is_made_where_none_is_worth_it():
     (one, two), _ = grown([9, 9], Strategy(depth=1), curve)
     promises = [one.reach[0], two.reach[0]]
     level = (max(promises) + sum(promises)) / 2
-    strategy = Strategy(depth=2, worth=DraftThresholds(level=level))
+    strategy = Strategy(depth=2, thresholds=DraftThresholds(level=level))
     assert grown([9, 9], strategy, curve)[1] == [1]
     assert grown([9], strategy, curve)[1] == []
     assert grown([9, 1], strategy, curve)[1] == []  # the second could not use it
-    extend = DraftThresholds(extend=max(promises) * 1.001)
-    assert grown([9, 9], Strategy(depth=2, worth=extend), curve)[1] == []
+    extend = DraftThresholds(expand=max(promises) * 1.001)
+    assert grown([9, 9], Strategy(depth=2, thresholds=extend), curve)[1] == []
 
 
 @settings(deadline=None)
@@ -230,9 +230,9 @@ def test_what_is_foreseen_drafts_what_a_look_would_once_rounds_are_alike(
     max_depths, strategy, outcomes
 ):
     """And the first round, of which nothing is foreseen, drafts no less."""
-    curve, gauge = taught(outcomes), PredictedDepth()
+    curve, policy = taught(outcomes), PredictedDepth()
     looked, passes = grown(max_depths, strategy, curve)
-    first = grown(max_depths, strategy, curve, gauge)[1]
+    first = grown(max_depths, strategy, curve, policy)[1]
     assert first[: len(passes)] == passes
     for _ in range(3):
-        assert grown(max_depths, strategy, curve, gauge) == (looked, passes)
+        assert grown(max_depths, strategy, curve, policy) == (looked, passes)

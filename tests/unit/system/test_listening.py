@@ -72,7 +72,7 @@ def test_the_process_that_works_in_a_run_directory_is_known_by_its_lock(tmp_path
 
 def test_the_doctor_shows_on_what_a_run_listens(tmp_path: Path):
     quiet = {each.name: each for each in doctor.sockets(tmp_path)}
-    assert "no process works in" in quiet["run"].value
+    assert "no process uses" in quiet["run"].value
     with RunDirectory(tmp_path, keep=1) as run, socket.socket() as near, socket.socket() as far:
         run.start("", resume=False)
         for sock, address in ((near, "127.0.0.1"), (far, "0.0.0.0")):
@@ -81,6 +81,6 @@ def test_the_doctor_shows_on_what_a_run_listens(tmp_path: Path):
         ports = [sock.getsockname()[1] for sock in (near, far)]
         shown = {each.value: each for each in doctor.sockets(tmp_path)}
     assert shown[f"127.0.0.1 port {ports[0]}: this machine only"].level == "ok"
-    reached = shown[f"0.0.0.0 port {ports[1]}: whoever reaches this machine"]
+    reached = shown[f"0.0.0.0 port {ports[1]}: any host that reaches this machine"]
     assert "SECURITY.md" in reached.remedy
     assert reached.name == f"longtail ({os.getpid()})"

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from longtail.drafter.formats.checkpoint import load_drafter
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.tiny import drafter, warmstart
 from longtail.tiny.drafter import Lesson, Lessons
 
@@ -20,7 +21,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     monkeypatch.setattr(drafter, "LESSONS", lessons)
     directory, tokenizer = tmp_path / "reasoner", warmstart.load_tokenizer()
-    hf.save_model(warmstart.fresh(0), directory, eos_ids=tokenizer.eos_ids)
+    save_model(warmstart.fresh(0), directory, eos_ids=tokenizer.eos_ids)
     tokenizer.save(directory)
     return directory
 
@@ -33,7 +34,7 @@ def test_it_is_trained_once_and_found_again(target: Path, tmp_path: Path, recipe
     assert "expected accept length" in told[0].line()
     assert drafter.ensure(target, told.append, cache_dir=tmp_path, recipe=recipe) == first
     assert len(told) == 2
-    model, tokenizer = hf.load_model(target), hf.load_tokenizer(target)
+    model, tokenizer = load_model(target), load_tokenizer(target)
     loaded = load_drafter(first, model, tokenizer, strict_weights=True)
     assert loaded.layer.config.recipe == recipe
     assert len(loaded.training.overlap) == 6

@@ -14,7 +14,9 @@ TWO = (
 
 
 def batch(num: int = 1, *, prompt: int = 0, room: int = 400) -> Batch:
-    return Batch(num_asking=num, num_sampled=num, num_tokens=num + prompt, num_pairs=num, room=room)
+    return Batch(
+        num_draftable=num, num_sampled=num, num_tokens=num + prompt, num_pairs=num, room=room
+    )
 
 
 def greedy(buckets: tuple[Bucket, ...] = TWO, window: int = 300) -> BanditTuner:
@@ -30,7 +32,7 @@ def told(plan: Plan, batch: Batch, rate: float) -> Outcome:
     return Outcome(
         batch=batch,
         plan=plan,
-        asked=(),
+        timings=(),
         num_drafts=0,
         num_nodes=0,
         num_accepted=0,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve, fit_draft_cost
-from longtail.tuner.records import Asked, Batch, Outcome, Plan
+from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
 
 COUNTS, SECONDS = (1, 8, 64), (1e-3, 1.7e-3, 7.3e-3)
 DRAFT = DraftCost(start_s=1e-4, request_s=8e-6, level_s=5e-5, row_s=6e-6)
@@ -26,13 +26,15 @@ def model() -> CostModel:
     return costs
 
 
-def outcome(verify_s: float, *, asked: tuple[Asked, ...] = (), num_nodes: int = 0) -> Outcome:
+def outcome(
+    verify_s: float, *, timings: tuple[DraftTiming, ...] = (), num_nodes: int = 0
+) -> Outcome:
     """A step of eight requests."""
     return Outcome(
-        batch=Batch(num_asking=8, num_sampled=8, num_tokens=8, num_pairs=800, room=500),
+        batch=Batch(num_draftable=8, num_sampled=8, num_tokens=8, num_pairs=800, room=500),
         plan=Plan(strategy=None),
-        asked=asked,
-        num_drafts=len(asked),
+        timings=timings,
+        num_drafts=len(timings),
         num_nodes=num_nodes,
         num_accepted=0,
         verify_s=verify_s,
@@ -168,12 +170,12 @@ def test_parts_of_a_step_are_added_up():
 
 
 def test_a_slow_step_raises_its_own_kind_and_the_other():
-    asked = Asked(drafter=0, num_requests=8, levels=2, rows=16, seconds=1.0)
-    for drafted in ((), (asked,)):
+    timing = DraftTiming(drafter=0, num_requests=8, levels=2, rows=16, seconds=1.0)
+    for drafted in ((), (timing,)):
         costs = model()
         batch, usual = outcome(1.0).batch, DRAFT.seconds(8, 2.0, 16.0)
         plain, verify = costs.plain_s(batch), costs.verify_s(batch, 0)
-        costs.learn(outcome(2 * plain, asked=drafted))
+        costs.learn(outcome(2 * plain, timings=drafted))
         assert costs.plain_s(batch) > plain
         assert costs.verify_s(batch, 0) > verify
         assert (costs.drafts[0].seconds(8, 2.0, 16.0) > usual) == bool(drafted)

@@ -3,7 +3,7 @@
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.cost import CostModel, TimeCurve
 from longtail.tuner.guard import Guard
-from longtail.tuner.records import Asked, Batch, Outcome, Plan
+from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
 
 PLAIN_S = 1e-3
 """A plain step of any size, by a cost model that nobody corrects."""
@@ -16,11 +16,11 @@ def make_guard() -> Guard:
 
 def step(took: float, *, accepted: int = 0, drafted: bool = True) -> Outcome:
     """Four requests; a step that took so many plain ones."""
-    asked = Asked(drafter=0, num_requests=4, levels=2, rows=8, seconds=0.1 * took * PLAIN_S)
+    timing = DraftTiming(drafter=0, num_requests=4, levels=2, rows=8, seconds=0.1 * took * PLAIN_S)
     return Outcome(
-        batch=Batch(num_asking=4, num_sampled=4, num_tokens=4, num_pairs=4, room=60),
+        batch=Batch(num_draftable=4, num_sampled=4, num_tokens=4, num_pairs=4, room=60),
         plan=Plan(strategy=Strategy(depth=2) if drafted else None),
-        asked=(asked,) if drafted else (),
+        timings=(timing,) if drafted else (),
         num_drafts=4 if drafted else 0,
         num_nodes=8 if drafted else 0,
         num_accepted=accepted,

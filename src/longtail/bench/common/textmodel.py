@@ -33,7 +33,8 @@ from longtail.drafter.training.texts import TextBatches, pack_texts, write_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.data.examples import Example
 from longtail.rl.optim import OptimizerSettings
@@ -157,9 +158,7 @@ def write_tokenizer(texts: Sequence[str], vocab_size: int, directory: Path) -> N
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def cut_windows(
-    texts: Sequence[str], tokenizer: hf.Tokenizer, window: int
-) -> list[tuple[int, ...]]:
+def cut_windows(texts: Sequence[str], tokenizer: Tokenizer, window: int) -> list[tuple[int, ...]]:
     """Concatenate texts, each with an end-of-text token, and cut whole windows."""
     stream: list[int] = []
     for text in texts:
@@ -171,7 +170,7 @@ def train_target(recipe: TargetRecipe, sources: Sources, place: Path, log: Log) 
     """Train on the text and write a Hugging Face directory."""
     began = time.perf_counter()
     write_tokenizer(sources.learned, recipe.vocab_size, place)
-    tokenizer = hf.load_tokenizer(place)
+    tokenizer = load_tokenizer(place)
     windows = cut_windows(sources.learned, tokenizer, recipe.window)
     examples = [Example(tokens=window, prompt_len=1) for window in windows]
     model = Transformer(_shape(recipe, tokenizer.vocab_size))
@@ -193,7 +192,7 @@ def train_target(recipe: TargetRecipe, sources: Sources, place: Path, log: Log) 
     unseen = cut_windows(sources.heldout, tokenizer, recipe.window)[:256]
     loss = learner.loss([Example(tokens=window, prompt_len=1) for window in unseen])
     log(f"text model  held-out loss {loss:.3f}  {time.perf_counter() - began:.0f} s")
-    hf.save_model(model, place, eos_ids=tokenizer.eos_ids)
+    save_model(model, place, eos_ids=tokenizer.eos_ids)
 
 
 def train_drafter(
@@ -201,11 +200,11 @@ def train_drafter(
 ) -> None:
     """Train on completions of the target and write a drafter directory."""
     began = time.perf_counter()
-    tokenizer = hf.load_tokenizer(target_directory)
+    tokenizer = load_tokenizer(target_directory)
     texts = _write(recipe, sources, target_directory, tokenizer)
     heldout, learned = texts[: len(texts) // 32], texts[len(texts) // 32 :]
     log(f"text model's drafter  {len(texts)} texts  {time.perf_counter() - began:.0f} s")
-    target = hf.load_model(target_directory, torch.float32)  # not the engine's, which is packed
+    target = load_model(target_directory, torch.float32)  # not the engine's, which is packed
     target.fuse()
     config = EagleConfig(
         recipe="eagle3", target=target.config, layers=recipe.layers, window=recipe.window
@@ -278,20 +277,20 @@ def heldout_prompts(
 ) -> list[tuple[int, ...]]:
     """Return beginnings of held-out text, spread over the files."""
     recipe = recipe or TargetRecipe()
-    tokenizer = hf.load_tokenizer(model.target)
+    tokenizer = load_tokenizer(model.target)
     sources = read_sources(recipe.megabytes, root)
     windows = cut_windows(sources.heldout, tokenizer, recipe.window)
     return _beginnings(windows, count)
 
 
 def _write(
-    recipe: DrafterRecipe, sources: Sources, directory: Path, tokenizer: hf.Tokenizer
+    recipe: DrafterRecipe, sources: Sources, directory: Path, tokenizer: Tokenizer
 ) -> list[Example]:
     """Return the target's completions of beginnings of its training text."""
     windows = cut_windows(sources.learned, tokenizer, recipe.text_len)
     beginnings = _beginnings(windows, recipe.texts)
     limits = EngineLimits(max_running=64, max_step_tokens=512, max_len=recipe.text_len)
-    engine = RolloutEngine(hf.load_model(directory, torch.float32), tokenizer.decode, limits)
+    engine = RolloutEngine(load_model(directory, torch.float32), tokenizer.decode, limits)
     by_temperature = [
         write_texts(
             engine.generate,

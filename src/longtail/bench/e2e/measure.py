@@ -36,7 +36,8 @@ from longtail.drafter.formats.checkpoint import identity, load_drafter, save_dra
 from longtail.engine import rollout_log
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.loop import Trainer
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.grading.pool import GraderPool
 from longtail.run.checkpoint import RunDirectory, save_tensors
 from longtail.run.console import Console
@@ -108,7 +109,7 @@ class Arm:
         own = config.load(configfile.locate("quickstart"), words)
         self.name, self.result, self._place = name, ArmResult(), place
         self._run = RunDirectory(place)
-        self._run.start(config.dump(own), resume=False)
+        self._run.start(configfile.render(own), resume=False)
         self._grader = GraderPool(
             own.reward.name, workers=own.reward.workers, timeout_s=own.reward.timeout_s
         )
@@ -118,7 +119,7 @@ class Arm:
     def advance(self) -> dict[str, float]:
         """Train one step and return its metrics."""
         if self.name == UNPLACED:
-            self._trainer.fleet.lengths = LengthHistory()
+            self._trainer.workers.lengths = LengthHistory()
         metrics = self._trainer.advance()
         self.result.metrics.append(metrics)
         self.result.timeline = self._trainer.timeline
@@ -126,8 +127,8 @@ class Arm:
 
     def close(self) -> ArmResult:
         """End the run and read its files."""
-        if self.name == SPOT and self._trainer.fleet.published is not None:
-            target = hf.load_model(self._model)
+        if self.name == SPOT and self._trainer.workers.published is not None:
+            target = load_model(self._model)
             frozen = {"embedding": target.embedding.weight, "head": target.head.weight}
             self.result.saves = [self._save(frozen) for _ in range(_SAVES)]
         self._trainer.close()
@@ -145,7 +146,7 @@ class Arm:
     def _save(self, frozen: Mapping[str, Tensor]) -> SaveTimes:
         """Time a save of the drafter both ways; `frozen` are the target's parts of a full one."""
         store, began = DrafterStore(self._place / "saves"), time.perf_counter()
-        state = self._trainer.fleet.drafter_state()
+        state = self._trainer.workers.drafter_state()
         assert state is not None, "a drafter is published"
         store.save(1, state)
         own_s = time.perf_counter() - began
@@ -193,10 +194,10 @@ def differing_share(one: ArmResult, other: ArmResult) -> float:
 
 def grow(small: Path, place: Path) -> tuple[Path, Path]:
     """Write the tiny reasoner and its drafter, grown to 100M parameters, as directories."""
-    tokenizer, model = hf.load_tokenizer(small), hf.load_model(small)
+    tokenizer, model = load_tokenizer(small), load_model(small)
     loaded = load_drafter(tiny_drafter.ensure(small), model, tokenizer, strict_weights=False)
     target = grow_target(model, LARGE)
-    hf.save_model(target, place / "model", eos_ids=tokenizer.eos_ids)
+    save_model(target, place / "model", eos_ids=tokenizer.eos_ids)
     tokenizer.save(place / "model")
     layer = grow_drafter(loaded.layer, LARGE)
     own = identity(str(place / "model"), target, tokenizer)

@@ -15,11 +15,12 @@ from longtail.bench.gpu.kernels import DeviceClock
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.engine.kv.choice import kv_bytes
-from longtail.engine.profile import MadeUpSteps, introduce, made_up_draftable, made_up_request
+from longtail.engine.profile import SyntheticSteps, extend_texts, synthetic_request
 from longtail.engine.step.sampler import make_sampler
 from longtail.model.graphs import CudaGraphs, GraphPool, graph_size
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import MAX_NODES
 
 DEPTH = 8
 _MAX_STEP = 512
@@ -50,7 +51,7 @@ def decode_steps(
     """Time plain decoding against the bound."""
     cells = []
     for batch in batches:
-        steps = MadeUpSteps(model, batch, max(_MAX_STEP, batch))
+        steps = SyntheticSteps(model, batch, max(_MAX_STEP, batch))
         step_s = clock.seconds(partial(steps.step, batch, steps.long))
         context = batch * steps.long * kv_bytes(model.config, model.dtype)
         bound_s = (read_bytes(model) + context) / bandwidth
@@ -74,7 +75,7 @@ def invariant_steps(
     model.pack()
     found = []
     for cell in cells:
-        steps = MadeUpSteps(model, cell["batch"], max(_MAX_STEP, cell["batch"]))
+        steps = SyntheticSteps(model, cell["batch"], max(_MAX_STEP, cell["batch"]))
         step_ms = clock.seconds(partial(steps.step, cell["batch"], steps.long)) * 1e3
         over = step_ms / cell["step_ms"]
         found.append({"batch": cell["batch"], "step_ms": step_ms, "over_plain": over})
@@ -85,7 +86,7 @@ def invariant_steps(
 
 def verify_step(model: Transformer, clock: DeviceClock) -> dict[str, Any]:
     """Time a step that verifies the largest draft of one request against one that decodes."""
-    steps = MadeUpSteps(model, 1, _MAX_STEP)
+    steps = SyntheticSteps(model, 1, _MAX_STEP)
     one_s = clock.seconds(lambda: steps.step(1, steps.long))
     many_s = clock.seconds(lambda: steps.step(_VERIFIED, steps.long))
     return {"tokens": _VERIFIED, "verify_ms": many_s * 1e3, "verify_over_decode": many_s / one_s}
@@ -96,14 +97,14 @@ def draft_pass(model: Transformer, clock: DeviceClock, step_ms: float) -> dict[s
     layer = EagleLayer(EagleConfig(recipe="eagle1", target=model.config))
     layer.initialize(torch.Generator().manual_seed(0))
     drafter = EagleDrafter(layer.to(model.device, model.dtype), model)
-    noise, active = make_sampler(model).noise, made_up_request("draft", 0)
-    introduce(drafter, model, [active], 32)
+    noise, active = make_sampler(model).noise, synthetic_request("draft", 0)
+    extend_texts(drafter, model, [active], 32)
     shape = Strategy(depth=DEPTH)
 
     def draft() -> None:
-        introduce(drafter, model, [active], 4)
-        requests = [made_up_draftable(active)]
-        drafter.propose(requests, shape, noise.ahead([active], shape.depth))
+        extend_texts(drafter, model, [active], 4)
+        requests = [active.draftable(MAX_NODES)]
+        drafter.propose(requests, shape, noise.for_drafts([active], shape.depth))
 
     seconds = clock.seconds(draft)
     return {
@@ -118,7 +119,7 @@ def graph_memory(model: Transformer) -> dict[str, Any] | None:
     if model.graphs is None:
         return None
     model.graphs = GraphPool(CudaGraphs(model.device))
-    steps = MadeUpSteps(model, 32, _MAX_STEP)
+    steps = SyntheticSteps(model, 32, _MAX_STEP)
     for count in (32, 32 * 5):
         steps.step(count, steps.short)
     single, single_graphs = model.graphs.num_bytes, model.graphs.num_graphs

@@ -15,7 +15,8 @@ from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.text import Decode
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data import tiny_task as task
 from longtail.sampling import noise_key
@@ -107,8 +108,8 @@ def tiny_reasoner(
     """Load the tiny reasoner and its EAGLE drafters, training what is not in the cache."""
     directory = model_directory(TINY_REASONER, log)
     dtype = DTYPES[dtype_name]
-    tokenizer = hf.load_tokenizer(directory)
-    model = hf.load_model(directory, dtype)
+    tokenizer = load_tokenizer(directory)
+    model = load_model(directory, dtype)
     target = Target(model=model, tokenizer=tokenizer, directory=directory, name=TINY_REASONER)
     layers = {}
     for recipe in drafters:
@@ -131,7 +132,7 @@ def tiny_sampling(target: Target, max_tokens: int = _MAX_TOKENS) -> SamplingPara
     return SamplingParams(max_tokens=max_tokens, stop_token_ids=target.tokenizer.eos_ids)
 
 
-def hailstones(tokenizer: hf.Tokenizer, *, at_least: int = 0) -> list[tuple[int, ...]]:
+def hailstones(tokenizer: Tokenizer, *, at_least: int = 0) -> list[tuple[int, ...]]:
     """Return held-out problems with walks of `at_least` steps or more, a group of each."""
     problems = task.problems(4096, 1, "heldout")
     rows = [row for row in problems if int(row["answer"]) >= at_least][:_PROMPTS]
@@ -141,8 +142,8 @@ def hailstones(tokenizer: hf.Tokenizer, *, at_least: int = 0) -> list[tuple[int,
 def _text_subject(dtype_name: str, drafters: Sequence[str], log: Log) -> Subject:
     dtype = DTYPES[dtype_name]
     paths = textmodel.ensure(log)
-    tokenizer = hf.load_tokenizer(paths.target)
-    model = hf.load_model(paths.target, dtype)
+    tokenizer = load_tokenizer(paths.target)
+    model = load_model(paths.target, dtype)
     loaded = load_drafter(paths.drafter, model, tokenizer, strict_weights=False, dtype=dtype)
     makers = {"history": HistoryDrafter, "eagle3": eagle_maker(loaded.layer, model)}
     prompts = textmodel.heldout_prompts(paths, _PROMPTS)

@@ -25,11 +25,11 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data import tiny_task as task
 from longtail.serve.options import Limits
-from longtail.serve.server import Served, front, running
+from longtail.serve.server import ModelServer, make_server, running
 from longtail.speculation.drafter import Drafter
 from longtail.tuner.budget import BudgetTuner
 
@@ -46,12 +46,12 @@ class ServedModel:
 
     name: str
     model: Transformer
-    tokenizer: hf.Tokenizer
+    tokenizer: Tokenizer
     drafter: Callable[[], Drafter]
     prompts: tuple[str, ...]
     dtype: str
 
-    def server(self, limits: Limits, *, drafts: bool) -> Served:
+    def server(self, limits: Limits, *, drafts: bool) -> ModelServer:
         """Return a server with an engine of its own."""
         sizes = EngineLimits(
             max_running=limits.max_running, max_step_tokens=512, max_len=limits.max_len
@@ -63,7 +63,7 @@ class ServedModel:
             engine.speculate(speculation if drafts else None)
             return engine
 
-        return front(make_engine, self.tokenizer, limits, name=self.name)
+        return make_server(make_engine, self.tokenizer, limits, name=self.name)
 
     def calls(
         self, temperature: float, max_tokens: int, count: int, *, stream: bool = True
@@ -179,7 +179,7 @@ class Clients:
 def open_model(name: str, options: ServeBenchOptions, log: Log) -> ServedModel:
     """Load the tiny reasoner with its drafter, as it is or grown to 100M parameters."""
     subject = make_subject(name, options.dtype_of(name), (_RECIPE,), log)
-    tokenizer = hf.load_tokenizer(model_directory(TINY_REASONER, log))
+    tokenizer = load_tokenizer(model_directory(TINY_REASONER, log))
     rows = task.problems(_PROBLEMS, 1, "heldout")
     return ServedModel(
         name=name,

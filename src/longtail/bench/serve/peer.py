@@ -17,7 +17,7 @@ from longtail.bench.common.timing import Spread, paired, ratios
 from longtail.bench.serve.measure import ON, Clients, ServedModel
 from longtail.bench.serve.options import ServeBenchOptions
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
+from longtail.model.hf.model import save_model
 
 _START_S = 120.0
 _CALLS = 4
@@ -49,7 +49,7 @@ def measure_peer(
     calls = served.calls(0.0, options.tokens, _CALLS, stream=False)
     with tempfile.TemporaryDirectory(prefix="longtail-peer-") as place:
         path = Path(place) / served.name
-        hf.save_model(served.model, path, eos_ids=served.tokenizer.eos_ids)
+        save_model(served.model, path, eos_ids=served.tokenizer.eos_ids)
         served.tokenizer.save(path)
         peer_calls = [{**call, "model": str(path)} for call in calls]
         try:

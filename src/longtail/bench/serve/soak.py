@@ -17,7 +17,7 @@ from typing import Any, final
 
 from longtail.bench.serve.client import PATH, Answer, head, request
 from longtail.bench.serve.hostile import BAD, SAMPLINGS
-from longtail.serve.server import Served, running
+from longtail.serve.server import ModelServer, running
 from longtail.system import machine
 
 _SEEDS = 20
@@ -160,7 +160,7 @@ class _Client:
 
 
 def soak(
-    served: Served, model: str, num_requests: int, *, clients: int, max_tokens: int
+    served: ModelServer, model: str, num_requests: int, *, clients: int, max_tokens: int
 ) -> SoakResult:
     """Start the server and let `clients` at a time make `num_requests` requests."""
     began = time.perf_counter()

@@ -24,7 +24,7 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.cost import CostModel
 from longtail.tuner.records import Batch, Plan
-from longtail.tuner.tuner import PLAIN, Tuner, fitted
+from longtail.tuner.tuner import PLAIN, Tuner, fit_strategy
 
 ORACLE = "oracle"
 DRAFTER = "good"
@@ -50,7 +50,7 @@ class OracleTuner(Tuner):
         """Return the strategy at the number of requests that is nearest by ratio."""
         nearest = min(self._table, key=lambda running: abs(math.log(running / batch.num_sampled)))
         strategy = self._table[nearest]
-        return PLAIN if strategy is None else fitted(strategy, batch, self._num_drafters)
+        return PLAIN if strategy is None else fit_strategy(strategy, batch, self._num_drafters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

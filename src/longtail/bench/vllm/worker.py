@@ -54,12 +54,14 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     done = engine.generate(prompts, params, use_tqdm=False)
-    counts = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
+    metrics = {metric.name: metric for metric in engine.get_metrics()}
+    drafts = metrics.get("vllm:spec_decode_num_drafts")
+    accepted = metrics.get("vllm:spec_decode_num_accepted_tokens")
     return {
         "engine": f"vllm {vllm.__version__}",
         "tokens": [list(each.outputs[0].token_ids) for each in done],
-        "num_drafts": counts.get("vllm:spec_decode_num_drafts", 0),
-        "num_accepted": counts.get("vllm:spec_decode_num_accepted_tokens", 0),
+        "num_drafts": 0 if drafts is None else drafts.value,
+        "num_accepted": 0 if accepted is None else accepted.value,
     }
 
 

@@ -107,7 +107,7 @@ def discreetly() -> Iterator[None]:
     """Let Ray be begun or reached: it takes no signal for good and prints nothing, then or later.
 
     SIGTERM is Ctrl-C meanwhile, afterwards what it was. What Ray prints is about lost workers: the
-    crew reports those itself.
+    pool reports those itself.
     """
     ray_worker.print_to_stdstream = lambda *_, **__: None
     is_main = threading.current_thread() is threading.main_thread()

@@ -64,7 +64,7 @@ class _Actor:
 class RayWorkerPool(WorkerPool):
     """Starts `size` workers, each made by `make(number)` in a process of its own.
 
-    `say` is given what they print, where they are on this machine.
+    `log` is given what they print, where they are on this machine.
     """
 
     _own_ray: ClassVar[OwnRay | None] = None
@@ -80,9 +80,9 @@ class RayWorkerPool(WorkerPool):
         *,
         address: str = "",
         gpus: float = 0.0,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._say = say
+        self._log = log
         self._make, self._size, self._gpus = make, size, gpus
         self._is_local = not address
         self._sharers.add(id(self))
@@ -178,7 +178,7 @@ class RayWorkerPool(WorkerPool):
     def _pass_on(self) -> None:
         """Say what the workers have printed."""
         for line in [] if self._own_ray is None else self._own_ray.lines():
-            self._say(line)
+            self._log(line)
 
     def _begin_ray(self, address: str) -> None:
         if ray.is_initialized():
@@ -223,7 +223,7 @@ class RayWorkerPool(WorkerPool):
             cause = error.cause
             if isinstance(cause, LongtailError | Stopped):
                 return TaskResult(worker=worker, error=cause)
-            if isinstance(cause, RayError):  # no room for the result, say
+            if isinstance(cause, RayError):  # no room for the result
                 return _lost(worker, cause)
             return TaskResult(worker=worker, error=ClusterError(f"worker {worker}: {error}"))
         except RayError as error:  # the process is gone, or the result: as good as gone

@@ -1,9 +1,9 @@
-"""EAGLE at work: drafts for the requests of an engine, from features that the engine captured.
+"""The EAGLE drafter (EAGLE-1 and EAGLE-3), from features that the engine captured.
 
     observe     features of new tokens ---> Windows
-    propose     pairs to catch up on -> fc, keys, values        (one pass, all requests)
-                root pairs           -> attention, head -> children of the root
-                level by level       -> attention, head -> children of the nodes drafted on
+    propose     prefill        new pairs  -> fc, keys, values     (one pass, all requests)
+                root           root pairs -> attention, head      -> children of the root
+                each level     nodes      -> attention, head      -> children of the nodes
 
 The embedding and the LM head are the target's own modules, so they follow every policy update.
 """
@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.walker import EagleParts, EaglePasses, EagleWalker
-from longtail.drafter.eagle.weights import lay_into
+from longtail.drafter.eagle.walker import DraftModules, EaglePasses, EagleWalker
+from longtail.drafter.eagle.weights import load_parameters
 from longtail.drafter.eagle.windows import Windows
 from longtail.model.kernels import native
 from longtail.model.kernels.draft import ChainKernel, ChainRound, Chains, ChainWeights
@@ -26,7 +26,7 @@ from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.ops import NATIVE_HEAD_DIMS
 from longtail.model.transformer import Transformer
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.depth import select_gauge
+from longtail.speculation.depth import select_depth_policy
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
 from longtail.speculation.grow import Scoring, deepest, grow
 from longtail.speculation.strategy import Strategy
@@ -37,11 +37,11 @@ from longtail.speculation.verify import Accepted
 
 @final
 class EagleDrafter(Drafter):
-    """Drafts with an EAGLE layer for one target.
+    """Drafts with an EAGLE layer for one target; the layer is packed and belongs to the drafter.
 
-    `window` replaces the layer's own (0: unbounded); `draft_ids` names the target's tokens of a
-    reduced draft vocabulary; `head`, of a published drafter, scores them in the place of the
-    target's. The layer is packed for drafting and belongs to the drafter.
+    `draft_ids` lists the target's tokens of a reduced draft vocabulary. `head` replaces the
+    target's head, for published drafters that have one. `window` replaces the layer's window (0:
+    unbounded).
     """
 
     def __init__(
@@ -56,22 +56,14 @@ class EagleDrafter(Drafter):
         self._config = config = layer.config
         self._target, self._draft_ids, self._own_head = target, draft_ids, head
         self._window = config.window if window is None else window
-        self.windows = Windows(
-            window=self._window,
-            max_len=target.config.max_positions,
-            feature_size=config.feature_size,
-            kv_heads=config.shape.num_kv_heads,
-            head_dim=config.shape.head_dim,
-            dtype=target.dtype,
-            device=target.device,
-        )
+        self.windows = Windows(config, self._window, target.dtype, target.device)
         self._curve = ConfidenceCurve()
-        self._gauge = select_gauge(target.device)
+        self._depth_policy = select_depth_policy(target.device)
         self._forward_s = 0.0
-        self._layer = self._prepared(layer)
+        self._layer = self._packed(layer)
         self._head = target.head
         self._passes: EaglePasses | None = None
-        """Refer to the layer and the head; stay when the target's weights change in place."""
+        """Passes of the layer and the head; valid while the target's weights change in place."""
         self.refresh()
 
     @property
@@ -81,15 +73,15 @@ class EagleDrafter(Drafter):
 
     @property
     def lookback(self) -> int:
-        """Its window."""
+        """Window in tokens."""
         return self._window
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Forget features of the old weights, and read the rows of the new head."""
+        """Drop the features of the old policy, and copy the draft vocabulary's head rows."""
         self.windows.clear()
         rows = self._own_head
-        if rows is None and self._draft_ids is not None:  # derived, never saved
+        if rows is None and self._draft_ids is not None:
             rows = self._target.head.weight[self._draft_ids]
         if rows is not None:
             head = Linear(rows.shape[1], len(rows))
@@ -97,37 +89,36 @@ class EagleDrafter(Drafter):
             head.pack()
             self._head = head
             self._passes = None
-        self._forget_kernel()
+        self._drop_kernel()
 
-    def adopt(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on with other weights, as training keeps them; CheckpointError if misshapen.
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the layer by one with these trained weights; CheckpointError if misshapen.
 
-        At any moment between two calls: requests in progress are drafted for at once, as if they
-        had been seen by a drafter that always had these weights. Confidences are kept, for they
-        are learned anew soon enough. The target is not touched.
+        Allowed between any two calls. Requests in progress get the drafts of a drafter that had
+        these weights from the start. The confidence curve is kept; it adapts within a few steps.
         """
         dtype = next(iter(weights.values())).dtype if weights else self._layer.dtype
         layer = EagleLayer(self._config).to(self._target.device, dtype)
-        lay_into(layer, weights)
-        self._layer = self._prepared(layer)
+        load_parameters(layer, weights)
+        self._layer = self._packed(layer)
         self.windows.restart()
         self._passes = None
-        self._forget_kernel()
+        self._drop_kernel()
 
-    def _prepared(self, layer: EagleLayer) -> EagleLayer:
-        """Make a layer that was trained ready to draft, in the target's dtype."""
+    def _packed(self, layer: EagleLayer) -> EagleLayer:
+        """Prepare a trained layer for drafting, in the target's dtype."""
         layer.fold()
         layer.to(self._target.dtype).eval()
         layer.pack()
         return layer
 
-    def _forget_kernel(self) -> None:
-        # Made when first needed: the target may be packed only then.
+    def _drop_kernel(self) -> None:
+        # Made at the first draft: only then is the target certain to be packed.
         self._kernel: ChainKernel | None = None
         self._has_kernel: bool | None = None
 
     def _chain_kernel(self) -> ChainKernel | None:
-        """Return the native round for the present weights, where this machine has one."""
+        """Return the native draft round for the present weights, if this machine supports one."""
         own, eagle3 = self._layer, self._layer.config.recipe == "eagle3"
         mlp, shape = own.feed_forward, self._layer.config.shape
         packed = [each.native for each in (own.fc, own.qkv, own.output, mlp.gate_up, mlp.down)]
@@ -158,25 +149,25 @@ class EagleDrafter(Drafter):
 
     @property
     def forward_s(self) -> float:
-        """Seconds in passes of the layer and the head."""
+        """Seconds of passes of the layer and the head."""
         return self._forward_s
 
     @property
     def calibration_error(self) -> float:
-        """Expected calibration error of the confidences."""
+        """Expected calibration error of node confidences so far."""
         return self._curve.calibration_error()
 
     @torch.inference_mode()
     def observe(
         self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
     ) -> None:
-        """Keep the features."""
+        """Store the features of new tokens."""
         assert features is not None, "EAGLE reads the target's features"
         if seen:
             self.windows.observe(seen, features)
 
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Calibrate confidences."""
+        """Update the confidence curve."""
         for tree, found in zip(trees, accepted, strict=True):
             self._curve.learn(tree, found)
 
@@ -188,20 +179,20 @@ class EagleDrafter(Drafter):
     def propose(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft for every request whose last computed token was seen."""
-        ready = [i for i, each in enumerate(requests) if self._is_ready(each)]
+        """Draft for every request whose tokens before the root were observed; EMPTY for others."""
+        ready = [i for i, each in enumerate(requests) if self._is_observed(each)]
         trees = [EMPTY] * len(requests)
         if not ready:
             return trees
-        asking = [requests[i] for i in ready]
+        chosen = [requests[i] for i in ready]
         if noise is not None and len(ready) < len(requests):
-            noise = _NoiseOfSome(noise, torch.tensor(ready, device=self._target.device))
+            noise = _NoiseRows(noise, torch.tensor(ready, device=self._target.device))
         if self._has_kernel is None:
             self._kernel = self._chain_kernel()
             self._has_kernel = self._kernel is not None
-        is_chain = strategy.num_followed == 1 and strategy.width <= 2
+        is_chain = strategy.num_expanded == 1 and strategy.width <= 2
         draft = self._chains if self._has_kernel and is_chain else self.grow
-        for i, tree in zip(ready, draft(asking, strategy, noise), strict=True):
+        for i, tree in zip(ready, draft(chosen, strategy, noise), strict=True):
             trees[i] = tree
         return trees
 
@@ -209,16 +200,16 @@ class EagleDrafter(Drafter):
     def grow(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft level by level, for requests that are ready: any shape, any device."""
+        """Draft level by level for observed requests: any tree shape, any device."""
         if self._passes is None:
-            parts = EagleParts(
+            modules = DraftModules(
                 layer=self._layer,
                 embedding=self._target.embedding,
                 head=self._head,
                 window=self._window,
                 graphs=self._target.graphs,
             )
-            self._passes = EaglePasses(parts, self.windows)
+            self._passes = EaglePasses(modules, self.windows)
         scoring = Scoring(
             requests=requests,
             noise=noise,
@@ -226,22 +217,22 @@ class EagleDrafter(Drafter):
             draft_ids=self._draft_ids,
         )
         walker = EagleWalker(self._passes, self.windows, requests, deepest(requests, strategy))
-        trees = grow(walker, scoring, strategy, self._curve, self._gauge)
+        trees = grow(walker, scoring, strategy, self._curve, self._depth_policy)
         self._forward_s += walker.seconds
         return trees
 
     def _chains(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft in one call, one node of a level drafted on: what `grow` drafts, sooner."""
+        """Return the drafts of `grow` for chains (with siblings), from one native call."""
         assert self._kernel is not None, "chains need the native round"
         windows, depth = self.windows, deepest(requests, strategy)
-        heard = None if noise is None else noise.up_to(depth)
-        if heard is not None and self._draft_ids is not None:
-            heard = heard[:, :, self._draft_ids]
+        values = None if noise is None else noise.up_to(depth)
+        if values is not None and self._draft_ids is not None:
+            values = values[:, :, self._draft_ids]
         pending = windows.catch_up(requests)
         temperatures = [each.sampling.temperature for each in requests]
-        asked = ChainRound(
+        draft_round = ChainRound(
             pairs=pending.pairs,
             lasts=pending.lasts,
             furthest=pending.furthest,
@@ -249,31 +240,30 @@ class EagleDrafter(Drafter):
             depths=[each.max_depth for each in requests],
             strategy=strategy,
             confidences=self._curve.table(),
-            noise=heard,
+            noise=values,
             inverse_temperatures=torch.tensor([1.0 / t if t else 0.0 for t in temperatures]),
         )
         started = time.perf_counter()
-        chains = self._kernel.run(asked, windows.features, windows.keys, windows.values)
+        chains = self._kernel.run(draft_round, windows.features, windows.keys, windows.values)
         self._forward_s += time.perf_counter() - started
         return _trees(chains)
 
-    def _is_ready(self, request: Draftable) -> bool:
+    def _is_observed(self, request: Draftable) -> bool:
         window = self.windows.get(request.request_id)
         return window is not None and window.next_token == len(request.tokens) - 1
 
 
 def _trees(chains: Chains) -> list[DraftTree]:
-    """Cut the nodes of all requests into their drafts."""
-    tokens, parents, margins, reach = chains.tokens, chains.parents, chains.margins, chains.reach
+    """Split the nodes of all requests into one tree for each."""
     trees, start = [], 0
     for count in chains.counts:
         end = start + count
         trees.append(
             DraftTree(
-                tokens=tokens[start:end],
-                parents=parents[start:end],
-                margins=margins[start:end],
-                reach=reach[start:end],
+                tokens=chains.tokens[start:end],
+                parents=chains.parents[start:end],
+                margins=chains.margins[start:end],
+                reach=chains.reach[start:end],
             )
         )
         start = end
@@ -281,16 +271,16 @@ def _trees(chains: Chains) -> list[DraftTree]:
 
 
 @final
-class _NoiseOfSome(Noise):
-    """Noise of some of the requests that it was asked for."""
+class _NoiseRows(Noise):
+    """Noise of some of the requests."""
 
     def __init__(self, noise: Noise, rows: Tensor) -> None:
         self._noise, self._rows = noise, rows
 
     def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
-        """Pick the rows."""
+        """Select the requests' rows."""
         return self._noise.at_depth(depth)[self._rows]
 
     def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        """Pick the rows."""
+        """Select the requests' rows."""
         return self._noise.up_to(depth)[self._rows]

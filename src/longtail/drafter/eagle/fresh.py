@@ -1,4 +1,4 @@
-"""A drafter before its first lesson: what the target and the text already tell about it."""
+"""Initialization of an EAGLE drafter from its target and a sample of text."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,17 +18,17 @@ from longtail.types import PackedSequences
 def fresh_drafter(
     config: EagleConfig, target: Transformer, sample: PackedSequences, generator: torch.Generator
 ) -> EagleLayer:
-    """Draw a drafter for `target`, float32, sized by the features of some text.
+    """Draw a float32 drafter for `target`, scaled by its features of `sample`.
 
-    eagle3 takes over the target's last norm: the frozen head has learned to read behind it. Sizes
-    matter because the target's residual stream may be tens in size where the embedding is tenths;
-    measured, the same accuracy then needs several times the steps.
+    eagle3 copies the target's final norm, because the frozen head was trained behind that norm. The
+    scale matters: if the residual stream is in the tens and the embedding in the tenths, the same
+    accuracy was measured to need several times the steps.
     """
     if config.recipe == "eagle3":
         config = replace(config, feature_scale=1 / feature_size(config, target, sample))
     with torch.device(target.device):
         layer = EagleLayer(config)
-    drawn = EagleLayer(config)  # on the CPU: the same numbers on every device
+    drawn = EagleLayer(config)  # on the CPU: the same weights on every device
     drawn.initialize(generator)
     layer.load_state_dict(drawn.state_dict())
     if config.recipe == "eagle3":
@@ -40,11 +40,11 @@ def fresh_drafter(
 def commonest_tokens(
     texts: Iterable[Example], size: int, always: Sequence[int] = ()
 ) -> Int[Tensor, "draft"]:
-    """Return the `size` commonest tokens of what is learned, `always` among them, in rising order.
+    """Return the ids of the `size` most frequent completion tokens, `always` included, ascending.
 
-    Tokens that never occur fill up from the smallest id.
+    Ties go to the smaller id; tokens that never occur fill up, smallest id first.
 
-    Example: of completions 7 9 9 and 9 5 the two commonest are 5 and 9 (ties: the smaller first)
+    Example: for completions 7 9 9 and 9 5 the two most frequent tokens are 5 and 9
     """
     counts = Counter[int]()
     for text in texts:
@@ -56,7 +56,7 @@ def commonest_tokens(
 
 
 def feature_size(config: EagleConfig, target: Transformer, sample: PackedSequences) -> float:
-    """Return the root mean square of the target's features, rounded: the same on all machines."""
+    """Return the root mean square of the target's features, rounded to be machine-independent."""
     device = target.device
     with torch.no_grad():
         features = target.forward_with_features(

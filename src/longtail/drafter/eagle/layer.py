@@ -1,24 +1,24 @@
-"""EAGLE: one decoder layer on the target's features, with the target's own embedding and LM head.
+"""The EAGLE layer: one decoder layer on the target's features, with its embedding and LM head.
 
-Position i of a text pairs the target's feature at token i with the embedding of token i + 1, which
-is known by then, and predicts token i + 2. NOTE: an off-by-one here is silent: everything still
-trains and drafts, only worse. tests/unit/test_eagle.py holds the pairing.
+Position i of a text pairs the target's feature at token i with the embedding of token i + 1 and
+predicts token i + 2. NOTE: an off-by-one here is silent: everything still trains and drafts, only
+worse. tests/unit/drafter/test_eagle_drafter.py checks the pairing.
 
     target          f0   f1   f2   f3              features of tokens x0 .. x3
-    pairs          f0x1 f1x2 f2x3 f3x4             x4 is the root: drawn, not yet computed
+    pairs          f0x1 f1x2 f2x3 f3x4             x4 is the root: sampled, not yet computed
     predicts         x2   x3   x4   x5             x5: depth 1 of the draft
 
-Deeper in a draft the feature is the layer's own output. Two recipes (Li et al. 2024, arXiv
-2401.15077; Li et al. 2025, arXiv 2503.01840):
+At greater depths the feature is the layer's own output. Two recipes (EAGLE-1, Li et al. 2024,
+arXiv 2401.15077; EAGLE-3, Li et al. 2025, arXiv 2503.01840):
 
     eagle1   feature = final hidden state; fc([embedding; feature]) is the layer's input; the
-             output is a feature again, and the head reads it as it is
+             output is a feature again, and the head reads it unchanged
     eagle3   feature = fc([low; middle; high]); attention reads [norm(embedding); norm(feature)],
              the residual is the feature; the head reads the normed output, the next depth the
-             output as it is
+             output before the norm
 
-It owns parameters and the arithmetic that training and drafting share. The target's embedding and
-head are arguments, never parameters: they are not copied, saved or learned.
+The layer owns the parameters and the arithmetic that training and drafting share. The target's
+embedding and head are arguments: they are never copied, saved or trained.
 """
 
 from dataclasses import dataclass, replace
@@ -48,44 +48,41 @@ class EagleConfig:
 
     recipe: Recipe
     target: ModelConfig
-    """Of the target; the drafter's layer has its width, heads and rope."""
     own_shape: ModelConfig | None = None
-    """Of the drafter's layer, where its heads, inner size or rope are not the target's; the width
-    and the vocabulary are. Only published drafters have one."""
+    """Shape of the drafter's layer if its heads, inner size or rope differ from the target's; width
+    and vocabulary are always the target's. Only published drafters have one."""
     norm_before_residual: bool = False
-    """eagle3: the residual is the normed feature, as some published drafters have it."""
+    """eagle3: whether the residual is the normed feature, as in some published drafters."""
     layers: tuple[int, ...] = ()
-    """eagle3: where the residual stream is tapped (low, middle, high)."""
+    """eagle3: target layers whose input is tapped (low, middle, high)."""
     window: int = 64
-    """Pairs that a pair sees, itself included; 0 is all before it."""
+    """Number of pairs that a pair attends to, itself included; 0: all before it."""
     draft_vocab_size: int = 0
-    """eagle3: tokens the drafter can propose, the commonest ones; 0 is the whole vocabulary."""
+    """eagle3: number of tokens that can be drafted, the most frequent ones; 0: all."""
     feature_scale: float = 1.0
-    """eagle3: multiplies the features before `fc`. A residual stream grows with depth, and a fresh
-    layer learns several times faster where what enters it has a size of about 1."""
+    """eagle3: factor of the features before `fc`. A residual stream grows with depth, and a fresh
+    layer trains several times faster if its inputs have a size of about 1."""
 
     @property
     def shape(self) -> ModelConfig:
-        """Of the drafter's layer."""
+        """Shape of the drafter's layer."""
         return self.own_shape or self.target
 
     @property
     def taps(self) -> Taps:
-        """What is read of the target."""
-        if self.recipe == "eagle1":
-            return Taps(final=True)
-        return Taps(layers=self.layers)
+        """Target states that the layer reads."""
+        return Taps(final=True) if self.recipe == "eagle1" else Taps(layers=self.layers)
 
     @property
     def feature_size(self) -> int:
-        """Numbers a token in what the taps give."""
+        """Number of values a token that the taps return."""
         return self.target.hidden_size * (1 if self.recipe == "eagle1" else len(self.layers))
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the taps of EAGLE-3 that the engines assume where a checkpoint names none.
+    """Return the EAGLE-3 taps that the engines assume if a checkpoint names none.
 
-    A target of few layers has fewer of them.
+    A target with few layers has fewer than three.
 
     Example: default_layers(32) == (2, 16, 29)
     """
@@ -95,22 +92,22 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInput:
-    """What the layer starts from."""
+    """Input of the decoder layer."""
 
     stream: Float[Tensor, "pairs hidden"]
     """The residual stream."""
     attended: Float[Tensor, "pairs inputs"]
-    """What attention's projection reads."""
+    """Input of the query, key and value projection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOutput:
-    """What the layer predicts from."""
+    """Output of the decoder layer."""
 
     feature: Float[Tensor, "pairs hidden"]
-    """Takes the place of the target's feature one depth further."""
+    """Replacement of the target's feature at the next depth."""
     scored: Float[Tensor, "pairs hidden"]
-    """What the LM head reads."""
+    """Input of the LM head."""
 
 
 class EagleLayer(nn.Module):
@@ -141,7 +138,7 @@ class EagleLayer(nn.Module):
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels in use."""
+        """Kernels in use."""
         return self._kernels
 
     @property
@@ -155,7 +152,7 @@ class EagleLayer(nn.Module):
         return self.fc.weight.device
 
     def initialize(self, generator: torch.Generator) -> None:
-        """Draw fresh weights that keep sizes: normal(0, inputs ** -0.5), residual outputs half."""
+        """Draw fresh weights: normal(0, inputs ** -0.5), half of that for residual outputs."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if parameter.dim() == 1:
@@ -166,11 +163,11 @@ class EagleLayer(nn.Module):
                     parameter.normal_(0.0, std, generator=generator)
 
     def fuse(self) -> None:
-        """Prepare for training."""
+        """Select the training kernels."""
         self._kernels = select_training_kernels(self.dtype, self.fc.weight.device)
 
     def pack(self) -> None:
-        """Prepare for drafting only; again after the weights change."""
+        """Pack the weights for drafting; call again after the weights change."""
         device = self.fc.weight.device
         self._kernels = select_kernels(self.dtype, device, self.config.shape.head_dim)
         for module in self.modules():
@@ -178,7 +175,7 @@ class EagleLayer(nn.Module):
                 module.pack()
 
     def fold(self) -> None:
-        """Multiply `feature_scale` into `fc`: the same function, with a scale of 1."""
+        """Multiply `feature_scale` into `fc`; the layer computes the same function."""
         with torch.no_grad():
             self.fc.weight.mul_(self.config.feature_scale)
         self.config = replace(self.config, feature_scale=1.0)
@@ -186,12 +183,12 @@ class EagleLayer(nn.Module):
     def fuse_features(
         self, features: Float[Tensor, "pairs features"]
     ) -> Float[Tensor, "pairs hidden"]:
-        """Turn what the taps gave into a feature of the layer's width."""
+        """Project the tapped states to a feature of the layer's width."""
         if self.config.recipe == "eagle1":
             return features
         return self.fc(features * self.config.feature_scale)
 
-    def enter(
+    def make_input(
         self,
         features: Float[Tensor, "pairs hidden"],
         embeddings: Float[Tensor, "pairs hidden"],
@@ -207,21 +204,21 @@ class EagleLayer(nn.Module):
         return LayerInput(stream=stream, attended=torch.cat((embedded, normed), -1))
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Rotation of pairs by the position of their feature's token."""
+        """Return the rotary angles of pairs by the position of their feature's token."""
         return self._rope.rotation(positions, self._kernels.rotation_dtype(self.dtype))
 
     def heads(self, attended: Float[Tensor, "pairs inputs"], rotation: Rotation) -> QueryKeyValue:
-        """Project and rotate."""
+        """Project to queries, keys and values, and rotate queries and keys."""
         shape = self.config.shape
         qkv = self.qkv(attended).view(attended.shape[0], -1, shape.head_dim)
         return self._kernels.rotate(qkv, shape.num_heads, None, None, shape.norm_eps, rotation)
 
-    def leave(
+    def finish(
         self,
         stream: Float[Tensor, "pairs hidden"],
         attended: Float[Tensor, "pairs heads head_dim"],
     ) -> LayerOutput:
-        """Finish the layer behind attention."""
+        """Compute the layer from the attention's output on: projection, residual, feed-forward."""
         add_norm, eps = self._kernels.add_norm, self.config.shape.norm_eps
         projected = self.output(attended.reshape(stream.shape[0], -1))
         stream, normed = add_norm(stream, projected, self.feed_forward_norm.weight, eps)
@@ -234,5 +231,5 @@ class EagleLayer(nn.Module):
 
 
 def _bare(shape: ModelConfig) -> ModelConfig:
-    """The target's shape without the biases that the drafter's layer leaves out."""
+    """Return the shape without biases, which the drafter's layer never has."""
     return replace(shape, qkv_bias=False, output_bias=False, mlp_bias=False)

@@ -1,13 +1,12 @@
-"""What a drafter is taught, and how well it would be accepted: pure mathematics on rows of states.
+"""Losses of EAGLE drafters and their expected acceptance: pure functions of rows of states.
 
-A row is a pair of the drafter (see `drafter.eagle.layer`) that predicts one token. The target's
-distribution p and the drafter's q come from the same frozen head, so the soft cross-entropy knows
-its own gradient: (q - p) W. It is taken at once, in chunks of rows, and rows x vocab never exists
-whole, neither in the forward nor in the backward pass.
+A row is a pair (see `drafter.eagle.layer`) that predicts one token. The target's distribution p and
+the drafter's q come from the same frozen head, so the gradient of the soft cross-entropy is known:
+(q - p) W. The forward pass computes it in chunks of rows; rows x vocab is never allocated whole.
 
     eagle1    1.0 SmoothL1(feature, target's next feature) + 0.1 CE(p || q)
     eagle3    CE(p || q)
-    depth s of an unrolled drafter weighs decay ** s        (Li et al. 2025, arXiv 2503.01840)
+    depth s of an unrolled drafter has the weight decay ** s   (Li et al. 2025, arXiv 2503.01840)
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,41 +22,37 @@ from torch.autograd.function import once_differentiable
 DECAY = 0.8
 """Weight of a depth relative to the one before it."""
 FEATURE_WEIGHT, TOKEN_WEIGHT = 1.0, 0.1
-"""eagle1's two terms."""
+"""Weights of eagle1's two terms."""
 MAX_LOGITS = 2**22
-"""Scores of one chunk; 16 MiB of float32 for each of the few tensors of that size."""
+"""Logits of one chunk: 16 MiB of float32 for each of the few tensors of that size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowScores:
-    """How the drafter did on each row at each depth."""
+    """Scores of the drafter's predictions, by depth and row."""
 
     cross_entropy: Float[Tensor, "depths rows"]
-    """-sum_v p(v) log q(v), nats; the only one with a gradient."""
+    """-sum_v p(v) log q(v), nats; the only score with a gradient."""
     agreement: Float[Tensor, "depths rows"]
-    """1 where argmax q is argmax p: acceptance at temperature 0."""
+    """1 if argmax q is argmax p: acceptance at temperature 0."""
     overlap: Float[Tensor, "depths rows"]
     """sum_v min(p(v), q(v)): acceptance of an ideal coupling at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """What the target says about some rows: its final states, and the head that reads them.
-
-    The head also reads the drafter, unless that has its own; with `draft_ids` the drafter knows
-    those tokens only.
-    """
+    """The target's distribution on some rows: its final states and its head."""
 
     hidden: Float[Tensor, "rows hidden"]
     head: Float[Tensor, "vocab hidden"]
     draft_ids: Int[Tensor, "draft"] | None = None
     """Target tokens that the drafter can propose; None: all."""
     drafter_head: Float[Tensor, "draft hidden"] | None = None
-    """What reads the drafter where that is not the target's head: a published drafter's own."""
+    """Head of a published drafter that has its own; None: the target's."""
 
     @property
     def drafted(self) -> Float[Tensor, "draft hidden"]:
-        """The head that reads the drafter."""
+        """Head of the drafter."""
         if self.drafter_head is not None:
             return self.drafter_head.to(self.head)
         return self.head if self.draft_ids is None else self.head[self.draft_ids]
@@ -72,7 +67,7 @@ def depth_weights(num_depths: int, decay: float = DECAY) -> tuple[float, ...]:
 
 
 def expected_accept_len(overlaps: Sequence[float]) -> float:
-    """Return tokens emitted a verify step by a chain whose depth d + 1 is accepted with overlap d.
+    """Return the tokens per verify step of a chain whose depth d + 1 is accepted with overlap d.
 
     Example: expected_accept_len([0.8, 0.5]) == 1 + 0.8 + 0.4
     """
@@ -93,10 +88,10 @@ def feature_loss(
 def score_rows(
     scored: Float[Tensor, "depths rows hidden"], teacher: Teacher, *, max_logits: int = MAX_LOGITS
 ) -> RowScores:
-    """Compare the drafter with the target, row by row; the gradient reaches `scored` alone.
+    """Compare the drafter with the target, row by row; only `scored` gets a gradient.
 
-    With a reduced vocabulary the cross-entropy is to p restricted to it and renormalised, while
-    agreement and overlap still count what is outside as lost.
+    With a reduced vocabulary the cross-entropy uses p restricted to it and renormalised; agreement
+    and overlap count the tokens outside as rejected.
     """
     both = _SoftCrossEntropy.apply(scored, teacher, max_logits)  # type: ignore[no-untyped-call]
     return RowScores(cross_entropy=both[0], agreement=both[1], overlap=both[2])
@@ -142,11 +137,11 @@ class _SoftCrossEntropy(torch.autograd.Function):
 @dataclass(frozen=True, slots=True)
 class _Target:
     p: Float[Tensor, "rows draft"]
-    """Over the drafter's tokens."""
+    """Probabilities of the drafter's tokens."""
     restricted: Float[Tensor, "rows draft"]
-    """The same, renormalised."""
+    """`p`, renormalised."""
     best: Int[Tensor, "rows"]
-    """Where the likeliest token is among the drafter's; -1 if it is not."""
+    """Draft id of the most likely token; -1 if it is outside the draft vocabulary."""
 
 
 def _target(logits: Float[Tensor, "rows vocab"], draft_ids: Tensor | None) -> _Target:

@@ -1,4 +1,4 @@
-"""Where the nodes of drafts lie in a drafter's own cache while it walks down, and what they see."""
+"""Cache slots and tree masks of draft nodes, level by level."""
 
 from typing import final
 
@@ -12,7 +12,7 @@ from longtail.speculation.grow import Frontier
 
 @final
 class NodePlaces:
-    """Slots of nodes behind each request's text, in the order in which they are drafted on."""
+    """Assigns the slots after each request's text to nodes, in the order of expansion."""
 
     def __init__(self, rows: Int[Tensor, "requests"], ends: Int[Tensor, "requests"]) -> None:
         self._rows, self._ends = rows, ends
@@ -20,12 +20,12 @@ class NodePlaces:
         self._num_placed = 0
 
     def roots(self) -> Places:
-        """Places of the roots, which are the last of their texts."""
+        """Return the places of the roots, the last slot of each text."""
         none = torch.zeros_like(self._rows)
         return Places(self._rows, self._ends - 1, self._ends, none, none)
 
     def place(self, frontier: Frontier) -> Places:
-        """Place the nodes of the next level: they see the text, their ancestors and themselves."""
+        """Place the next level; a node attends to the text, its ancestors and itself."""
         num, many = len(self._rows), frontier.per_request
         first = self._num_placed
         self._num_placed += many

@@ -1,25 +1,27 @@
-"""The drafter's forward pass in training: packed, windowed, and unrolled on its own outputs.
+"""The drafter's training pass: packed, windowed, unrolled on its own outputs.
 
-A row is a pair (feature at i, token i + 1) of one sequence. Step 0 sees the target's features, as
-the context of a draft does. Step s sees, in the place of the feature, the layer's own output of
-step s - 1 one row earlier: row i is then depth s + 1 of a draft whose root pair is i - s, and what
-it attends to is exactly what it attends to in a draft:
+This is EAGLE-3's training-time test (Li et al. 2025). A row is a pair (feature at i, token i + 1)
+of one sequence. Step 0 reads the target's features, as prefill does. Step s reads, instead of the
+feature, the layer's own output of step s - 1 one row earlier: row i is then depth s + 1 of a draft
+whose root pair is i - s, and attends to exactly the keys that it attends to in a draft:
 
     keys of step 0      rows i - W + 1 .. i - s       the context up to the root pair
-    keys of step m      row i - s + m, m = 1 .. s     its own path, itself last
+    keys of step m      row i - s + m, m = 1 .. s     its ancestors and itself
 
     s = 2, W = 5, row 6:     rows    0   1   2   3   4   5   6
                              step 0          x   x   x
                              step 1                      x
                              step 2                          x
 
-Every step is one pass over all rows, in the packed order; nothing is padded. With a window the cost
-is linear in the rows: queries go in chunks of W, each sees its own chunk and the one before. A row
-of step s < i has no root and holds nothing that a row with a root ever reads; `Pairs.exist` tells.
+Every step is one pass over all rows, in packed order, without padding. With a window the cost is
+linear in the rows: queries go in chunks of W, and each attends to its own chunk and the one before.
+A row i < s has no root pair; no row with a root pair reads it (`Pairs.exist`).
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -31,31 +33,32 @@ from longtail.drafter.eagle.layer import EagleLayer, LayerOutput
 from longtail.types import PackedSequences
 
 _MIN_CHUNK = 32
-"""Smaller windows share a chunk: tiny products are slower than masked ones."""
-_MAX_SCORES = 2**26
-"""Attention scores of a step above which they are computed again in the backward pass."""
+"""Least rows of a chunk: with smaller windows, tiny products are slower than masked ones."""
+MAX_SCORES = 2**26
+"""Most attention scores of a step that are kept for the backward pass; above, recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """The pairs of packed sequences, in order; the last token of a sequence has none.
+    """Pairs of packed sequences, in order; the last token of a sequence begins none.
 
     Example: sequences of lengths 4 and 2 have pairs at rows 0 1 2 | 4, positions 0 1 2 | 0,
-             cu_pairs 0, 3, 4; with prompts of 2 and 1 the first predicts tokens 2 3 - | -,
-             so `learned` is 1 1 0 | 0
+             cu_pairs 0, 3, 4; with prompts of 2 and 1 the pairs predict tokens 2 3 - | -,
+             so `trained` is 1 1 0 | 0
     """
 
     rows: Int[Tensor, "pairs"]
-    """Token whose feature it is; the next token's embedding goes with it."""
+    """Packed index of the feature's token; the embedding is the next token's."""
     positions: Int[Tensor, "pairs"]
-    """Of that token in its sequence."""
+    """Position of that token in its sequence."""
     cu_pairs: tuple[int, ...]
-    learned: Bool[Tensor, "pairs"]
-    """Whether the token after the pair is there and carries the loss."""
+    """Number of pairs before each sequence, and in all."""
+    trained: Bool[Tensor, "pairs"]
+    """Whether the token after the pair exists and carries the loss."""
 
     @staticmethod
     def of(packed: PackedSequences) -> "Pairs":
-        """List the pairs of packed sequences."""
+        """Return the pairs of packed sequences."""
         sequence = packed.sequence
         rows = (sequence[1:] == sequence[:-1]).nonzero()[:, 0]
         after = (rows + 2).clamp(max=packed.num_tokens - 1)
@@ -65,11 +68,11 @@ class Pairs:
             rows=rows,
             positions=packed.positions[rows],
             cu_pairs=(0, *itertools.accumulate(lengths)),
-            learned=inside & (packed.loss_mask[after] > 0),
+            trained=inside & (packed.loss_mask[after] > 0),
         )
 
     def exist(self, step: int) -> Bool[Tensor, "pairs"]:
-        """Tell at which rows a draft can have reached `step`: its root pair is in the sequence."""
+        """Return the rows whose root pair at `step` lies in the same sequence."""
         return self.positions >= step
 
 
@@ -79,47 +82,46 @@ def unroll(
     embeddings: Float[Tensor, "pairs hidden"],
     pairs: Pairs,
     num_steps: int,
+    *,
+    max_scores: int = MAX_SCORES,
 ) -> tuple[LayerOutput, ...]:
     """Run the layer `num_steps` times over all pairs; the output of step s at row i predicts i + 2.
 
-    `features` are the target's at `pairs.rows`, `embeddings` those of the tokens one further.
+    `features` are the target's at `pairs.rows`, `embeddings` those of the next tokens.
     """
     rotation = layer.rotation(pairs.positions)
-    entering = layer.fuse_features(features).to(features.dtype)  # autocast is for products
+    inputs_of_step = layer.fuse_features(features).to(features.dtype)  # not autocast's dtype
     outputs: list[LayerOutput] = []
     context: _Context | None = None
     path = _Path()
     for _ in range(num_steps):
         if outputs:
-            entering = _down(outputs[-1].feature, 1)
-        inputs = layer.enter(entering, embeddings)
+            inputs_of_step = _down(outputs[-1].feature, 1)
+        inputs = layer.make_input(inputs_of_step, embeddings)
         heads = layer.heads(inputs.attended, rotation)
         if context is None:
-            context = _Context(heads.keys, heads.values, pairs, layer.config.window)
+            context = _Context(heads.keys, heads.values, pairs, layer.config.window, max_scores)
         else:
-            path = path.extended(heads.keys, heads.values)
-        outputs.append(layer.leave(inputs.stream, context.attend(heads.queries, path)))
+            path = _Path((*path.keys, heads.keys), (*path.values, heads.values))
+        outputs.append(layer.finish(inputs.stream, context.attend(heads.queries, path)))
     return tuple(outputs)
 
 
 def _down(x: Tensor, by: int) -> Tensor:
-    """Move rows down, so that a row holds what was `by` rows above it; zeros come in."""
+    """Shift rows down by `by`, with zeros at the top."""
     by = min(by, x.shape[0])
     return torch.cat((x.new_zeros(by, *x.shape[1:]), x[: x.shape[0] - by])) if by else x
 
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """Keys and values of the steps after 0, in the order of steps, each at its own rows."""
+    """Keys and values of the steps after 0, in order of the steps, each at its own rows."""
 
     keys: tuple[Tensor, ...] = ()
     values: tuple[Tensor, ...] = ()
 
-    def extended(self, keys: Tensor, values: Tensor) -> "_Path":
-        return _Path((*self.keys, keys), (*self.values, values))
-
-    def seen(self, window: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Bring what a row of the last step sees of its path into that row."""
+    def visible(self, window: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Shift the keys and values that a row of the last step attends to into that row."""
         steps = len(self.keys)
         shifts = [(m, steps - 1 - m) for m in range(steps) if not window or steps - 1 - m < window]
         return (
@@ -130,10 +132,12 @@ class _Path:
 
 @final
 class _Context:
-    """Keys and values of step 0, laid out for queries of any step."""
+    """Keys and values of step 0, in the layout that queries of every step read."""
 
-    def __init__(self, keys: Tensor, values: Tensor, pairs: Pairs, window: int) -> None:
-        self._window, self._positions = window, pairs.positions
+    def __init__(
+        self, keys: Tensor, values: Tensor, pairs: Pairs, window: int, max_scores: int
+    ) -> None:
+        self._window, self._positions, self._max_scores = window, pairs.positions, max_scores
         self._chunk = max(window, _MIN_CHUNK)
         self._cuts = list(itertools.pairwise(pairs.cu_pairs))
         if window:
@@ -145,18 +149,18 @@ class _Context:
     ) -> Float[Tensor, "pairs heads head_dim"]:
         """Attend from step len(path) to this context and to the path, in one softmax."""
         rows, heads, dim = queries.shape
-        grouped = queries.view(rows, self._keys.shape[-2], -1, dim)  # heads of a key head together
-        keys, values = path.seen(self._window)
+        grouped = queries.view(rows, self._keys.shape[-2], -1, dim)  # [pairs, kv_heads, group, dim]
+        keys, values = path.visible(self._window)
         step = len(path.keys)
         if self._window:
-            local = self._chunked(grouped)
-            out = _attend(
-                local, self._keys, self._values, self._band(step),
+            band = self._band(step)
+            out = self._attention(band.numel() * heads)(
+                self._chunked(grouped), self._keys, self._values, band,
                 [self._chunked(k) for k in keys], [self._chunked(v) for v in values],
             )  # fmt: skip
             return out.flatten(0, 1)[:rows].reshape(rows, heads, dim)
         parts = [
-            _attend(
+            self._attention((b - a) ** 2 * heads)(
                 grouped[None, a:b], self._keys[None, a:b], self._values[None, a:b],
                 _causal(b - a, step, queries.device),
                 [k[None, a:b] for k in keys], [v[None, a:b] for v in values],
@@ -165,8 +169,14 @@ class _Context:
         ]  # fmt: skip
         return torch.cat(parts).reshape(rows, heads, dim)
 
+    def _attention(self, num_scores: int) -> Callable[..., Tensor]:
+        """Return `_attend`, or a variant that recomputes many scores in the backward pass."""
+        if num_scores > self._max_scores and torch.is_grad_enabled():
+            return partial(checkpoint, _attend, use_reentrant=False)
+        return _attend
+
     def _chunked(self, x: Tensor) -> Tensor:
-        """[pairs, ...] -> [chunks, chunk, ...], the last one filled up with zeros."""
+        """Reshape [pairs, ...] to [chunks, chunk, ...], the last chunk padded with zeros."""
         missing = -x.shape[0] % self._chunk
         whole = torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
         return whole.view(-1, self._chunk, *x.shape[1:])
@@ -176,9 +186,9 @@ class _Context:
         return torch.cat((_down(chunks, 1), chunks), 1)  # [chunks, 2 chunk, kv_heads, head_dim]
 
     def _band(self, step: int) -> Bool[Tensor, "chunks queries keys"]:
-        """Where a key of step 0 is visible: `step` rows back or more, in the window, in sequence.
+        """Return the mask of keys of step 0: at least `step` rows back, in window and sequence.
 
-        A key d rows back is in the query's sequence just if the query's position is at least d.
+        A key d rows back is in the query's sequence if and only if the query's position is >= d.
         """
         chunk, device = self._chunk, self._positions.device
         back = torch.arange(chunk, device=device)[:, None] + chunk
@@ -200,22 +210,7 @@ def _attend(
     path_keys: list[Tensor],
     path_values: list[Tensor],
 ) -> Float[Tensor, "blocks queries kv_heads group head_dim"]:
-    """One softmax over the visible keys of a block and, for each query, keys of its own."""
-    count = visible.numel() * queries.shape[2] * queries.shape[3]
-    inputs = (queries, keys, values, visible, path_keys, path_values)
-    if count > _MAX_SCORES and torch.is_grad_enabled():
-        return checkpoint(_attend_now, *inputs, use_reentrant=False)
-    return _attend_now(*inputs)
-
-
-def _attend_now(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    path_keys: list[Tensor],
-    path_values: list[Tensor],
-) -> Tensor:
+    """Attend with one softmax over a block's visible keys and each query's own path."""
     queries = queries * queries.shape[-1] ** -0.5
     grouped = queries.permute(0, 2, 3, 1, 4)  # [blocks, kv_heads, group, queries, head_dim]
     blocks, kv_heads, group, length, dim = grouped.shape

@@ -1,4 +1,4 @@
-"""One drafting round of an EAGLE layer: catch up, then down the drafts level by level."""
+"""A draft round of an EAGLE layer: prefill of new pairs, then one pass a level of the drafts."""
 
 import time
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ from longtail.speculation.grow import Frontier, Walker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleParts:
-    """What a round computes with: the drafter's layer, and the target's embedding and head."""
+class DraftModules:
+    """Modules of a draft round: the drafter's layer, and the target's embedding and head."""
 
     layer: EagleLayer
     embedding: nn.Embedding
     head: Linear
     window: int
     graphs: GraphPool | None
-    """Where passes are captured; None: they run as they are."""
+    """CUDA graphs in which passes are captured; None: passes run eagerly."""
 
 
-class Entered(NamedTuple):
-    """Pairs or nodes whose keys and values are kept, as they go into attention."""
+class LayerQueries(NamedTuple):
+    """Input of attention for pairs or nodes whose keys and values are stored."""
 
     stream: Float[Tensor, "pairs hidden"]
     """The residual stream."""
@@ -41,7 +41,7 @@ class Entered(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What the layer and the head say of nodes."""
+    """Output of the layer and the head for nodes."""
 
     logits: Float[Tensor, "nodes vocab"]
     feature: Float[Tensor, "nodes hidden"]
@@ -49,92 +49,93 @@ class Scored(NamedTuple):
 
 @final
 class EaglePasses:
-    """The layer and the head over pairs, roots and nodes, for as long as the parts stay.
+    """The layer and the head as passes over pairs, roots and nodes; captured on a GPU.
 
-    A round enters all pairs that lack keys and values, and leaves with the last one of each
-    request, its root; each level of nodes does both at once. Padding's keys go to the spare slot.
+    A round stores keys and values of all pairs that lack them (prefill) and scores the last pair of
+    each request, its root. A level of nodes does both in one pass. Padding writes its keys to the
+    spare slot.
     """
 
-    def __init__(self, parts: EagleParts, windows: Windows) -> None:
-        self.parts, self._windows = parts, windows
-        config, like, spare = parts.layer.config, windows.features, windows.spare_slot
+    def __init__(self, modules: DraftModules, windows: Windows) -> None:
+        self.modules, self._windows = modules, windows
+        config, like, spare = modules.layer.config, windows.features, windows.spare_slot
         pair, place, node = (
             torch.tensor(numbers, device=like.device)
             for numbers in ([0, spare, 0, 0], [0, spare, 0, 0, 0], [0, 0, spare, 0, 0, 0])
         )
         stream = like.new_zeros(config.target.hidden_size)
         queries = like.new_zeros(config.shape.num_heads, config.shape.head_dim)
-        angles = parts.layer.rotation(pair[:1])
-        graphs = parts.graphs
-        self._pairs = GraphedPass(graphs, self._enter_pairs, [pair])
-        self._roots = GraphedPass(graphs, self._leave, [place, stream, queries])
+        angles = modules.layer.rotation(pair[:1])
+        graphs = modules.graphs
+        self._pairs = GraphedPass(graphs, self._prefill, [pair])
+        self._roots = GraphedPass(graphs, self._score, [place, stream, queries])
         self._nodes = GraphedPass(
-            graphs, self._compute_nodes, [node, stream, angles.cos[0], angles.sin[0]]
+            graphs, self._store_and_score, [node, stream, angles.cos[0], angles.sin[0]]
         )
 
-    def enter(self, pairs: Int[Tensor, "4 pairs"]) -> Entered:
-        """Compute pairs up to attention, and keep their keys and values; as `Pending.pairs`."""
-        return Entered(*self._pairs(pairs.T, about=self._storage))
+    def prefill(self, pairs: Int[Tensor, "4 pairs"]) -> LayerQueries:
+        """Store keys and values of pairs (as `Pending.pairs`) and return their queries."""
+        return LayerQueries(*self._pairs(pairs.T, key=self._storage))
 
-    def leave(self, entered: Entered, places: Places) -> Scored:
-        """Attend, finish the layer, score."""
-        return Scored(*self._roots(torch.stack(places, 1), *entered, about=self._storage))
+    def score_roots(self, roots: LayerQueries, places: Places) -> Scored:
+        """Attend from the roots, finish the layer and score their successors."""
+        return Scored(*self._roots(torch.stack(places, 1), *roots, key=self._storage))
 
-    def run(
+    def score_nodes(
         self,
         tokens: Int[Tensor, "nodes"],
         places: Places,
         features: Float[Tensor, "nodes hidden"],
         rotation: Rotation,
     ) -> Scored:
-        """Pair each node's token with the feature predicted at its parent; keep, attend, score."""
+        """Pair each node's token with its parent's predicted feature; store, attend, score."""
         numbers = torch.stack((tokens, *places), 1)
         angles = rotation.cos, rotation.sin
-        return Scored(*self._nodes(numbers, features, *angles, about=self._storage))
+        return Scored(*self._nodes(numbers, features, *angles, key=self._storage))
 
     @property
     def _storage(self) -> int:
-        """Names the tensors of the windows: there are others when there are more rows."""
+        """Key of the present window tensors, which are replaced when rows are added."""
         return len(self._windows.keys)
 
-    def _enter_pairs(self, numbers: Int[Tensor, "pairs 4"]) -> Entered:
+    def _prefill(self, numbers: Int[Tensor, "pairs 4"]) -> LayerQueries:
         rows, slots, tokens, positions = numbers.T.contiguous()
-        layer = self.parts.layer
+        layer = self.modules.layer
         features = layer.fuse_features(self._windows.gather(rows, slots))
-        return self._enter(features, tokens, layer.rotation(positions), rows, slots)
+        return self._store(features, tokens, layer.rotation(positions), rows, slots)
 
-    def _compute_nodes(
+    def _store_and_score(
         self, numbers: Int[Tensor, "nodes 6"], features: Tensor, cos: Tensor, sin: Tensor
     ) -> Scored:
         tokens, rows, slots = numbers.T[:3].contiguous()
-        entered = self._enter(features, tokens, Rotation(cos=cos, sin=sin), rows, slots)
-        return self._leave(numbers[:, 1:], *entered)
+        stored = self._store(features, tokens, Rotation(cos=cos, sin=sin), rows, slots)
+        return self._score(numbers[:, 1:], *stored)
 
-    def _enter(
+    def _store(
         self, features: Tensor, tokens: Tensor, rotation: Rotation, rows: Tensor, slots: Tensor
-    ) -> Entered:
-        layer, kept = self.parts.layer, self._windows
-        entered = layer.enter(features, self.parts.embedding(tokens))
-        heads = layer.heads(entered.attended, rotation)
+    ) -> LayerQueries:
+        layer, kept = self.modules.layer, self._windows
+        inputs = layer.make_input(features, self.modules.embedding(tokens))
+        heads = layer.heads(inputs.attended, rotation)
         layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
-        return Entered(entered.stream, heads.queries)
+        return LayerQueries(inputs.stream, heads.queries)
 
-    def _leave(self, numbers: Int[Tensor, "nodes 5"], stream: Tensor, queries: Tensor) -> Scored:
-        layer, kept = self.parts.layer, self._windows
+    def _score(self, numbers: Int[Tensor, "nodes 5"], stream: Tensor, queries: Tensor) -> Scored:
+        layer, kept = self.modules.layer, self._windows
         places = Places(*numbers.T.contiguous())
         attended = layer.kernels.attend_rows(
-            queries, kept.keys, kept.values, places, self.parts.window
+            queries, kept.keys, kept.values, places, self.modules.window
         )
-        left = layer.leave(stream, attended)
-        return Scored(self.parts.head(left.scored), left.feature)
+        output = layer.finish(stream, attended)
+        return Scored(self.modules.head(output.scored), output.feature)
 
 
 @final
 class EagleWalker(Walker):
-    """Walks down the drafts of requests whose windows reach up to their roots.
+    """One draft round for requests whose windows reach up to their roots.
 
-    Keys and values of nodes lie behind the window's slots in the order in which the nodes are
-    drafted on; nothing reads them in the next round.
+    Keys and values of nodes follow the window's slots in the order of expansion; the next round
+    overwrites them.
     """
 
     def __init__(
@@ -147,25 +148,25 @@ class EagleWalker(Walker):
         device = windows.features.device
         self._nodes = NodePlaces(*torch.tensor([rows, ends], device=device))
         positions = torch.tensor(roots, device=device).flatten()
-        rotation = passes.parts.layer.rotation(positions)
+        rotation = passes.modules.layer.rotation(positions)
         shape = (depth, len(requests), 1, -1)
         self._cos, self._sin = rotation.cos.view(shape), rotation.sin.view(shape)
         self._feature = windows.features[:0, 0]
         self.seconds = 0.0
-        """In forward passes."""
+        """Seconds of forward passes."""
 
     def root(self) -> Float[Tensor, "requests vocab"]:
-        """Compute keys and values of all pairs that lack them, and score behind the last ones."""
+        """Prefill the pairs that lack keys and values, and score the successors of the roots."""
         started = time.perf_counter()
         pending = self._windows.catch_up(self._requests)
-        entered = self._passes.enter(pending.pairs)
-        roots = Entered(*(each[pending.lasts] for each in entered))
-        logits, self._feature = self._passes.leave(roots, self._nodes.roots())
+        stored = self._passes.prefill(pending.pairs)
+        roots = LayerQueries(*(each[pending.lasts] for each in stored))
+        logits, self._feature = self._passes.score_roots(roots, self._nodes.roots())
         self.seconds += time.perf_counter() - started
         return logits
 
     def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
-        """Pair each node's token with the feature that was predicted at its parent."""
+        """Score the successors of the next level's nodes."""
         started = time.perf_counter()
         depth, many = frontier.depth, frontier.per_request
         features = self._feature
@@ -177,6 +178,7 @@ class EagleWalker(Walker):
             cos, sin = cos.repeat_interleave(many, 0), sin.repeat_interleave(many, 0)
         places = self._nodes.place(frontier)
         rotation = Rotation(cos=cos, sin=sin)
-        logits, self._feature = self._passes.run(frontier.tokens, places, features, rotation)
+        scored = self._passes.score_nodes(frontier.tokens, places, features, rotation)
+        logits, self._feature = scored
         self.seconds += time.perf_counter() - started
         return logits

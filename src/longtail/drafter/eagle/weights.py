@@ -1,7 +1,7 @@
-"""A drafter's own tensors as they travel: versioned, digested, averaged, laid into a layer.
+"""A drafter's trained tensors in transfer: versions, digests, averages, loading into a layer.
 
-They are what is learned: in the scale of training, before `EagleLayer.fold`. The target's embedding
-and head are never among them, for whoever receives a drafter has them.
+They are in the scale of training, before `EagleLayer.fold`. The target's embedding and head are
+never among them: every receiver has the target.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ from longtail.errors import CheckpointError
 class DrafterWeights:
     """A published drafter. Tensors are never modified after publication.
 
-    Example: DrafterWeights(version=3, tensors=own_tensors(layer))
+    Example: DrafterWeights(version=3, tensors=copy_parameters(layer))
     """
 
     version: int
     tensors: Mapping[str, Tensor]
-    """Parameter name, as in `EagleLayer`, to tensor."""
+    """Tensors by their parameter name in `EagleLayer`."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 over names, dtypes, shapes and bytes, in the order of names."""
+        """SHA-256 over names, dtypes, shapes and bytes, sorted by name."""
         digest = hashlib.sha256()
         for name in sorted(self.tensors):
             tensor = self.tensors[name].detach().cpu()
@@ -39,13 +39,13 @@ class DrafterWeights:
         return digest.hexdigest()
 
 
-def own_tensors(layer: EagleLayer) -> dict[str, Tensor]:
+def copy_parameters(layer: EagleLayer) -> dict[str, Tensor]:
     """Copy a drafter's parameters."""
     return {name: p.detach().clone() for name, p in layer.named_parameters()}
 
 
-def require_own(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless these are all parameters of such a drafter, and no others."""
+def check_parameters(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless these are exactly the parameters of such a layer."""
     expected = {name: p.shape for name, p in layer.named_parameters()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes != expected:
@@ -53,29 +53,29 @@ def require_own(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"state of another drafter: {odd} is missing, misshapen or unknown")
 
 
-def lay_into(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
-    """Write parameters into a layer, in place; CheckpointError before anything is changed."""
-    require_own(layer, tensors)
+def load_parameters(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
+    """Copy parameters into a layer; raise CheckpointError, before any change, if they misfit."""
+    check_parameters(layer, tensors)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(tensors[name])
 
 
 def are_finite(tensors: Mapping[str, Tensor]) -> bool:
-    """Tell whether no value is NaN or infinite."""
-    # The least and the greatest in one pass: where there is a NaN, it is both.
+    """Return whether no value is NaN or infinite."""
+    # Minimum and maximum in one pass: both are NaN if any value is.
     return all(bool(torch.stack(each.aminmax()).isfinite().all()) for each in tensors.values())
 
 
 def weighted_mean(
     several: Sequence[Mapping[str, Tensor]], weights: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Average tensors of the same names; equal ones stay as they are to the last bit.
+    """Average tensors of the same names; equal tensors keep every bit.
 
-    Accumulated in float64, as weighted distances from the first.
+    Sums float64 differences from the first, weighted.
     """
     total, first = sum(weights), several[0]
-    assert total > 0, "an average of nothing"
+    assert total > 0, "the weights sum to zero"
     mean = {}
     for name, tensor in first.items():
         start = tensor.double()

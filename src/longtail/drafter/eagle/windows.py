@@ -1,17 +1,17 @@
-"""What a drafter with a bounded window keeps of each request: recent features, keys and values.
+"""The EAGLE drafter's cache: recent features, keys and values of each request.
 
 A row holds the features of consecutive tokens and, in the same slots, the drafter's keys and values
-of the pairs that those features begin. Only the last `window` are ever looked at; when a
-row is full they move to its front. So memory and time do not grow with the text.
+of the pairs that those features begin. Attention reads at most the last `window` slots; a full row
+moves them to its front. So memory and time do not grow with the text.
 
     tokens     ... 57   58   59   60   61                  61 is the root
     slots           0    1    2    3                       base = 57, end = 4
     features        f    f    f    f
-    keys, values    k    k    .    .    n  n  n            done = 2: two pairs to catch up on, then
+    keys, values    k    k    .    .    n  n  n            done = 2: two pairs to prefill, then
                                                            the nodes of a draft
 
-A pair's key and value follow from its own feature and token alone (the drafter has one layer), so
-catching up after a stretch without drafts is one pass over at most `window` pairs, and exact.
+A pair's key and value depend on its own feature and token alone (the drafter has one layer), so the
+prefill after steps without drafts is one exact pass over at most `window` pairs.
 """
 
 from collections import OrderedDict
@@ -23,116 +23,112 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longtail.drafter.eagle.layer import EagleConfig
 from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.tree import MAX_NODES
 
 _PROMPT_BYTES = 64 * 2**20
-"""For the last features of prompts, kept for siblings that start with shared KV."""
-_FEWEST_PROMPTS = 16
+"""Bytes of prompt features that are kept for siblings that start with shared KV."""
+_MIN_PROMPTS = 16
 
 
 @dataclass(slots=True)
 class Window:
-    """The row of one request; slots count from token `base` on."""
+    """Row of one request; slot 0 holds token `base`."""
 
     row: int
     base: int
     end: int = 0
+    """Number of slots with features."""
     done: int = 0
+    """Number of slots with keys and values."""
 
     @property
     def next_token(self) -> int:
-        """The token whose feature would be the next one."""
+        """Index of the token whose feature comes next."""
         return self.base + self.end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """Pairs that lack keys and values, request by request; the last of each is its root's."""
+    """Pairs without keys and values, request by request; the last of each is its root pair."""
 
     pairs: Int[Tensor, "4 pairs"]
-    """Their rows, their slots, their tokens (that after the feature's) and positions."""
+    """Row, slot, token (the one after the feature's) and position of each pair."""
     lasts: Int[Tensor, "requests"]
+    """Index of each request's root pair."""
     furthest: int
     """Greatest position."""
 
 
 @final
 class Windows:
-    """Rows of all requests. A request whose tokens are not seen in order starts over."""
+    """Rows of all requests. A request whose tokens are observed out of order starts over."""
 
     def __init__(
-        self,
-        *,
-        window: int,
-        max_len: int,
-        feature_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, config: EagleConfig, window: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._window = window
-        self._room = 2 * window + MAX_NODES if window else max_len
-        self._sizes = (feature_size, kv_heads, head_dim)
+        self._window, self._config = window, config
+        longest = config.target.max_positions
+        self._room = 2 * window + MAX_NODES if window else longest
         self._dtype, self._device = dtype, device
         self._of: dict[str, Window] = {}
         self._free: list[int] = []
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-        a_prompt = (window or max_len) * feature_size * dtype.itemsize
-        self._prompts_kept = max(_FEWEST_PROMPTS, _PROMPT_BYTES // a_prompt)
-        self.features = torch.empty(0, self._room, feature_size, dtype=dtype, device=device)
+        prompt_bytes = (window or longest) * config.feature_size * dtype.itemsize
+        self._max_prompts = max(_MIN_PROMPTS, _PROMPT_BYTES // prompt_bytes)
+        self.features = torch.empty(0, self._room, config.feature_size, dtype=dtype, device=device)
         self.keys = self.values = torch.empty(0, dtype=dtype, device=device)
         self._grow_rows(8)
 
     @property
     def spare_slot(self) -> int:
-        """The slot of keys and values behind those of any draft: what padding writes."""
+        """Slot of keys and values after those of any draft, to which padding writes."""
         return self._room + MAX_NODES
 
     def gather(
         self, rows: Int[Tensor, "pairs"], slots: Int[Tensor, "pairs"]
     ) -> Float[Tensor, "pairs features"]:
-        """Features at these places; for the spare slot, which has none, those of another."""
+        """Return the features in these slots; arbitrary ones for the spare slot, which has none."""
         return self.features[rows, slots.clamp(max=self._room - 1)]
 
     def get(self, request_id: str) -> Window | None:
-        """Return the request's window, None if nothing was seen of it."""
+        """Return the request's window, or None if none of its tokens was observed."""
         return self._of.get(request_id)
 
     def of(self, request_id: str) -> Window:
-        """Return the window of a request that was seen."""
+        """Return the window of an observed request."""
         return self._of[request_id]
 
     def forget(self, request_id: str) -> None:
-        """Free the row, if there is one."""
+        """Free the request's row, if it has one."""
         window = self._of.pop(request_id, None)
         if window is not None:
             self._free.append(window.row)
 
     def clear(self) -> None:
-        """Drop everything: features of other weights mean nothing."""
+        """Drop everything, since features of another policy are useless."""
         for request_id in list(self._of):
             self.forget(request_id)
         self._prompts.clear()
 
     def restart(self) -> None:
-        """Drop keys and values: the drafter's weights are others; the target's features stand."""
+        """Drop keys and values, which depend on the drafter's weights; keep the features."""
         for window in self._of.values():
             window.done = 0
 
     def observe(self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"]) -> None:
-        """Append the features of what was seen, all rows at once."""
+        """Append the features of observed tokens, all rows in one copy."""
         sources: list[int] = []
         targets: list[int] = []
         ends_prompt: list[tuple[Window, Observed]] = []
         first = 0
         for each in seen:
-            window = self._place(each)
+            window = self._window_at(each)
             kept = min(each.num_tokens, self._window or each.num_tokens)
             if window.end + kept > self._room:
                 self._slide(window)
-            if kept < each.num_tokens:  # what came before is out of sight
+            if kept < each.num_tokens:  # earlier slots are outside the window
                 window.base, window.end = each.start + each.num_tokens - kept, 0
                 window.done = 0
             start = window.row * self._room + window.end
@@ -142,7 +138,7 @@ class Windows:
             first += each.num_tokens
             if each.start < each.prompt_len <= each.start + each.num_tokens:
                 ends_prompt.append((window, each))
-        flat = self.features.view(-1, self._sizes[0])
+        flat = self.features.view(-1, self._config.feature_size)
         if len(sources) < first:
             features = features[torch.tensor(sources, device=self._device)]
         flat.index_copy_(0, torch.tensor(targets, device=self._device), features.to(self._dtype))
@@ -150,7 +146,7 @@ class Windows:
             self._keep_prompt(window, each)
 
     def catch_up(self, requests: Sequence[Draftable]) -> Pending:
-        """List what the requests lack, at most a window's worth each; the caller computes it."""
+        """Return the pairs to prefill, at most `window` a request; the caller computes them."""
         rows: list[int] = []
         slots: list[int] = []
         tokens: list[int] = []
@@ -159,7 +155,7 @@ class Windows:
         for request in requests:
             window = self._of[request.request_id]
             start = max(window.done, window.end - (self._window or window.end))
-            start = min(start, window.end - 1)  # the root's pair is where the walk begins
+            start = min(start, window.end - 1)  # the round begins at the root pair
             rows += [window.row] * (window.end - start)
             slots += range(start, window.end)
             tokens += request.tokens[window.base + start + 1 : window.base + window.end + 1]
@@ -173,27 +169,27 @@ class Windows:
             furthest=max(len(request.tokens) for request in requests) - 2,
         )
 
-    def _place(self, seen: Observed) -> Window:
-        """Return the request's window, ready for `seen.start`."""
+    def _window_at(self, seen: Observed) -> Window:
+        """Return the request's window with `seen.start` as its next token."""
         window = self._of.get(seen.request_id)
         if window is None:
             if not self._free:
                 self._grow_rows(max(8, self.features.shape[0]))
             window = Window(row=self._free.pop(), base=seen.start)
             self._of[seen.request_id] = window
-            self._begin_like_sibling(window, seen)
-        if window.next_token != seen.start:  # computed anew, or some of it went unseen
+            self._copy_prompt(window, seen)
+        if window.next_token != seen.start:  # recomputed, or some tokens were not observed
             window.base, window.end, window.done = seen.start, 0, 0
         return window
 
-    def _begin_like_sibling(self, window: Window, seen: Observed) -> None:
-        """Where KV of the prompt came from a sibling, so do its features."""
-        if not 0 < seen.start <= seen.prompt_len:  # its own beginning, or first seen in mid-text
+    def _copy_prompt(self, window: Window, seen: Observed) -> None:
+        """Copy a sibling's prompt features for a request whose prompt KV came from a sibling."""
+        if not 0 < seen.start <= seen.prompt_len:
             return
         kept = self._prompts.get(tuple(seen.tokens[: seen.prompt_len]))
         if kept is None:
             return
-        # The sibling computed the whole prompt; this request computes it again from `start`.
+        # The sibling's features cover the whole prompt; this request computes it from `start` on.
         count = len(kept) - (seen.prompt_len - seen.start)
         if count > 0:
             self.features[window.row, :count] = kept[:count]
@@ -202,17 +198,17 @@ class Windows:
     def _keep_prompt(self, window: Window, seen: Observed) -> None:
         prompt = tuple(seen.tokens[: seen.prompt_len])
         upto = seen.prompt_len - window.base
-        if upto <= 0:  # so much came after the prompt that nothing of it is in sight
+        if upto <= 0:  # the window begins after the prompt
             return
         start = max(0, upto - self._window) if self._window else 0
         self._prompts[prompt] = self.features[window.row, start:upto].clone()
         self._prompts.move_to_end(prompt)
-        if len(self._prompts) > self._prompts_kept:
+        if len(self._prompts) > self._max_prompts:
             self._prompts.popitem(last=False)
 
     def _slide(self, window: Window) -> None:
         """Move the last `window` slots to the front of the row."""
-        assert self._window, "an unbounded row is as long as the longest text"
+        assert self._window, "an unbounded row holds the longest text"
         start = max(window.end - self._window, 0)
         for kept in (self.features, self.keys, self.values):
             kept[window.row, : window.end - start] = kept[window.row, start : window.end].clone()
@@ -222,13 +218,9 @@ class Windows:
 
     def _grow_rows(self, more: int) -> None:
         old = self.features.shape[0]
-        feature_size, kv_heads, head_dim = self._sizes
-        slots = self.spare_slot + 1
-        shapes = (
-            (self._room, feature_size),
-            (slots, kv_heads, head_dim),
-            (slots, kv_heads, head_dim),
-        )
+        own = self._config.shape
+        heads = (self.spare_slot + 1, own.num_kv_heads, own.head_dim)
+        shapes = ((self._room, self._config.feature_size), heads, heads)
         grown = []
         for kept, shape in zip((self.features, self.keys, self.values), shapes, strict=True):
             larger = torch.zeros(old + more, *shape, dtype=self._dtype, device=self._device)

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.errors import CheckpointError, ConfigError
-from longtail.model.hf.config import MOST
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.rope import RopeConfig
 from longtail.model.transformer import ModelConfig, Transformer
+from longtail.system.machine import MAX_INT32
 from longtail.system.strict_json import parse_json
 
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
@@ -221,9 +221,9 @@ def _config(description: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
         "layers": all(
             type(each) is int and 0 <= each < target.num_layers for each in fields["layers"]
         ),
-        "window": type(fields["window"]) is int and 0 <= fields["window"] <= MOST,
+        "window": type(fields["window"]) is int and 0 <= fields["window"] <= MAX_INT32,
         "draft_vocab_size": type(fields["draft_vocab_size"]) is int
-        and 0 <= fields["draft_vocab_size"] <= MOST,
+        and 0 <= fields["draft_vocab_size"] <= MAX_INT32,
         "feature_scale": isinstance(fields["feature_scale"], (int, float))
         and 0 < fields["feature_scale"] < math.inf,
     }
@@ -237,7 +237,7 @@ def _shape(described: Mapping[str, Any] | None) -> ModelConfig | None:
     if described is None:
         return None
     sizes = {name: described[name] for name in _SIZES}
-    if not all(type(size) is int and 1 <= size <= MOST for size in sizes.values()):
+    if not all(type(size) is int and 1 <= size <= MAX_INT32 for size in sizes.values()):
         raise ValueError(f"own_shape has an impossible size: {sizes!r:.200}")
     fields = {**described, "windows": tuple(described["windows"])}
     return ModelConfig(**{**fields, "rope": RopeConfig(**described["rope"])})

@@ -31,8 +31,10 @@ from longtail.drafter.formats.checkpoint import (
 )
 from longtail.drafter.formats.layouts import SECTION, layers_of, parts
 from longtail.errors import ConfigError
-from longtail.model.hf import model as hf
 from longtail.model.hf.config import Fields, parse
+from longtail.model.hf.model import read_fields
+from longtail.model.hf.tokenizer import Tokenizer
+from longtail.model.hf.weights import read_tensors, tensor_names
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.packing import lay_out
 
@@ -62,14 +64,14 @@ class Published:
 
 def is_published(path: Path) -> bool:
     """Tell whether a directory holds a drafter in a layout of the engines, by its tensors."""
-    return any(_plain(name) == "fc.weight" for name in hf.tensor_names(path))
+    return any(_plain(name) == "fc.weight" for name in tensor_names(path))
 
 
 def load_published(
     path: Path,
     name: str,
     target: Transformer,
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     *,
     dtype: torch.dtype | None = None,
     layer_ids: LayerIds = "auto",
@@ -80,8 +82,8 @@ def load_published(
     The scale of `fc` is moved into `feature_scale` by a power of two, so no bit is lost and it can
     be trained on. Raises ConfigError naming the tensor or field that does not fit.
     """
-    fields = hf.read_fields(path)
-    tensors = {_plain(each): tensor for each, tensor in hf.read_tensors(path).items()}
+    fields = read_fields(path)
+    tensors = {_plain(each): tensor for each, tensor in read_tensors(path).items()}
     found = translate(fields, tensors, target.config, layer_ids=layer_ids, window=window)
     _require_embedding(fields, found.embedding, target)
     layer = EagleLayer(_scaled(found.config, target, tokenizer))
@@ -293,7 +295,7 @@ def _is_same(theirs: Tensor, mine: Tensor) -> bool:
     return theirs.shape == mine.shape and torch.equal(theirs.to(coarser), mine.to(coarser))
 
 
-def _scaled(config: EagleConfig, target: Transformer, tokenizer: hf.Tokenizer) -> EagleConfig:
+def _scaled(config: EagleConfig, target: Transformer, tokenizer: Tokenizer) -> EagleConfig:
     """Choose the power of two by which features come to a size of about 1."""
     if config.recipe == "eagle1":
         return config
@@ -306,7 +308,7 @@ def _history(
     fields: Fields,
     name: str,
     target: Transformer,
-    tokenizer: hf.Tokenizer,
+    tokenizer: Tokenizer,
     config: EagleConfig,
 ) -> tuple[TargetIdentity, TrainingRecord]:
     """Read what we noted when we exported it; of others' drafters nothing is known."""

@@ -1,4 +1,4 @@
-"""The clock that tuners go by: it can be faked, and played back from the log of a run."""
+"""The clock of the tuner's inputs. Its readings are logged, and can be replayed from the log."""
 
 import abc
 import time
@@ -7,7 +7,7 @@ from typing import final
 
 
 class StepClock(abc.ABC):
-    """Tells how far a step is; `begin`, then some readings, step by step."""
+    """Clock of a step: `begin`, then any number of readings."""
 
     @abc.abstractmethod
     def begin(self) -> None:
@@ -15,12 +15,12 @@ class StepClock(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> float:
-        """Seconds since the step began."""
+        """Return the seconds since the step began."""
 
 
 @final
 class WallClock(StepClock):
-    """The machine's own."""
+    """The machine's clock."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -30,15 +30,15 @@ class WallClock(StepClock):
         self._began = time.perf_counter()
 
     def read(self) -> float:
-        """Seconds since the step began."""
+        """Return the seconds since the step began."""
         return time.perf_counter() - self._began
 
 
 @final
-class PlayedClock(StepClock):
-    """Says again what was read before, so that a tuner decides again what it decided.
+class ReplayClock(StepClock):
+    """Repeats logged readings, so that a tuner repeats its decisions.
 
-    Example: PlayedClock([[0.0001, 0.0004, 0.003], [0.002]]): a step that drafted, a plain one
+    Example: ReplayClock([[0.0001, 0.0004, 0.003], [0.002]]): a step with drafts, a plain one
     """
 
     def __init__(self, steps: Iterable[Sequence[float]]) -> None:
@@ -50,5 +50,25 @@ class PlayedClock(StepClock):
         self._readings = iter(next(self._steps))
 
     def read(self) -> float:
-        """Repeat the next reading. Raises StopIteration if the step had fewer."""
+        """Return the next reading. Raises StopIteration if the step had fewer."""
         return next(self._readings)
+
+
+@final
+class LoggingClock:
+    """Reads a clock and keeps the readings of the present step."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self.readings: list[float] = []
+
+    def begin(self) -> None:
+        """Begin a step with no readings."""
+        self._clock.begin()
+        self.readings = []
+
+    def read(self) -> float:
+        """Return the seconds since the step began, and keep them."""
+        reading = self._clock.read()
+        self.readings.append(reading)
+        return reading

@@ -1,6 +1,6 @@
 """What the target computed for the texts it wrote, kept for whoever trains a drafter on them.
 
-    step --waits--stretches--> a row for each token of a text, once --find(tokens)--> its rows
+    step --waits--spans--> a row for each token of a text, once --find(tokens)--> its rows
 
 A feature follows from the weights and the tokens up to there. So a text is found by its tokens,
 whoever wrote it: siblings share the rows of their prompt, as they share its KV, a text that another
@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longtail.engine.request import ActiveRequest
-from longtail.engine.speculation.queue import Computed, Stretch
+from longtail.engine.speculation.queue import Computed, TokenSpan
 from longtail.speculation.taps import Taps
 
 _WAITING = 4
@@ -122,17 +122,17 @@ class FeatureStore:
             self._take(step)
 
     def _take(self, step: Computed) -> None:
-        features, stretches = step.features, list(step.stretches())
+        features, spans = step.features, list(step.spans())
         assert features is not None, "see `add`"
         if self._rows is None:
             size = self._most_kept // _row_bytes(features)
             self._rows = features.new_empty(size, features.shape[1])
             self._free = list(range(size))
-        if not self._make_room(sum(len(each.rows) for each in stretches)):
+        if not self._make_room(sum(len(each.rows) for each in spans)):
             return
         slots: list[int] = []
         rows: list[int] = []
-        for each in stretches:
+        for each in spans:
             text = self._continued(each)
             if text is not None:
                 news = each.rows[text.end - each.start :]
@@ -149,7 +149,7 @@ class FeatureStore:
             self._drop(self._texts.pop(next(iter(self._texts))))
         return len(self._free) >= count
 
-    def _continued(self, each: Stretch) -> _Text | None:
+    def _continued(self, each: TokenSpan) -> _Text | None:
         """Return the text that a stretch goes on with; None if its beginning is not there."""
         text = self._texts.pop(each.active, None)
         if text is not None and text.end < each.start:  # it began anew, behind a sibling's prompt

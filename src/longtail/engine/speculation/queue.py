@@ -35,7 +35,7 @@ class Computed:
     features: Float[Tensor, "tokens features"] | None
     """Of all flat tokens."""
 
-    def stretches(self) -> Iterator["Stretch"]:
+    def spans(self) -> Iterator["TokenSpan"]:
         """Say of each request what was computed for good, as far as its text goes."""
         first = 0
         for each, end in zip(self.scheduled, self.ends, strict=True):
@@ -45,12 +45,12 @@ class Computed:
                 path = self.accepted[each.active.request_id].path
                 rows = [*rows, *(last - 1 + node for node in path)]
             start = end - len(rows)
-            yield Stretch(each.active, start, rows[: len(each.active.tokens) - start])
+            yield TokenSpan(each.active, start, rows[: len(each.active.tokens) - start])
             first = last + each.draft.size
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TokenSpan:
     """Consecutive tokens of a request that one step computed; `rows` says where in its features."""
 
     active: ActiveRequest
@@ -119,7 +119,7 @@ class ObservationQueue:
         spans: dict[ActiveRequest, list[tuple[int, list[int]]]] = {}
         first = 0
         for step in steps:
-            for each in step.stretches():
+            for each in step.spans():
                 if each.active.is_done and not with_done:
                     continue
                 mine = spans.setdefault(each.active, [])

@@ -6,7 +6,6 @@ and drafting read the same table.
 """
 
 import abc
-import time
 from collections.abc import Sequence
 from typing import final
 
@@ -22,22 +21,17 @@ from longtail.speculation.drafter import Noise
 class NoiseSource(abc.ABC):
     """Noise of places that are still to be written."""
 
-    @property
     @abc.abstractmethod
-    def seconds(self) -> float:
-        """Spent making noise so far."""
-
-    @abc.abstractmethod
-    def reach(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
+    def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
         """Make the next `ahead` + 1 places of each request ready, as far as that is worth it."""
 
     @abc.abstractmethod
-    def ahead(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
+    def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
         """Noise for drafts of at most `depth`, good until the requests get their next tokens."""
 
 
 @final
-class NoiseAhead(NoiseSource):
+class NoiseTable(NoiseSource):
     """A table of noise: for each request in progress, its next places."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, max_entries: int = 2**19) -> None:
@@ -47,12 +41,6 @@ class NoiseAhead(NoiseSource):
         self._starts: dict[ActiveRequest, int] = {}
         self._rows: dict[ActiveRequest, int] = {}
         self._table = torch.empty(0, 0, vocab_size, device=device)
-        self._seconds = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Spent making noise so far."""
-        return self._seconds
 
     def rows(
         self, requests: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
@@ -61,7 +49,7 @@ class NoiseAhead(NoiseSource):
 
         Example: rows([a, b], [[0], [0, 1, 1]]) is one row of a's and three of b's
         """
-        self.reach(requests, max(max(ahead) for ahead in aheads))
+        self.prepare(requests, max(max(ahead) for ahead in aheads))
         rows: list[int] = []
         offsets: list[int] = []
         for active, ahead in zip(requests, aheads, strict=True):
@@ -70,9 +58,9 @@ class NoiseAhead(NoiseSource):
             offsets += [offset + place for place in ahead]
         return self._gather(rows, offsets)
 
-    def ahead(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
+    def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
         """Noise for drafts of at most `depth`, good until the requests get their next tokens."""
-        self.reach(requests, depth)
+        self.prepare(requests, depth)
         return _Ahead(
             table=self._table,
             rows=torch.tensor([self._rows[active] for active in requests], device=self._device),
@@ -81,7 +69,7 @@ class NoiseAhead(NoiseSource):
             ),
         )
 
-    def reach(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
+    def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
         """See that the table holds the next `ahead` + 1 places of each request."""
         last = self._table.shape[1] - 1 - ahead
         if not all(0 <= self._offset(active) <= last for active in requests):
@@ -98,7 +86,6 @@ class NoiseAhead(NoiseSource):
 
     def _refill(self, requests: Sequence[ActiveRequest], least: int) -> None:
         """Start every request's window at its next place; what was made already is moved."""
-        started = time.perf_counter()
         count, old = len(requests), self._table
         depth = max(least, min(32, self._max_entries // (count * self._vocab_size)))
         firsts = [self._offset(active) for active in requests]
@@ -127,7 +114,6 @@ class NoiseAhead(NoiseSource):
         self._table = table
         self._rows = {active: place for place, active in enumerate(requests)}
         self._starts = dict(zip(requests, starts, strict=True))
-        self._seconds += time.perf_counter() - started
 
 
 @final

@@ -1,6 +1,6 @@
 """From logits to tokens: who makes the noise, and when.
 
-On a CPU noise is made several places ahead, in a table (`noise.NoiseAhead`). On a GPU it is hashed
+On a CPU noise is made several places ahead, in a table (`noise.NoiseTable`). On a GPU it is hashed
 where it is added and kept nowhere; only rows with a truncation are given theirs in memory.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
-from longtail.engine.step.noise import NoiseAhead, NoiseSource
+from longtail.engine.step.noise import NoiseSource, NoiseTable
 from longtail.model.kernels.choice import select_draws
 from longtail.model.kernels.draws import Draws
 from longtail.model.transformer import Transformer
@@ -41,7 +41,7 @@ class Sampler(abc.ABC):
 class TableSampler(Sampler):
     """Adds noise out of a table."""
 
-    def __init__(self, noise: NoiseAhead) -> None:
+    def __init__(self, noise: NoiseTable) -> None:
         self._noise = noise
 
     @property
@@ -98,15 +98,10 @@ class HashedNoise(NoiseSource):
     def __init__(self, draws: Draws, vocab_size: int, device: torch.device) -> None:
         self._draws, self._vocab_size, self._device = draws, vocab_size, device
 
-    @property
-    def seconds(self) -> float:
-        """Nobody waits for it."""
-        return 0.0
-
-    def reach(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
+    def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
         """Nothing is to be made ready."""
 
-    def ahead(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
+    def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
         """Noise for drafts of any depth, good until the requests get their next tokens."""
         keys, firsts = _places(requests, [[0]] * len(requests), self._device)
         return _Hashed(self._draws, keys, firsts, self._vocab_size)
@@ -134,7 +129,7 @@ def make_sampler(model: Transformer) -> Sampler:
     vocab_size, device = model.config.vocab_size, model.device
     draws = select_draws(model.dtype, device)
     if draws is None:
-        return TableSampler(NoiseAhead(vocab_size, device))
+        return TableSampler(NoiseTable(vocab_size, device))
     return KeyedSampler(draws, vocab_size, device)
 
 

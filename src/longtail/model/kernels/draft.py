@@ -135,9 +135,9 @@ class ChainKernel:
     ) -> Chains:
         """Compute the pairs' keys and values, then draft."""
         w, requests, pairs = self._weights, len(asked.lasts), asked.pairs.shape[1]
-        strategy, worth = asked.strategy, asked.strategy.worth
+        strategy, thresholds = asked.strategy, asked.strategy.thresholds
         room = requests * asked.depth * strategy.width
-        assert strategy.num_followed == 1, "draft.c drafts on one node of a level"
+        assert strategy.num_expanded == 1, "draft.c drafts on one node of a level"
         assert strategy.width <= 2, "and that has one sibling"
         assert len(asked.confidences) == len(self._edges) + 1, "edges lie between bins"
         assert len(asked.depths) == requests, "each has its own deepest node"
@@ -154,8 +154,8 @@ class ChainKernel:
         rows, slots, text, positions = (first + row * pairs * 8 for row in range(4))
         call = _Round(
             requests=requests, pairs=pairs, depth=asked.depth, width=strategy.width,
-            size=strategy.num_nodes, bins=len(confidences), verify=worth.verify,
-            extend=worth.extend, level=worth.level, rows=rows, slots=slots, tokens=text,
+            size=strategy.num_nodes, bins=len(confidences), verify=thresholds.verify,
+            extend=thresholds.expand, level=thresholds.level, rows=rows, slots=slots, tokens=text,
             positions=positions, lasts=asked.lasts.data_ptr(), depths=at(depths),
             features=features.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(),
             feature_stride=features.stride(0), kv_stride=keys.stride(0),

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
-from longtail.drafter.eagle.weights import DrafterWeights, own_tensors
-from longtail.drafter.training.buffer import DrafterBuffer, Written
+from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
+from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.spot import Replica, SpotSettings, SpotTrainer
 from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import TrainerSettings
@@ -32,10 +32,10 @@ SETTINGS = SpotSettings(
 )
 
 
-def counting(number: int, length: int, *, step: int = 0, is_finished: bool = True) -> Written:
+def counting(number: int, length: int, *, step: int = 0, is_finished: bool = True) -> TextSnapshot:
     """Text that counts up from somewhere, in one of two steps."""
     start, by = 5 + 7 * number % 40, 1 + number % 2
-    return Written(
+    return TextSnapshot(
         request_id=f"train/{number}@0#0",
         tokens=tuple(start + by * i for i in range(length)),
         prompt_len=3,
@@ -59,7 +59,7 @@ class Room:
         config = EagleConfig(recipe="eagle3", target=self.target.config, layers=(0, 1), window=8)
         sample = pack_texts([Example(tokens=counting(1, 40).tokens, prompt_len=3)], 100)[0]
         layer = fresh_drafter(config, self.target, sample, torch.Generator().manual_seed(3))
-        self.published = DrafterWeights(version=1, tensors=own_tensors(layer))
+        self.published = DrafterWeights(version=1, tensors=copy_parameters(layer))
         teaching = replace(settings.trainer, matrix_rate=matrix_rate)
         self.spot = SpotTrainer(layer, self.target, replace(settings, trainer=teaching))
         self.spot.begin(self.published)

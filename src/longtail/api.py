@@ -1,0 +1,215 @@
+"""Text generation from Python: `Engine` and `load_drafter`, as `import longtail` offers them.
+
+    from longtail import Engine, SamplingParams
+
+    engine = Engine("tiny-reasoner")
+    params = SamplingParams(temperature=0.8, max_tokens=400)
+    for completion in engine.generate(["How many steps from 27 to 1?"], params, n=4):
+        print(completion.text)
+
+`longtail generate` uses the same class, so a seed yields the same text here, there and in
+`longtail serve`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+
+from longtail.build.drafters import Target, read_drafter
+from longtail.build.engine import completion_key, locate_model, open_engine, open_model
+from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.report import Piece, StepReport
+from longtail.errors import ConfigError, RequestError
+from longtail.model.hf.model import load_config
+from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.system.device import choose_device, to_stderr
+from longtail.types import Completion, Request, SamplingParams
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""Plain text, used as it is, or chat messages, to which the model's chat template is applied."""
+
+OnStep = Callable[[StepReport], None]
+
+_STEP_TOKENS = 512
+
+
+@final
+class Engine:
+    """A model that writes completions, with speculative decoding where it is faster.
+
+    `model` is a Hugging Face directory, a run directory of `longtail train` (newest checkpoint) or
+    "tiny-reasoner". `drafter` is a name as for `--speculation.drafter`: it changes the speed, never
+    a text. `dtype` is "float32", "bfloat16" or "float64"; the default is the stored one. Weights
+    are read with the first request. Raises ConfigError for a model that cannot be used.
+
+    Example: Engine("runs/quickstart", dtype="bfloat16").generate(["1+1="])[0].text
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        drafter: str = "auto",
+        dtype: str | None = None,
+        device: str = "auto",
+        max_running: int = 64,
+        batch_invariant: bool = False,
+    ) -> None:
+        self._name, self._drafter = model, drafter
+        self._dtype, self._device = dtype, device
+        self._max_running, self._batch_invariant = max_running, batch_invariant
+        choose_device(device)
+        self._path = locate_model(model)
+        self.tokenizer = load_tokenizer(self._path)
+        self.max_positions = load_config(self._path).max_positions
+        """Largest number of tokens of a prompt and its completion together."""
+        self._engine: RolloutEngine | None = None
+        self._running = self._length = 1
+
+    def encode(self, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+        """Return the tokens of a prompt after which `max_tokens` more fit into the model.
+
+        Raises RequestError if they do not fit, and DataError for chat messages without a template.
+        """
+        text = prompt if isinstance(prompt, str) else self.tokenizer.render(prompt)
+        least = self.tokenizer.least_tokens(text)
+        if least >= self.max_positions:  # known at once; tokenizing could take minutes
+            raise RequestError(
+                f"the prompt has at least {least} tokens, but the model has {self.max_positions} "
+                "positions; shorten the prompt"
+            )
+        tokens = self.tokenizer.encode(text)
+        if max_tokens > (room := self.max_positions - len(tokens)):
+            raise RequestError(
+                f"max_tokens = {max_tokens}: after a prompt of {len(tokens)} tokens the model has "
+                f"{max(room, 0)} of its {self.max_positions} positions left"
+            )
+        return tokens
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        seed: int = 0,
+        on_step: OnStep | None = None,
+    ) -> list[Completion]:
+        """Return `n` completions of each prompt, those of one prompt next to each other.
+
+        Completion i of a prompt depends on weights, prompt, params, seed and i alone, not on the
+        other prompts. Raises RequestError before any work if a prompt cannot be served.
+        """
+        params = params or SamplingParams()
+        tokens = [self.encode(prompt, params.max_tokens) for prompt in prompts]
+        requests = [
+            self._request(each, params, f"{place}", seed, index)
+            for place, each in enumerate(tokens)
+            for index in range(n)
+        ]
+        return self._ready(requests).generate(requests, on_step)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        seed: int = 0,
+        on_step: OnStep | None = None,
+    ) -> "TextStream":
+        """Return an iterator over the pieces of one completion, as they are generated."""
+        params = params or SamplingParams()
+        tokens = self.encode(prompt, params.max_tokens)
+        request = self._request(tokens, params, "0", seed, 0)
+        return TextStream(self._ready([request]).stream(request, on_step))
+
+    def _request(
+        self, tokens: tuple[int, ...], params: SamplingParams, group: str, seed: int, index: int
+    ) -> Request:
+        stops = params.stop_token_ids or self.tokenizer.eos_ids
+        return Request(
+            request_id=f"{group}#{index}",
+            prompt_tokens=tokens,
+            noise_key=completion_key(seed, index),
+            sampling=replace(params, stop_token_ids=stops),
+            group_id=group,
+        )
+
+    def _ready(self, requests: Sequence[Request]) -> RolloutEngine:
+        """Return an idle engine with room for the requests; one that is too small is replaced."""
+        lengths = [len(each.prompt_tokens) + each.sampling.max_tokens for each in requests]
+        running, length = min(len(requests), self._max_running), max(lengths, default=1)
+        engine = self._engine
+        if engine is not None and running <= self._running and length <= self._length:
+            return engine
+        self._running, self._length = max(running, self._running), max(length, self._length)
+        limits = EngineLimits(
+            max_running=self._running,
+            max_step_tokens=max(_STEP_TOKENS, self._max_running),
+            max_len=self._length,
+        )
+        if engine is None:
+            self._engine = open_engine(self._open(), limits, self._drafter)
+        else:
+            speculation = engine.speculation
+            engine.speculate(None)
+            self._engine = RolloutEngine(engine.model, self.tokenizer.decode, limits)
+            self._engine.speculate(speculation)
+        return self._engine
+
+    def _open(self) -> Target:
+        return open_model(
+            self._name,
+            self._path,
+            self.tokenizer,
+            self._dtype,
+            self._device,
+            batch_invariant=self._batch_invariant,
+        )
+
+
+@final
+class TextStream:
+    """The pieces of one completion; `completion` is the whole of it once the iteration has ended.
+
+    Example: for piece in stream: print(piece.text, end="", flush=True)
+    """
+
+    def __init__(self, pieces: Iterator[Piece | Completion]) -> None:
+        self._pieces = pieces
+        self.completion: Completion | None = None
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield pieces; joined, their texts are the text of the completion."""
+        for piece in self._pieces:
+            if isinstance(piece, Completion):
+                self.completion = piece
+            else:
+                yield piece
+
+
+def load_drafter(
+    name: str,
+    model: str,
+    *,
+    dtype: torch.dtype | None = None,
+    log: Callable[[str], None] = to_stderr,
+) -> LoadedDrafter:
+    """Read the weights of a drafter for a model; both names are those of the command line.
+
+    `name` is a directory of `longtail drafter train`, a run of `longtail train`, a directory in the
+    layout of vLLM, SGLang or speculators, or "tiny-reasoner". Raises ConfigError for a drafter
+    without weights ("history") and for one that does not fit the model.
+
+    Example: load_drafter("runs/quickstart", "runs/quickstart").layer.config
+    """
+    path = locate_model(model)
+    target = open_model(model, path, load_tokenizer(path), None)
+    loaded = read_drafter(name, target, log, dtype, field="name")
+    if loaded is None:
+        raise ConfigError(f"name = {name!r}: this drafter has no weights of its own to load")
+    return loaded

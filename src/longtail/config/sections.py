@@ -1,0 +1,91 @@
+"""Field types and sections that several configurations share.
+
+The class defaults are the vetted recipe. The docstring under a field is its help text.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from longtail.system.machine import MAX_INT32, MAX_THREADS
+
+Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")]
+Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
+Amount = Annotated[int, Field(ge=0, le=MAX_INT32)]
+Generated = Annotated[int, Field(ge=1, le=10_000_000)]
+Threads = Annotated[int, Field(ge=0, le=MAX_THREADS)]
+Processes = Annotated[int, Field(ge=1, le=MAX_THREADS)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Literal["float32", "bfloat16", "float64"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, field docstrings are help texts."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelSection(Section):
+    """The policy to train."""
+
+    path: Name = "tiny-reasoner"
+    """Hugging Face directory, or `tiny-reasoner` for the embedded model (warm-started once)."""
+
+
+class OptimizerSection(Section):
+    """Optimizer of a model."""
+
+    learning_rate: Positive = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: Schedule = "constant"
+    """Learning rate after warm-up; linear and cosine reach 0 at the last step."""
+    warmup_steps: Amount = 0
+    """Number of steps in which the learning rate rises linearly from 0."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay of AdamW, applied to matrices only."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moment."""
+    max_grad_norm: Positive = 1.0
+    """Global norm to which larger gradients are scaled down."""
+    autocast: bool = False
+    """Whether matrix products run in bfloat16 over float32 weights."""
+
+
+class CommonRunSection(Section):
+    """The run as a whole."""
+
+    dir: Name
+    """Directory of everything that the run writes."""
+    seed: Seed = 0
+    """Seed for prompt order, generated data, sampling noise and fresh weights."""
+    device: Device = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:1`."""
+    threads: Threads = 0
+    """Compute threads of this process; 0 uses every core."""
+    checkpoint_every: Count = 10
+    """Number of steps between checkpoints; the last step always makes one."""
+    keep_checkpoints: Count = 2
+    """Number of newest checkpoints to keep."""
+    resume: bool = True
+    """Whether to continue from the newest checkpoint in `dir`; off refuses a used directory."""
+    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Metric writers in addition to metrics.jsonl; each needs the extra of its name."""
+
+
+class SupervisedRunSection(CommonRunSection):
+    """The run as a whole."""
+
+    checkpoint_every: Count = 100
+    """Number of steps between checkpoints; the last step always makes one."""
+    keep_checkpoints: Count = 1
+    """Number of newest checkpoints to keep."""
+    log_every: Count = 10
+    """Number of steps between lines on the terminal; metrics.jsonl gets every step."""

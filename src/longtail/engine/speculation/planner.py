@@ -1,0 +1,169 @@
+"""The plan of a step's drafts: whether to draft, proposals, and the nodes that are verified.
+
+    scheduled --Batch--> guard, tuner.plan --Plan--> drafters propose --> tuner.select_nodes
+
+A draft uses only spare resources: tokens that the step has left and KV that no request owns. It
+never preempts a request. All cuts of drafts after `Drafter.propose` are made here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from longtail.engine.batch import Scheduled
+from longtail.engine.report import Switch
+from longtail.engine.request import ActiveRequest
+from longtail.engine.speculation.clock import LoggingClock
+from longtail.engine.step.timer import StepTimer
+from longtail.speculation.drafter import Drafter, Noise
+from longtail.speculation.tree import DraftTree, cut_depth
+from longtail.tuner.guard import Guard
+from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
+from longtail.tuner.tuner import PLAIN, Tuner
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """Plan of one step, and the drafts proposed for it."""
+
+    batch: Batch
+    plan: Plan
+    requests: Sequence[ActiveRequest] = ()
+    """Requests for which drafts are proposed, in order."""
+    proposals: Sequence[Sequence[DraftTree]] = ()
+    """Trees by drafter of the plan, then by request."""
+    timings: tuple[DraftTiming, ...] = ()
+
+
+@final
+class DraftPlanner:
+    """Plans with guard and tuner: `plan`, `propose` and `select` in each step, `learn` afterwards.
+
+    A plan to decode plainly may hold for several steps (`take_repeat`).
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        tuner: Tuner,
+        guard: Guard | None,
+        clock: LoggingClock,
+        timer: StepTimer,
+        max_depth: int,
+    ) -> None:
+        self._drafters, self._tuner, self._guard = drafters, tuner, guard
+        self._clock, self._timer, self._max_depth = clock, timer, max_depth
+        self._repeats = self._num_repeated = 0
+        self._switch: Switch | None = None
+        self.is_drafting = True
+        """Whether the last plan drafts; probes do not count."""
+
+    def take_repeat(self, num_scheduled: int) -> bool:
+        """Return whether the last plan still holds, and use up one of its repetitions."""
+        if not self._repeats or num_scheduled != self._num_repeated:
+            return False
+        self._repeats -= 1
+        return True
+
+    def take_switch(self) -> Switch | None:
+        """Return the change between drafting and plain decoding that was not yet reported."""
+        switch, self._switch = self._switch, None
+        return switch
+
+    def plan(self, scheduled: Sequence[Scheduled], spare_tokens: int) -> PlannedStep:
+        """Decide whether to draft in a step, and for which requests."""
+        with self._timer.tuner:
+            batch = _batch(scheduled, spare_tokens)
+            allowed = self._guard is None or self._guard.allows
+            may_draft = allowed and batch.num_draftable and spare_tokens > 0
+            plan = self._tuner.plan(batch) if may_draft else PLAIN
+            if plan is not PLAIN and not plan.is_probe:
+                self._set_drafting(plan.strategy is not None, plan.reason)
+        self._repeats, self._num_repeated = plan.repeat_steps, len(scheduled)
+        if plan.strategy is None:
+            return PlannedStep(batch, plan)
+        requests = [
+            each.active
+            for each in scheduled
+            if each.draws and each.num_tokens == 1 and self._depth_limit(each.active) > 0
+        ]
+        return PlannedStep(batch, plan, requests[: plan.num_requests])
+
+    def propose(self, step: PlannedStep, noise: Noise | None) -> PlannedStep:
+        """Return the step with each drafter's proposals, cut to the depth that can be used."""
+        assert step.plan.strategy is not None, "only a plan that drafts has requests"
+        draftable = [each.draftable(self._depth_limit(each)) for each in step.requests]
+        proposals: list[list[DraftTree]] = []
+        timings: list[DraftTiming] = []
+        started = self._clock.read()
+        for index in step.plan.drafters:
+            found = self._drafters[index].propose(draftable, step.plan.strategy, noise)
+            trees = [
+                cut_depth(tree, each.max_depth) for tree, each in zip(found, draftable, strict=True)
+            ]
+            depths = [tree.depth for tree in trees]
+            ended = self._clock.read()
+            timing = DraftTiming(
+                drafter=index,
+                num_requests=len(trees),
+                levels=max(depths),
+                rows=sum(depths),
+                seconds=ended - started,
+            )
+            started = ended
+            proposals.append(trees)
+            timings.append(timing)
+        return replace(step, proposals=proposals, timings=tuple(timings))
+
+    def select(
+        self, step: PlannedStep, try_grow: Callable[[str, int], bool]
+    ) -> dict[ActiveRequest, DraftTree]:
+        """Return the drafts to verify: nodes that the tuner selects, where the KV has room."""
+        with self._timer.tuner:
+            trees = self._tuner.select_nodes(step.batch, step.plan, step.proposals)
+        assert sum(tree.size for tree in trees) <= step.batch.room, "drafts beyond the step's room"
+        return {
+            active: tree
+            for active, tree in zip(step.requests, trees, strict=True)
+            if tree.size and try_grow(active.request_id, len(active.tokens) + tree.size)
+        }
+
+    def learn(self, outcome: Outcome) -> None:
+        """Update tuner and guard; after a step with drafts the next plan is made anew."""
+        self._tuner.learn(outcome)
+        if self._guard is not None and (reason := self._guard.learn(outcome)):
+            self.is_drafting, self._switch = False, Switch(drafts=False, reason=reason)
+        if outcome.timings:
+            self._repeats = 0
+
+    def reset_estimates(self) -> None:
+        """Plan anew, since a drafter was changed."""
+        self._repeats = 0
+        self._tuner.reset_estimates()
+
+    def _set_drafting(self, drafts: bool, reason: str) -> None:
+        if drafts != self.is_drafting:
+            self.is_drafting, self._switch = drafts, Switch(drafts=drafts, reason=reason)
+
+    def _depth_limit(self, active: ActiveRequest) -> int:
+        """Return the depth of the deepest useful node: the root yields a token as well."""
+        left = active.request.sampling.max_tokens - active.num_generated
+        return min(left - 1, self._max_depth)
+
+
+def _batch(scheduled: Sequence[Scheduled], spare_tokens: int) -> Batch:
+    draftable = sampled = tokens = pairs = 0
+    for each in scheduled:
+        count = each.num_tokens
+        tokens += count
+        pairs += count * (each.active.num_computed + count)
+        if each.draws:
+            sampled += 1
+            draftable += count == 1
+    return Batch(
+        num_draftable=draftable,
+        num_sampled=sampled,
+        num_tokens=tokens,
+        num_pairs=pairs,
+        room=spare_tokens,
+    )

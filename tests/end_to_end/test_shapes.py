@@ -1,0 +1,34 @@
+"""Whole runs in which the shapes of every call are checked: conftest.py says why these alone."""
+
+from pathlib import Path
+
+import pytest
+
+from end_to_end.workshop import Workshop, build, save_untaught
+
+pytestmark = pytest.mark.shapes
+BRIEF = ("--run.steps=2", "--rollout.max_tokens=6", "--data.heldout_size=2")
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return build(tmp_path_factory.mktemp("shapes"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--learner.kl_coef=0.1", "--learner.gradient_checkpointing=true"),
+        ("--model.path=tied", "--learner.loss=gspo", "--rollout.dtype=bfloat16"),
+        ("--speculation.drafter=drafter", "--spot.train=serial"),
+    ],
+    ids=["plain", "tied", "drafter"],
+)
+def test_every_shape_of_a_training_run_is_what_the_annotations_say(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(workshop.path)
+    if not (workshop.path / "drafter").exists():
+        save_untaught(workshop.model, workshop.path / "drafter")
+    said = workshop.train(str(tmp_path / "run"), *BRIEF, *words)
+    assert said.code == 0, said.err
