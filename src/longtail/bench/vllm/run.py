@@ -22,11 +22,11 @@ from longtail.bench.common.process import progress
 from longtail.bench.common.timing import pin_threads
 from longtail.bench.vllm.options import VllmBenchOptions
 from longtail.build.drafters import at_work, read_drafter
-from longtail.drafter.formats.layouts import own_window
+from longtail.drafter.formats.layouts import engine_window
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, LongtailError
-from longtail.programs.drafter_eval import answer, open_target
-from longtail.programs.drafter_export import fresh, rounded, write
+from longtail.programs.drafter_eval import complete, open_target
+from longtail.programs.drafter_export import copy_of, rounded, write_layout
 from longtail.speculation.strategy import Strategy
 from longtail.types import SamplingParams
 
@@ -113,15 +113,19 @@ class _VllmBench:
         as_trained, texts = self._ours(loaded, config.window)
         for layout in ("vllm", "speculators") if config.recipe == "eagle3" else ("vllm",):
             self._log(f"{name}, layout {layout}")
-            window, ours = own_window(layout, config), as_trained
+            window, ours = engine_window(layout, config), as_trained
             if window != config.window:
                 ours = self._ours(loaded, window)[0]
             with tempfile.TemporaryDirectory() as place:
                 directory = Path(place) / "drafter"
-                write(
-                    directory, layout, loaded, target, dtype,
-                    verifier=str(target.directory), depth=self._options.depth,
-                )  # fmt: skip
+                write_layout(
+                    directory,
+                    layout,
+                    loaded,
+                    target,
+                    verifier=str(target.directory),
+                    depth=self._options.depth,
+                )
                 theirs = self._theirs(directory, _METHODS[config.recipe])
             same = sum(a == tuple(b) for a, b in zip(texts, theirs["tokens"], strict=True))
             found.append(
@@ -145,9 +149,9 @@ class _VllmBench:
             max_tokens=self._options.max_tokens,
             stop_token_ids=self._target.tokenizer.eos_ids,
         )
-        drafter = at_work(fresh(loaded), self._target, window=window)
+        drafter = at_work(copy_of(loaded), self._target, window=window)
         fixed = Speculation.fixed(drafter, Strategy(depth=self._options.depth))
-        completions, acceptance = answer(self._target, self._prompts, sampling, fixed)
+        completions, acceptance = complete(self._target, self._prompts, sampling, fixed)
         return acceptance.overall.mean, [each.tokens for each in completions]
 
     def _theirs(self, drafter: Path, method: str) -> dict[str, Any]:
