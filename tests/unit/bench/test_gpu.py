@@ -35,6 +35,7 @@ def test_without_a_gpu_the_error_names_the_requirements(capsys):
     assert "--device cpu --quick" in said.err
 
 
+@pytest.mark.slow
 def test_toy_shapes_run_on_a_cpu(capsys):
     """All parts but training: kernels are right, texts are the same, the last line is JSON."""
     with unchecked_shapes():
@@ -56,6 +57,7 @@ def test_toy_shapes_run_on_a_cpu(capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_is_a_failure():
     checks = gpu_kernels.checks
     heads = gpu_kernels.Heads(queries=2, keys=1, dim=16)

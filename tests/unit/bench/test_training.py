@@ -15,12 +15,14 @@ def test_every_layout_makes_the_same_gradient_of_the_learner():
     assert learner.gradient_gap(SMALL) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_every_layout_makes_the_same_gradient_of_the_drafter(recipe: str) -> None:
     work = Workload(sequences=6, rows=3, budget=200, threads=1, median=5.5)
     assert drafter.gradient_gap(work, recipe, 2) < 1e-10
 
 
+@pytest.mark.slow
 def test_the_last_line_of_the_drafter_benchmark_is_json_with_the_ratio(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_residual_that_is_normed_first_is_read_alike(tmp_path, target):
 PROMPTS = [tuple(range(5, 40)), (9, 8, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "layout"), [("eagle1", "sglang"), ("eagle3", "vllm")])
 def test_the_self_check_passes_what_is_right_and_refuses_any_tensor_that_is_not(
     tmp_path, target, recipe, layout
@@ -149,6 +150,7 @@ def test_the_self_check_passes_what_is_right_and_refuses_any_tensor_that_is_not(
             self_check(path, loaded, target, PROMPTS, 16)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_checked_against_the_drafter_as_it_was_rounded(tmp_path, target):
     loaded = export(tmp_path / "d", "hf", target, "eagle3", torch.bfloat16, reduced=True)
     assert read_tensors(tmp_path / "d")["fc.weight"].dtype == torch.bfloat16
@@ -284,6 +286,7 @@ def test_a_head_that_is_the_targets_rows_changes_nothing_in_training(target):
     assert not torch.equal(score_rows(scored, other).cross_entropy, mine.cross_entropy)
 
 
+@pytest.mark.slow
 def test_a_drafter_with_the_targets_rows_as_its_own_head_drafts_the_same(target, tmp_path):
     loaded = export(tmp_path / "d", "vllm", target, "eagle3", reduced=True)
     again = replace(loaded, head=target.model.head.weight[list(DRAFT_IDS)].detach().clone())

@@ -93,6 +93,7 @@ def test_its_scale_is_moved_by_a_power_of_two_and_nothing_is_lost(tmp_path, targ
     assert torch.equal(loaded.layer.fc.weight, tensors["fc.weight"])
 
 
+@pytest.mark.slow
 def test_it_drafts_learns_is_saved_and_goes_out_again(tmp_path, target, three_taps):
     path = lay(tmp_path / "p", *three_taps)
     (drafter,) = open_drafters(str(path), target, print)
