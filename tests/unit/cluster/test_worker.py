@@ -151,6 +151,7 @@ def test_a_worker_learns_its_own_texts_from_the_features_that_it_has(components,
     assert report.num_tokens > report.num_reused == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("--spot.features_mb=0",), ("--spot.train=serial",)])
 def test_where_nothing_could_be_reused_nothing_is_kept(workshop, asked, words):
     """A rollout is over and its policy gone when a drafter is trained serially."""
