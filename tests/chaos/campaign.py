@@ -186,7 +186,7 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     place = own.dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     campaign = Campaign(place, own.steps, own.patience)
-    crews = [int(number) for number in own.workers.split(",")]
+    counts = [int(number) for number in own.workers.split(",")]
     dtypes = own.dtypes.split(",") if own.dtypes else exact_dtypes()
     if not dtypes:
         print("no native kernels here, so texts may depend on their batch: see `longtail doctor`")
@@ -194,7 +194,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"seed {own.seed}, {' and '.join(dtypes)}, {own.workers} workers, in {place}", flush=True)
     drafter.ensure(model_directory(TINY_REASONER))  # may take minutes, which would be a hang
     began = time.monotonic()
-    dealt = plans(own.seed, dtypes, crews, blows=own.blows)
+    dealt = plans(own.seed, dtypes, counts, blows=own.blows)
     try:
         for plan in dealt:
             if own.only is None or plan.number == own.only:

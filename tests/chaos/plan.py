@@ -83,7 +83,7 @@ class Plan:
     strikes: tuple[Strike, ...]
 
 
-def plans(seed: int, dtypes: Sequence[str], crews: Sequence[int], *, blows: int) -> Iterator[Plan]:
+def plans(seed: int, dtypes: Sequence[str], counts: Sequence[int], *, blows: int) -> Iterator[Plan]:
     """Deal plans for ever, `blows` a trial; settings take turns, so that all meet all."""
     deck = _dealt(seed)
     for number in count():
@@ -96,7 +96,7 @@ def plans(seed: int, dtypes: Sequence[str], crews: Sequence[int], *, blows: int)
         yield Plan(
             number=number,
             dtype=dtypes[number % len(dtypes)],
-            workers=crews[number // len(dtypes) % len(crews)],
+            workers=counts[number // len(dtypes) % len(counts)],
             trains="never" if has_idle and rng.random() < 0.75 else "spot",
             checkpoint_every=rng.choice((1, 2)),
             strikes=tuple(strikes),

@@ -46,7 +46,7 @@ class Target:
 
 
 def open_drafter(
-    name: str, target: Target, say: Callable[[str], None], *, window: int | None = None
+    name: str, target: Target, log: Callable[[str], None], *, window: int | None = None
 ) -> Drafter:
     """Make the drafter that `name` means, for this target.
 
@@ -55,7 +55,7 @@ def open_drafter(
     """
     if name == HISTORY:
         return HistoryDrafter()
-    loaded = read_drafter(name, target, say, target.model.dtype)
+    loaded = read_drafter(name, target, log, target.model.dtype)
     if loaded is None:
         return _small_model(name, Path(name), target)
     return at_work(loaded, target, window=window)
@@ -73,7 +73,7 @@ def at_work(
 def read_drafter(
     name: str,
     target: Target,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     dtype: torch.dtype | None,
     *,
     field: str = "speculation.drafter",
@@ -87,7 +87,7 @@ def read_drafter(
     if name == HISTORY:
         return None
     if embedded == TINY_REASONER:
-        path = taught(target, recipe or "eagle1", say, field=field)
+        path = taught(target, recipe or "eagle1", log, field=field)
     else:
         path = Path(name)
     if not path.is_dir():
@@ -107,22 +107,22 @@ def read_drafter(
 
 
 def open_trainable(
-    names: str, target: Target, say: Callable[[str], None]
+    names: str, target: Target, log: Callable[[str], None]
 ) -> checkpoint.LoadedDrafter | None:
     """Read the weights of the first drafter that can be trained, in float32; None if none can."""
     for name in _names(names, target):
-        loaded = read_drafter(name, target, say, torch.float32)
+        loaded = read_drafter(name, target, log, torch.float32)
         if loaded is not None:
             return loaded
     return None
 
 
-def open_drafters(names: str, target: Target, say: Callable[[str], None]) -> tuple[Drafter, ...]:
+def open_drafters(names: str, target: Target, log: Callable[[str], None]) -> tuple[Drafter, ...]:
     """Make the drafters that `names` means: one, several joined by +, `auto`, or `none`.
 
     Raises ConfigError as `open_drafter` does.
     """
-    return tuple(open_drafter(name, target, say) for name in _names(names, target))
+    return tuple(open_drafter(name, target, log) for name in _names(names, target))
 
 
 def _names(names: str, target: Target) -> list[str]:
@@ -172,7 +172,7 @@ def _is_model(path: Path) -> bool:
 def taught(
     target: Target,
     recipe: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     field: str = "speculation.drafter",
 ) -> Path:
@@ -188,7 +188,7 @@ def taught(
 
     def tell(lesson: tiny_drafter.Lesson) -> None:
         if lesson.step % _LESSONS_A_LINE == 0:
-            say(lesson.line())
+            log(lesson.line())
 
     return tiny_drafter.ensure(target.directory, on_progress=tell, recipe=recipe)
 

@@ -47,14 +47,14 @@ _SHARDING_SINCE = "2.13"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerComponents:
-    """What the loop drives. None of them knows another."""
+    """The components of the training loop, none of which knows another."""
 
     source: PromptSource
     heldout: tuple[Prompt, ...]
     workers: WorkerGroup
     sampling: SamplingParams
     limits: EngineLimits
-    """Of every worker's engine."""
+    """Limits of every worker's engine."""
     num_dropped: int
     """Prompts left out because they were longer than the limit."""
     num_ungradable: int
@@ -66,7 +66,7 @@ class TrainerComponents:
 def model_directory(path: str, log: Callable[[str], None] = to_stderr) -> Path:
     """Return the Hugging Face directory that `model.path` names, warm-starting the embedded one.
 
-    The warm start takes minutes, once, and tells `log` how far it is.
+    The warm start takes minutes, once; `log` receives its progress.
     """
     if path != TINY_REASONER:
         return Path(path)
@@ -89,9 +89,10 @@ def assemble(
 ) -> TrainerComponents:
     """Build every part from the model in `directory`.
 
-    `check` says which rows the reward cannot grade: they are refused, or left out if so configured.
-    `log` hears of a drafter being taught, and of workers; `on_progress` how rollouts go on, and may
-    raise. Raises ConfigError for whatever the configuration, the model and the data say against it.
+    `check` returns the rows that the reward cannot grade: they are refused, or left out if so
+    configured. `log` receives messages of the workers and of a drafter that is trained first;
+    `on_progress` receives the progress of rollouts, and may raise. Raises ConfigError if the
+    configuration does not fit the model or the data.
     """
     choose_device(config.run.device)
     _check_sharding(config)

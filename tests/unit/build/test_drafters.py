@@ -33,7 +33,7 @@ def test_none_is_nobody_and_auto_needs_no_weights(target):
 def test_auto_is_the_embedded_models_own_where_it_is_the_target(target, monkeypatch):
     opened = []
 
-    def note(name, target, say):
+    def note(name, target, log):
         opened.append((target.name, name))
         return HistoryDrafter()
 

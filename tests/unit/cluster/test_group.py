@@ -119,7 +119,7 @@ def test_a_learner_step_has_no_time_limit_while_it_shows_beats():
 
 
 def test_a_worker_that_computes_for_a_broken_team_is_not_late():
-    # And the newcomer, long ready, waits for the policy.
+    # The new worker, long ready, waits for the policy.
     pool = ScriptedPool(3, learn_s=1.5 * READY_S, faults=[Fault(worker=1, task="learn")])
     begun(pool).learn([batch(1)])
     assert_learned(pool, 1)

@@ -25,10 +25,10 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 def _parts(
-    workshop: Workshop, listen: Callable[[Progress], None]
+    workshop: Workshop, on_progress: Callable[[Progress], None]
 ) -> tuple[TrainerComponents, list[Request]]:
     config = load(None, workshop.words("run", "--speculation.drafter=history")[1:])
-    parts = assemble(config, workshop.model, lambda rows: {}, on_progress=listen)
+    parts = assemble(config, workshop.model, lambda rows: {}, on_progress=on_progress)
     parts.workers.publish()
     asked = train_requests(parts.source.take(2), samples=3, seed=0, sampling=parts.sampling)
     return parts, list(asked.requests)
@@ -55,11 +55,11 @@ def test_an_interrupted_rollout_leaves_a_worker_that_saves_and_generates_again(w
     expected = [each.tokens for each in plain.workers.rollout(1, asked).completions]
     interrupts = iter([False] * 5 + [True] + [False] * 1000)
 
-    def listen(progress: Progress) -> None:
+    def interrupt(progress: Progress) -> None:
         if next(interrupts):
             raise Interrupted
 
-    parts, asked = _parts(workshop, listen)
+    parts, asked = _parts(workshop, interrupt)
     with pytest.raises(Interrupted):
         parts.workers.rollout(1, asked)
     parts.workers.abandon()

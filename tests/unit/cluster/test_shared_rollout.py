@@ -209,12 +209,12 @@ def test_progress_counts_finished_and_running_shards_once():
 def test_an_interrupted_rollout_leaves_all_workers_idle_and_able_to_save(tmp_path):
     interrupts = iter([False] * 20 + [True] + [False] * 1000)
 
-    def listen(progress: Progress) -> None:
+    def interrupt(progress: Progress) -> None:
         if next(interrupts):
             raise Interrupted
 
     pool = ScriptedPool(3)
-    group = begun(pool, on_progress=listen)
+    group = begun(pool, on_progress=interrupt)
     group.learn([batch(1)])
     with pytest.raises(Interrupted):
         group.rollout(1, TAIL)

@@ -1,4 +1,4 @@
-"""Texts on their way: each once, longer versions as they come, from the beginning for newcomers."""
+"""The texts sent to a worker: each once, then its longer versions, all of them to a new worker."""
 
 from longtail.cluster.stream import TextStream
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot

@@ -135,12 +135,12 @@ def test_a_rollout_does_not_wait_for_spot_workers_that_die_while_they_stop(kind)
 
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
 def test_abandoning_a_rollout_ends_if_all_workers_die(kind, tmp_path):
-    def listen(progress: Progress) -> None:
+    def interrupt(progress: Progress) -> None:
         if progress.num_generated > 60:
             raise Interrupted
 
     pool = ScriptedPool(2, spot_scripts=lambda worker, nth: SpotScript(stop_s=5.0))
-    group = begun(pool, on_progress=listen)
+    group = begun(pool, on_progress=interrupt)
     with pytest.raises(Interrupted):
         group.rollout(1, requests(90, 9))
     for worker in range(2):
