@@ -215,13 +215,13 @@ class Trainer:
         done, every, rollout = self._state.step, self._config.eval.every, self._config.rollout
         step = done + 1
         evaluated = self._evaluate() if done == 0 or (every > 0 and done % every == 0) else {}
-        self._logger.trace(step, self.workers.timeline())
+        self._logger.trace(step, self.workers.drain_timeline())
         self._console.begin_rollout(f"step {step}", rollout.prompts_per_step * rollout.group_size)
         record = self._step.run(step)
-        self.timeline = self.workers.timeline()
+        self.timeline = self.workers.drain_timeline()
         metrics = record.metrics() | self.timeline.metrics()
         self._logger.write(step, evaluated | metrics, record)
-        self._logger.log_workers(step, self.timeline, self.workers.decisions)
+        self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
         self._console.step(step, self._config.run.steps, metrics, record.rollout.series)
         self._state = replace(self._state, step=step, cursor=self._source.state())
         return metrics

@@ -115,7 +115,7 @@ def test_a_run_listens_on_loopback_only_says_one_line_of_a_loss_and_leaves_nothi
     os.kill(process.pid, signal.SIGHUP)
     assert processes.finish(process) == 130, log.read_text()
     said = log.read_text()
-    assert re.search(r"stopped after step \d+; the same command goes on from there", said)
+    assert re.search(r"stopped after step \d+; the same command continues from there", said)
     assert len(re.findall("is gone", said)) == 1
     assert not RAYS_VOICE.search(said), said
     assert is_gone(pids, folder)
@@ -128,7 +128,7 @@ def test_a_run_that_is_told_to_stop_while_it_starts_says_a_word_and_leaves_nothi
     log = workshop.path / "log"
     process = start(workshop.words("run", *TWO), log)
     assert process.pid is not None
-    assert processes.wait_until(lambda: folder_of(process) is not None, process)
+    assert processes.wait_until(lambda: folder_of(process) is not None, process, poll_s=0.05)
     folder, pids = folder_of(process), family(process.pid)
     assert folder is not None
     os.kill(process.pid, number)

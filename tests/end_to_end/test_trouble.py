@@ -11,7 +11,7 @@ from end_to_end.workshop import Workshop, build, write_lines
 from longtail.model.hf.model import load_model
 from longtail.run.checkpoint import RunDirectory
 
-BEFORE_A_STEP = "stopped before the first step was complete; the same command begins again"
+BEFORE_A_STEP = "stopped before the first step was complete; the same command starts again"
 
 
 @pytest.fixture

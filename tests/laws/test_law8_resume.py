@@ -87,7 +87,7 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     _interrupt_at(EVALUATED + 2 * GRADED + 5)  # in step 3, which then completes
     stopped = workshop.train("parts", *words)
     assert stopped.code == 130
-    assert "stopped after step 3; the same command goes on from there" in stopped.err
+    assert "stopped after step 3; the same command continues from there" in stopped.err
     assert workshop.steps_saved("parts") == [3]
     resumed = workshop.train("parts", *words)
     assert resumed.code == 0
@@ -154,7 +154,7 @@ def test_a_checkpoint_killed_while_it_is_written_is_none(workshop: Workshop) -> 
         return any(checkpoints.glob(".new-*"))
 
     process = processes.start(workshop.words("parts", *words), log)
-    while processes.wait_until(half_written, process):
+    while processes.wait_until(half_written, process, poll_s=0.0001):
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)  # hold it, and look whether it was too late
         if half_written() or not process.is_alive():

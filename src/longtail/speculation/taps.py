@@ -1,4 +1,4 @@
-"""Which inner states of the target a drafter reads."""
+"""Taps: the hidden states of the target that a drafter reads."""
 
 from dataclasses import dataclass
 
@@ -9,30 +9,30 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taps:
-    """Which of the decoder's inner states are wanted; the features of a token are these, joined.
+    """Places in the decoder where features are taken; a token's features are these, concatenated.
 
     Example: Taps(final=True) for EAGLE-1, Taps(layers=(2, 4, 5)) for EAGLE-3
     """
 
     layers: tuple[int, ...] = ()
-    """The residual stream as it enters these layers, in rising order."""
+    """Layers whose input residual stream is taken, in rising order."""
     final: bool = False
-    """The normed hidden state that the LM head reads."""
+    """Whether the final normed hidden state, the LM head's input, is taken."""
 
     @property
     def any(self) -> bool:
-        """Tell whether anything is wanted."""
+        """Whether there is any tap."""
         return self.final or bool(self.layers)
 
     def union(self, other: "Taps") -> "Taps":
-        """Want what either wants."""
+        """Return the taps of both."""
         layers = tuple(sorted({*self.layers, *other.layers}))
         return Taps(layers=layers, final=self.final or other.final)
 
     def pick(
         self, wanted: "Taps", features: Float[Tensor, "tokens features"] | None
     ) -> Float[Tensor, "tokens some"] | None:
-        """Take out of features of these taps those of `wanted`, which are among them."""
+        """Return the columns of `wanted`, a subset of these taps, from features of these taps."""
         if wanted == self or features is None or not wanted.any:
             return features if wanted.any else None
         parts = features.chunk(len(self.layers) + self.final, dim=1)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from longtail.cluster.records import Served
-from longtail.cluster.rollout import RolloutResult, Share
+from longtail.cluster.pool import TaskResult
+from longtail.cluster.records import ShardResult
+from longtail.cluster.rollout import RolloutResult
 from longtail.config.rl import RunConfig, RunSection, load
 from longtail.engine.report import RolloutReport, Switch
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries, read_rollout
@@ -49,11 +50,13 @@ def _record(
 ) -> StepRecord:
     """Return the records of a step of one worker."""
     report = RolloutReport(**{each.name: each.type(0) for each in fields(RolloutReport)})
-    served = Served(completions=(), report=report, series=series, costs=costs, known_costs=None)
+    shard = ShardResult(
+        completions=(), report=report, series=series, costs=costs, initial_costs=None
+    )
     return StepRecord(
         rollout=RolloutResult(
             completions=(),
-            served=(Share(worker=0, served=served),),
+            shards=(TaskResult(worker=0, result=shard),),
             spots=(),
             seconds=1.0,
             stop_s=0.0,

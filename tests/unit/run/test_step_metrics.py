@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from longtail.cluster.records import Served
-from longtail.cluster.rollout import RolloutResult, Share
+from longtail.cluster.pool import TaskResult
+from longtail.cluster.records import ShardResult
+from longtail.cluster.rollout import RolloutResult
 from longtail.engine.report import RolloutReport, Switch, merge_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.grading.pool import Graded
@@ -125,13 +126,13 @@ def test_grading_failures_are_counted_apart_from_rewards() -> None:
 def test_metrics_of_a_step_include_the_seconds_of_loop_and_learner() -> None:
     rollouts = (_rollout(1.0), _rollout(0.0))
     learned = LearnerMetrics(logprob_seconds=3.0, update_seconds=4.0).report(8, [])
-    served = Served(
-        completions=(_completion(1),), report=REPORT, series=None, costs=None, known_costs=None
+    shard = ShardResult(
+        completions=(_completion(1),), report=REPORT, series=None, costs=None, initial_costs=None
     )
     record = StepRecord(
         rollout=RolloutResult(
-            completions=served.completions,
-            served=(Share(worker=0, served=served),),
+            completions=shard.completions,
+            shards=(TaskResult(worker=0, result=shard),),
             spots=(),
             seconds=2.0,
             stop_s=0.0,
