@@ -24,7 +24,7 @@ from longtail.config.rl import RunConfig
 from longtail.errors import NonFiniteError
 from longtail.report.page import report_if_possible
 from longtail.rl.advantage import keep_informative, shaped_rewards
-from longtail.rl.data.requests import Asked, regroup, train_requests
+from longtail.rl.data.requests import RequestBatch, regroup, train_requests
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_mini_batches
@@ -67,7 +67,7 @@ class TrainingStep:
             seconds=self.watch.lap(),
         )
 
-    def _requests(self) -> Asked:
+    def _requests(self) -> RequestBatch:
         """Return `group_size` requests for each of the next prompts."""
         return train_requests(
             self.components.source.take(self.config.rollout.prompts_per_step),
@@ -76,12 +76,12 @@ class TrainingStep:
             sampling=self.components.sampling,
         )
 
-    def _rollout(self, step: int, requests: Asked) -> RolloutResult:
+    def _rollout(self, step: int, requests: RequestBatch) -> RolloutResult:
         """Generate the completions; idle workers train the drafter on them."""
         with self.watch.section("rollout"):
             return self.components.workers.rollout(step, requests.requests)
 
-    def _grade(self, requests: Asked, rollout: RolloutResult) -> Graded:
+    def _grade(self, requests: RequestBatch, rollout: RolloutResult) -> Graded:
         """Reward the completions, in the grader processes."""
         with self.watch.section("reward"):
             return grade(self.grader, self.config.reward.name, requests, rollout.completions)

@@ -25,6 +25,7 @@ from ray.exceptions import ObjectStoreFullError
 from longtail.cluster.ray import instance as own_ray
 from longtail.cluster.ray import pool as ray_pool
 
+pytestmark = pytest.mark.slow
 WORDS = (
     "--rollout.dtype=float64",
     "--learner.dtype=float64",

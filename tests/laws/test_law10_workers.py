@@ -5,6 +5,7 @@ In simulated time (tests/support/scripted_pool.py): a shift that waits for ever 
 
 from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -66,6 +67,7 @@ def two_steps(
         group.offer_drafter()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(lengths=lengths, siblings=st.integers(1, 3), workers=st.integers(1, 4))
 @example(lengths=[90, 1, 1, 1, 1, 1], siblings=1, workers=3)
@@ -76,6 +78,7 @@ def test_any_number_of_workers_writes_and_learns_the_same(lengths, siblings, wor
     assert not pool.log_lines
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(
     lengths=lengths,
@@ -103,6 +106,7 @@ def test_whoever_is_lost_costs_time_and_nothing_else(lengths, workers, blows, id
     assert len({each.engine for each in pool.workers}) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(lengths=lengths, blows=faults(0, 1, "frozen"), torn=st.sampled_from(((), (0,), (1,))))
 def test_when_all_are_lost_the_run_says_how_to_go_on(lengths, blows, torn):
@@ -120,6 +124,7 @@ def test_when_all_are_lost_the_run_says_how_to_go_on(lengths, blows, torn):
         assert [each.policy for each in pool.workers] == [(1, 2)] * 2
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     lengths=lengths,

@@ -67,6 +67,7 @@ def test_a_measurement_stopped_anywhere_says_nothing() -> None:
     assert trainer.try_evaluate(batch, stop_at(len(batch))) == trainer.evaluate(batch)
 
 
+@pytest.mark.slow
 def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
     """Every call of `stopped` in the first updates and around a measurement, one after the other.
 
@@ -92,6 +93,7 @@ def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
         assert same(room.tensors(), ends[NUM_STEPS]), f"went on from call {call}"
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8))
 def test_any_number_of_stretches_is_one_stretch(calls: list[int]) -> None:
@@ -103,6 +105,7 @@ def test_any_number_of_stretches_is_one_stretch(calls: list[int]) -> None:
     assert same(apart.tensors(), whole.tensors())
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.integers(0, 20))
 def test_no_micro_batch_is_begun_after_the_stop(num_passes: int) -> None:

@@ -8,7 +8,7 @@ from longtail.cluster.group import WorkerGroup
 from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import EVALUATION, LoggedRollout
 from longtail.errors import GradingError
-from longtail.rl.data.requests import Asked, eval_requests, probe_requests
+from longtail.rl.data.requests import RequestBatch, eval_requests, probe_requests
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.run.console import Console
 from longtail.types import Completion, Prompt, SamplingParams
@@ -61,7 +61,7 @@ class Evaluator:
 
 
 def grade(
-    grader: GraderPool, reward: str, requests: Asked, completions: Sequence[Completion]
+    grader: GraderPool, reward: str, requests: RequestBatch, completions: Sequence[Completion]
 ) -> Graded:
     """Grade completions with the named reward. Raises GradingError if none can be graded."""
     graded = grader.grade(list(zip(requests.prompts, completions, strict=True)))

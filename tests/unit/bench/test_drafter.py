@@ -9,12 +9,14 @@ from longtail.bench.training import drafter
 from longtail.bench.training.learner import Workload
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_every_layout_makes_the_same_gradient(recipe: str) -> None:
     work = Workload(sequences=6, rows=3, budget=200, threads=1, scale=0.05)
     assert drafter.gradient_gap(work, recipe, 2) < 1e-10
 
 
+@pytest.mark.slow
 def test_the_last_line_is_json_with_the_ratio(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ def test_prompts_are_distinct_and_in_the_vocabulary() -> None:
     assert all(0 <= token < 4096 for each in made for token in each)
 
 
+@pytest.mark.slow
 def test_a_cell_compares_the_engine_with_generate_and_with_the_floor(tmp_path) -> None:
     model = make_model(TINY, torch.float32)
     save_model(model, tmp_path)

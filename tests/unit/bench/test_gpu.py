@@ -67,6 +67,7 @@ def test_without_a_gpu_it_says_what_it_would_need(capsys):
     assert "--device cpu --quick" in said.err
 
 
+@pytest.mark.slow
 def test_the_bench_tries_itself_on_a_cpu(capsys):
     """But for training: kernels are right, texts are the same, the last line is JSON."""
     with unchecked_shapes():
@@ -88,6 +89,7 @@ def test_the_bench_tries_itself_on_a_cpu(capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_is_a_failure():
     checks = gpu_parts.kernels.checks
     heads = gpu_parts.Heads(queries=2, keys=1, dim=16)

@@ -139,6 +139,7 @@ def test_a_client_reads_whole_answers_and_streams_alike() -> None:
     assert (left.status, left.is_whole) == (0, False)
 
 
+@pytest.mark.slow
 def test_a_soak_of_a_sound_server_is_clean() -> None:
     speculation = Speculation.fixed(HistoryDrafter(), Strategy(depth=4, size=4))
     served = make_model_server(make_engine(limits=LIMITS, speculation=speculation), LIMITS)
@@ -190,6 +191,7 @@ class FickleEngine(RolloutEngine):
         super().submit(replace(request, noise_key=self.num_requests))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("kind", "fault"),

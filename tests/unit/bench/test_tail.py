@@ -37,6 +37,7 @@ def by_token(lengths: list[int], token_s: list[float]) -> float:
     return seconds
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 6).flatmap(
         lambda requests: st.tuples(

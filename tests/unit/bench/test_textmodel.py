@@ -81,6 +81,7 @@ def test_windows_hold_the_text_with_ends_between_files(library: Path, tmp_path: 
     assert tokens.count(tokenizer.eos_ids[0]) >= 56
 
 
+@pytest.mark.slow
 def test_the_model_and_its_drafter_are_made_once_and_drafts_change_no_text(
     library: Path, tmp_path: Path
 ):

@@ -297,6 +297,7 @@ def test_the_oracles_table_is_the_good_drafters_best_or_plain_decoding() -> None
     assert oracle_table(points) == {1: DEEP, 64: None}
 
 
+@pytest.mark.slow
 def test_a_measurement_of_a_scripted_model_ends_in_a_card() -> None:
     subject = Subject(
         name="scripted",

@@ -215,6 +215,7 @@ def test_a_dead_first_worker_at_which_all_would_meet_is_replaced():
 # ---- everything else that all do
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["publish", "ready", "adopt", "join"])
 @pytest.mark.parametrize("kind", ["lost", "hangs", "frozen"])
 def test_whoever_is_lost_in_between_does_it_when_it_is_back(task, kind):

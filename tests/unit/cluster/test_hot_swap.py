@@ -77,6 +77,7 @@ def _ask(drafter: EagleDrafter, strategy: Strategy, back: int) -> list[DraftTree
     return drafter.propose(requests, strategy, noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("recipe", "reduced"), CASES)
 @pytest.mark.parametrize("strategy", [CHAIN, SIBLINGS, TREE])
@@ -100,6 +101,7 @@ def test_weights_adopted_in_mid_text_draft_what_a_fresh_drafter_drafts(
     assert _ask(swapped, strategy, 1) == _ask(fresh, strategy, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_it_drafts_like_a_drafter_that_had_these_weights_all_along(recipe):
     """Catching up recomputes just the keys that the other computed one after the other."""
@@ -183,6 +185,7 @@ def _rollout(recipe: Recipe, *, speculates: bool) -> list[tuple[int, ...]]:
     return [each.tokens for each in done]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_swaps_in_mid_rollout_change_no_token(recipe):
     """Law 1, with a drafter that is never the same for two steps."""

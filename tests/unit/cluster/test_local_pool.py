@@ -34,6 +34,7 @@ def _parts(
     return parts, list(asked.requests)
 
 
+@pytest.mark.slow
 def test_one_worker_serves_everything_and_tells_how_far_it_is(workshop):
     heard: list[Progress] = []
     parts, asked = _parts(workshop, heard.append)
@@ -48,6 +49,7 @@ def test_one_worker_serves_everything_and_tells_how_far_it_is(workshop):
     assert states[-2:] == [State.GENERATING, State.IDLE]
 
 
+@pytest.mark.slow
 def test_an_interrupted_rollout_leaves_a_worker_that_can_be_saved_and_go_on(workshop, tmp_path):
     plain, asked = _parts(workshop, lambda progress: None)
     expected = [each.tokens for each in plain.workers.rollout(1, asked).completions]

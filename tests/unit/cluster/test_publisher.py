@@ -186,6 +186,7 @@ def test_a_restored_drafter_is_published_and_versions_go_on_from_it():
     assert better.weights.version == 6
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.one_of(

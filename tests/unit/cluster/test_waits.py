@@ -57,6 +57,7 @@ def a_run(group: WorkerGroup, place: Path) -> None:
         group.learner_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
     [

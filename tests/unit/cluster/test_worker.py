@@ -15,7 +15,7 @@ from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.limits import EngineLimits
 from longtail.rl.learner import Learner
 from longtail.types import Request, SamplingParams
-from support.team_members import Plan
+from support.rank_processes import Plan
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,7 @@ def test_a_worker_learns_its_own_texts_from_the_features_that_it_has(components,
     assert report.num_tokens > report.num_reused == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("--spot.features_mb=0",), ("--spot.train=serial",)])
 def test_where_nothing_could_be_reused_nothing_is_kept(workshop, asked, words):
     """A rollout is over and its policy gone when a drafter is trained serially."""

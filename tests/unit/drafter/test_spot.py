@@ -49,6 +49,7 @@ def test_the_digest_tells_names_dtypes_shapes_and_values_apart() -> None:
     assert DrafterWeights(version=1, tensors=tensors | {"a": transposed}).digest == digest
 
 
+@pytest.mark.slow
 def test_a_replica_holds_what_gained_most_on_held_out_text() -> None:
     room = Room()
     report = room.train(lambda: len(room.measured) == 6)
@@ -119,6 +120,7 @@ def test_the_same_version_is_gone_on_with_and_another_starts_from_its_weights() 
     assert all(torch.equal(now[name], trained[name]) for name in moments)
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_counted_from_the_base_over_all_stretches() -> None:
     room = Room()
     for _ in range(3):  # each too short to measure in
@@ -165,6 +167,7 @@ def test_nan_discards_the_replica_and_is_never_raised(where: str) -> None:
     assert room.spot._trainer.steps == 0
 
 
+@pytest.mark.slow
 def test_a_probe_tells_a_broken_drafter_from_a_sound_one_and_leaves_no_trace() -> None:
     room = Room()
     room.train(lambda: room.spot._trainer.steps == 20)

@@ -167,6 +167,7 @@ def test_a_run_resumed_without_speculation_drops_the_later_lines(
     assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [1]
 
 
+@pytest.mark.slow
 def test_the_file_of_speculation_is_bounded_and_has_whole_lines(tmp_path: Path) -> None:
     steps = 4000
     long = replace(

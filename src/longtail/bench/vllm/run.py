@@ -111,8 +111,8 @@ def _compare(
 ) -> list[Comparison]:
     """Export in each layout that vLLM loads, and draft for the same prompts on both sides."""
     from longtail.build.drafters import read_drafter
-    from longtail.drafter.formats.layouts import own_window
-    from longtail.programs.drafter_export import rounded, write
+    from longtail.drafter.formats.layouts import engine_window
+    from longtail.programs.drafter_export import rounded, write_layout
 
     loaded = read_drafter(name, target, _say, target.model.dtype)
     if loaded is None:
@@ -122,16 +122,14 @@ def _compare(
     as_trained, texts = _ours(loaded, target, prompts, args, config.window)
     for layout in ("vllm", "speculators") if config.recipe == "eagle3" else ("vllm",):
         _say(f"{name}, layout {layout}")
-        window = own_window(layout, config)
+        window = engine_window(layout, config)
         ours = as_trained
         if window != config.window:
             ours = _ours(loaded, target, prompts, args, window)[0]
         with tempfile.TemporaryDirectory() as place:
             directory = Path(place) / "drafter"
-            write(
-                directory, layout, loaded, target, target.model.dtype,
-                verifier=str(target.directory), depth=args.depth,
-            )  # fmt: skip
+            verifier = str(target.directory)
+            write_layout(directory, layout, loaded, target, verifier=verifier, depth=args.depth)
             theirs = _ask(directory, _METHODS[config.recipe], target, prompts, args)
         same = sum(a == tuple(b) for a, b in zip(texts, theirs["tokens"], strict=True))
         found.append(
@@ -159,17 +157,17 @@ def _ours(
 ) -> tuple[float, list[tuple[int, ...]]]:
     from longtail.build.drafters import at_work
     from longtail.engine.speculation.speculator import Speculation
-    from longtail.programs.drafter_eval import answer
-    from longtail.programs.drafter_export import fresh
+    from longtail.programs.drafter_eval import complete
+    from longtail.programs.drafter_export import copy_of
     from longtail.speculation.strategy import Strategy
     from longtail.types import SamplingParams
 
     sampling = SamplingParams(
         temperature=0.0, max_tokens=args.max_tokens, stop_token_ids=target.tokenizer.eos_ids
     )
-    drafter = at_work(fresh(loaded), target, window=window)
+    drafter = at_work(copy_of(loaded), target, window=window)
     fixed = Speculation.fixed(drafter, Strategy(depth=args.depth))
-    completions, acceptance = answer(target, prompts, sampling, fixed)
+    completions, acceptance = complete(target, prompts, sampling, fixed)
     return acceptance.overall.mean, [each.tokens for each in completions]
 
 
