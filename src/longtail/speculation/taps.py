@@ -1,4 +1,4 @@
-"""Which inner states of the target a drafter reads."""
+"""Taps: the hidden states of the target that drafters read as features."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taps:
-    """Which of the decoder's inner states are wanted; the features of a token are these, joined.
+    """A selection of the decoder's hidden states; concatenated, they are a token's features.
 
     Example: Taps(final=True) for EAGLE-1, Taps(layers=(2, 4, 5)) for EAGLE-3
     """
@@ -21,18 +21,18 @@ class Taps:
 
     @property
     def any(self) -> bool:
-        """Tell whether anything is wanted."""
+        """Whether any state is selected."""
         return self.final or bool(self.layers)
 
     def union(self, other: "Taps") -> "Taps":
-        """Want what either wants."""
+        """Return the taps that are in either selection."""
         layers = tuple(sorted({*self.layers, *other.layers}))
         return Taps(layers=layers, final=self.final or other.final)
 
     def pick(
         self, wanted: "Taps", features: Float[Tensor, "tokens features"] | None
     ) -> Float[Tensor, "tokens some"] | None:
-        """Take out of features of these taps those of `wanted`, which are among them."""
+        """Return the columns of `features` (of these taps) that belong to the taps `wanted`."""
         if wanted == self or features is None or not wanted.any:
             return features if wanted.any else None
         parts = features.chunk(len(self.layers) + self.final, dim=1)
