@@ -1,32 +1,32 @@
-"""Every error longtail raises on purpose.
+"""All exceptions that longtail raises on purpose.
 
     LongtailError
-    +-- ConfigError             (ValueError)       the user can fix it: names field, value, remedy
-    |   +-- UnsupportedModelError                  the architecture is not one of ours
-    |   +-- DataError                              a prompt source, column or tokenizer is unusable
-    +-- JsonError               (ValueError)       a text from outside is not strict JSON
-    +-- RequestError            (ValueError)       one request cannot be served by this engine
+    +-- ConfigError             (ValueError)       the user can fix it
+    |   +-- UnsupportedModelError                  unsupported architecture
+    |   +-- DataError                              unusable prompt source, column or tokenizer
+    +-- JsonError               (ValueError)       an external text is not strict JSON
+    +-- RequestError            (ValueError)       this engine can never serve the request
     +-- NonFiniteError          (ArithmeticError)  NaN or infinity in weights, loss or logits
     +-- CheckpointError         (OSError)          a checkpoint cannot be written or read
-    +-- GradingError            (RuntimeError)     a grader failed; the completion has no reward
-    +-- TeamError               (ConnectionError)  a member of the learner's team is gone or late
-    +-- ClusterError            (RuntimeError)     workers cannot do what the step wants
-    |   +-- LostWorkerError                        a worker's process is gone
-    +-- CompletionError         (RuntimeError)     one completion failed; its service goes on
-    +-- OverloadedError         (RuntimeError)     too many completions wait; ask again later
-    +-- UnavailableError        (RuntimeError)     the engine behind a service failed or stops
+    +-- GradingError            (RuntimeError)     a grader failed, so there is no reward
+    +-- TeamError               (ConnectionError)  another learner is lost or late
+    +-- ClusterError            (RuntimeError)     workers cannot run the task
+    |   +-- LostWorkerError                        the worker's process has ended
+    +-- CompletionError         (RuntimeError)     one completion failed; the engine continues
+    +-- OverloadedError         (RuntimeError)     too many completions wait; retry later
+    +-- UnavailableError        (RuntimeError)     the engine failed or the service is stopping
 
-Each class also inherits the standard exception it refines, so callers may catch either. All of
-them carry a single message, hence pickle and cross process boundaries.
+Each class also inherits from a standard exception, and callers may catch either. All have a single
+argument, the message, so they can be pickled and sent between processes.
 """
 
 
 class LongtailError(Exception):
-    """Base of everything raised on purpose; `except LongtailError` is what the CLI prints."""
+    """Base of all exceptions raised on purpose; the command line prints its message."""
 
 
 class ConfigError(LongtailError, ValueError):
-    """The user asked for something impossible. The message names field, value and remedy."""
+    """A setting is impossible. The message names the field, its value and the remedy."""
 
 
 class UnsupportedModelError(ConfigError):
@@ -38,44 +38,44 @@ class DataError(ConfigError):
 
 
 class JsonError(LongtailError, ValueError):
-    """A text from outside is not the strict JSON that is read; the message does not name it."""
+    """An external text is not strict JSON. The message does not name the source."""
 
 
 class RequestError(LongtailError, ValueError):
-    """A generation request can never be served by this engine (too long, empty, bad limits)."""
+    """A request can never be served by this engine (too long, empty, bad limits)."""
 
 
 class NonFiniteError(LongtailError, ArithmeticError):
-    """NaN or infinity where the run cannot go on. The message names the tensor and the step."""
+    """NaN or infinity that ends the run. The message names the tensor and the step."""
 
 
 class CheckpointError(LongtailError, OSError):
-    """A checkpoint could not be written or read; the previous one is untouched."""
+    """A checkpoint cannot be written or read; the previous one is untouched."""
 
 
 class GradingError(LongtailError, RuntimeError):
-    """A grader raised, hung, or returned nonsense. Never turned into a reward of 0."""
+    """A grader raised, hung, or returned an invalid value. It never becomes a reward of 0."""
 
 
 class TeamError(LongtailError, ConnectionError):
-    """A member of the learner's team is gone or late. The message names what was waited for."""
+    """Another learner is lost or late. The message names the operation that waited for it."""
 
 
 class ClusterError(LongtailError, RuntimeError):
-    """Workers are lost, late, or in no state for what is asked of them. The message names them."""
+    """Workers are lost, late, or in the wrong state. The message names them."""
 
 
 class LostWorkerError(ClusterError):
-    """The process of the worker that was asked is gone."""
+    """The process of the called worker has ended."""
 
 
 class CompletionError(LongtailError, RuntimeError):
-    """One completion could not be written. The engine and all other completions go on."""
+    """One completion failed. The engine and all other completions continue."""
 
 
 class OverloadedError(LongtailError, RuntimeError):
-    """As many completions as may wait do; the message says how many."""
+    """The queue of completions is full. The message gives its size."""
 
 
 class UnavailableError(LongtailError, RuntimeError):
-    """A service cannot write: its engine failed, hangs, or the service is shutting down."""
+    """A service cannot generate: its engine failed or hangs, or it is shutting down."""

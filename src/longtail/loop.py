@@ -38,7 +38,7 @@ from longtail.run.drafter_store import INITIAL, DrafterStore
 from longtail.run.logger import RunLogger
 from longtail.run.metrics import Stopwatch
 from longtail.run.step_metrics import step_metrics
-from longtail.run.summary import finished_card, make_card, read_metrics
+from longtail.run.summary import finished_summary, read_metrics, summarize_run
 from longtail.system.device import set_threads, threads_each
 from longtail.system.interrupt import Interrupted, Interruption
 from longtail.types import Completion, Group, TrainBatch
@@ -62,9 +62,9 @@ def train(config: RunConfig) -> int:
     console = Console()
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as run:
         checkpoint = run.start(configfile.render(config), resume=config.run.resume)
-        if card := finished_card(run.path, checkpoint, config.run.steps):
-            console.say(f"{run.path}: its {card.steps} steps are done; raise run.steps to go on")
-            console.card(card, run.path)
+        if card := finished_summary(run.path, checkpoint, config.run.steps):
+            console.log(f"{run.path}: its {card.steps} steps are done; raise run.steps to go on")
+            console.summary(card, run.path)
             return 0
         with GraderPool(
             config.reward.name, workers=config.reward.workers, timeout_s=config.reward.timeout_s
@@ -89,9 +89,9 @@ class Trainer:
         self.timeline: Timeline | None = None
         """What the workers did in the last step."""
         threads = set_threads(threads_each(config.run.threads, config.cluster.workers))
-        directory = model_directory(config.model.path, console.say)
+        directory = model_directory(config.model.path, console.log)
         warm_start_s = time.perf_counter() - self._began
-        self._parts = assemble(config, directory, grader.check, console.say, self._listen)
+        self._parts = assemble(config, directory, grader.check, console.log, self._listen)
         self.workers = self._parts.workers
         """All workers as one."""
         try:
@@ -123,18 +123,18 @@ class Trainer:
         self._grader.wait_ready()
         last_step = None if checkpoint is None else checkpoint.step
         self._journal = RunLogger(config, run.path, last_step=last_step)
-        console.say(
+        console.log(
             f"{config.model.path}: {self.workers.num_parameters:,} parameters, "
             f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
             f"{run.path}" + (f", resumed after step {last_step}" if last_step is not None else "")
         )
         if dropped := self._parts.num_dropped:
-            console.say(
+            console.log(
                 f"{dropped} prompts over {config.data.max_prompt_len} tokens are left out "
                 "(data.drop_long_prompts)"
             )
         if ungradable := self._parts.num_ungradable:
-            console.say(f"{ungradable} prompts are left out (data.drop_ungradable)")
+            console.log(f"{ungradable} prompts are left out (data.drop_ungradable)")
 
     def run(self) -> int:
         """Step until all steps are done, evaluate, show the card."""
@@ -148,7 +148,7 @@ class Trainer:
                 return 0
         except Interrupted:
             self._checkpoint()
-            self._console.say(_farewell(self._progress.step))
+            self._console.log(_farewell(self._progress.step))
             return 130
         except NonFiniteError as error:
             raise NonFiniteError(self._post_mortem(error)) from error
@@ -170,7 +170,7 @@ class Trainer:
         config, parts, before = self._config, self._parts, self._progress
         step = before.step + 1
         evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
-        self._journal.trace(step, self.workers.timeline())
+        self._journal.trace(step, self.workers.drain_timeline())
         watch = Stopwatch()
         asked = train_requests(
             parts.source.take(config.rollout.prompts_per_step),
@@ -197,10 +197,10 @@ class Trainer:
             learned=learned,
             seconds=watch.lap(),
         )
-        self.timeline = timeline = self.workers.timeline()
+        self.timeline = timeline = self.workers.drain_timeline()
         metrics |= timeline.metrics() | {"cluster/reused_share": rolled.reused_share}
         self._journal.write(step, evaluated | metrics, graded.rollouts, rolled.costs)
-        self._journal.log_workers(step, timeline, self.workers.decisions)
+        self._journal.log_workers(step, timeline, self.workers.drain_decisions())
         self._console.step(step, config.run.steps, metrics, rolled.series)
         self._progress = replace(before, step=step, cursor=parts.source.state())
         return metrics
@@ -268,7 +268,7 @@ class Trainer:
         rolled = self._generate("held-out evaluation", asked, EVALUATION)
         graded = self._grade(asked, rolled.completions)
         mean = fmean(rollout.reward for rollout in graded.rollouts)
-        self._console.say(
+        self._console.log(
             f"held-out reward after step {self._progress.step}: {mean:.3f} "
             f"({len(self._parts.heldout)} problems x {self._config.eval.samples}"
             + (f", {len(graded.failures)} ungraded)" if graded.failures else ")")
@@ -284,7 +284,7 @@ class Trainer:
         )
         found = self.workers.probe_drafter(asked.requests)
         for line in [] if found is None else found.lines(self._config.spot.train):
-            self._console.say(line)
+            self._console.log(line)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Put learners, prompt source and drafter where they were when it was taken."""
@@ -322,16 +322,16 @@ class Trainer:
 
     def _finish(self, evaluated: Mapping[str, float]) -> None:
         """Make the card, keep it and show it."""
-        card = make_card(
+        card = summarize_run(
             read_metrics(self._run.path / "metrics.jsonl"),
             steps=self._progress.step,
             reward_after=evaluated.get("eval/reward_mean"),
             seconds=self._seconds(),
             warm_start_s=self._progress.warm_start_s,
         )
-        card.write(self._run.path / "card.json")
-        report_if_possible(self._run.path, self._console.say)
-        self._console.card(card, self._run.path)
+        card.write(self._run.path / "summary.json")
+        report_if_possible(self._run.path, self._console.log)
+        self._console.summary(card, self._run.path)
 
     def _post_mortem(self, error: NonFiniteError) -> str:
         """Say when numbers broke, and what is left to go on from."""

@@ -1,14 +1,14 @@
-"""Keyed sampling: a token is a function of (weights, context, key), of nothing else.
+"""Keyed sampling: a token is a function of (weights, context, key) alone.
 
 For a request with key r, absolute position t and vocabulary entry v let g[r, t, v] be a
 Gumbel(0, 1) variate from a counter-based generator. The token at position t is
 
     x_t = argmax_v ( log p(v | context) + g[r, t, v] )          temperature 0: argmax_v log p(v)
 
-where p is the distribution actually sampled, after temperature and truncation. By the Gumbel-max
-theorem (Gumbel 1954; Maddison, Tarlow and Minka 2014, equation 4; hypothesis: the g are independent
-over v) that is an exact sample of p. Nothing else is random, so the text cannot depend on the
-batch, the schedule, the worker or the speculation. It owns no state and reads no global generator.
+where p is the sampled distribution, after temperature and truncation. By the Gumbel-max theorem
+(Gumbel 1954; Maddison, Tarlow and Minka 2014, equation 4; hypothesis: the g are independent over v)
+x_t is an exact sample of p. Nothing else is random, so the text does not depend on the batch, the
+schedule, the worker or the speculation. This module has no state and no global generator.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from longtail.types import SamplingParams
 
 
 def noise_key(seed: int, *parts: str | int) -> int:
-    """Return the 64-bit (signed) key of one stream of noise, the same on every machine.
+    """Return the 64-bit (signed) key of one noise stream, equal on every machine.
 
     Example: noise_key(run_seed, "train/17", epoch, sample_index)
     """
@@ -34,12 +34,12 @@ def noise_key(seed: int, *parts: str | int) -> int:
 
 
 def _shifted(x: Tensor, bits: int, width: int) -> Tensor:
-    """Shift right logically; torch's own shift of signed integers copies the sign."""
+    """Shift right logically; torch shifts signed integers arithmetically."""
     return (x >> bits).bitwise_and_((1 << (width - bits)) - 1)
 
 
 def _mix64(x: Int[Tensor, "rows"]) -> Int[Tensor, "rows"]:
-    """Finalise as SplitMix64 does (Steele, Lea and Flood 2014); int64 products wrap."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014); int64 products wrap."""
     x = (x ^ _shifted(x, 30, 64)) * -0x40A7B892E31B1A47
     x = (x ^ _shifted(x, 27, 64)) * -0x6B2FB644ECCEEE15
     return x ^ _shifted(x, 31, 64)
@@ -56,13 +56,13 @@ def row_keys(
 def gumbel_noise(
     keys: Int[Tensor, "rows"], positions: Int[Tensor, "rows"], vocab_size: int
 ) -> Float[Tensor, "rows vocab"]:
-    """Gumbel(0, 1) variates g[key, position, v] for every vocabulary entry v (float32).
+    """Return Gumbel(0, 1) variates g[key, position, v] of all vocabulary entries v (float32).
 
-    Counter-based: entry v of a row hashes v under a 64-bit row key with a two-multiplication
-    permutation of 32 bits (16 21f0aaad 15 d35a2d97 15, among the least biased that hash-prospector
-    lists), half of the row key added before each multiplication. E = -log1p(-u) keeps full relative
-    precision where it matters, at the small exponentials that win the argmax; u has 31 bits, so
-    events below 5e-10 are not resolved.
+    The generator is counter-based: entry v of a row is a hash of v under a 64-bit row key, a 32-bit
+    permutation with two multiplications (16 21f0aaad 15 d35a2d97 15, one of the least biased in
+    hash-prospector's list). Half of the row key is added before each multiplication. E = -log1p(-u)
+    has full relative precision for small exponentials, which win the argmax. u has 31 bits, so
+    events of probability below 5e-10 are not resolved.
     """
     low, high = row_keys(keys, positions)
     entries = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
@@ -77,13 +77,11 @@ def gumbel_noise(
 def _keep(
     logprobs: Float[Tensor, "rows vocab"], params: SamplingParams
 ) -> Bool[Tensor, "rows vocab"]:
-    """Entries that truncation keeps: top_k, then top_p of the rest, then min_p of the rest.
+    """Return a mask of the entries that top_k, then top_p, then min_p keep.
 
-    The best entry is always kept: a top_p below the smallest float keeps that one alone.
-
-    Entries are ranked by a stable sort, so exactly top_k survive a tie. top_p keeps the smallest
-    set whose probability reaches top_p (the entry that crosses included; Holtzman et al. 2020),
-    min_p those at least min_p times as probable as the best (Nguyen et al. 2024).
+    The sort is stable, so exactly top_k entries survive a tie. top_p keeps the smallest set whose
+    probability reaches top_p (Holtzman et al. 2020), min_p the entries at least min_p times as
+    probable as the best (Nguyen et al. 2024). The best entry is always kept.
     """
     ranked, order = torch.sort(logprobs, dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ranked, dtype=torch.bool)
@@ -102,9 +100,9 @@ def _keep(
 def log_distribution(
     logits: Float[Tensor, "rows vocab"], params: SamplingParams
 ) -> Float[Tensor, "rows vocab"]:
-    """Log-probabilities of the distribution that `params` samples; -inf where truncated.
+    """Return the log-probabilities of the distribution of `params`; -inf where truncated.
 
-    Differentiable in the logits (which entries survive is taken as given). bfloat16 is computed in
+    Differentiable in the logits, with the set of kept entries constant. bfloat16 is computed in
     float32. Temperature 0 gives the point mass on the argmax. Logits with NaN or +inf give NaN.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
@@ -121,13 +119,13 @@ def log_distribution(
 
 
 def is_truncated(params: SamplingParams) -> bool:
-    """Tell whether some entries may get probability 0."""
+    """Return whether truncation may give entries probability 0."""
     return bool(params.top_k) or params.top_p < 1.0 or params.min_p > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """One token a row, with its log-probability under the distribution it was drawn from."""
+    """One token per row, and its log-probability under the sampled distribution."""
 
     tokens: Int[Tensor, "rows"]
     logprobs: Float[Tensor, "rows"]
@@ -138,7 +136,7 @@ def draw(
     noise: Float[Tensor, "rows vocab"],
     params: SamplingParams,
 ) -> Drawn:
-    """Draw by Gumbel-max under one set of parameters for all rows; greedy ignores the noise."""
+    """Sample all rows by Gumbel-max with the same parameters; greedy rows ignore the noise."""
     logprobs = log_distribution(logits, params)
     scores = logprobs if params.temperature == 0.0 else logprobs + noise
     tokens = scores.argmax(-1)
@@ -150,7 +148,7 @@ def draw_rows(
     noise: Float[Tensor, "rows vocab"],
     params: Sequence[SamplingParams],
 ) -> Drawn:
-    """Draw with the row's own parameters: one `draw` for each distribution among the rows."""
+    """Sample each row with its own parameters: one `draw` per distinct distribution."""
     if all(each is params[0] for each in params):
         return draw(logits, noise, params[0])
     members: dict[tuple[float, int, float, float], list[int]] = {}

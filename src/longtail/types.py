@@ -2,8 +2,8 @@
 
     Prompt -> Request -> Completion -> Rollout -> Group -> TrainBatch -> PolicyWeights
 
-A record never gains a field: the next stage makes the next record. Nothing here computes, and
-only `TrainBatch` and `PolicyWeights` hold tensors. What a stage does belongs to its own module.
+A record is complete when it is made; the next stage makes the next record. Only micro-batches,
+`TrainBatch` and `PolicyWeights` hold tensors.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from longtail.errors import RequestError
 from longtail.system.strict_json import find_surrogate
 
 MIN_TEMPERATURE = 1e-3
-"""Above 0: logits are divided by it, and less would leave the range of float32."""
+"""Smallest temperature above 0. Logits divided by less would leave the range of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,37 +29,37 @@ class Prompt:
     """
 
     prompt_id: str
-    """Stable across epochs, restarts and workers: it keys the sampling noise."""
+    """Id that is stable across epochs, restarts and workers; it keys the sampling noise."""
     tokens: tuple[int, ...]
     text: str
-    """What the model reads, chat template applied."""
+    """Text that the model reads, with the chat template applied."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the source row; the reward reads it."""
+    """All other columns of the source row, for the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. The defaults sample the model's own distribution.
+    """Parameters of the sampled distribution. The defaults sample the model's own distribution.
 
-    Truncations apply after temperature, in the order top_k, top_p, min_p, each to what the ones
-    before it left (renormalised). temperature 0 is greedy.
+    Truncations apply after the temperature, in the order top_k, top_p, min_p. Each applies to the
+    tokens that the previous ones kept, renormalised. temperature 0 is greedy.
 
     Example: SamplingParams(temperature=1.0, top_p=0.95, max_tokens=512, stop=("</answer>",))
     """
 
     temperature: float = 1.0
     top_k: int = 0
-    """0 keeps every token."""
+    """Number of most probable tokens to keep; 0 keeps every token."""
     top_p: float = 1.0
     min_p: float = 0.0
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; `text` is cut before the match, `tokens` keep it."""
+    """Strings that end a completion. `text` is cut before the match; `tokens` include it."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion (EOS among them); kept as its last token."""
+    """Tokens that end a completion, EOS among them; the last token of the completion."""
 
     def __post_init__(self) -> None:
-        """Refuse values outside their domain, before any work starts."""
+        """Raise RequestError for values outside their domain."""
         checks = (
             (
                 "temperature",
@@ -86,37 +86,37 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One completion asked of a rollout engine.
+    """A request for one completion.
 
-    `(weights, prompt_tokens, sampling, noise_key)` determine the completion; nothing else does.
+    The completion is a function of `(weights, prompt_tokens, sampling, noise_key)` alone.
 
     Example: Request(request_id="train/17#3", prompt_tokens=(3, 9, 4), noise_key=0x5eed)
     """
 
     request_id: str
-    """Unique among the requests an engine holds at one time."""
+    """Id that is unique among the requests an engine holds at one time."""
     prompt_tokens: tuple[int, ...]
     noise_key: int
-    """64 bits, see `sampling.noise_key`."""
+    """Key of the sampling noise, 64 bits; see `sampling.noise_key`."""
     sampling: SamplingParams = SamplingParams()
     group_id: str = ""
-    """Requests with the same non-empty group share one prompt, hence its KV."""
+    """Requests with the same non-empty group id have one prompt and share its KV."""
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     STOP = "stop"
-    """A stop token or a stop string was produced."""
+    """A stop token or a stop string was generated."""
     LENGTH = "length"
     """max_tokens was reached."""
     ABORT = "abort"
-    """The caller withdrew the request; what was produced is kept."""
+    """The caller aborted the request; the tokens generated so far are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine wrote for one request.
+    """The generated text of one request.
 
     Example: Completion(request_id="train/17#3", tokens=(5, 1), logprobs=(-0.1, -0.02), text="42",
                         finish_reason=FinishReason.STOP, policy_version=12)
@@ -124,14 +124,14 @@ class Completion:
 
     request_id: str
     tokens: tuple[int, ...]
-    """Generated tokens only, the stop token included."""
+    """Generated tokens, the stop token included."""
     logprobs: tuple[float, ...]
-    """Natural log, one a token, under the distribution actually sampled."""
+    """Natural log-probability of each token under the sampled distribution."""
     text: str
-    """Decoded without special tokens; cut before a stop string."""
+    """Decoded tokens without special tokens, cut before a stop string."""
     finish_reason: FinishReason
     policy_version: int
-    """Version of the weights that wrote the first token."""
+    """Version of the weights that generated the first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,14 +145,14 @@ class Rollout:
     completion: Completion
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
-    """The named terms that `reward` is made of; logged, not used."""
+    """Named terms of the reward; they are logged only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradingFailure:
-    """A completion without a reward: its grader raised, hung, or returned nonsense.
+    """A completion without a reward: its grader raised, hung, or returned an invalid value.
 
-    Excluded from the update and counted; never a reward of 0.
+    It is counted and excluded from the update; it never becomes a reward of 0.
     """
 
     prompt: Prompt
@@ -170,17 +170,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSequences:
-    """Whole sequences laid end to end, without padding; one micro-batch of the learner.
+    """Whole sequences concatenated without padding; one micro-batch of the learner.
 
-    Sequence s owns the tokens [cu_seqlens[s], cu_seqlens[s+1]); positions restart at 0 in each, and
-    attention never crosses a boundary.
+    Sequence s has the tokens [cu_seqlens[s], cu_seqlens[s+1]). Positions restart at 0 in each
+    sequence, and attention never crosses a boundary.
 
     Example: the prompt (7, 8) answered by (9, 2), then the prompt (7,) answered by (2,):
         tokens        7   8   9   2 | 7   2        cu_seqlens  0, 4, 6
         positions     0   1   2   3 | 0   1
         sequence      0   0   0   0 | 1   1
         loss_mask     0   0   1   1 | 0   1        1 where the token was generated
-    Values at token i speak of token i itself (its logprob, its advantage), predicted from i - 1.
+    Values at index i (logprob, advantage) are those of token i itself, predicted from i - 1.
     """
 
     tokens: Int[Tensor, "tokens"]
@@ -191,46 +191,46 @@ class PackedSequences:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in this micro-batch, prompts included."""
+        """Number of tokens, prompts included."""
         return self.cu_seqlens[-1]
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in this micro-batch."""
+        """Number of sequences."""
         return len(self.cu_seqlens) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Packed sequences with what policy-gradient losses read; values are 0 where loss_mask is 0."""
+    """Packed sequences with the inputs of the loss; values are 0 where loss_mask is 0."""
 
     packed: PackedSequences
     rollout_logprobs: Float[Tensor, "tokens"]
-    """What the rollout engine reported for each generated token."""
+    """Logprob of each generated token, as the rollout engine reported it."""
     advantages: Float[Tensor, "tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Everything one learner step consumes: micro-batches whose gradients are summed.
+    """The input of one learner step: micro-batches whose gradients are summed.
 
-    The normalisers are counted over the whole batch, so how it is cut into micro-batches cannot
-    change the gradient.
+    The normalisers are counted over the whole batch, so the gradient does not depend on the cut
+    into micro-batches.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     sampling: SamplingParams
-    """The distribution that was sampled: the learner's logprobs are taken under the same one."""
+    """Parameters of the sampled distribution; the learner's logprobs use the same one."""
     num_sequences: int
     num_generated: int
-    """Tokens with loss_mask 1, over all micro-batches."""
+    """Number of tokens with loss_mask 1, over all micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyWeights:
-    """A published policy: parameter name (as in `model.Transformer`) -> tensor, and its version.
+    """Version and tensors of a published policy, by parameter name of `model.Transformer`.
 
-    Tensors are never modified after publication.
+    The tensors are never modified after publication.
     """
 
     version: int

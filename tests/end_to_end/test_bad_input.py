@@ -215,11 +215,11 @@ def test_a_used_directory_is_neither_overwritten_nor_gone_on_with_otherwise(
 ) -> None:
     words = ("--run.steps=1", "--rollout.max_tokens=2", "--data.heldout_size=0")
     assert workshop.train("used", *words).code == 0
-    card = workshop.card("used")
+    summary = workshop.summary("used")
     _assert_refused(workshop.train("used", *words, "--run.resume=false"), 2, "an earlier run")
     other = workshop.train("used", *words, "--learner.learning_rate=0.5")
     _assert_refused(other, 2, "learner.learning_rate: 0.02 -> 0.5", "another run.dir")
-    assert workshop.card("used") == card
+    assert workshop.summary("used") == summary
 
 
 def test_a_top_p_that_is_zero_in_float32_trains_on_the_best_token(workshop: Workshop) -> None:

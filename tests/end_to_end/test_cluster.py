@@ -14,7 +14,7 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build, save_untaught
-from longtail.cluster.states import State
+from longtail.cluster import tasks
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.timeline import read_trace
 from longtail.cluster.worker import Worker
@@ -119,18 +119,16 @@ def test_workers_killed_while_they_train_learn_and_publish_change_nothing(worksh
     uneven = ("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150")
     words = ("--run.steps=4", *WORDS, f"--speculation.drafter={drafter}", *uneven)
     assert workshop.train("calm", *words, "--spot.train=never").code == 0
-    fatal = {Worker.spot: 1, Worker.learn: 4, Worker.publish: 6}
+    fatal = {tasks.TRAIN_DRAFTER: 1, tasks.LEARN: 4, tasks.PUBLISH: 6}
     """Which begin of a task is its worker's last: two workers, the second step and the third."""
     start = WorkerSupervisor.start
 
-    def deadly(
-        supervisor: WorkerSupervisor, worker: int, state: State, task: Any, *args: Any
-    ) -> None:
-        start(supervisor, worker, state, task, *args)
+    def deadly(supervisor: WorkerSupervisor, worker: int, task: Any, *args: Any) -> None:
+        start(supervisor, worker, task, *args)
         if task in fatal:
             fatal[task] -= 1
             if fatal[task] == 0:
-                os.kill(supervisor.pool.ask(worker, lambda own: os.getpid()), signal.SIGKILL)
+                os.kill(supervisor.ask(worker, lambda own: os.getpid()), signal.SIGKILL)
 
     monkeypatch.setattr(WorkerSupervisor, "start", deadly)
     said = workshop.train("deadly", *words, *TWO)

@@ -14,7 +14,7 @@ from longtail.errors import LongtailError
 from longtail.report.page import render
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.logger import RunLogger
-from longtail.run.summary import finished_card, make_card, read_metrics
+from longtail.run.summary import finished_summary, read_metrics, summarize_run
 
 WORDS = (
     *("--run.steps=4", "--run.checkpoint_every=2", "--rollout.max_tokens=8"),
@@ -66,7 +66,7 @@ def test_an_edited_state_is_not_used(
     said = _train(workshop, run, caplog, "--run.steps=5")
     assert "state.json does not have the SHA-256 it was written with" in said
     assert "resumed after step 2" in said
-    assert workshop.card(str(run))["seconds"] < 1e6
+    assert workshop.summary(str(run))["seconds"] < 1e6
     assert [row["step"] for row in workshop.metrics(str(run))] == [1, 2, 3, 4, 5]
 
 
@@ -90,7 +90,7 @@ def test_logs_without_a_checkpoint_are_kept_aside(
         assert str(run / f"earlier-{turn}") in said
         assert [row["step"] for row in workshop.metrics(str(run))] == [1, 2, 3, 4]
     assert {name: (run / "earlier-1" / name).read_bytes() for name in kept} == kept
-    assert (run / "earlier-2" / "card.json").exists()
+    assert (run / "earlier-2" / "summary.json").exists()
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(
@@ -155,7 +155,7 @@ DAMAGES: dict[str, Damage] = {
 }
 FILES = (
     *("config.toml", "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "trace.json"),
-    *("card.json", "cost.json", "checkpoints/step_000004/state.json"),
+    *("summary.json", "cost.json", "checkpoints/step_000004/state.json"),
     *("checkpoints/step_000004/trainer.safetensors", "checkpoints/step_000004/policy/config.json"),
 )
 
@@ -164,11 +164,11 @@ def _go_on(run: Path, config_text: str, steps: int) -> None:
     """Read whatever a resumed run and its end read; raise what they raise."""
     with RunDirectory(run) as directory:
         checkpoint = directory.start(config_text, resume=True)
-        if card := finished_card(run, checkpoint, steps):
-            card.lines(run)
+        if summary := finished_summary(run, checkpoint, steps):
+            summary.lines(run)
         RunLogger(RunConfig(), run, last_step=checkpoint and checkpoint.step).close()
         rows = read_metrics(run / "metrics.jsonl")
-        make_card(rows, steps=steps, reward_after=None, seconds=1.0, warm_start_s=0.0)
+        summarize_run(rows, steps=steps, reward_after=None, seconds=1.0, warm_start_s=0.0)
 
 
 @pytest.mark.parametrize("name", FILES)

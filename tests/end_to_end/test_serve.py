@@ -141,7 +141,7 @@ def test_a_signal_stops_the_server_as_soon_as_it_has_named_its_address(
         (["--name", "a\udcff"], "--name = 'a\\udcff': give a name that can be printed"),
         (["--max-running", "0"], "--max-running = 0: it must be at least 1"),
         (["--kv-tokens", "100"], "--kv-tokens = 100: it cannot hold one text"),
-        (["--max-choices", "999"], "--max-choices = 999: a call of so many would always"),
+        (["--max-choices", "999"], "--max-choices = 999: such a call would always"),
         (["--api-key-file", "nowhere"], "--api-key-file = 'nowhere' cannot be read"),
     ],
 )

@@ -56,7 +56,7 @@ def test_rewards_texts_and_weights_are_those_of_the_run_without_a_drafter(worksh
     drafted = [row for row in rows if row["speculation/nodes_per_step"]]
     assert drafted  # the guard may have paused it since
     assert all(1.0 <= row["speculation/accept_length"] <= 4.0 for row in drafted)
-    assert workshop.card(drafter)["accept_length"] is not None
+    assert workshop.summary(drafter)["accept_length"] is not None
 
 
 def test_a_run_may_be_resumed_with_another_drafter(workshop):

@@ -39,7 +39,7 @@ def test_the_tiny_reasoner_is_trained_on_its_own_task_with_its_own_reward(
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["reward/failures"] == 0 for row in rows)
     assert all(0 <= row["reward/mean"] <= 1 for row in rows)
-    assert run.card("run")["reward_before"] is not None
+    assert run.summary("run")["reward_before"] is not None
     assert load_config(run.policy("run", 2)) == load_config(model)
     answered = say("generate", str(tmp_path / "run"), "--prompt=2 + 2", "--max-tokens=8")
     assert answered.code == 0, answered.err

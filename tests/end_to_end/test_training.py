@@ -37,9 +37,9 @@ def test_the_reward_rises_under_every_loss(workshop: Workshop, loss: str) -> Non
     first, *_, last = (row["reward/mean"] for row in workshop.metrics(loss))
     assert first < 0.05
     assert last > 0.5
-    card = workshop.card(loss)
-    assert card["reward_before"] < 0.05
-    assert card["reward_after"] > 0.5
+    summary = workshop.summary(loss)
+    assert summary["reward_before"] < 0.05
+    assert summary["reward_after"] > 0.5
     for row in workshop.metrics(loss):
         assert all(math.isfinite(value) for value in row.values()), row
         assert row["reward/failures"] == 0
@@ -123,26 +123,28 @@ def test_transformers_opens_a_checkpoint_and_computes_the_same(workshop: Worksho
     assert len(changed) == len(list(ours.parameters()))
 
 
-def test_the_card_sums_the_run_up(workshop: Workshop) -> None:
-    card, rows = workshop.card("done"), workshop.metrics("done")
+def test_the_summary_sums_the_run_up(workshop: Workshop) -> None:
+    summary, rows = workshop.summary("done"), workshop.metrics("done")
     needed = {"reward_before", "reward_after", "rollout_share", "tail_idle_share", "seconds"}
-    assert card.keys() >= needed
-    assert card["steps"] == STEPS
+    assert summary.keys() >= needed
+    assert summary["steps"] == STEPS
     whole = sum(row["timing_s/step"] for row in rows)
-    assert card["rollout_share"] == pytest.approx(sum(r["timing_s/rollout"] for r in rows) / whole)
-    assert card["seconds"] > whole
-    assert 0 <= card["tail_idle_share"] < 1
-    assert card["reward_before"] == rows[0]["eval/reward_mean"]
+    assert summary["rollout_share"] == pytest.approx(
+        sum(r["timing_s/rollout"] for r in rows) / whole
+    )
+    assert summary["seconds"] > whole
+    assert 0 <= summary["tail_idle_share"] < 1
+    assert summary["reward_before"] == rows[0]["eval/reward_mean"]
 
 
-def test_the_card_is_shown_again_and_nothing_is_done_when_all_steps_are(
+def test_the_summary_is_shown_again_and_nothing_is_done_when_all_steps_are(
     workshop: Workshop,
 ) -> None:
     before = _files(workshop.path / "done")
     said = workshop.train("done", *DONE)
     assert said.code == 0
     assert said.err == f"{workshop.path / 'done'}: its 3 steps are done; raise run.steps to go on\n"
-    assert f"{workshop.card('done')['reward_after']:.3f} after 3 steps" in said.out
+    assert f"{workshop.summary('done')['reward_after']:.3f} after 3 steps" in said.out
     assert str(workshop.policy("done", STEPS)) in said.out
     assert _files(workshop.path / "done") == before
 
@@ -151,13 +153,16 @@ def _files(path: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def test_a_lost_card_is_made_again(workshop: Workshop) -> None:
-    file = workshop.path / "done" / "card.json"
+def test_a_lost_summary_is_made_again(workshop: Workshop) -> None:
+    file = workshop.path / "done" / "summary.json"
     lost = json.loads(file.read_text())
     file.write_text('{"reward_before"')
     assert workshop.train("done", *DONE).code == 0
     clocked = ("seconds",)
-    assert {**workshop.card("done"), **dict.fromkeys(clocked)} == {**lost, **dict.fromkeys(clocked)}
+    assert {**workshop.summary("done"), **dict.fromkeys(clocked)} == {
+        **lost,
+        **dict.fromkeys(clocked),
+    }
 
 
 def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Workshop) -> None:
@@ -171,7 +176,7 @@ def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Wo
     }
     # Each stands with the step that begins with the policy it speaks of.
     assert evaluated.keys() == {1, 3, 5}
-    assert evaluated[5] == workshop.card("short")["reward_after"] > evaluated[1]
+    assert evaluated[5] == workshop.summary("short")["reward_after"] > evaluated[1]
 
 
 def test_without_held_out_problems_the_reward_before_and_after_is_unknown_not_zero(
@@ -180,8 +185,8 @@ def test_without_held_out_problems_the_reward_before_and_after_is_unknown_not_ze
     words = ("--data.heldout_size=0", "--run.steps=2", "--eval.every=1", "--rollout.max_tokens=4")
     said = workshop.train("blind", *words)
     assert said.code == 0
-    card = workshop.card("blind")
-    assert card["reward_before"] is card["reward_after"] is None
+    summary = workshop.summary("blind")
+    assert summary["reward_before"] is summary["reward_after"] is None
     assert "not measured before, not measured after 2 steps" in said.out
     assert not any("eval/reward_mean" in row for row in workshop.metrics("blind"))
 
@@ -202,7 +207,7 @@ def test_long_prompts_are_left_out_with_a_count_when_asked_for(workshop: Worksho
     assert {line["prompt_id"] for line in workshop.rollouts("mixed")} == {"mixed/0", "mixed/1"}
 
 
-def test_progress_goes_to_stderr_one_line_a_step_and_the_card_to_stdout(
+def test_progress_goes_to_stderr_one_line_a_step_and_the_summary_to_stdout(
     workshop: Workshop,
 ) -> None:
     said = workshop.train("talk", "--run.steps=2", "--rollout.max_tokens=4")

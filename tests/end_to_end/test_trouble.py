@@ -76,7 +76,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_error(workshop: Works
     assert "ValueError: this reward is broken (rewards.py" in said.err
     assert "mend reward.name = 'end_to_end.rewards:hopeless'" in said.err
     assert "Traceback" not in said.err
-    assert not (workshop.path / "hopeless" / "card.json").exists()
+    assert not (workshop.path / "hopeless" / "summary.json").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoints(

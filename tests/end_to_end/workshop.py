@@ -83,9 +83,9 @@ class Workshop:
         """Lines of rollouts.jsonl."""
         return read_lines(self.path / run / "rollouts.jsonl")
 
-    def card(self, run: str) -> dict[str, Any]:
-        """The card."""
-        return json.loads((self.path / run / "card.json").read_text())
+    def summary(self, run: str) -> dict[str, Any]:
+        """The summary."""
+        return json.loads((self.path / run / "summary.json").read_text())
 
     def policy(self, run: str, step: int) -> Path:
         """The policy of a checkpoint."""
@@ -106,7 +106,9 @@ class Workshop:
             "weights": (checkpoint / "policy" / "model.safetensors").read_bytes(),
             "optimizer": (checkpoint / "trainer.safetensors").read_bytes(),
             "state": {name: state[name] for name in state if name != "seconds"},
-            "card": {name: self.card(run)[name] for name in ("reward_before", "reward_after")},
+            "summary": {
+                name: self.summary(run)[name] for name in ("reward_before", "reward_after")
+            },
         }
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from longtail.engine.engine import RolloutEngine
 from longtail.errors import JsonError
-from longtail.serve.protocol import APIError, ChatCall, CompletionCall, read_call
+from longtail.serve.protocol import APIError, ChatCompletionRequest, CompletionRequest, parse_body
 from longtail.system.strict_json import find_surrogate, parse_json
-from support.serving import NAME, is_free, make_engine, make_served
+from support.serving import NAME, is_free, make_engine, make_model_server
 
 NUMBERS = st.sampled_from(
     [
@@ -77,7 +77,7 @@ GOOD = {
     },
 }
 PATHS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
-KINDS = {"prompt": CompletionCall, "messages": ChatCall}
+KINDS = {"prompt": CompletionRequest, "messages": ChatCompletionRequest}
 
 
 def written(fields: dict[str, str]) -> bytes:
@@ -100,7 +100,7 @@ def check_sentence(message: str) -> None:
 def check_refusal(refusal: APIError) -> None:
     assert 400 <= refusal.status < 500
     check_sentence(refusal.message)
-    json.dumps(refusal.envelope(), ensure_ascii=False).encode()
+    json.dumps(refusal.body(), ensure_ascii=False).encode()
 
 
 @given(body=st.binary(max_size=200) | BODIES.map(lambda drawn: drawn[1]) | VALUES.map(str.encode))
@@ -120,7 +120,7 @@ def test_json_is_a_plain_value_or_one_sentence(body: bytes) -> None:
 def test_a_body_is_a_call_or_a_refusal(drawn: tuple[str, bytes]) -> None:
     field, body = drawn
     try:
-        call = read_call(KINDS[field], body)
+        call = parse_body(KINDS[field], body)
     except APIError as refusal:
         check_refusal(refusal)
         return
@@ -131,7 +131,7 @@ def test_a_body_is_a_call_or_a_refusal(drawn: tuple[str, bytes]) -> None:
 @given(body=st.binary(max_size=200), field=st.sampled_from(sorted(KINDS)))
 def test_any_bytes_are_a_call_or_a_refusal(body: bytes, field: str) -> None:
     try:
-        read_call(KINDS[field], body)
+        parse_body(KINDS[field], body)
     except APIError as refusal:
         check_refusal(refusal)
 
@@ -146,7 +146,7 @@ async def asked(path: str, body: bytes, *, leaves: bool) -> tuple[int, bytes]:
 
     A caller that `leaves` hangs up once its body is sent; its answer may be cut or absent.
     """
-    served = make_served(the_engine())
+    served = make_model_server(the_engine())
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {
         **{"type": "http", "method": "POST", "path": path, "raw_path": path.encode()},

@@ -17,7 +17,7 @@ from longtail.errors import ConfigError
 from longtail.report.page import render
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.metrics import JsonLines
-from longtail.run.summary import make_card, read_card, read_metrics
+from longtail.run.summary import read_metrics, read_summary, summarize_run
 from longtail.system.files import open_sealed
 from longtail.tuner.cost_file import load_costs
 
@@ -66,20 +66,20 @@ def test_a_log_of_any_bytes_is_cut_back_and_gone_on_with(text: bytes, last: int 
         rows = read_metrics(path)
         assert rows[-1]["step"] == 4
         assert all(row["step"] <= (last or 0) for row in rows[:-1])
-        make_card(rows, steps=4, reward_after=None, seconds=1.0, warm_start_s=0.0).lines(path)
+        summarize_run(rows, steps=4, reward_after=None, seconds=1.0, warm_start_s=0.0).lines(path)
 
 
 @given(texts)
-def test_metrics_of_any_bytes_make_a_card(text: bytes) -> None:
+def test_metrics_of_any_bytes_make_a_summary(text: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "metrics.jsonl")
         path.write_bytes(text)
         rows = read_metrics(path)
-        card = make_card(rows, steps=4, reward_after=None, seconds=1.0, warm_start_s=0.0)
-        card.write(Path(folder, "card.json"))
-        path.with_name("card.json").write_bytes(text)
+        summary = summarize_run(rows, steps=4, reward_after=None, seconds=1.0, warm_start_s=0.0)
+        summary.write(Path(folder, "summary.json"))
+        path.with_name("summary.json").write_bytes(text)
         with contextlib.suppress(ValueError):
-            read_card(path.with_name("card.json")).lines(path)
+            read_summary(path.with_name("summary.json")).lines(path)
 
 
 @given(st.dictionaries(st.sampled_from(list(SERIES)), values, max_size=2), texts)

@@ -13,7 +13,7 @@ from longtail.cluster.states import State
 from longtail.cluster.supervisor import READY_S
 from longtail.errors import ClusterError
 from longtail.types import Request
-from support.fake_worker import Death, Fault, Teaching, text
+from support.fake_worker import Death, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 
@@ -22,7 +22,9 @@ def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]
     one = st.builds(
         Fault,
         worker=st.integers(first, last),
-        task=st.sampled_from(("generate", "spot", "learn", "join", "publish", "restore", "ready")),
+        task=st.sampled_from(
+            ("generate", "train_drafter", "learn", "join", "publish", "restore", "ready")
+        ),
         nth=st.integers(0, 2),
         after_s=st.sampled_from((0.0, 0.3, 1.0, 2.2, 2.7, 6.0)),
         kind=st.sampled_from(("lost", *kinds)),
@@ -30,7 +32,16 @@ def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]
     return st.lists(one, max_size=3)
 
 
-MESSAGES = ("go", "progress", "written", "feed", "offer", "verdicts", "candidate", "stop")
+MESSAGES = (
+    "clear_stop",
+    "progress",
+    "texts",
+    "add_texts",
+    "offer",
+    "drain_verdicts",
+    "candidate",
+    "stop",
+)
 lengths = st.lists(st.integers(1, 90), min_size=1, max_size=9)
 
 
@@ -46,7 +57,7 @@ def two_steps(
         assert [each.tokens for each in rolled.completions] == expected
         assert {each.policy_version for each in rolled.completions} == {step - 1}
         assert rolled.report.num_generated == sum(map(len, expected)), "counted once"
-        assert not group.supervisor.states.workers(State.GENERATING, State.SPOT, State.LEARNING)
+        assert not group.workers(State.GENERATING, State.SPOT, State.LEARNING)
         between()
         assert group.learn([batch(step)]).version == step
         between()
@@ -62,7 +73,7 @@ def test_any_number_of_workers_writes_and_learns_the_same(lengths, siblings, wor
     pool = ScriptedPool(workers)
     two_steps(begun(pool), requests(*lengths, siblings=siblings))
     assert [each.policy for each in pool.workers] == [(1, 2)] * workers
-    assert not pool.said
+    assert not pool.log_lines
 
 
 @settings(max_examples=120)
@@ -153,8 +164,8 @@ def test_whenever_processes_die_the_run_is_the_same_or_says_how_to_go_on(
     stop_s=st.sampled_from((0.05, 3.0, float("inf"))),
 )
 def test_whatever_becomes_of_the_drafter_the_texts_stay(lengths, gain, weight, error, stop_s):
-    teaching = Teaching(gain=gain, weight=weight, error=error, stop_s=stop_s, ends_s=5.0)
-    pool = ScriptedPool(3, teachings=lambda worker, nth: teaching)
+    spot_script = SpotScript(gain=gain, weight=weight, error=error, stop_s=stop_s, ends_s=5.0)
+    pool = ScriptedPool(3, spot_scripts=lambda worker, nth: spot_script)
     two_steps(begun(pool), requests(*lengths))
     assert [each.policy for each in pool.workers] == [(1, 2)] * 3
 

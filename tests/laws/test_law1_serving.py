@@ -23,7 +23,7 @@ from longtail.model.hf.model import save_model
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
-from support.serving import NAME, live, make_engine, make_served, the_tokenizer
+from support.serving import NAME, live, make_engine, make_model_server, shared_tokenizer
 from support.tiny_models import NATIVE_DTYPES, tiny_model
 
 CHAIN = Strategy(depth=4, size=4)
@@ -44,7 +44,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 def reference(asked: dict[str, Any]) -> list[str]:
     """What each choice says by the definition."""
-    tokenizer, engine = the_tokenizer(), make_engine()
+    tokenizer, engine = shared_tokenizer(), make_engine()
     sampling = SamplingParams(
         temperature=float(asked.get("temperature", 1.0)),
         top_k=asked.get("top_k", 0),
@@ -93,7 +93,7 @@ def test_the_same_seed_is_the_same_text_drafted_alone_among_others_streamed_or_n
 ) -> None:
     make = DRAFTERS[drafter]
     speculation = None if make is None else Speculation.fixed(make(), CHAIN)
-    with live(make_served(make_engine(speculation=speculation))) as client:
+    with live(make_model_server(make_engine(speculation=speculation))) as client:
         for asked, texts in zip(ASKED, expected, strict=True):
             assert whole(client, asked) == texts
             assert streamed(client, asked) == texts
@@ -112,12 +112,12 @@ def test_the_same_seed_is_the_same_text_drafted_alone_among_others_streamed_or_n
 def test_generate_writes_the_text_that_a_server_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model(tiny_model(), tmp_path, eos_ids=the_tokenizer().eos_ids)
-    the_tokenizer().save(tmp_path)
+    save_model(tiny_model(), tmp_path, eos_ids=shared_tokenizer().eos_ids)
+    shared_tokenizer().save(tmp_path)
     words = ["--prompt=3+4=", "--seed=7", "--max-tokens=50", "--n=2", "--json", "--raw"]
     assert cli.main(["generate", str(tmp_path), "--dtype=float64", "--threads=1", *words]) == 0
     written = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
-    with live(make_served(make_engine())) as client:
+    with live(make_model_server(make_engine())) as client:
         asked = {"prompt": "3+4=", "seed": 7, "max_tokens": 50, "n": 2}
         assert whole(client, asked) == written
 
@@ -133,7 +133,7 @@ def test_neighbours_change_no_bit_of_an_answer(dtype: torch.dtype) -> None:
         choices = found.json()["choices"]
         return [(each["text"], each["logprobs"]["token_logprobs"]) for each in choices]
 
-    with live(make_served(make_engine(dtype=dtype))) as client:
+    with live(make_model_server(make_engine(dtype=dtype))) as client:
         alone = [answers(prompt)[0] for prompt in prompts]
         assert answers(prompts) == alone
         with ThreadPoolExecutor(4) as callers:

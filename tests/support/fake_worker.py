@@ -1,8 +1,8 @@
-"""A worker that only pretends, in simulated time: see `scripted_pool`.
+"""A fake worker in simulated time, see `scripted_pool`.
 
 Its text is a function of the request, its policy is the list of the batches that were learned, and
 its drafter is one number, the expected accept length. Tasks are generators that yield the seconds
-until they go on.
+to their next step.
 """
 
 import math
@@ -13,9 +13,10 @@ from typing import Any, Protocol, final
 
 import torch
 
-from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdict
+from longtail.cluster.offers import Offer, Verdict, judge
+from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.cluster.worker import Stopped
-from longtail.drafter.eagle.weights import DrafterWeights, are_finite
+from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.spot import Replica, SpotEnd, SpotReport
 from longtail.engine.report import RolloutMeter
@@ -26,74 +27,81 @@ from longtail.types import Completion, FinishReason, Request, TrainBatch
 
 HANG_S = 60.0
 TOKEN_S, BEAT_S = 0.1, 0.1
-LEARN_S, REPORT_S, READY_S = 2.0, 0.5, 3.0
-"""Until the sum of gradients; from there to the end; for a process to begin."""
+READY_S, LEARN_S, REPORT_S = 3.0, 2.0, 0.5
+"""Seconds for a process to start, to the sum of gradients, and from there to the end of a step."""
 QUALITY = 2.0
-"""Of the drafter that workers begin with."""
-Task = Generator[float, None, Any]
+"""Expected accept length of the drafter that workers begin with."""
+Steps = Generator[float, None, Any]
+"""A task in simulated time: it yields the seconds to its next step, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something befalls a worker at its `nth` task of a name, whatever process does it."""
+    """A fault in a worker's `nth` task of a name, counted over all its processes."""
 
     worker: int
     task: str
     nth: int = 0
     after_s: float = 0.0
     kind: str = "lost"
-    """lost; hangs: no step is made any more; frozen: no message is answered either."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Teaching:
-    """How a stretch of spot training goes."""
-
-    measures_s: float = 2.0
-    """Between measurements."""
-    gain: float = 0.05
-    """Of each measurement over the one before."""
-    ends_s: float = math.inf
-    reason: SpotEnd = SpotEnd.NO_GAIN
-    stop_s: float = 0.05
-    """From being told to the end; infinite: it does not listen."""
-    weight: float | None = None
-    """Of what is handed out, instead of what was learned."""
-    error: Exception | None = None
+    """lost: the process dies; hangs: it makes no more steps; frozen: it answers no message, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """Something befalls the process of a worker at a time, whatever it does, or nothing at all."""
+    """A fault in a worker's process at a time, busy or idle; kinds lost and frozen of `Fault`."""
 
     worker: int
     at_s: float
     kind: str = "lost"
-    """lost; frozen: no step is made and no message is answered any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpotScript:
+    """The course of one call of `train_drafter`."""
+
+    measures_s: float = 2.0
+    """Seconds between measurements."""
+    gain: float = 0.05
+    """Relative gain of each measurement over the one before."""
+    ends_s: float = math.inf
+    reason: SpotEnd = SpotEnd.NO_GAIN
+    stop_s: float = 0.05
+    """Seconds from `stop` to the end; infinite: it never stops."""
+    weight: float | None = None
+    """Weight of the replica, in place of the trained one."""
+    error: Exception | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Script:
+    """The durations and faults of a simulation."""
+
+    ready_s: float = READY_S
+    learn_s: float = LEARN_S
+    short_task_s: float = 0.01
+    """Seconds of a task without steps."""
     faults: Sequence[Fault] = ()
     deaths: Sequence[Death] = ()
     late: dict[tuple[int, str], int] = field(default_factory=dict)
-    """By worker and message: how many answers come too late."""
-    teachings: Callable[[int, int], Teaching] = lambda worker, nth: Teaching()
-    """By worker and stretch."""
+    """Number of late answers by worker and message."""
+    spot_scripts: Callable[[int, int], SpotScript] = lambda worker, nth: SpotScript()
+    """Course of each spot training, by worker and number."""
     has_drafter: bool = True
     refuses: Callable[[int, int], bool] = lambda worker, version: False
+    """Whether offered weights do worse on a worker, by version."""
     damages: Callable[[Offer], Offer] = lambda offer: offer
-    """What happens to an offer on its way."""
+    """Damage to an offer on its way."""
     broken_steps: Sequence[int] = ()
     """Batches whose loss is not finite."""
     torn: Sequence[int] = ()
-    """Members who lose sight of the team at the very end of its first step."""
+    """Members that lose the team at the very end of its first step."""
     bad_meetings: int = 0
-    """Of the first so many, nobody finds the others."""
+    """Number of first meetings at which no member finds another."""
 
 
 def text(request: Request) -> tuple[int, ...]:
-    """What any worker writes."""
+    """Return the text that every worker generates for a request."""
     key = request.noise_key
     return tuple((key // 1000 * 31 + 7 * place) % 97 + 2 for place in range(key % 1000))
 
@@ -103,12 +111,12 @@ def drafter(version: int, quality: float) -> DrafterWeights:
 
 
 class Others(Protocol):
-    """Where workers meet."""
+    """The other workers of a simulation."""
 
     script: Script
     meetings: "dict[str, list[FakeWorker]]"
     rounds: "dict[tuple[str, int], list[FakeWorker]]"
-    """Members that have come to a step's sum, by team and step."""
+    """Members that have reached the sum of gradients, by team and step."""
 
     @property
     def size(self) -> int: ...
@@ -116,17 +124,17 @@ class Others(Protocol):
 
 @final
 class FakeWorker:
-    """Has the methods of `Worker`, and a life of its own: what it had is gone with it."""
+    """A worker with the methods of `Worker`; its state is lost with its process."""
 
     def __init__(self, pool: Others, number: int) -> None:
         self._crew, self._script, self.number = pool, pool.script, number
         self.is_dead = self.is_frozen = self._is_stopped = False
         self.policy: tuple[int, ...] = ()
-        """Batches that were learned, in their order: the weights."""
+        """Batches that were learned, in order, in place of weights."""
         self.engine: tuple[int, ...] | None = None
         self.served = drafter(0, QUALITY)
-        self.heard: list[TextSnapshot] = []
-        """All texts that it was fed."""
+        self.received: list[TextSnapshot] = []
+        """All texts that it received by `add_texts`."""
         self.team: str | None = None
         self._offers: list[Offer] = []
         self._verdicts: list[Verdict] = []
@@ -140,12 +148,12 @@ class FakeWorker:
 
     # ---- tasks
 
-    def ready(self) -> Task:
-        yield READY_S
+    def ready(self) -> Steps:
+        yield self._script.ready_s
         return 0.5
 
-    def generate(self, shard: Sequence[Request]) -> Task:
-        assert self.engine is not None, "nobody writes before a policy was published"
+    def generate(self, shard: Sequence[Request]) -> Steps:
+        assert self.engine is not None, "a policy is published before texts are generated"
         self._shard, self._num_written = shard, 0
         self._take_offers()
         for _ in range(max(request.noise_key % 1000 for request in shard)):
@@ -157,58 +165,52 @@ class FakeWorker:
                 raise Stopped
         completions = tuple(self._completion(request) for request in shard)
         numbers = {"num_generated": float(sum(len(each.tokens) for each in completions))}
-        return Served(
+        return ShardResult(
             completions=completions,
             report=RolloutMeter(numbers).report(),
             series=None,
             costs=None,
-            known_costs=None,
+            initial_costs=None,
         )
 
-    def spot(self, published: DrafterWeights, limit_s: float = math.inf) -> Task:
-        teaching = self._script.teachings(self.number, self._stretches)
+    def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> Steps:
+        spot_script = self._script.spot_scripts(self.number, self._stretches)
         self._stretches += 1
         if self._base is None or self._base.version != published.version:
             self._base, self._learned = published, 0
             self._quality = published.tensors["w"].item()
         self._best, elapsed = None, 0.0
-        while elapsed < min(teaching.ends_s, limit_s):
-            if self._is_stopped and teaching.stop_s < math.inf:
-                yield teaching.stop_s
+        while elapsed < min(spot_script.ends_s, limit_s):
+            if self._is_stopped and spot_script.stop_s < math.inf:
+                yield spot_script.stop_s
                 return self._report(SpotEnd.STOPPED)
             yield BEAT_S
             elapsed += BEAT_S
             self._beats += 1
             self._learned += 100
-            if round(elapsed / BEAT_S) % round(teaching.measures_s / BEAT_S) == 0:
-                self._quality *= 1 + teaching.gain
-                self._best = self._measured(teaching)
-        if teaching.error is not None:
-            raise teaching.error
-        return self._report(teaching.reason if elapsed >= teaching.ends_s else SpotEnd.STOPPED)
+            if round(elapsed / BEAT_S) % round(spot_script.measures_s / BEAT_S) == 0:
+                self._quality *= 1 + spot_script.gain
+                self._best = self._measured(spot_script)
+        if spot_script.error is not None:
+            raise spot_script.error
+        return self._report(
+            spot_script.reason if elapsed >= spot_script.ends_s else SpotEnd.STOPPED
+        )
 
     def adopt(self, offer: Offer) -> Verdict:
-        offer, reason = self._script.damages(offer), ""
-        before, after = self.served.tensors["w"].item(), offer.weights.tensors["w"].item()
-        if offer.weights.digest != offer.digest:
-            reason = "they are not what was sent"
-        elif not are_finite(offer.weights.tensors):
-            reason = "they are not finite"
-        elif after < before or self._script.refuses(self.number, offer.weights.version):
-            reason = "they do worse here"
-        else:
+        def probe(served: DrafterWeights, offered: Offer) -> tuple[float, float]:
+            before, after = served.tensors["w"].item(), offered.weights.tensors["w"].item()
+            refuses = self._script.refuses(self.number, offered.weights.version)
+            return before, before - 1.0 if refuses else after
+
+        offer = self._script.damages(offer)
+        verdict = judge(offer, self.served, probe)
+        if verdict.is_adopted:
             self.served = offer.weights
-        verdict = Verdict(
-            version=offer.weights.version,
-            is_adopted=not reason,
-            before=before,
-            after=after,
-            reason=reason,
-        )
         self._verdicts.append(verdict)
         return verdict
 
-    def join(self, rank: int, size: int, address: str, timeout_s: float) -> Task:
+    def join(self, rank: int, size: int, address: str, timeout_s: float) -> Steps:
         assert rank == self.number
         here = self._crew.meetings.setdefault(address, [])
         here.append(self)
@@ -217,12 +219,12 @@ class FakeWorker:
             yield BEAT_S
             waited += BEAT_S
             if waited > timeout_s or any(member.is_dead for member in here):
-                raise TeamError("nobody came")
+                raise TeamError("a member did not join")
         self.team = address
         self.policy = max((member.policy for member in here), key=len)
         return len(self.policy)
 
-    def learn(self, batches: Sequence[TrainBatch]) -> Task:
+    def learn(self, batches: Sequence[TrainBatch]) -> Steps:
         if self._crew.size > 1:
             try:
                 yield from self._sum()
@@ -255,13 +257,13 @@ class FakeWorker:
     def drafter_weights(self) -> DrafterWeights | None:
         return self.served if self._script.has_drafter else None
 
-    def _sum(self) -> Task:
-        """Add gradients up with the team."""
+    def _sum(self) -> Steps:
+        """Sum the gradients of the team."""
         team, pool = self.team, self._crew
         if team is None:
             raise TeamError("the team is closed")
         members, came = pool.meetings[team], pool.rounds.setdefault((team, len(self.policy)), [])
-        for _ in range(round(LEARN_S / BEAT_S)):
+        for _ in range(round(self._script.learn_s / BEAT_S)):
             yield BEAT_S
             self._beats += 1
         came.append(self)
@@ -274,11 +276,11 @@ class FakeWorker:
             waited += BEAT_S
         if self.number in self._script.torn and team == "tcp://0":
             self.team = None
-            raise TeamError("the sum never came")
+            raise TeamError("the sum was not received")
 
     # ---- messages
 
-    def go(self) -> None:
+    def clear_stop(self) -> None:
         self._is_stopped = False
 
     def stop(self) -> None:
@@ -306,13 +308,13 @@ class FakeWorker:
             numbers=self.policy_state().learner.numbers,
         )
 
-    def written(self, step: int, first: int = 0) -> list[TextSnapshot]:
+    def texts(self, step: int, first: int = 0) -> list[TextSnapshot]:
         done = [self._written(r, step) for r in self._shard if self._left(r) <= 0]
         done.sort(key=lambda each: len(each.tokens))
         return done[first:] + [self._written(r, step) for r in self._shard if self._left(r) > 0]
 
-    def feed(self, texts: Sequence[TextSnapshot]) -> None:
-        self.heard += texts
+    def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
+        self.received += texts
 
     def offer(self, offer: Offer) -> None:
         self._offers.append(offer)
@@ -320,7 +322,7 @@ class FakeWorker:
     def candidate(self) -> Replica | None:
         return self._best
 
-    def verdicts(self) -> list[Verdict]:
+    def drain_verdicts(self) -> list[Verdict]:
         found, self._verdicts = self._verdicts, []
         return found
 
@@ -355,9 +357,9 @@ class FakeWorker:
             self.adopt(self._offers[-1])
             self._offers.clear()
 
-    def _measured(self, teaching: Teaching) -> Replica:
+    def _measured(self, spot_script: SpotScript) -> Replica:
         assert self._base is not None
-        weight = self._quality if teaching.weight is None else teaching.weight
+        weight = self._quality if spot_script.weight is None else spot_script.weight
         return Replica(
             base_version=self._base.version,
             weights={"w": torch.tensor([weight])},

@@ -1,11 +1,11 @@
-"""A pool in simulated time: workers whose texts, seconds and misfortunes are a script.
+"""A pool of workers in simulated time: their texts, durations and faults follow a script.
 
     pool = ScriptedPool(2, faults=[Fault(worker=1, task="generate", after_s=3.0)])
     group = begun(pool)
     group.rollout(1, requests(40, 10, 10))     worker 1 is lost after 3 simulated seconds
 
-Time passes in `wait`, and in `ask` where an answer is late. Whoever would wait for ever fails an
-assertion instead.
+Time passes in `wait`, and in `ask` when an answer is late. A wait without an end fails an
+assertion.
 """
 
 import math
@@ -20,11 +20,11 @@ from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
 from longtail.types import Request, SamplingParams, TrainBatch
-from support.fake_worker import HANG_S, Death, FakeWorker, Script, Task
+from support.fake_worker import HANG_S, Death, FakeWorker, Script, Steps
 
-PATIENCE_S = 20.0
-MOMENT_S = 0.01
-"""That a short task takes."""
+TIMEOUT_S = 20.0
+PROGRESS_S = 0.01
+"""Seconds that `progress` waits for a worker that does not answer."""
 
 
 @final
@@ -37,11 +37,11 @@ class Clock:
 
     def pass_to(self, when: float) -> None:
         self.now = max(self.now, when)
-        assert self.now < self._limit_s, "somebody waits for ever"
+        assert self.now < self._limit_s, "a wait never ends"
 
 
 def requests(*lengths: int, siblings: int = 1, first: int = 0) -> list[Request]:
-    """One request of each length in tokens; that is its noise key modulo 1000."""
+    """Return a request of each length in tokens, which is its noise key modulo 1000."""
     return [
         Request(
             request_id=f"p{first + index // siblings}@0#{index % siblings}",
@@ -54,7 +54,7 @@ def requests(*lengths: int, siblings: int = 1, first: int = 0) -> list[Request]:
 
 
 def batch(number: int) -> TrainBatch:
-    """A batch that is told by its number of tokens."""
+    """Return a batch that is identified by its number of tokens."""
     return TrainBatch(
         micro_batches=(), sampling=SamplingParams(), num_sequences=1, num_generated=number
     )
@@ -67,7 +67,7 @@ def begun(
     is_sharded: bool = False,
     **more: Any,
 ) -> WorkerGroup:
-    """A group whose workers are ready, and have published."""
+    """Return a group whose workers are ready and have published."""
     settings = WorkerGroupSettings(
         seed=0,
         training=training,
@@ -80,8 +80,7 @@ def begun(
         settings,
         **{
             "on_progress": lambda progress: None,
-            "log": pool.said.append,
-            "meeting_point": pool.meeting_point,
+            "log": pool.log_lines.append,
             "clock": pool.clock,
             **more,
         },
@@ -94,7 +93,7 @@ def begun(
 @dataclass(slots=True)
 class _Run:
     task: str
-    steps: Task
+    steps: Steps
     wakes_s: float
     fault_s: float = math.inf
     kind: str = "lost"
@@ -104,22 +103,22 @@ class _Run:
 class ScriptedPool(WorkerPool):
     def __init__(self, size: int, *, limit_s: float = 10_000.0, **script: Any) -> None:
         self.script, self.clock = Script(**script), Clock(limit_s)
-        self.said: list[str] = []
-        self.log: list[tuple[float, int, str]] = []
-        """Every task that was begun: when, by whom, which."""
-        self.told: list[tuple[int, str]] = []
-        """Every message that was answered."""
+        self.log_lines: list[str] = []
+        self.started: list[tuple[float, int, str]] = []
+        """Time, worker and name of every task that was started."""
+        self.answered: list[tuple[int, str]] = []
+        """Worker and name of every message that was answered."""
         self.births = [0] * size
         self.workers = [FakeWorker(self, number) for number in range(size)]
         self.meetings: dict[str, list[FakeWorker]] = {}
         self.rounds: dict[tuple[str, int], list[FakeWorker]] = {}
-        """Members that have come to a step's sum, by team and step."""
+        """Members that have reached the sum of gradients, by team and step."""
         self._counts: dict[tuple[int, str], int] = {}
         self._runs: dict[int, _Run] = {}
-        self._ended: list[TaskResult] = []
+        self._ended: list[TaskResult[Any]] = []
         self._deaths: list[Death] = []
         for death in self.script.deaths:
-            self.befall(death)
+            self.schedule(death)
         for number in range(size):
             self._begin(number, "ready", ())
 
@@ -133,7 +132,7 @@ class ScriptedPool(WorkerPool):
         assert not [ended for ended in self._ended if ended.worker == worker]
         self._begin(worker, task.__name__, args)
 
-    def wait(self, timeout_s: float) -> list[TaskResult]:
+    def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
         deadline = self.clock.now + timeout_s
         self._pass_to(self.clock.now)
         while not self._ended and self._next() <= deadline:
@@ -144,10 +143,10 @@ class ScriptedPool(WorkerPool):
         return ended
 
     def ask(self, worker: int, message: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._heard(worker, PATIENCE_S, message, *args)
+        return self._answer(worker, TIMEOUT_S, message, *args)
 
-    def _heard(
-        self, worker: int, patience_s: float, message: Callable[..., Any], *args: Any
+    def _answer(
+        self, worker: int, timeout_s: float, message: Callable[..., Any], *args: Any
     ) -> Any:
         self._pass_to(self.clock.now)
         name, one = message.__name__, self.workers[worker]
@@ -156,16 +155,16 @@ class ScriptedPool(WorkerPool):
         late = self.script.late.get((worker, name), 0)
         if late or one.is_frozen:
             self.script.late[worker, name] = late - 1
-            self.clock.pass_to(self.clock.now + patience_s)
+            self.clock.pass_to(self.clock.now + timeout_s)
             raise ClusterError(f"worker {worker} has not answered")
-        self.told.append((worker, name))
+        self.answered.append((worker, name))
         return getattr(one, name)(*args)
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
         found = {}
         for worker in workers:
             with suppress(ClusterError):
-                found[worker] = self._heard(worker, MOMENT_S, Worker.progress)
+                found[worker] = self._answer(worker, PROGRESS_S, Worker.progress)
         return found
 
     def replace(self, worker: int) -> None:
@@ -184,25 +183,25 @@ class ScriptedPool(WorkerPool):
             raise LostWorkerError("worker 0 is gone")
         return f"tcp://{len(self.meetings)}"
 
-    # ---- the script's side
+    # ---- the script
 
     def kill(self, worker: int) -> None:
-        """End a worker's process now; its task ends with it."""
+        """Kill a worker's process now, and its task with it."""
         self._die(Death(worker=worker, at_s=self.clock.now))
 
-    def befall(self, death: Death) -> None:
-        """Let a death come at its time."""
+    def schedule(self, death: Death) -> None:
+        """Schedule a death."""
         self._deaths = sorted([*self._deaths, death], key=lambda each: -each.at_s)
 
-    def begins(self, task: str) -> list[tuple[float, int]]:
-        """When, and by whom, a task was begun."""
-        return [(when, worker) for when, worker, name in self.log if name == task]
+    def starts(self, task: str) -> list[tuple[float, int]]:
+        """Return the time and the worker of every start of a task."""
+        return [(when, worker) for when, worker, name in self.started if name == task]
 
     def _begin(self, worker: int, task: str, args: tuple[Any, ...]) -> None:
         now, nth = self.clock.now, self._counts.get((worker, task), 0)
         self._counts[worker, task] = nth + 1
-        self.log.append((now, worker, task))
-        run = _Run(task, _as_task(getattr(self.workers[worker], task), args), now)
+        self.started.append((now, worker, task))
+        run = _Run(task, self._steps(getattr(self.workers[worker], task), args), now)
         for fault in self.script.faults:
             if (fault.worker, fault.task, fault.nth) == (worker, task, nth):
                 run.fault_s, run.kind = now + fault.after_s, fault.kind
@@ -225,19 +224,19 @@ class ScriptedPool(WorkerPool):
         return min(runs + [death.at_s for death in self._deaths[-1:]], default=math.inf)
 
     def _pass_to(self, when: float) -> None:
-        """Let everybody work until then."""
+        """Run all tasks until a time."""
         while (due := self._next()) <= when:
             self.clock.pass_to(due)
             while self._deaths and self._deaths[-1].at_s <= due:
                 self._die(self._deaths.pop())
             for worker, run in list(self._runs.items()):
                 if run.fault_s <= due:
-                    self._befall(worker, run)
+                    self._fail(worker, run)
                 elif run.wakes_s <= due:
-                    self._go_on(worker, run)
+                    self._resume(worker, run)
         self.clock.pass_to(when)
 
-    def _befall(self, worker: int, run: _Run) -> None:
+    def _fail(self, worker: int, run: _Run) -> None:
         if run.kind == "lost":
             del self._runs[worker]
             self.workers[worker].is_dead = True
@@ -247,7 +246,7 @@ class ScriptedPool(WorkerPool):
             run.wakes_s = run.fault_s = math.inf
             self.workers[worker].is_frozen = run.kind == "frozen"
 
-    def _go_on(self, worker: int, run: _Run) -> None:
+    def _resume(self, worker: int, run: _Run) -> None:
         try:
             run.wakes_s += next(run.steps)
         except StopIteration as stop:
@@ -257,10 +256,9 @@ class ScriptedPool(WorkerPool):
             del self._runs[worker]
             self._ended.append(TaskResult(worker=worker, error=error))
 
-
-def _as_task(method: Callable[..., Any], args: tuple[Any, ...]) -> Task:
-    result = method(*args)
-    if isinstance(result, Generator):
-        return (yield from result)
-    yield MOMENT_S
-    return result
+    def _steps(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Steps:
+        result = method(*args)
+        if isinstance(result, Generator):
+            return (yield from result)
+        yield self.script.short_task_s
+        return result

@@ -1,4 +1,4 @@
-"""Services over a tiny random model, and engines that misbehave, for the tests of serving."""
+"""Services over a tiny random model, and engines that fail, for the tests of serving."""
 
 import threading
 import time
@@ -15,9 +15,8 @@ from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.serve.metrics import ServeMetrics
 from longtail.serve.options import Limits
-from longtail.serve.server import Served, front, running
+from longtail.serve.server import ModelServer, make_server, running
 from longtail.serve.service import Service
 from support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -27,7 +26,7 @@ LIMITS = Limits(
     max_len=128,
     max_tokens=100,
     max_choices=4,
-    max_body=4096,
+    max_body_kb=4,
     body_s=2.0,
 )
 NAME = "tiny"
@@ -35,7 +34,7 @@ _TIMEOUT_S = 30.0
 
 
 class HeldEngine(RolloutEngine):
-    """Makes a step only while its gate is open."""
+    """An engine whose steps wait until its gate is open."""
 
     def hold(self) -> threading.Event:
         self._gate = threading.Event()
@@ -47,19 +46,19 @@ class HeldEngine(RolloutEngine):
 
 
 class FailingEngine(RolloutEngine):
-    """Breaks after a few steps."""
+    """An engine that fails after three steps."""
 
     steps = 3
 
     def step(self) -> StepReport:
         self.steps -= 1
         if self.steps < 0:
-            raise RuntimeError("a part of the machine is gone")
+            raise RuntimeError("the device failed")
         return super().step()
 
 
 class PoisonedEngine(RolloutEngine):
-    """Breaks whenever it writes behind a prompt that begins with its poison."""
+    """An engine that fails while it runs a prompt that begins with the token `poison`."""
 
     poison = 66
 
@@ -67,12 +66,12 @@ class PoisonedEngine(RolloutEngine):
         report = super().step()
         for name, tokens, _ in self.unfinished():
             if name in self.running() and tokens[0] == self.poison:
-                raise RuntimeError("a part of the machine is gone")
+                raise RuntimeError("the device failed")
         return report
 
 
 class SlowlyCountedEngine(RolloutEngine):
-    """Takes its time to count its KV."""
+    """An engine whose `kv_usage` takes 50 ms."""
 
     def kv_usage(self) -> KVUsage:
         time.sleep(0.05)
@@ -80,7 +79,7 @@ class SlowlyCountedEngine(RolloutEngine):
 
 
 @cache
-def the_tokenizer() -> Tokenizer:
+def shared_tokenizer() -> Tokenizer:
     return tiny_tokenizer()
 
 
@@ -90,34 +89,40 @@ def make_engine(
     speculation: Speculation | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> RolloutEngine:
-    sizes = EngineLimits(max_running=limits.max_running, max_step_tokens=64, max_len=limits.max_len)
-    return kind(tiny_model(dtype=dtype), the_tokenizer().decode, sizes, speculation=speculation)
+    engine_limits = EngineLimits(
+        max_running=limits.max_running, max_step_tokens=64, max_len=limits.max_len
+    )
+    return kind(
+        tiny_model(dtype=dtype), shared_tokenizer().decode, engine_limits, speculation=speculation
+    )
 
 
 def make_service(
     engine: RolloutEngine, limits: Limits = LIMITS, *, then: Sequence[RolloutEngine] = ()
 ) -> Service:
-    """Put a service in front of an engine, and of others `then`, should it fail."""
+    """Return a service of an engine and, after each failure, of the next one in `then`."""
     engines = iter((engine, *then))
-    return Service(lambda: next(engines), the_tokenizer().decode, limits, ServeMetrics())
+    return Service(lambda: next(engines), shared_tokenizer().decode, limits)
 
 
-def make_served(
+def make_model_server(
     engine: RolloutEngine,
     limits: Limits = LIMITS,
     api_key: str | None = None,
     *,
     then: Sequence[RolloutEngine] = (),
-) -> Served:
+) -> ModelServer:
     engines = iter((engine, *then))
-    return front(lambda: next(engines), the_tokenizer(), limits, name=NAME, api_key=api_key)
+    return make_server(
+        lambda: next(engines), shared_tokenizer(), limits, name=NAME, api_key=api_key
+    )
 
 
 @contextmanager
-def live(served: Served, **options: object) -> Iterator[httpx.Client]:
-    """Serve on a port of this machine, with a client that knows it."""
+def live(server: ModelServer, **options: object) -> Iterator[httpx.Client]:
+    """Serve on a free port of this machine and yield a client of it."""
     with (
-        running(served) as port,
+        running(server) as port,
         httpx.Client(
             base_url=f"http://127.0.0.1:{port}", timeout=_TIMEOUT_S, trust_env=False, **options
         ) as client,
@@ -126,6 +131,6 @@ def live(served: Served, **options: object) -> Iterator[httpx.Client]:
 
 
 def is_free(engine: RolloutEngine) -> bool:
-    """Tell whether nothing is left behind."""
+    """Return whether the engine holds no request and no KV."""
     usage = engine.kv_usage()
     return engine.num_unfinished == 0 and usage.free == usage.total

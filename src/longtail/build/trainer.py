@@ -161,9 +161,7 @@ def _worker_group(
         gpus=float(choose_device(config.run.device).type == "cuda"),
         log=log,
     )
-    return WorkerGroup(
-        pool, settings, on_progress=on_progress, log=log, meeting_point=pool.meeting_point
-    )
+    return WorkerGroup(pool, settings, on_progress=on_progress, log=log)
 
 
 def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:

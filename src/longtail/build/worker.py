@@ -59,10 +59,10 @@ def build_worker(
     number: int = 0,
 ) -> Worker:
     """Build a worker; `log` hears of a drafter being taught."""
-    return Worker(build_machines(config, directory, limits, log, number=number))
+    return Worker(build_components(config, directory, limits, log, number=number))
 
 
-def build_machines(
+def build_components(
     config: RunConfig,
     directory: Path,
     limits: EngineLimits,

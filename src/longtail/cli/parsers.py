@@ -362,13 +362,13 @@ def generate_parser() -> argparse.ArgumentParser:
 
 def serve_parser() -> argparse.ArgumentParser:
     """Build the parser of `longtail serve`."""
-    from longtail.serve import options as setting
+    from longtail.serve import options
 
     parser = _parser(
         "serve",
         "Serve a model with the OpenAI HTTP API, with speculative decoding.",
     )
-    setting.add_arguments(parser)
+    options.add_arguments(parser)
     return parser
 
 

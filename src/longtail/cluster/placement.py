@@ -38,7 +38,7 @@ class LengthHistory:
     def __init__(self) -> None:
         self._longest: dict[str, int] = {}
 
-    def note(self, prompt_id: str, length: int) -> None:
+    def record(self, prompt_id: str, length: int) -> None:
         """Take note of a completion's length in tokens."""
         self._longest[prompt_id] = max(length, self._longest.get(prompt_id, 0))
 

@@ -1,9 +1,9 @@
-"""Workers as the coordinator sees them: a seam, and the pool of one that needs no other process.
+"""The pool of workers: the processes of the workers and the calls to them.
 
-    start(worker, Worker.generate, requests)     a task; one at a time for each worker
-    wait(seconds) -> [TaskResult(worker, result)]     what has come to its end since
-    ask(worker, Worker.written, step)            a message, answered beside the task
-    progress(workers)                            how far they are, of those who say so at once
+    start(worker, Worker.generate, requests)     start a task; a worker runs one at a time
+    wait(seconds) -> [TaskResult(worker, ...)]   return the tasks that have ended since
+    ask(worker, Worker.texts, step)              call a message, which is answered beside the task
+    progress(workers)                            return the progress of those that answer at once
 
 Every wait has a deadline. A lost worker is reported as a failed task, and as LostWorkerError in
 place of an answer, busy or idle; an exception in a task is returned in its result.
@@ -12,7 +12,7 @@ place of an answer, busy or idle; an exception in a task is returned in its resu
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, final
 
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
@@ -21,30 +21,31 @@ from longtail.system.interrupt import Interrupted
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskResult:
-    """A task came to its end: with a result, an error, or with its worker.
+class TaskResult(Generic[T]):
+    """The end of a task: its result, its exception, or the loss of its worker.
 
-    Example: TaskResult(worker=1, result=served)
+    Example: TaskResult(worker=1, result=shard)
     """
 
     worker: int
-    result: Any = None
+    result: T | None = None
     error: Exception | None = None
     is_lost: bool = False
-    """The worker's process is gone; `error` says how."""
+    """Whether the worker's process is gone; `error` holds the cause."""
 
-    def value(self) -> Any:
-        """Return the result; raise what the task raised."""
+    def value(self) -> T:
+        """Return the result; raise the exception of the task."""
         if self.error is not None:
             raise self.error
-        return self.result
+        return cast(T, self.result)
 
 
 class WorkerPool(abc.ABC):
-    """So many workers, by number."""
+    """A fixed number of workers, numbered from 0."""
 
     @property
     @abc.abstractmethod
@@ -59,11 +60,11 @@ class WorkerPool(abc.ABC):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Begin a task; the worker has none. Raises ClusterError if it cannot be sent."""
+        """Start a task on an idle worker. Raises ClusterError if it cannot be sent."""
 
     @abc.abstractmethod
-    def wait(self, timeout_s: float) -> list[TaskResult]:
-        """Return the tasks that have ended, after so many seconds at most."""
+    def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
+        """Return the tasks that have ended; wait for one for at most `timeout_s`."""
 
     @abc.abstractmethod
     def ask(
@@ -80,11 +81,15 @@ class WorkerPool(abc.ABC):
 
     @abc.abstractmethod
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
-        """Return how far they are; who does not say so at once is left out."""
+        """Return the progress of the workers that answer at once."""
+
+    @abc.abstractmethod
+    def meeting_point(self) -> str:
+        """Return a new address at which the learners form a team. Raises ClusterError."""
 
     @abc.abstractmethod
     def replace(self, worker: int) -> None:
-        """End what is left of a worker, and begin another: ready once its first task ends."""
+        """Kill a worker and start another, which is ready once its first task ends."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -93,7 +98,7 @@ class WorkerPool(abc.ABC):
 
 @final
 class LocalWorkerPool(WorkerPool):
-    """One worker in this process; its tasks are done when they are waited for."""
+    """One worker in this process; `wait` runs its tasks."""
 
     def __init__(self, worker: Worker, on_step: Callable[[Progress], None]) -> None:
         self._worker = worker
@@ -102,13 +107,8 @@ class LocalWorkerPool(WorkerPool):
 
     @property
     def size(self) -> int:
-        """One."""
+        """Return 1."""
         return 1
-
-    @property
-    def worker(self) -> Worker:
-        """The worker."""
-        return self._worker
 
     def start(
         self,
@@ -117,12 +117,12 @@ class LocalWorkerPool(WorkerPool):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
-        """Put the task down."""
+        """Keep the task for `wait`."""
         assert self._task is None, "one task at a time"
         self._task = lambda: task(self._worker, *args, **kwargs)
 
-    def wait(self, timeout_s: float) -> list[TaskResult]:
-        """Do the task."""
+    def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
+        """Run the task."""
         if self._task is None:
             return []
         task, self._task = self._task, None
@@ -138,16 +138,20 @@ class LocalWorkerPool(WorkerPool):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Ask it."""
+        """Call the message."""
         return message(self._worker, *args, **kwargs)
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
-        """Ask it."""
+        """Return the progress of the worker."""
         return {worker: self._worker.progress() for worker in workers}
 
+    def meeting_point(self) -> str:
+        """Raise ClusterError: one worker needs no team."""
+        raise ClusterError("a worker of this process has no team")
+
     def replace(self, worker: int) -> None:
-        """Raise ClusterError: who shares this process goes with it."""
+        """Raise ClusterError: the worker is this process."""
         raise ClusterError("a worker of this process cannot be replaced")
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

@@ -1,23 +1,24 @@
-"""One rollout by all workers: shards out, texts in, and whoever is done early trains the drafter.
+"""One rollout by all workers: each generates a shard of the requests, and idle ones train.
 
     shards ---> GENERATING ---> IDLE ---> SPOT  until the last generator is done
                    |  texts       ^         |
-                   +--------------|---------+  candidates ---> offers to those that still generate
+                   +--------------|---------+  drafters ---> offers to those that still generate
 
-Nothing waits for spot training (`spot`): it is told to stop when nobody generates, and who does
-not within a few seconds is replaced. A shard whose worker is lost is handed out again, whole: the
-same keys write the same texts.
+Nothing waits for spot training (`spot`): it is stopped when the last generator is done, and a
+worker that does not stop within seconds is replaced. The shard of a lost worker is generated again
+as a whole: the same noise keys give the same texts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import final
+from typing import Any, final
 
+from longtail.cluster import tasks
 from longtail.cluster.placement import PromptGroup, place
 from longtail.cluster.pool import TaskResult
 from longtail.cluster.publisher import Publisher
-from longtail.cluster.records import Progress, Served
+from longtail.cluster.records import Progress, ShardResult
 from longtail.cluster.spot import SpotCoordinator
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
@@ -32,73 +33,59 @@ _POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """A worker's share of a rollout; who took over a lost one's has two.
-
-    Example: Share(worker=1, served=served)
-    """
-
-    worker: int
-    served: Served
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """What came of a rollout."""
+    """The completions of a rollout, with the measurements of its workers."""
 
     completions: tuple[Completion, ...]
-    """In the order of the requests."""
-    served: tuple[Share, ...]
-    """In the order in which they were done."""
+    """Completions in the order of the requests."""
+    shards: tuple[TaskResult[ShardResult], ...]
+    """Shards in the order in which they were done; a worker that took over another has two."""
     spots: tuple[SpotReport, ...]
     seconds: float
-    """From handing out the first shard to the end of the last one."""
+    """Seconds from the start of the first shard to the end of the last one."""
     stop_s: float
-    """From then until the last spot worker was free."""
+    """Seconds from then until the last spot worker was idle."""
 
     @property
     def reused_share(self) -> float:
-        """Of the tokens that spot training learned, those whose features its engine had."""
-        learned = sum(spot.num_tokens for spot in self.spots)
-        return sum(spot.num_reused for spot in self.spots) / learned if learned else 0.0
+        """Share of the spot training tokens whose features the worker's engine had kept."""
+        trained = sum(spot.num_tokens for spot in self.spots)
+        return sum(spot.num_reused for spot in self.spots) / trained if trained else 0.0
 
     @property
     def report(self) -> RolloutReport:
-        """Sum up what the workers report."""
-        return merge_reports([share.served.report for share in self.served], self.seconds)
+        """Sum of the reports of all shards."""
+        return merge_reports([shard.value().report for shard in self.shards], self.seconds)
 
     def logged(self, step: int, kind: str) -> list[LoggedRollout]:
-        """Return what each worker decided, in the order in which they were done."""
+        """Return the speculation decisions of each shard, in the order of `shards`."""
         return [
             LoggedRollout(
                 step=step,
-                series=share.served.series,
+                series=series,
                 kind=kind,
-                worker=share.worker,
-                costs=share.served.known_costs,
+                worker=shard.worker,
+                costs=shard.value().initial_costs,
             )
-            for share in self.served
-            if share.served.series is not None
+            for shard in self.shards
+            if (series := shard.value().series) is not None
         ]
 
     @property
     def costs(self) -> CostModel | None:
-        """What steps cost the worker that was done last."""
-        numbers = self.served[-1].served.costs
+        """Cost model of the worker that was done last."""
+        numbers = self.shards[-1].value().costs
         return None if numbers is None else CostModel.of(numbers)
 
     @property
     def series(self) -> RolloutSeries | None:
-        """Of the worker that was done last."""
-        return self.served[-1].served.series
+        """Speculation decisions of the worker that was done last."""
+        return self.shards[-1].value().series
 
 
 @final
-class Rollout:
-    """Runs one rollout; made anew for each.
-
-    `spot` is None where texts are not to be learned from.
-    """
+class RolloutCoordinator:
+    """Runs one rollout. `spot` is None if the drafter must not learn its texts."""
 
     def __init__(
         self,
@@ -110,92 +97,88 @@ class Rollout:
         self._supervisor, self._publisher, self._spot = supervisor, publisher, spot
         self._on_progress = on_progress
         self._waiting: list[list[Request]] = []
-        """Shards that nobody has."""
-        self._shards: dict[int, list[Request]] = {}
-        """Of those that generate."""
+        """Shards without a worker."""
+        self._running: dict[int, list[Request]] = {}
+        """Shard of each generating worker."""
         self._completions: dict[str, Completion] = {}
-        self._served: list[Share] = []
+        self._done: list[TaskResult[ShardResult]] = []
 
     def run(self, requests: Sequence[Request], expected: Mapping[str, float]) -> RolloutResult:
-        """Serve all requests; `expected` says how long what group was in earlier epochs."""
-        clock = self._supervisor.clock
-        began = clock()
-        self._waiting = _shards(requests, expected, self._supervisor.pool.size)
-        while self._waiting or self._shards:
-            self._hand_out()
+        """Generate all completions; `expected` holds the known length of groups, in tokens."""
+        began = self._supervisor.now()
+        self._waiting = _shards(requests, expected, self._supervisor.size)
+        while self._waiting or self._running:
+            self._start_shards()
             if self._spot is not None:
-                self._spot.lend()
+                self._spot.start_idle()
             for ended in self._supervisor.wait(_POLL_S):
-                self._note(ended)
-            self._look()
-        done = clock()
-        self._recall()
+                self._on_ended(ended)
+            self._poll()
+        done = self._supervisor.now()
+        self._stop_training()
         return RolloutResult(
             completions=tuple(self._completions[each.request_id] for each in requests),
-            served=tuple(self._served),
-            spots=() if self._spot is None else tuple(self._spot.spots),
+            shards=tuple(self._done),
+            spots=() if self._spot is None else tuple(self._spot.reports),
             seconds=done - began,
-            stop_s=clock() - done,
+            stop_s=self._supervisor.now() - done,
         )
 
-    def _hand_out(self) -> None:
-        """Give waiting shards to idle workers; for others, fetch workers back from training."""
-        states = self._supervisor.states
-        for worker in states.workers(State.IDLE)[: len(self._waiting)]:
-            self._catch_up(worker)
-            self._shards[worker] = shard = self._waiting.pop(0)
+    def _start_shards(self) -> None:
+        """Start waiting shards on idle workers; stop training workers for those that are left."""
+        for worker in self._supervisor.workers(State.IDLE)[: len(self._waiting)]:
+            self._offer_missed(worker)
+            self._running[worker] = shard = self._waiting.pop(0)
             if self._spot is not None:
                 self._spot.begin_shard(worker)
-            self._supervisor.start(worker, State.GENERATING, Worker.generate, shard)
-        for worker in states.workers(State.SPOT)[: len(self._waiting)]:
+            self._supervisor.start(worker, tasks.GENERATE, shard)
+        for worker in self._supervisor.workers(State.SPOT)[: len(self._waiting)]:
             self._supervisor.stop(worker)
 
-    def _catch_up(self, worker: int) -> None:
-        """Offer the published drafter to who has missed it."""
-        if self._publisher is None:
-            return
-        if worker in self._supervisor.newcomers:
-            self._supervisor.newcomers.discard(worker)
-            self._publisher.forget(worker)
-        offer = self._publisher.missed_by(worker)
-        if offer is not None:
-            self._supervisor.asked(worker, Worker.offer, None, offer)
+    def _offer_missed(self, worker: int) -> None:
+        """Offer a worker the published drafter if it was never offered it."""
+        if self._publisher is not None:
+            offer = self._publisher.missed_by(worker)
+            if offer is not None:
+                self._supervisor.tell(worker, Worker.offer, offer)
+                self._publisher.mark_offered(worker, offer.weights.version)
 
-    def _note(self, ended: TaskResult) -> None:
-        """Take a task's end."""
-        worker = ended.worker
-        shard = self._shards.pop(worker, None)
+    def _on_ended(self, ended: TaskResult[Any]) -> None:
+        shard = self._running.pop(ended.worker, None)
         if ended.is_lost and self._spot is not None:
-            self._spot.lose(worker)
+            self._spot.on_worker_lost(ended.worker)
         if shard is None:
             if self._spot is not None and not ended.is_lost:
-                self._spot.note(ended)
+                self._spot.on_trained(ended)
         elif ended.is_lost or isinstance(ended.error, Stopped):
-            # NOTE: nobody stops generators; one that has not heard yet to go on again says so.
+            # NOTE: generators are never stopped; Stopped is left of an earlier spot training whose
+            # `clear_stop` was not answered in time.
             self._waiting.append(shard)
         else:
-            self._take(worker, shard, ended.value())
+            self._on_shard_done(shard, ended)
 
-    def _take(self, worker: int, shard: Sequence[Request], served: Served) -> None:
-        self._served.append(Share(worker=worker, served=served))
-        self._completions |= {each.request_id: each for each in served.completions}
+    def _on_shard_done(self, shard: Sequence[Request], ended: TaskResult[ShardResult]) -> None:
+        completions = ended.value().completions
+        self._done.append(ended)
+        self._completions |= {each.request_id: each for each in completions}
         if self._spot is not None:
-            self._spot.take(shard, served.completions)
+            self._spot.add_completions(shard, completions)
         if self._publisher is not None:
-            self._publisher.note(self._supervisor.asked(worker, Worker.verdicts, []))
+            verdicts = self._supervisor.ask(ended.worker, Worker.drain_verdicts)
+            self._publisher.record(verdicts or [])
 
-    def _look(self) -> None:
-        """See how far everybody is."""
-        progress = self._supervisor.look()
-        if self._shards:
-            running = [each for worker, each in progress.items() if worker in self._shards]
+    def _poll(self) -> None:
+        """Report the progress of the rollout; exchange texts and offers."""
+        progress = self._supervisor.check_progress()
+        if self._running:
+            running = [each for worker, each in progress.items() if worker in self._running]
             self._on_progress(self._total(running))
             if self._spot is not None:
-                self._spot.look(progress.keys())
+                self._spot.poll(progress.keys())
 
     def _total(self, running: Sequence[Progress]) -> Progress:
-        """Add up what is done and what is on its way."""
-        done = [share.served.report.num_generated for share in self._served]
+        """Add up the shards that are done and those that are running."""
+        done = [shard.value().report.num_generated for shard in self._done]
         drafts = [part.drafts for part in running if part.drafts is not None]
         return Progress(
             num_finished=len(self._completions) + sum(part.num_finished for part in running),
@@ -204,30 +187,30 @@ class Rollout:
             drafts=any(drafts) if drafts else None,
         )
 
-    def _recall(self) -> None:
-        """Have spot workers stop; wait for them, for a bounded time."""
-        while training := self._supervisor.states.workers(State.SPOT):
+    def _stop_training(self) -> None:
+        """Stop spot training, and wait for its results for a bounded time."""
+        while training := self._supervisor.workers(State.SPOT):
             for worker in training:
                 self._supervisor.stop(worker)
             ends = self._supervisor.wait(_POLL_S)
             for ended in ends:
-                self._note(ended)
+                self._on_ended(ended)
             if not ends:
-                self._supervisor.look()
+                self._supervisor.check_progress()
 
 
 def _shards(
     requests: Sequence[Request], expected: Mapping[str, float], num_workers: int
 ) -> list[list[Request]]:
-    """Place the requests, siblings together; an entry for each worker that has any."""
-    groups = [len(list(group)) for _, group in groupby(requests, key=_group)]
-    firsts = [0, *accumulate(groups)][:-1]
-    siblings = [
+    """Place the requests, those of a group together; one shard for each worker that has any."""
+    sizes = [len(list(group)) for _, group in groupby(requests, key=_group)]
+    firsts = [0, *accumulate(sizes)][:-1]
+    groups = [
         PromptGroup(size=size, expected=expected.get(requests[first].group_id))
-        for first, size in zip(firsts, groups, strict=True)
+        for first, size in zip(firsts, sizes, strict=True)
     ]
-    placed = place(siblings, num_workers)
-    return [[requests[index] for index in share] for share in placed if share]
+    placed = place(groups, num_workers)
+    return [[requests[index] for index in shard] for shard in placed if shard]
 
 
 def _group(request: Request) -> str:

@@ -1,4 +1,4 @@
-"""The states of the workers, and which changes between them there are.
+"""The states of the workers, and the changes between them.
 
                  +-----------------------------------------+
                  v                                         |
@@ -8,10 +8,9 @@
        |
        +------- DEAD <------ from each of them
 
-All work begins and ends in IDLE: a worker in SPOT is asked back before it is given anything else,
-so whoever waits for the workers waits for IDLE alone. A states records each change with its time;
-what a step looked like is made of that (`timeline`). It moves nobody: the coordinator does, and
-says so here.
+All work begins and ends in IDLE: a worker in SPOT is stopped before it is given another task, so to
+wait for the workers is to wait for IDLE. `WorkerStates` records each change with its time, from
+which the timeline of a step is made (`timeline`). It starts and stops nothing: the supervisor does.
 """
 
 import enum
@@ -24,18 +23,18 @@ from longtail.errors import ClusterError
 
 
 class State(enum.Enum):
-    """What a worker is doing."""
+    """The state of a worker."""
 
     STARTING = "starting"
     """Its process loads weights."""
     GENERATING = "generating"
-    """Its engine writes completions."""
+    """Its engine generates completions."""
     IDLE = "idle"
-    """It waits to be told."""
+    """It has no task."""
     SPOT = "spot"
     """It trains the drafter while others generate."""
     LEARNING = "learning"
-    """It trains the policy."""
+    """It trains the policy, or does another task of all workers."""
     DEAD = "dead"
     """Its process is gone."""
 
@@ -60,59 +59,47 @@ class StateChange:
     worker: int
     state: State
     at: float
-    """By the states's clock."""
+    """Seconds by the clock of the `WorkerStates`."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """All that happened between two moments: where each worker stood at the first, and the changes.
+class StateInterval:
+    """The states of all workers at the begin of an interval, and the changes in it.
 
-    Stretches of one states meet: the next begins where this one ends, in the states it ends in.
+    Intervals of one `WorkerStates` are contiguous: the next one begins where this one ends.
 
-    Example: Stretch(begin_s=17.0, end_s=19.5, states=(State.GENERATING, State.IDLE),
-                     changes=(StateChange(worker=1, state=State.SPOT, at=17.25),))
+    Example: StateInterval(begin_s=17.0, end_s=19.5, states=(State.GENERATING, State.IDLE),
+                           changes=(StateChange(worker=1, state=State.SPOT, at=17.25),))
     """
 
     begin_s: float
     end_s: float
     states: tuple[State, ...]
-    """Of each worker at `begin_s`."""
+    """State of each worker at `begin_s`."""
     changes: tuple[StateChange, ...]
-    """In the order they were made."""
+    """Changes in the order in which they were made."""
 
 
 @final
 class WorkerStates:
-    """Keeps the state of each worker; every one begins in STARTING.
+    """The state of each worker, numbered from 0; all begin in STARTING.
 
-    Workers are numbered from 0. A change that is not in the picture above is refused and leaves
-    everything as it was.
+    A change that the diagram above does not show is refused and changes nothing.
     """
 
     def __init__(self, num_workers: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._drained_s = clock()
         self._states = dict.fromkeys(range(num_workers), State.STARTING)
-        self._since = dict.fromkeys(range(num_workers), self._drained_s)
-        self._drained = tuple(self._states.values())
+        self._drained_s, self._drained = clock(), tuple(self._states.values())
         self._changes: list[StateChange] = []
 
-    @property
-    def changes(self) -> tuple[StateChange, ...]:
-        """Changes that were not drained yet."""
-        return tuple(self._changes)
-
     def state(self, worker: int) -> State:
-        """Return the state a worker is in."""
+        """Return the state of a worker."""
         return self._states[worker]
 
-    def since(self, worker: int) -> float:
-        """Return when a worker entered its state."""
-        return self._since[worker]
-
     def workers(self, *states: State) -> list[int]:
-        """Return the workers that are in one of these states, in rising order."""
+        """Return the workers that are in one of these states, in ascending order."""
         return [worker for worker, state in self._states.items() if state in states]
 
     def move(self, worker: int, state: State, reason: str = "") -> None:
@@ -128,16 +115,19 @@ class WorkerStates:
                 + (f" ({reason})" if reason else "")
                 + f"; {present.name} leads to {allowed}"
             )
-        now = self._clock()
-        self._states[worker], self._since[worker] = state, now
-        self._changes.append(StateChange(worker=worker, state=state, at=now, reason=reason))
-
-    def drain(self) -> Stretch:
-        """Hand out what happened since the last drain, or since the beginning, and forget it."""
-        now = self._clock()
-        stretch = Stretch(
-            begin_s=self._drained_s, end_s=now, states=self._drained, changes=self.changes
+        self._states[worker] = state
+        self._changes.append(
+            StateChange(worker=worker, state=state, at=self._clock(), reason=reason)
         )
-        self._drained_s, self._drained = now, tuple(self._states.values())
+
+    def drain(self) -> StateInterval:
+        """Return the interval since the last drain, or since construction, and begin another."""
+        interval = StateInterval(
+            begin_s=self._drained_s,
+            end_s=self._clock(),
+            states=self._drained,
+            changes=tuple(self._changes),
+        )
+        self._drained_s, self._drained = interval.end_s, tuple(self._states.values())
         self._changes.clear()
-        return stretch
+        return interval

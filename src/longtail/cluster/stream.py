@@ -1,10 +1,10 @@
-"""The texts of a rollout on their way to whoever learns from them: each text once, and as it grows.
+"""The texts of a rollout on their way to the workers that train on them.
 
-    generators --take--> buffer (what is kept, held out, saved)
-                     `-> news(worker) --> its own buffer
+    generators --add--> buffer (kept, held out, saved)
+                    `-> unsent(worker) --> the buffer of a worker
 
-A worker's first news are all texts there are, those that were kept from the step before included;
-then what was written since it was last told. Only the longest version of a text travels.
+A worker is first sent all texts, those kept from the step before included; then the texts that are
+new or longer since. Only the longest version of a text is sent.
 """
 
 from collections.abc import Iterable
@@ -15,49 +15,49 @@ from longtail.drafter.training.buffer import DrafterBuffer, Key, TextSnapshot
 
 @final
 class TextStream:
-    """Begins a step of the buffer; keeps the longest version of each text of this rollout."""
+    """Begins a step of the buffer, and keeps the longest version of each text of the rollout."""
 
     def __init__(self, buffer: DrafterBuffer, step: int) -> None:
         self._buffer = buffer
         self._texts: dict[Key, tuple[int, TextSnapshot]] = {}
-        """With its number: each text, and each longer version of one, has the next."""
+        """Each text with its number; a longer version of a text has a new number."""
         self._last = 0
-        self._heard: dict[int, int] = {}
-        """By worker, the number up to which it was told."""
+        self._sent: dict[int, int] = {}
+        """Largest number sent to each worker."""
         buffer.begin(step)
         for text in buffer.snapshots():
             self._put(text)
 
     @property
     def has_texts(self) -> bool:
-        """Whether there is anything to learn from."""
+        """Whether there is any text."""
         return bool(self._texts)
 
-    def take(self, texts: Iterable[TextSnapshot]) -> None:
-        """Take in what is new, or longer than it was."""
-        news = [text for text in texts if self._is_news(text)]
-        for text in news:
+    def add(self, texts: Iterable[TextSnapshot]) -> None:
+        """Add the texts that are new, or longer than before."""
+        added = [text for text in texts if self._is_new(text)]
+        for text in added:
             self._put(text)
-        self._buffer.add(news)
+        self._buffer.add(added)
 
-    def news(self, worker: int) -> list[TextSnapshot]:
-        """Return what a worker was not told yet."""
-        heard = self._heard.get(worker, 0)
-        return [text for number, text in self._texts.values() if number > heard]
+    def unsent(self, worker: int) -> list[TextSnapshot]:
+        """Return the texts that a worker does not have."""
+        sent = self._sent.get(worker, 0)
+        return [text for number, text in self._texts.values() if number > sent]
 
-    def told(self, worker: int) -> None:
-        """Note that a worker has its news."""
-        self._heard[worker] = self._last
+    def mark_sent(self, worker: int) -> None:
+        """Record that a worker has all texts."""
+        self._sent[worker] = self._last
 
     def forget(self, worker: int) -> None:
-        """Note that a worker begins anew: whatever it was told is lost."""
-        self._heard.pop(worker, None)
+        """Record that a worker was replaced and has no text."""
+        self._sent.pop(worker, None)
 
     def _put(self, text: TextSnapshot) -> None:
         self._last += 1
         self._texts[text.step, text.request_id] = self._last, text
 
-    def _is_news(self, text: TextSnapshot) -> bool:
+    def _is_new(self, text: TextSnapshot) -> bool:
         if len(text.tokens) <= text.prompt_len:
             return False
         kept = self._texts.get((text.step, text.request_id))

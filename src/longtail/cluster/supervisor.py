@@ -1,108 +1,143 @@
-"""Keeping a pool at work: every worker's state, what is started and ended, who is lost or hangs.
+"""Supervision of the workers: their states, the start and the end of their tasks, and their losses.
 
-    IDLE --start--> GENERATING, SPOT, LEARNING --wait--> IDLE, and how the task ended
+    IDLE --start--> GENERATING, SPOT, LEARNING --wait--> IDLE, and the task's result
                             |
-      gone, shows no sign   |                a newcomer: ready, the policy of a colleague, publish
-      of life, does not stop +--wait--> DEAD --> STARTING ---------------------------------> IDLE
+      gone, makes no step,  |             a new process: ready, a copy of the policy, publish
+      does not stop         +--wait--> DEAD --> STARTING ---------------------------> IDLE
 
-A lost worker is replaced at once, beside whatever the others do. Its loss may be noticed as the end
-of its task or in place of an answer, and is reported in one way only: `wait` returns it. What the
-worker was doing is for the caller to hand out again.
+A lost worker is replaced at once, beside the tasks of the others. A loss may be noticed as the end
+of a task or in place of an answer; `wait` returns it in either case, and the caller starts the task
+again.
 
-All waiting is done in `wait`, a moment at a time, and every worker that is waited for has a
-deadline: at work until its next beat, while it starts until it is ready, and an idle one that a
-newcomer needs the policy of until it answers.
+All waiting is done in `wait`, a short time at a time, and every worker that is waited for has a
+deadline: a busy worker until its next step, a starting one until it is ready, and an idle one that
+a new process needs the policy of until it answers.
 """
 
+import enum
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
+from longtail.cluster import tasks
 from longtail.cluster.pool import TaskResult, WorkerPool
 from longtail.cluster.records import PolicyState, Progress
-from longtail.cluster.states import State, WorkerStates
+from longtail.cluster.states import State, StateInterval, WorkerStates
+from longtail.cluster.tasks import Task
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 READY_S = 600.0
-"""For a worker to begin, or a task that shows no beats: a large model is read from disk."""
+"""Seconds for a worker to start, or for a task without beats: a large model is read from disk."""
 STOP_S = 15.0
-"""For a worker to stop: a step is far shorter."""
-MOST_LOSSES = 5
-"""Workers lost in a row, with nothing achieved between, that do not end the run."""
+"""Seconds for a worker to stop its task: a step is far shorter."""
+MAX_LOSSES = 5
+"""Number of workers lost in a row, with no task done in between, that do not end the run."""
 _POLL_S = 0.5
 _NO_BEATS = -1
-UNHEARD = object()
-"""What `asked` returns for a missing answer where None is a valid one."""
-_AT_WORK = (State.GENERATING, State.SPOT, State.LEARNING)
-_BEATING = (Worker.generate, Worker.spot, Worker.learn)
+_BUSY = (State.GENERATING, State.SPOT, State.LEARNING)
 _HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT)
-"""Whoever learns has it, too, but may be changing it."""
+"""States in which the policy can be copied; in LEARNING it may be changing."""
+
+
+class _Startup(enum.Enum):
+    """The task of a new process before it is idle for the first time."""
+
+    READY = enum.auto()
+    RESTORE = enum.auto()
+    PUBLISH = enum.auto()
+
+
+@dataclass(slots=True)
+class _Process:
+    """What the supervisor knows of a worker's process beside its state."""
+
+    seen_s: float
+    """Time of its last sign of life, or of the start of its task."""
+    beats: int = _NO_BEATS
+    max_silence_s: float = READY_S
+    """Seconds that its task may take without a sign of life."""
+    stop_s: float = math.inf
+    """Time at which it was asked to stop its task."""
+    must_clear_stop: bool = False
+    """Whether it would still obey that request in its next task."""
+    startup: _Startup | None = None
+    withholds_since_s: float | None = None
+    """Time of the first request for the policy that it has not answered."""
 
 
 @final
 class WorkerSupervisor:
-    """Owns the states; moves a worker whenever it starts or ends something."""
+    """Owns the states of the workers. `on_replaced` is called with each worker that is replaced."""
 
     def __init__(
         self,
         pool: WorkerPool,
         hang_s: float,
-        log: Callable[[str], None],
-        clock: Callable[[], float] = time.perf_counter,
         *,
-        is_sharded: bool = False,
+        is_sharded: bool,
+        log: Callable[[str], None],
+        on_replaced: Callable[[int], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.pool, self.log, self.clock = pool, log, clock
-        self._is_sharded = is_sharded
-        self.states = WorkerStates(pool.size, clock)
-        self._hang_s = hang_s
-        self._seen = dict.fromkeys(range(pool.size), (_NO_BEATS, clock()))
-        """Beats, and when there was the last sign of life, or a task was begun."""
-        self._silence_s = dict.fromkeys(range(pool.size), READY_S)
-        """That the present task may last without a sign of life."""
-        self._told_to_stop: dict[int, float] = {}
-        """Since when."""
-        self._stopped: set[int] = set()
-        """Told to stop, and not yet to go on."""
+        self._pool, self._hang_s, self._is_sharded = pool, hang_s, is_sharded
+        self._log, self._on_replaced, self._clock = log, on_replaced, clock
+        self._states = WorkerStates(pool.size, clock)
+        self._processes = {worker: _Process(clock()) for worker in range(pool.size)}
         self._given_up: dict[int, str] = {}
-        """Why; `wait` tells."""
-        self._newcomer_tasks: dict[int, Callable[..., object]] = {}
+        """Reason for each loss that `wait` has not returned yet."""
         self._without_policy: list[int] = []
-        self._withholding: dict[int, float] = {}
-        """Workers that were asked for the policy in vain, and since when."""
+        """New processes that are ready for a copy of the policy."""
         self._losses = 0
         self._has_begun = False
-        """Everybody was idle once; before, there is no policy to be handed on."""
-        self.is_team_stale = True
-        """Somebody has never met the others."""
-        self.newcomers: set[int] = set()
-        """Replaced ones, whose drafter is that of the beginning; who sees to it takes them out."""
+        """Whether all workers were idle once; before, there is no policy to copy."""
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self._pool.size
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        return self._clock()
+
+    def workers(self, *states: State) -> list[int]:
+        """Return the workers that are in one of these states, in ascending order."""
+        return self._states.workers(*states)
+
+    def drain_states(self) -> StateInterval:
+        """Return the states and changes since the last call."""
+        return self._states.drain()
 
     # ---- tasks
 
-    def start(self, worker: int, state: State, task: Callable[..., object], *args: object) -> None:
-        """Begin a task that puts an idle worker into a state."""
-        self.states.move(worker, state)
-        self._told_to_stop.pop(worker, None)
-        if worker in self._stopped and self.asked(worker, Worker.go, UNHEARD) is not UNHEARD:
-            self._stopped.discard(worker)
-        self._send(worker, task, *args)
+    def start(self, worker: int, task: Task[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Start a task on an idle worker."""
+        self._states.move(worker, task.state)
+        process = self._processes[worker]
+        process.stop_s = math.inf
+        if process.must_clear_stop and self.tell(worker, Worker.clear_stop):
+            process.must_clear_stop = False
+        self._send(worker, task, *args, **kwargs)
 
-    def wait(self, timeout_s: float) -> list[TaskResult]:
-        """Return what has ended, its worker idle; the lost ones are being replaced."""
-        self._hand_on_the_policy()
+    def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
+        """Return the tasks that have ended: their workers are idle, or lost and being replaced."""
+        self._copy_policy()
         found = []
-        for ended in self._told() or self.pool.wait(timeout_s):
-            state = self.states.state(ended.worker)
+        for ended in self._drain_given_up() or self._pool.wait(timeout_s):
+            state = self._states.state(ended.worker)
             if ended.is_lost:
                 self._replace(ended.worker, str(ended.error))
             elif state is State.STARTING:
-                self._go_on_starting(ended)
+                self._continue_startup(ended)
             else:
-                self.states.move(ended.worker, State.IDLE)
-                # Spot training ends whenever it is told to; what failed is no achievement either.
+                self._states.move(ended.worker, State.IDLE)
+                # Spot training ends whenever it is stopped, which achieves nothing.
                 if ended.error is None and state is not State.SPOT:
                     self._losses = 0
             if state is not State.STARTING:
@@ -111,100 +146,144 @@ class WorkerSupervisor:
         return found
 
     def run(
-        self, state: State, task: Callable[..., object], args: Mapping[int, tuple[Any, ...]]
-    ) -> dict[int, TaskResult]:
-        """Have idle workers do a task, each with its arguments; return how it ended for each.
+        self, task: Task[..., R], args: Mapping[int, tuple[object, ...]]
+    ) -> dict[int, TaskResult[R]]:
+        """Run a task on idle workers, each with its own arguments, and return all results.
 
-        How long it takes nobody knows until the first one is done.
+        The duration of the task is not known in advance: once the first worker is done, the others
+        have `hang_s` left.
         """
         self.wait_ready()
         for worker, own in args.items():
-            self.start(worker, state, task, *own)
-        found: dict[int, TaskResult] = {}
+            self.start(worker, task, *own)
+        found: dict[int, TaskResult[R]] = {}
         first_s = math.inf
         while waiting := args.keys() - found.keys():
             ends = self.wait(_POLL_S)
             found.update((ended.worker, ended) for ended in ends)
             if not all(ended.is_lost for ended in ends):
-                first_s = min(first_s, self.clock())
+                first_s = min(first_s, self._clock())
             if not ends:
-                self.look()
-            if self.clock() - first_s > self._hang_s:
+                self.check_progress()
+            if self._clock() - first_s > self._hang_s:
                 for late in waiting - found.keys():
                     self.give_up(late, f"worker {late} is {self._hang_s:.0f} s later than others")
         return found
 
+    def run_on(
+        self, workers: Sequence[int], task: Task[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Run a task on some workers with the same arguments, again on those that are lost.
+
+        Return the results in the order of `workers`. Raises what the task raises.
+        """
+        found: dict[int, R] = {}
+        while missing := [worker for worker in workers if worker not in found]:
+            ends = self.run(task, dict.fromkeys(missing, args))
+            found |= {worker: end.value() for worker, end in ends.items() if not end.is_lost}
+        return [found[worker] for worker in workers]
+
+    def run_on_all(self, task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Run a task on all workers, and return the results by worker."""
+        return self.run_on(range(self.size), task, *args, **kwargs)
+
     def wait_ready(self) -> None:
-        """Wait until nobody is starting any more."""
-        while self._given_up or self.states.workers(State.STARTING):
+        """Wait until no worker is starting."""
+        while self._given_up or self.workers(State.STARTING):
             self.wait(_POLL_S)
         self._has_begun = True
 
     def abandon(self) -> None:
-        """Have everybody stop generating and training; what came of it is dropped."""
-        while busy := self.states.workers(State.GENERATING, State.SPOT):
+        """Stop generation and spot training on all workers, and drop their results."""
+        while busy := self.workers(State.GENERATING, State.SPOT):
             for worker in busy:
                 self.stop(worker)
             if not self.wait(_POLL_S):
-                self.look()
+                self.check_progress()
 
-    def _send(self, worker: int, task: Callable[..., object], *args: object) -> None:
-        self._seen[worker] = (_NO_BEATS, self.clock())
-        self._silence_s[worker] = self._hang_s if task in _BEATING else READY_S
+    def _send(self, worker: int, task: Task[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        process = self._processes[worker]
+        process.beats, process.seen_s = _NO_BEATS, self._clock()
+        process.max_silence_s = self._hang_s if task.has_beats else READY_S
         try:
-            self.pool.start(worker, task, *args)
+            self._pool.start(worker, task.method, *args, **kwargs)
         except ClusterError as error:
             self.give_up(worker, str(error))
 
     # ---- messages
 
-    def asked(self, worker: int, message: Callable[..., Any], otherwise: Any, *args: object) -> Any:
-        """Ask a worker that may be gone or late: its answer, or `otherwise`.
+    def ask(
+        self,
+        worker: int,
+        message: Callable[Concatenate[Worker, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R | None:
+        """Return a worker's answer to a message; None if it is gone or does not answer in time.
 
-        A worker that is gone is given up, whatever it was doing: an idle one has no task to end.
+        A worker that is gone is given up, busy or idle: an idle one has no task that could end.
         """
+        answers = self._answers(worker, message, *args, **kwargs)
+        return answers[0] if answers else None
+
+    def tell(
+        self,
+        worker: int,
+        message: Callable[Concatenate[Worker, P], None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> bool:
+        """Send a message that has no answer; return whether the worker confirmed it in time."""
+        return bool(self._answers(worker, message, *args, **kwargs))
+
+    def _answers(
+        self,
+        worker: int,
+        message: Callable[Concatenate[Worker, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
         try:
-            return self.pool.ask(worker, message, *args)
+            return [self._pool.ask(worker, message, *args, **kwargs)]
         except LostWorkerError as error:
             self.give_up(worker, str(error))
-            return otherwise
         except ClusterError:
-            return otherwise
+            pass
+        return []
 
     def stop(self, worker: int) -> None:
-        """Have a worker end its task; who has not after some seconds is given up by `look`."""
-        if worker not in self._told_to_stop:
-            self._told_to_stop[worker] = self.clock()
-            self._stopped.add(worker)
-            self.asked(worker, Worker.stop, None)
+        """Ask a worker to end its task; `check_progress` gives it up if it does not."""
+        process = self._processes[worker]
+        if process.stop_s == math.inf:
+            process.stop_s, process.must_clear_stop = self._clock(), True
+            self.tell(worker, Worker.stop)
 
-    def look(self) -> dict[int, Progress]:
-        """Return how far everybody at work is; give up who hangs, or does not stop.
+    def check_progress(self) -> dict[int, Progress]:
+        """Return the progress of all busy workers; give up those that hang or do not stop.
 
-        A sign of life is a beat, or word from who waits for others.
+        A rise of `Progress.beats` is a sign of life, and so is `Progress.is_waiting`.
         """
-        at_work = self.states.workers(*_AT_WORK)
-        found = self.pool.progress(at_work)
-        now = self.clock()
-        for worker in at_work:
-            beats, since = self._seen[worker]
-            told = found.get(worker)
-            silence_s = self._silence_s[worker]
-            if now - self._told_to_stop.get(worker, math.inf) > STOP_S:
+        busy = self.workers(*_BUSY)
+        found = self._pool.progress(busy)
+        now = self._clock()
+        for worker in busy:
+            process, progress = self._processes[worker], found.get(worker)
+            if now - process.stop_s > STOP_S:
                 self.give_up(worker, f"worker {worker} did not stop within {STOP_S:.0f} s")
-            elif told is not None and (told.beats != beats or told.is_waiting):
-                self._seen[worker] = (told.beats, now)
-            elif now - since > silence_s:
-                self.give_up(worker, f"worker {worker} made no step for {silence_s:.0f} s")
+            elif progress is not None and (progress.beats != process.beats or progress.is_waiting):
+                process.beats, process.seen_s = progress.beats, now
+            elif now - process.seen_s > process.max_silence_s:
+                silence = f"{process.max_silence_s:.0f} s"
+                self.give_up(worker, f"worker {worker} made no step for {silence}")
         return found
 
     # ---- losses
 
     def give_up(self, worker: int, reason: str) -> None:
-        """Count a worker as lost from now on, whatever it does."""
+        """Count a worker as lost from now on; `wait` replaces it."""
         self._given_up.setdefault(worker, reason)
 
-    def _told(self) -> list[TaskResult]:
+    def _drain_given_up(self) -> list[TaskResult[Any]]:
         given_up, self._given_up = self._given_up, {}
         return [
             TaskResult(worker=worker, error=ClusterError(reason), is_lost=True)
@@ -212,84 +291,83 @@ class WorkerSupervisor:
         ]
 
     def _replace(self, worker: int, reason: str) -> None:
-        """Strike a worker off and begin another in its place."""
         self._losses += 1
-        self.log(f"{reason}; it is replaced, and what it was doing is done again")
-        self.states.move(worker, State.DEAD, reason)
-        if self._losses > MOST_LOSSES:
+        self._log(f"{reason}; it is replaced, and what it was doing is done again")
+        self._states.move(worker, State.DEAD, reason)
+        if self._losses > MAX_LOSSES:
             raise ClusterError(
                 f"{self._losses} workers were lost in a row, the last with: {reason}; mend that, "
                 "then start again: the run resumes from its newest checkpoint"
             )
         is_shard = self._is_sharded and self._has_begun
-        if self.pool.size == 1 or is_shard:
+        if self.size == 1 or is_shard:
             what = "a shard of the policy (learner.sharding)" if is_shard else "the only worker"
             raise ClusterError(
                 f"{what} is lost ({reason}); start again: the run resumes from its newest "
                 "checkpoint"
             )
-        self.pool.replace(worker)
-        self.states.move(worker, State.STARTING)
-        self._seen[worker] = (_NO_BEATS, self.clock())
-        self._told_to_stop.pop(worker, None)
-        self._stopped.discard(worker)
-        self.newcomers.add(worker)
-        self.is_team_stale = True
-        self._withholding.pop(worker, None)
+        self._pool.replace(worker)
+        self._states.move(worker, State.STARTING)
+        startup = _Startup.READY if self._has_begun else None
+        self._processes[worker] = _Process(self._clock(), startup=startup)
         if worker in self._without_policy:
             self._without_policy.remove(worker)
-        if self._has_begun:
-            self._newcomer_tasks[worker] = Worker.ready
+        self._on_replaced(worker)
 
-    def _go_on_starting(self, ended: TaskResult) -> None:
-        """After `ready` a newcomer waits for a policy; once that is published, it is idle."""
-        worker = ended.worker
+    def _continue_startup(self, ended: TaskResult[Any]) -> None:
+        """Start the next task of a new process, or make it idle after the last one."""
         ended.value()
-        task = self._newcomer_tasks.pop(worker, None)
-        if task is Worker.ready:
+        worker, process = ended.worker, self._processes[ended.worker]
+        startup, process.startup = process.startup, None
+        if startup is _Startup.READY:
             self._without_policy.append(worker)
-        elif task is Worker.restore:
-            self._begin_newcomer(worker, Worker.publish)
+        elif startup is _Startup.RESTORE:
+            process.startup = _Startup.PUBLISH
+            self._send(worker, tasks.PUBLISH)
         else:
-            self.states.move(worker, State.IDLE)
+            self._states.move(worker, State.IDLE)
 
-    def _begin_newcomer(self, worker: int, task: Callable[..., object], *args: object) -> None:
-        self._newcomer_tasks[worker] = task
-        self._send(worker, task, *args)
-
-    def _hand_on_the_policy(self) -> None:
-        """Let newcomers have the policy of a colleague; while all of them learn, they wait."""
+    def _copy_policy(self) -> None:
+        """Copy the policy to new processes; while all others learn, they wait."""
         if not self._without_policy:
-            self._withholding.clear()
+            for process in self._processes.values():
+                process.withholds_since_s = None
         while self._without_policy and (policy := self._policy()) is not None:
-            self._begin_newcomer(self._without_policy.pop(0), Worker.restore, policy)
+            worker = self._without_policy.pop(0)
+            self._processes[worker].startup = _Startup.RESTORE
+            self._send(worker, tasks.RESTORE, policy)
 
     def _policy(self) -> PolicyState | None:
-        """Copy the policy of a worker that has it; None if none can give it now.
+        """Return the policy of a worker that has it; None if none answers now.
 
-        A worker that does not hand it on for `hang_s` is given up. Raises ClusterError if no worker
-        has it any more.
+        A worker that does not answer for `hang_s` is given up. Raises ClusterError if no worker has
+        the policy any more.
         """
-        being_given = any(task is not Worker.ready for task in self._newcomer_tasks.values())
-        if not being_given and not self.states.workers(*_HAVE_POLICY, State.LEARNING):
+        is_being_copied = any(
+            process.startup in (_Startup.RESTORE, _Startup.PUBLISH)
+            for process in self._processes.values()
+        )
+        if not is_being_copied and not self.workers(*_HAVE_POLICY, State.LEARNING):
             raise ClusterError(
                 "all workers are lost, and the policy with them; start again: the run resumes from "
                 "its newest checkpoint"
             )
-        for worker in self.states.workers(*_HAVE_POLICY):
-            since = self._withholding.setdefault(worker, self.clock())
-            state: PolicyState | None = self.asked(worker, Worker.policy_state, None)
-            if state is not None:
-                del self._withholding[worker]
-                return state
-            if self.clock() - since > self._hang_s:
+        for worker in self.workers(*_HAVE_POLICY):
+            process = self._processes[worker]
+            if process.withholds_since_s is None:
+                process.withholds_since_s = self._clock()
+            policy = self.ask(worker, Worker.policy_state)
+            if policy is not None:
+                process.withholds_since_s = None
+                return policy
+            if self._clock() - process.withholds_since_s > self._hang_s:
                 self.give_up(
                     worker, f"worker {worker} has not handed on the policy for {self._hang_s:.0f} s"
                 )
         return None
 
     def _give_up_late_starters(self) -> None:
-        for worker in self.states.workers(State.STARTING):
+        for worker in self.workers(State.STARTING):
             waits = worker in self._without_policy
-            if not waits and self.clock() - self._seen[worker][1] > READY_S:
+            if not waits and self._clock() - self._processes[worker].seen_s > READY_S:
                 self.give_up(worker, f"worker {worker} did not begin within {READY_S:.0f} s")

@@ -4,7 +4,7 @@
     worker 1   GGGGGGGG . sssssssssss. LLL          . idle         L learning
                |      phase      |st |
 
-A phase is a longest stretch of time in which somebody generates; a step has several where held-out
+A phase is a longest interval of time in which somebody generates; a step has several where held-out
 problems are asked, too. Of the time in phases that a worker does not generate, what it spends in
 SPOT is harvested. Time in which nobody generates and somebody is still in SPOT is stolen (st): the
 step waits for it.
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from longtail.cluster.states import State, Stretch
+from longtail.cluster.states import State, StateInterval
 from longtail.errors import CheckpointError, ConfigError
 
 FILE = "trace.json"
@@ -85,20 +85,20 @@ class Timeline:
     end_s: float
 
     @staticmethod
-    def of(stretch: Stretch, marks: Sequence[Mark] = ()) -> "Timeline":
+    def of(interval: StateInterval, marks: Sequence[Mark] = ()) -> "Timeline":
         """Turn the changes of a states into spans."""
         spans = []
-        for worker, state in enumerate(stretch.states):
-            changes = [change for change in stretch.changes if change.worker == worker]
+        for worker, state in enumerate(interval.states):
+            changes = [change for change in interval.changes if change.worker == worker]
             states = [state, *(change.state for change in changes)]
-            times = [stretch.begin_s, *(change.at for change in changes), stretch.end_s]
+            times = [interval.begin_s, *(change.at for change in changes), interval.end_s]
             spans += [
                 Span(worker=worker, state=state, begin_s=begin, end_s=end)
                 for state, begin, end in zip(states, times[:-1], times[1:], strict=True)
                 if end > begin
             ]
         return Timeline(
-            spans=tuple(spans), marks=tuple(marks), begin_s=stretch.begin_s, end_s=stretch.end_s
+            spans=tuple(spans), marks=tuple(marks), begin_s=interval.begin_s, end_s=interval.end_s
         )
 
     @property
@@ -108,7 +108,7 @@ class Timeline:
 
     @property
     def phases(self) -> list[Interval]:
-        """Longest stretches of time in which somebody generates."""
+        """Longest intervals of time in which somebody generates."""
         return _joined(self._in_state(State.GENERATING))
 
     def seconds(self) -> dict[int, dict[State, float]]:

@@ -1,10 +1,11 @@
 """A worker: an engine, a learner and a drafter trainer on one processor, one of them at a time.
 
-    task        generate, learn, publish, spot, adopt, ...     one after the other, in one thread
-    message     stop, offer, feed, written, progress           at any time, from another thread
+    task        generate, learn, publish, train_drafter, adopt, ...   one after another, one thread
+    message     stop, offer, add_texts, texts, progress, ...          at any time, another thread
 
-A worker knows neither other workers nor who asks. What it is told by messages is taken up between
-two engine steps or two micro-steps of training; what it tells is copied, so nobody waits.
+A worker knows neither the other workers nor its callers. The arguments of a message take effect
+between two engine steps or two micro-steps of training, and answers are copies, so no message waits
+for a task.
 """
 
 import math
@@ -17,8 +18,9 @@ from typing import Literal, NamedTuple, final
 
 import torch
 
+from longtail.cluster.offers import Offer, Verdict, judge
 from longtail.cluster.probe import Probe, probe
-from longtail.cluster.records import Offer, PolicyState, Progress, Served, Verdict
+from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.weights import DrafterWeights, are_finite
 from longtail.drafter.formats.checkpoint import LoadedDrafter
@@ -38,8 +40,8 @@ from longtail.system.device import compute_threads
 from longtail.types import Completion, Request, TrainBatch
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: somebody asked for it
-    """The task was told to stop before it was done."""
+class Stopped(Exception):  # noqa: N818 - not an error: `Worker.stop` asks for it
+    """The task was stopped before it was done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,31 +51,31 @@ class Drafting:
     drafter: EagleDrafter
     trainer: SpotTrainer
     served: DrafterWeights
-    """What the drafter begins with."""
+    """Initial weights of the drafter."""
     buffer: DrafterBuffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerComponents:
-    """What a worker drives. None of them knows another."""
+    """The components of a worker, none of which knows another."""
 
     engine: RolloutEngine
     learner: Learner
     policy: Transformer
     """The learner's weights, for saving; in main memory if it is sharded."""
     device: torch.device
-    """What all is computed on."""
+    """Device of all computations."""
     tokenizer: Tokenizer
     drafting: Drafting | None
-    """None where nothing is drafted by a drafter that can be trained."""
+    """None if no drafter can be trained."""
     read_drafter: Callable[[], LoadedDrafter | None]
     rollout_threads: int
     drafter_s: float
-    """Seconds that opening the drafter took: the embedded one may have been taught."""
+    """Seconds that opening the drafter took: the embedded one may have been trained first."""
 
 
 class _Shard(NamedTuple):
-    """What is being written; swapped as a whole, since another thread reads it."""
+    """The shard being generated; replaced as a whole, since another thread reads it."""
 
     requests: Mapping[str, Request]
     finished: list[Completion]
@@ -81,198 +83,192 @@ class _Shard(NamedTuple):
 
 @final
 class Worker:
-    """Owns its machines. Tasks are called by one thread, messages by any other."""
+    """Owns its components. Tasks are called by one thread, messages by any other."""
 
-    def __init__(self, machines: WorkerComponents) -> None:
-        self._machines = machines
-        self._served = None if machines.drafting is None else machines.drafting.served
+    def __init__(self, components: WorkerComponents) -> None:
+        self._components = components
+        self._served = None if components.drafting is None else components.drafting.served
         self._stop = Event()
         self._lock = Lock()
         self._offers: list[Offer] = []
-        self._fed: list[TextSnapshot] = []
+        self._new_texts: list[TextSnapshot] = []
         self._verdicts: list[Verdict] = []
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
         self._progress = Progress()
         self._beats = 0
-        self._has_served = False
+        self._has_generated = False
         self.on_step: Callable[[Progress], None] | None = None
-        """For who shares the worker's process: called after every engine step; may raise."""
+        """Called after every engine step if the worker shares its caller's process; may raise."""
 
     # ---- tasks
 
-    def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
-        """Measure the drafter that was given on what the policy writes; None without an EAGLE."""
-        own, given = self._machines, self._machines.read_drafter()
-        with compute_threads(own.rollout_threads):
-            return None if given is None else probe(given, own.engine, own.tokenizer, requests)
-
-    def save_drafter(self, path: Path) -> None:
-        """Write the drafter that was given, where it is an EAGLE."""
-        if (given := self._machines.read_drafter()) is not None:
-            given.save(path)
-
     def ready(self) -> float:
         """Return the seconds that opening the drafter took."""
-        return self._machines.drafter_s
+        return self._components.drafter_s
 
-    def generate(self, requests: Sequence[Request]) -> Served:
-        """Serve the requests to the end. Raises Stopped; then they are aborted."""
-        engine, meter, log = self._machines.engine, RolloutMeter(), RolloutLog()
-        known = None if engine.costs is None or self._has_served else engine.costs.numbers()
-        self._has_served = True
+    def num_parameters(self) -> int:
+        """Count the policy's parameters."""
+        return sum(parameter.numel() for parameter in self._components.policy.parameters())
+
+    def generate(self, requests: Sequence[Request]) -> ShardResult:
+        """Generate all completions. Raises Stopped; then the requests are aborted."""
+        engine, meter, log = self._components.engine, RolloutMeter(), RolloutLog()
+        is_first, self._has_generated = not self._has_generated, True
+        initial = engine.costs.numbers() if is_first and engine.costs is not None else None
         self._shard = _Shard({request.request_id: request for request in requests}, [])
         self._progress = Progress(beats=self._beats)
 
-        def note(step: StepReport) -> None:
+        def on_step(step: StepReport) -> None:
             meter.add(step)
             log.add(step)
-            self._note(step)
+            self._on_step(step)
             self._take_offers()
 
         try:
-            with compute_threads(self._machines.rollout_threads):
+            with compute_threads(self._components.rollout_threads):
                 self._take_offers()
-                completions = engine.generate(requests, note)
-        finally:  # whoever asks later means another rollout
+                completions = engine.generate(requests, on_step)
+        finally:  # later messages are about another rollout
             self._shard = _Shard({}, [])
         costs = engine.costs
-        return Served(
+        return ShardResult(
             completions=tuple(completions),
             report=meter.report(),
             series=log.series(),
             costs=None if costs is None else costs.numbers(),
-            known_costs=known,
+            initial_costs=initial,
         )
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step, together with the team if there is one."""
 
-        def note(is_waiting: bool) -> None:
+        def on_progress(is_waiting: bool) -> None:
             self._beats += 1
             self._progress = Progress(beats=self._beats, is_waiting=is_waiting)
 
-        self._machines.engine.sleep()
+        self._components.engine.sleep()
         try:
-            return self._machines.learner.step(batches, note)
+            return self._components.learner.step(batches, on_progress)
         finally:
             self._progress = Progress(beats=self._beats)
 
     def publish(self) -> int:
         """Hand the learner's weights to the engine; return their version.
 
-        Raises NonFiniteError naming the tensor if an update broke them, so that nothing is written
-        with it or saved of it.
+        Raises NonFiniteError with the name of the tensor if an update broke the weights, so that
+        they neither generate texts nor reach a checkpoint.
         """
-        weights = self._machines.learner.weights()
+        weights = self._components.learner.weights()
         for name, tensor in weights.tensors.items():
             if not are_finite({name: tensor}):
                 raise NonFiniteError(f"{name} is not finite in policy version {weights.version}")
-        self._machines.engine.pull(weights)
+        self._components.engine.pull(weights)
         return weights.version
 
-    def spot(self, published: DrafterWeights, limit_s: float = math.inf) -> SpotReport:
-        """Train the drafter until told to stop, for so long at most, or until it no longer pays."""
+    def join(self, rank: int, size: int, address: str, timeout_s: float) -> int:
+        """Join a team of learners; return the newest version of its members, now this one's."""
+        is_gpu = self._components.device.type == "cuda"
+        backend: Literal["nccl", "gloo"] = "nccl" if is_gpu else "gloo"
+        team = TorchTeam(rank, size, address, backend=backend, timeout_s=timeout_s)
+        return self._components.learner.join(team)
+
+    def learner_state(self) -> LearnerState:
+        """Copy the state of the learner beside the weights; sharded, this worker's rows."""
+        return self._components.learner.state()
+
+    def restore(self, state: PolicyState) -> None:
+        """Continue from a policy; the weights at construction stay the KL reference."""
+        self._components.learner.restore(state.learner, state.weights)
+
+    def restore_saved(self, directory: Path, learner: LearnerState) -> None:
+        """Continue from weights on disk. Raises CheckpointError if they are of another model."""
+        saved = load_model(directory, self._components.policy.dtype)
+        self._components.learner.restore(learner, dict(saved.named_parameters()))
+
+    def save_policy(self, path: Path) -> None:
+        """Write weights, generation config and tokenizer as a Hugging Face directory."""
+        tokenizer = self._components.tokenizer
+        save_model(self._components.policy, path, eos_ids=tokenizer.eos_ids)
+        tokenizer.save(path)
+
+    # ---- tasks of the drafter
+
+    def drafter_weights(self) -> DrafterWeights | None:
+        """Return the drafter that is served; None if none can be trained."""
+        return self._served
+
+    def save_drafter(self, path: Path) -> None:
+        """Write the configured drafter, if it is an EAGLE drafter."""
+        if (configured := self._components.read_drafter()) is not None:
+            configured.save(path)
+
+    def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
+        """Measure the configured drafter on new texts of the policy; None without an EAGLE."""
+        own, configured = self._components, self._components.read_drafter()
+        if configured is None:
+            return None
+        with compute_threads(own.rollout_threads):
+            return probe(configured, own.engine, own.tokenizer, requests)
+
+    def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> SpotReport:
+        """Train the drafter until it is stopped, `limit_s` have passed, or it no longer pays."""
         drafting = self._drafting()
-        self._take_fed()
+        self._take_new_texts()
         drafting.trainer.begin(published)
         self._candidate = None
         began = time.perf_counter()
 
-        def stopped() -> bool:
+        def should_stop() -> bool:
             self._beats += 1
             self._progress = Progress(beats=self._beats)
-            self._take_fed()
+            self._take_new_texts()
             return self._stop.is_set() or time.perf_counter() - began > limit_s
 
         def keep(replica: Replica) -> None:
             self._candidate = replica
 
-        return drafting.trainer.train(drafting.buffer, stopped, keep)
+        return drafting.trainer.train(drafting.buffer, should_stop, keep)
 
     def adopt(self, offer: Offer) -> Verdict:
         """Draft with the offered weights, unless they are damaged or do worse on the texts."""
-        drafting, weights, reason = self._drafting(), offer.weights, ""
-        before = after = math.nan
-        if weights.digest != offer.digest:
-            reason = "they are not what was sent"
-        elif not are_finite(weights.tensors):
-            reason = "they are not finite"
-        else:
-            assert self._served is not None, "whoever drafts serves something"
-            drafting.trainer.begin(self._served)
-            before, after = drafting.trainer.probe(weights.tensors, offer.texts)
-            reason = f"{after:.3f} on recent texts, {before:.3f} before" if after < before else ""
-        if not reason:
-            drafting.drafter.load_weights(weights.tensors)
-            self._machines.engine.reset_estimates()
-            self._served = weights
-        verdict = Verdict(
-            version=weights.version,
-            is_adopted=not reason,
-            before=before,
-            after=after,
-            reason=reason,
-        )
+        drafting = self._drafting()
+
+        def probe(served: DrafterWeights, offer: Offer) -> tuple[float, float]:
+            drafting.trainer.begin(served)
+            return drafting.trainer.probe(offer.weights.tensors, offer.texts)
+
+        assert self._served is not None, "a drafter that is trained is served"
+        verdict = judge(offer, self._served, probe)
+        if verdict.is_adopted:
+            drafting.drafter.load_weights(offer.weights.tensors)
+            self._components.engine.reset_estimates()
+            self._served = offer.weights
         with self._lock:
             self._verdicts.append(verdict)
         return verdict
 
-    def num_parameters(self) -> int:
-        """Count the policy's parameters."""
-        return sum(parameter.numel() for parameter in self._machines.policy.parameters())
-
-    def drafter_weights(self) -> DrafterWeights | None:
-        """Return the drafter that is served, None if there is none that can be trained."""
-        return self._served
-
-    def join(self, rank: int, size: int, address: str, timeout_s: float) -> int:
-        """Learn together with others from now on; return the version, the newest of them all."""
-        is_gpu = self._machines.device.type == "cuda"
-        backend: Literal["nccl", "gloo"] = "nccl" if is_gpu else "gloo"
-        team = TorchTeam(rank, size, address, backend=backend, timeout_s=timeout_s)
-        return self._machines.learner.join(team)
-
-    def policy_state(self) -> PolicyState:
-        """Copy the policy; while nobody learns, a message as well as a task."""
-        learner = self._machines.learner
-        return PolicyState(weights=learner.weights().tensors, learner=learner.state())
-
-    def learner_state(self) -> LearnerState:
-        """Copy what the next step depends on beside the weights; sharded, this worker's rows."""
-        return self._machines.learner.state()
-
-    def restore(self, state: PolicyState) -> None:
-        """Go on from a policy; the weights that the worker was built with stay the KL reference."""
-        self._machines.learner.restore(state.learner, state.weights)
-
-    def restore_saved(self, directory: Path, learner: LearnerState) -> None:
-        """Go on from weights on disk. Raises CheckpointError if they are of another model."""
-        saved = load_model(directory, self._machines.policy.dtype)
-        self._machines.learner.restore(learner, dict(saved.named_parameters()))
-
-    def save_policy(self, path: Path) -> None:
-        """Write weights, generation config and tokenizer as a Hugging Face directory."""
-        tokenizer = self._machines.tokenizer
-        save_model(self._machines.policy, path, eos_ids=tokenizer.eos_ids)
-        tokenizer.save(path)
-
     # ---- messages
 
     def stop(self) -> None:
-        """Stop the present task within one step; it is told again what to do by `go`."""
+        """Stop the present task within one step, and later ones until `clear_stop`."""
         self._stop.set()
 
-    def go(self) -> None:
-        """Heed no earlier `stop`."""
+    def clear_stop(self) -> None:
+        """Withdraw all earlier calls of `stop`."""
         self._stop.clear()
 
     def progress(self) -> Progress:
-        """Tell how far it is."""
+        """Return the progress of the present task."""
         return self._progress
 
-    def written(self, step: int, first: int = 0) -> list[TextSnapshot]:
-        """Copy the texts of the present rollout: finished ones from `first` on, and all others."""
+    def policy_state(self) -> PolicyState:
+        """Copy the policy; not to be called while it is learned."""
+        learner = self._components.learner
+        return PolicyState(weights=learner.weights().tensors, learner=learner.state())
+
+    def texts(self, step: int, first: int = 0) -> list[TextSnapshot]:
+        """Copy the texts of the present shard: all unfinished, and finished ones from `first`."""
         shard = self._shard
         texts = [
             TextSnapshot.of(shard.requests[each.request_id], each, step)
@@ -282,33 +278,33 @@ class Worker:
             TextSnapshot(
                 request_id=name, tokens=tokens, prompt_len=prompt_len, step=step, is_finished=False
             )
-            for name, tokens, prompt_len in self._machines.engine.unfinished()
+            for name, tokens, prompt_len in self._components.engine.unfinished()
         ]
         return texts
 
-    def feed(self, texts: Sequence[TextSnapshot]) -> None:
-        """Hand over texts to learn the drafter from."""
+    def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
+        """Add texts to train the drafter on."""
         with self._lock:
-            self._fed.extend(texts)
+            self._new_texts.extend(texts)
 
     def offer(self, offer: Offer) -> None:
-        """Offer drafter weights in mid-rollout: looked at between two engine steps."""
+        """Offer drafter weights during a rollout; `adopt` is called between two engine steps."""
         with self._lock:
             self._offers.append(offer)
 
     def candidate(self) -> Replica | None:
-        """Return the best drafter that the present spot training has measured."""
+        """Return the best drafter that the present training has measured."""
         return self._candidate
 
-    def verdicts(self) -> list[Verdict]:
-        """Hand out what became of offers since the last time."""
+    def drain_verdicts(self) -> list[Verdict]:
+        """Return the verdicts about offers since the last call."""
         with self._lock:
             found, self._verdicts = self._verdicts, []
         return found
 
     # ---- between two steps
 
-    def _note(self, step: StepReport) -> None:
+    def _on_step(self, step: StepReport) -> None:
         self._beats += 1
         self._shard.finished.extend(step.finished)
         before = self._progress
@@ -329,17 +325,17 @@ class Worker:
             with self._lock:
                 offers, self._offers = self._offers, []
             newest = max(offers, key=lambda offer: offer.weights.version)
-            # One that came as a rollout ended may be older than what was adopted since.
+            # An offer that came as a rollout ended may be older than the weights adopted since.
             if self._served is None or newest.weights.version > self._served.version:
                 self.adopt(newest)
 
-    def _take_fed(self) -> None:
-        if self._fed:
+    def _take_new_texts(self) -> None:
+        if self._new_texts:
             with self._lock:
-                fed, self._fed = self._fed, []
-            self._drafting().buffer.add(fed)
+                texts, self._new_texts = self._new_texts, []
+            self._drafting().buffer.add(texts)
 
     def _drafting(self) -> Drafting:
-        if self._machines.drafting is None:
+        if self._components.drafting is None:
             raise ClusterError("this worker has no drafter that can be trained")
-        return self._machines.drafting
+        return self._components.drafting

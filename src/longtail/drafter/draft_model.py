@@ -1,8 +1,7 @@
-"""A small model of its own as drafter: any supported Hugging Face directory, same tokenizer.
+"""A small language model as drafter: any supported Hugging Face model with the target's tokenizer.
 
-It reads tokens, not features, so it drafts for any target; it keeps keys and values of every
-request's whole text. It is not trained along, and it is here for completeness: an EAGLE layer
-drafts better for less.
+It reads tokens, not features, and keeps keys and values of each request's whole text. It is never
+trained. An EAGLE layer drafts better at a lower cost.
 
     row of a request     p p p p g g g | n n n        text, then the nodes of a draft
 """
@@ -49,26 +48,26 @@ class ModelDrafter(Drafter):
 
     @property
     def taps(self) -> Taps:
-        """Nothing of the target."""
+        """No features."""
         return NO_TAPS
 
     @property
     def forward_s(self) -> float:
-        """Seconds in passes of the model."""
+        """Seconds of passes of the model."""
         return self._forward_s
 
     @property
     def calibration_error(self) -> float:
-        """Expected calibration error of the confidences."""
+        """Expected calibration error of node confidences so far."""
         return self._curve.calibration_error()
 
     def observe(
         self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
     ) -> None:
-        """Tokens are read when a draft is asked."""
+        """Do nothing; `propose` reads the tokens."""
 
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Calibrate confidences."""
+        """Update the confidence curve."""
         for tree, found in zip(trees, accepted, strict=True):
             self._curve.learn(tree, found)
 
@@ -77,13 +76,13 @@ class ModelDrafter(Drafter):
         self._texts.forget(request_id)
 
     def refresh(self) -> None:
-        """The target's weights are nothing to it."""
+        """Do nothing; the model does not depend on the target."""
 
     @torch.inference_mode()
     def propose(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft for all requests, unless a text leaves the model's positions."""
+        """Draft for all requests; EMPTY for all if a text would exceed the model's positions."""
         limit = self._model.config.max_positions
         if max(len(each.tokens) for each in requests) + deepest(requests, strategy) > limit:
             return [EMPTY] * len(requests)
@@ -103,11 +102,11 @@ class _Texts:
         self._rows: dict[str, int] = {}
         self._free = list(range(_FIRST_ROWS))
         self.done: dict[str, int] = {}
-        """Tokens of each request whose keys and values are kept."""
+        """Number of tokens of each request whose keys and values are stored."""
         self.storage = self._allocate(_FIRST_ROWS)
 
     def _allocate(self, rows: int) -> Tensor:
-        """Make rows for the longest text; on a CPU memory is committed where it is written."""
+        """Allocate rows for the longest text; a CPU commits the memory only when it is written."""
         c = self._config
         shape = (c.num_layers, 2, rows, self.spare_slot + 1, c.num_kv_heads, c.head_dim)
         if self._device.type != "cpu":
@@ -118,11 +117,11 @@ class _Texts:
 
     @property
     def spare_slot(self) -> int:
-        """The slot behind those of any draft: what padding writes."""
+        """Slot after those of any draft, to which padding writes."""
         return self._config.max_positions + MAX_NODES
 
     def row(self, request_id: str) -> int:
-        """Return the request's row, a new one if it has none."""
+        """Return the request's row; assign one if it has none."""
         if request_id not in self._rows:
             if not self._free:
                 self._grow_rows()
@@ -134,12 +133,12 @@ class _Texts:
         rows = old.shape[2]
         self.storage = self._allocate(2 * rows)
         for request_id, row in self._rows.items():
-            held = self.done[request_id]
-            self.storage[:, :, row, :held] = old[:, :, row, :held]
+            done = self.done[request_id]
+            self.storage[:, :, row, :done] = old[:, :, row, :done]
         self._free += range(rows, self.storage.shape[2])
 
     def forget(self, request_id: str) -> None:
-        """Free the row, if there is one."""
+        """Free the request's row, if it has one."""
         if request_id in self._rows:
             self._free.append(self._rows.pop(request_id))
             del self.done[request_id]
@@ -147,7 +146,7 @@ class _Texts:
 
 @final
 class _PlacedAttention(Attention):
-    """Stores and attends as the places say."""
+    """Stores and attends at given places."""
 
     def __init__(self, storage: Tensor, kernels: Kernels, places: Places) -> None:
         self._storage, self._kernels, self._places = storage, kernels, places
@@ -160,7 +159,7 @@ class _PlacedAttention(Attention):
         values: Float[Tensor, "tokens kv_heads head_dim"],
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Store, then attend."""
+        """Store keys and values, then attend."""
         key_rows, value_rows = self._storage[layer]
         places = self._places
         self._kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
@@ -169,28 +168,28 @@ class _PlacedAttention(Attention):
 
 @final
 class _Passes:
-    """The model over tokens whose keys and values are kept, and its head; captured on a GPU."""
+    """The model and its head as passes over tokens; captured on a GPU."""
 
     def __init__(self, model: Transformer, texts: _Texts) -> None:
         config, device = model.config, model.device
         self._model, self._texts = model, texts
         self._kernels = select_kernels(model.dtype, device, config.head_dim)
-        nobody = torch.tensor([0, 0, 0, texts.spare_slot, 0, 0, 0], device=device)
+        padding = torch.tensor([0, 0, 0, texts.spare_slot, 0, 0, 0], device=device)
         hidden = torch.zeros(config.hidden_size, dtype=model.dtype, device=device)
-        self._read = GraphedPass(model.graphs, self._compute, [nobody])
+        self._read = GraphedPass(model.graphs, self._compute, [padding])
         self._score = GraphedPass(model.graphs, lambda hidden: (model.logits(hidden),), [hidden])
 
     def read(
         self, tokens: Int[Tensor, "tokens"], positions: Int[Tensor, "tokens"], places: Places
     ) -> Float[Tensor, "tokens hidden"]:
-        """Keep keys and values of tokens, and return their final hidden states."""
+        """Store keys and values of tokens, and return their final hidden states."""
         numbers = torch.stack((tokens, positions, *places), 1)
-        # The storage is another one when there are more rows.
-        (hidden,) = self._read(numbers, about=self._texts.storage.shape[2])
+        # The number of rows is the key of the storage, which is replaced when rows are added.
+        (hidden,) = self._read(numbers, key=self._texts.storage.shape[2])
         return hidden
 
     def score(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
-        """Score what may follow."""
+        """Return the logits of the next tokens."""
         (logits,) = self._score(hidden)
         return logits
 
@@ -202,14 +201,10 @@ class _Passes:
 
 @final
 class _ModelWalker(Walker):
-    """One drafting round."""
+    """One draft round."""
 
     def __init__(
-        self,
-        passes: _Passes,
-        texts: _Texts,
-        requests: Sequence[Draftable],
-        device: torch.device,
+        self, passes: _Passes, texts: _Texts, requests: Sequence[Draftable], device: torch.device
     ) -> None:
         self._passes, self._texts, self._requests = passes, texts, requests
         self._rows = [texts.row(each.request_id) for each in requests]
@@ -217,10 +212,10 @@ class _ModelWalker(Walker):
         self._nodes = NodePlaces(*torch.tensor([self._rows, ends], device=device))
         self._device = device
         self.seconds = 0.0
-        """In forward passes."""
+        """Seconds of forward passes."""
 
     def root(self) -> Float[Tensor, "requests vocab"]:
-        """Read what is new of every text, up to its root."""
+        """Prefill the new tokens of every text, and score the successors of the roots."""
         rows: list[int] = []
         slots: list[int] = []
         tokens: list[int] = []
@@ -241,7 +236,7 @@ class _ModelWalker(Walker):
         return logits
 
     def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
-        """Read the nodes of the next level."""
+        """Score the successors of the next level's nodes."""
         places = self._nodes.place(frontier)
         positions = places.contexts + (frontier.depth - 1)
         started = time.perf_counter()

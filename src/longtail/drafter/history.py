@@ -1,20 +1,19 @@
-"""Drafting from what has been written already: suffixes of history, no weights.
+"""The history drafter: suffix lookup in earlier texts of the same prompt, without weights.
 
-The last few tokens of a request are looked up in everything written after the same prompt: by the
-request itself, by the other completions of its group, running or finished, and in earlier epochs.
-The longest known context speaks; no shorter one is asked.
+The last tokens of a request are looked up in all texts of its prompt: its own, those of its group,
+running or finished, and those of earlier epochs. The longest known context decides.
 
-    written so far     a b c d,  a b c d,  x b c e
+    earlier texts      a b c d,  a b c d,  x b c e
     the request        .. a b c                            c is the root
     known contexts     a b c: d twice      b c and c: d twice, e once
     draft              d
 
-A child is wrong because another known continuation came, or because something new came. Counts and
-noise tell the first danger, not the second: of a lone continuation the noise says next to nothing
-(measured), the length of the context much. A margin is the smaller of two leads, one for each.
+A child can be wrong in two ways: another known continuation comes, or an unknown one. Counts and
+noise predict the first; the second depends on the length of the context (measured; for a single
+continuation the noise predicts almost nothing). A margin is the smaller of the two leads.
 
-It owns counts of continuations, pooled by prompt, and how far each request's text is counted. It
-knows no policy: history outlives an update of the weights, and the confidence curve follows.
+The drafter owns counts of continuations, pooled by prompt. They survive updates of the policy, to
+which the confidence curve adapts.
 """
 
 from bisect import bisect_right
@@ -36,35 +35,35 @@ from longtail.speculation.tree import DraftTree
 from longtail.speculation.verify import Accepted
 
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Tokens of the contexts that are kept. A child's longest known one is at most one entry longer."""
+"""Context lengths, in tokens. A child's longest known one is at most one entry longer."""
 _ALWAYS_KEPT = 4
-"""A longer context is kept only where the next shorter one was known already; else that will do."""
-_UNLIKELY = 0.02
-"""Nodes reached less often than this cost more to verify than they give."""
+"""Length from which a longer context is kept only if the next shorter one is known."""
+_MIN_REACH = 0.02
+"""Least probability of a drafted node; less likely ones cost more to verify than they gain."""
 _SHIFT = 24
-"""A lone continuation is one integer: the token, and above these bits how often it came."""
+"""A single continuation is one integer: the token, with its count above these bits."""
 _TOKEN = (1 << _SHIFT) - 1
 
 Continuations = int | dict[int, int]
-"""What came after a context: a lone token with its count, or the counts of several."""
+"""Continuations of a context: a single token with its count, or counts by token."""
 
 
 @final
 @dataclass(slots=True)
 class _Pool:
-    """How the contexts in one prompt's texts went on.
+    """Continuations of the contexts in one prompt's texts.
 
-    Texts are strings, a character a token: nothing in Python is sliced and hashed faster. Contexts
-    are known by their hash: two that share one could spoil a draft, never a token.
+    Texts are strings with a character for each token, since strings are sliced and hashed fastest.
+    Contexts are stored by their hash; a collision can spoil a draft, never a token.
     """
 
     after: dict[int, Continuations] = field(default_factory=dict)
     num_tokens: int = 0
     running: dict[str, int] = field(default_factory=dict)
-    """Requests in progress, and how many tokens of each are counted."""
+    """Number of counted tokens of each request in progress."""
 
     def count(self, text: str, first: int, lengths: Sequence[int]) -> None:
-        """Count each character from `first` on as what came after those before it."""
+        """Count each character from `first` on as a continuation of those before it."""
         after = self.after
         self.num_tokens += len(text) - first
         for place in range(first, len(text)):
@@ -89,19 +88,19 @@ class _Pool:
 @final
 @dataclass(slots=True)
 class _Root:
-    """Where one request's draft begins, what is known there, and its row of the noise, if any."""
+    """Root of one request's draft: its last tokens, its pool, and its row of the noise, if any."""
 
     text: str
     after: dict[int, Continuations]
     lengths: Sequence[int]
     noise: Callable[[int], memoryview] | None
-    """g[request, v] by depth; memoryviews are indexed faster than arrays."""
+    """Returns g[request, v] of a depth; memoryviews are indexed faster than arrays."""
     row: int
 
     def children(self, text: str, longest: int, level: int) -> tuple[int, list[tuple[float, int]]]:
-        """Rank what came after the longest known context, from entry `longest` of lengths down.
+        """Rank the continuations of the longest known context, from entry `longest` down.
 
-        First comes the entry from which on to look for a child's.
+        Returns the entry from which the children's lookup starts, and (margin, token), best first.
         """
         after, lengths = self.after, self.lengths
         for entry in range(min(longest, len(lengths) - 1), -1, -1):
@@ -115,11 +114,11 @@ class _Root:
         return 0, []
 
     def ranked(self, known: dict[int, int], length: int, level: int) -> list[tuple[float, int]]:
-        """Return margin and token of what came after a context of `length` tokens, best first.
+        """Return margin and token of each continuation of `length` tokens, best first.
 
-        With q(v) proportional to the counts, scores are log q(v), plus g when coupled. A token not
-        seen here is a rival `safe` behind. PPM's method C (Moffat 1990) takes the odds against one
-        as count / different tokens; they grow with the context, measured as its length squared.
+        With q(v) proportional to the counts, scores are log q(v), plus g if coupled. `safe` is the
+        lead over an unseen token: PPM's method C (Moffat 1990) takes the odds against one as count
+        / distinct tokens; by measurement they grow with the context's length squared.
         """
         if self.noise is None:
             scored = [(log(count), token) for token, count in known.items()]
@@ -135,10 +134,10 @@ class _Root:
 
 @final
 class HistoryDrafter(Drafter):
-    """Proposes what came next before; where several things did, what the noise makes of them.
+    """Proposes earlier continuations; among several, the one that the noise selects.
 
-    When the pools hold more than `max_tokens` tokens together, those of the prompts asked longest
-    ago go, unless a request is in progress. A token takes 200 (texts much alike) to 500 bytes.
+    Above `max_tokens` tokens in all pools, the least recently used prompts without a request in
+    progress are dropped. A token takes 200 (similar texts) to 500 bytes.
     """
 
     def __init__(self, *, max_tokens: int = 1_000_000, max_context: int = 8) -> None:
@@ -146,27 +145,27 @@ class HistoryDrafter(Drafter):
         self._max_tokens = max_tokens
         self._lengths = tuple(length for length in _LENGTHS if length <= max_context)
         self._pools: dict[tuple[int, ...], _Pool] = {}
-        """By the tokens of the prompt, the one asked last at the end."""
+        """Pools by prompt tokens, the most recently used last."""
         self._running: dict[str, _Pool] = {}
         self._num_tokens = 0
         self._curve = ConfidenceCurve()
 
     @property
     def taps(self) -> Taps:
-        """No feature is needed."""
+        """No features."""
         return NO_TAPS
 
     @property
     def num_tokens(self) -> int:
-        """Tokens held, prompts included."""
+        """Number of tokens in all pools, prompts included."""
         return self._num_tokens
 
     def propose(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft along the longest known contexts; EMPTY where the last token is new."""
+        """Draft along the longest known contexts; EMPTY where the last token is unknown."""
         levels = None
-        if noise is not None:  # a depth is read when somebody first has a choice there
+        if noise is not None:  # computed when a request first has a choice at that depth
             levels = cache(lambda depth: noise.at_depth(depth).cpu().numpy().data)
         farthest = self._lengths[-1]
         trees = []
@@ -181,10 +180,10 @@ class HistoryDrafter(Drafter):
                 trees.append(self._tree(root, depth, strategy))
         return trees
 
-    def _chain(self, root: _Root, depth: int, worth: DraftThresholds) -> DraftTree:
-        """Follow the best child: `_tree` of width 1, in fewer steps."""
+    def _chain(self, root: _Root, depth: int, thresholds: DraftThresholds) -> DraftTree:
+        """Follow the best child: `_tree` of width 1, with less work."""
         table, reach, text, longest = self._curve.table(), 1.0, root.text, len(self._lengths)
-        floor, extend = max(worth.verify, _UNLIKELY), worth.expand
+        floor, expand = max(thresholds.verify, _MIN_REACH), thresholds.expand
         tokens: list[int] = []
         margins: list[float] = []
         likely: list[float] = []
@@ -199,7 +198,7 @@ class HistoryDrafter(Drafter):
             tokens.append(token)
             margins.append(margin)
             likely.append(reach)
-            if reach < extend:
+            if reach < expand:
                 break
             text += chr(token)
         return DraftTree(
@@ -210,23 +209,24 @@ class HistoryDrafter(Drafter):
         )
 
     def _tree(self, root: _Root, depth: int, strategy: Strategy) -> DraftTree:
-        """Take the likeliest node first; draft on the first ones taken of a level, the beam.
+        """Add the most likely node first; expand the first `num_followed` nodes of each level.
 
-        A node is never likelier than its parent: this is growing level by level, then pruning.
+        A node is never more likely than its parent, so the result equals growing level by level and
+        then pruning.
         """
         table, width, size = self._curve.table(), strategy.width, strategy.num_nodes
-        beam, extend = strategy.num_expanded, strategy.thresholds.expand
-        floor = max(strategy.thresholds.verify, _UNLIKELY)
+        beam, expand = strategy.num_expanded, strategy.thresholds.expand
+        floor = max(strategy.thresholds.verify, _MIN_REACH)
         tokens: list[int] = []
         parents: list[int] = []
         margins: list[float] = []
         likely: list[float] = []
-        # Best first: reach and margin, both negative, and what the node would be made of.
+        # A heap by reach and margin, both negated, with the data of the node.
         waiting: list[tuple[float, float, int, int, str, int, int]] = []
         followed = [0] * depth
         reach, text, longest, level = -1.0, root.text, len(self._lengths), 0
         while True:
-            if level < depth and followed[level] < beam and -reach >= extend:
+            if level < depth and followed[level] < beam and -reach >= expand:
                 followed[level] += 1
                 level += 1
                 longest, ranked = root.children(text, longest, level)
@@ -253,7 +253,7 @@ class HistoryDrafter(Drafter):
     def observe(
         self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
     ) -> None:
-        """Count what was not counted yet; text that is computed anew has been."""
+        """Count the tokens that are not counted yet; recomputed tokens already are."""
         for each in seen:
             pool = self._pool(each.request_id, each.tokens, each.prompt_len)
             first, end = pool.running[each.request_id], each.start + each.num_tokens
@@ -265,25 +265,25 @@ class HistoryDrafter(Drafter):
         self._make_room()
 
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Learn how sure a margin is."""
+        """Update the confidence curve."""
         for tree, found in zip(trees, accepted, strict=True):
             self._curve.learn(tree, found)
 
     def forget(self, request_id: str) -> None:
-        """Note that the request is no longer in progress; its text stays."""
+        """Mark the request as no longer in progress; its text stays."""
         pool = self._running.pop(request_id, None)
         if pool is not None:
             del pool.running[request_id]
             self._make_room()
 
     def refresh(self) -> None:
-        """Keep the text, and no request in progress: some may have ended unheard."""
+        """Mark all requests as no longer in progress; their texts stay."""
         for request_id in list(self._running):
             self.forget(request_id)
 
     @property
     def forward_s(self) -> float:
-        """There is no forward pass."""
+        """Zero; there is no forward pass."""
         return 0.0
 
     @property
@@ -292,7 +292,7 @@ class HistoryDrafter(Drafter):
         return self._curve.calibration_error()
 
     def _pool(self, request_id: str, tokens: Sequence[int], prompt_len: int) -> _Pool:
-        """Return the pool of the request's prompt; a new prompt is counted first."""
+        """Return the pool of the request's prompt; create it if the prompt is new."""
         pool = self._running.get(request_id)
         if pool is None:
             prompt = tuple(tokens[:prompt_len])

@@ -1,8 +1,8 @@
-"""The seam between the decoder and whatever keeps the context its tokens look at.
+"""The interface between the decoder and the keys and values that its tokens attend to.
 
-A forward pass is a flat list of tokens. Who may see whom is the business of an `Attention`: the
-learner's looks inside packed sequences (`PackedAttention`, here), the rollout engine's looks into a
-KV cache (`engine.kv.cache`). The decoder is the same code under both.
+A forward pass computes a flat list of tokens. An `Attention` decides which keys each token attends
+to: the learner's attends within packed sequences (`PackedAttention`), the rollout engine's to a KV
+cache (`engine.kv.cache`). The decoder is the same code with both.
 """
 
 import abc
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Attention(abc.ABC):
-    """What one forward pass attends to."""
+    """Attention of one forward pass."""
 
     @abc.abstractmethod
     def attend(
@@ -30,14 +30,15 @@ class Attention(abc.ABC):
     ) -> Float[Tensor, "tokens heads head_dim"]:
         """Attend in `layer` with scale head_dim ** -0.5.
 
-        `window` > 0 lets a token see itself and the `window - 1` positions before it; 0 sees all.
+        With `window` > 0 a token attends to itself and the `window - 1` positions before it; with 0
+        to all positions before it.
         """
 
 
 def causal_window_mask(
     num_queries: int, num_keys: int, window: int, device: torch.device
 ) -> Bool[Tensor, "queries keys"]:
-    """Mask of the last `num_queries` of `num_keys` consecutive positions; True where visible.
+    """Return the mask of the last `num_queries` of `num_keys` positions; True where visible.
 
     Example: num_queries=2, num_keys=4, window=2      keys 0 1 2 3
                                            query 2         . x x .
@@ -51,10 +52,10 @@ def causal_window_mask(
 
 @final
 class PackedAttention(Attention):
-    """Causal attention inside each of several sequences laid end to end, differentiable.
+    """Differentiable causal attention within each of several concatenated sequences.
 
-    Neighbours of equal length are one batched call, without a copy; where all lengths differ it is
-    a call a sequence. Gathering similar lengths into padded calls gains nothing on a heavy tail.
+    Adjacent sequences of equal length share one batched call, without a copy. Padding sequences of
+    similar length to share a call gains nothing on a heavy tail.
     """
 
     def __init__(self, cu_seqlens: Sequence[int]) -> None:
@@ -71,7 +72,7 @@ class PackedAttention(Attention):
         values: Float[Tensor, "tokens kv_heads head_dim"],
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Attend sequence by sequence: no padding is computed, no boundary is crossed."""
+        """Attend sequence by sequence, without padding."""
         sizes = [count * length for count, length in self._runs]
         parts = zip(
             *(torch.split(x, sizes) for x in (queries, keys, values)), self._runs, strict=True
@@ -86,7 +87,7 @@ def _attend_equal(
     count: int,
     window: int,
 ) -> Float[Tensor, "tokens heads head_dim"]:
-    """Attend inside each of `count` sequences of equal length."""
+    """Attend within each of `count` sequences of equal length."""
     q, k, v = (x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (queries, keys, values))
     seq = q.shape[2]  # [count, heads, seq, head_dim]
     mask = causal_window_mask(seq, seq, window, q.device) if 0 < window < seq else None

@@ -1,4 +1,4 @@
-"""Rotary position embedding with the frequency scalings that the supported families ship.
+"""Rotary position embedding with the frequency scalings of the supported families.
 
 Su et al. 2021 (arXiv 2104.09864); linear interpolation: Chen et al. 2023 (arXiv 2306.15595);
 YaRN: Peng et al. 2023 (arXiv 2309.00071); llama3: the Llama 3.1 release.
@@ -17,7 +17,7 @@ RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Frequencies of the rotation; a field beyond `theta` is read by the scalings that name it."""
+    """Frequencies of the rotation. Field docstrings name the scalings that read the field."""
 
     theta: float = 10_000.0
     scaling: RopeScaling = "default"
@@ -29,20 +29,20 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     """llama3."""
     beta_fast: float = 32.0
-    """yarn: rotations above which a dimension is left alone."""
+    """yarn: number of rotations above which a dimension is not interpolated."""
     beta_slow: float = 1.0
-    """yarn: rotations below which a dimension is interpolated in full."""
+    """yarn: number of rotations below which a dimension is fully interpolated."""
     attention_factor: float | None = None
-    """yarn: multiplies cos and sin; None derives it from `factor`."""
+    """yarn: factor of cos and sin; None derives it from `factor`."""
     mscale: float | None = None
-    """yarn: with `mscale_all_dim`, replaces the derived attention factor (DeepSeek)."""
+    """yarn: replaces the derived attention factor, together with `mscale_all_dim` (DeepSeek)."""
     mscale_all_dim: float | None = None
     truncate: bool = True
-    """yarn: round the correction range to whole dimensions."""
+    """yarn: whether the correction range is rounded to whole dimensions."""
 
 
 def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
-    """Interpolate long wavelengths in full, short ones not at all, blend between the two."""
+    """Interpolate long wavelengths fully and short ones not at all; blend in between."""
     old_len, low, high = (
         config.original_max_positions,
         config.low_freq_factor,
@@ -56,7 +56,7 @@ def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, head_dim: int, config: RopeConfig) -> Tensor:
-    """NTK-by-parts (YaRN section 3.2): ramp from extrapolation to interpolation over dimensions."""
+    """Apply NTK-by-parts (YaRN section 3.2): a ramp from extrapolation to interpolation."""
 
     def correction_dim(rotations: float) -> float:
         ratio = config.original_max_positions / (rotations * 2 * math.pi)
@@ -74,7 +74,7 @@ def _yarn(inv_freq: Tensor, head_dim: int, config: RopeConfig) -> Tensor:
 
 
 def _yarn_attention_factor(config: RopeConfig) -> float:
-    """Temperature of YaRN (equation 22), folded into cos and sin."""
+    """Return YaRN's temperature (equation 22), a factor of cos and sin."""
 
     def get_mscale(scale: float, mscale: float) -> float:
         return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
@@ -89,11 +89,11 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
 
 
 def inverse_frequencies(head_dim: int, config: RopeConfig) -> Float[Tensor, "half_dim"]:
-    """Return radians per position of each pair of dimensions, scaled.
+    """Return the scaled radians per position of each pair of dimensions.
 
-    In float32 and in the families' own order of operations: positions multiply every rounding.
+    float32, in the families' own order of operations: positions multiply every rounding error.
     """
-    # NOTE: on the CPU by name, because models are also built under the meta device.
+    # NOTE: explicitly on the CPU, because models are also built on the meta device.
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     inv_freq = 1.0 / (config.theta**exponent)
     if config.scaling == "linear":
@@ -107,7 +107,7 @@ def inverse_frequencies(head_dim: int, config: RopeConfig) -> Float[Tensor, "hal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """cos and sign-folded sin of one step's positions, shared by every layer."""
+    """cos and signed sin of a step's positions, shared by all layers."""
 
     cos: Float[Tensor, "tokens 1 head_dim"]
     sin: Float[Tensor, "tokens 1 head_dim"]
@@ -123,7 +123,7 @@ class Rotation:
 
 
 class Rope:
-    """Makes the rotation of any list of positions."""
+    """Computes the rotation of any list of positions."""
 
     def __init__(self, head_dim: int, config: RopeConfig) -> None:
         self._inv_freq = inverse_frequencies(head_dim, config)
@@ -131,11 +131,11 @@ class Rope:
 
     @property
     def is_finite(self) -> bool:
-        """Tell whether every frequency and the scale are finite."""
+        """Whether all frequencies and the scale are finite."""
         return math.isfinite(self._scale) and bool(self._inv_freq.isfinite().all())
 
     def rotation(self, positions: Int[Tensor, "tokens"], dtype: torch.dtype) -> Rotation:
-        """Angles are taken in float32 (float64 for the reference), whatever the model's dtype."""
+        """Return cos and sin in `dtype`, computed in float32, or in float64 for a float64 model."""
         working = torch.float64 if dtype == torch.float64 else torch.float32
         self._inv_freq = self._inv_freq.to(positions.device)
         angles = positions[:, None].to(working) * self._inv_freq.to(working)

@@ -1,9 +1,9 @@
-"""One decoder for the families that reasoning RL trains: Llama, Mistral, Qwen2, Qwen3 (dense).
+"""One decoder for four dense families: Llama, Mistral, Qwen2 and Qwen3.
 
 Pre-norm decoder with RMSNorm, grouped-query attention, rotary positions and SwiGLU. The families
-differ by a bias, a norm on queries and keys, a window and the rope; all of them are data in
-`ModelConfig`. It owns parameters and arithmetic. Files are `model.hf.model`'s business, context is
-`model.attention`'s.
+differ in biases, a norm on queries and keys, windows and the rope, which `ModelConfig` describes.
+This module has the parameters and the arithmetic; `model.hf.model` reads and writes files, and
+`model.attention` provides keys and values.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder. `hidden_size` need not equal num_heads * head_dim."""
+    """Shape of a decoder. `hidden_size` may differ from num_heads * head_dim."""
 
     family: Family
     vocab_size: int
@@ -43,12 +43,12 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     qkv_bias: bool = False
     output_bias: bool = False
-    """Bias of the attention output projection."""
+    """Whether the attention output projection has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
     windows: tuple[int, ...] = ()
-    """Sliding window of each layer, 0 for none; empty means none anywhere."""
+    """Sliding window of each layer, 0 for none; empty if no layer has one."""
 
     def window(self, layer: int) -> int:
         """Return the sliding window of a layer, 0 for full attention."""
@@ -64,7 +64,7 @@ class Norm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention, projected at once: rows are all queries, all keys, all values."""
+    """Grouped-query attention with one projection: rows are all queries, all keys, all values."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020) with gate and up fused: rows are all gates, then all ups."""
+    """SwiGLU (Shazeer 2020) with one projection: rows are all gates, then all ups."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -106,22 +106,22 @@ class FeedForward(nn.Module):
     def forward(
         self, x: Float[Tensor, "tokens hidden"], kernels: Kernels
     ) -> Float[Tensor, "tokens hidden"]:
-        """down(silu(gate(x)) * up(x))."""
+        """Return down(silu(gate(x)) * up(x))."""
         return self.down(kernels.swiglu(self.gate_up(x)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOutput:
-    """Final hidden states, and the features that were asked for."""
+    """Final hidden states, and the features of the taps."""
 
     hidden: Float[Tensor, "tokens hidden"]
     features: Float[Tensor, "tokens features"] | None
-    """None where nothing was tapped."""
+    """None if the taps are empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What the layers of one forward pass share."""
+    """Rotation, attention and kernels of one forward pass."""
 
     rotation: Rotation
     attention: Attention
@@ -129,7 +129,7 @@ class Context:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and around a residual."""
+    """Attention and feed-forward, each with a norm before it and a residual around it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -145,9 +145,9 @@ class DecoderLayer(nn.Module):
         delta: Float[Tensor, "tokens hidden"] | None,
         context: Context,
     ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens hidden"]]:
-        """Return the residual stream and what is still to be added to it.
+        """Return the residual stream and the output that is still to be added to it.
 
-        The last addition is left to whoever norms next, who does both in one pass.
+        The next norm adds it, in one kernel.
         """
         add_norm = context.kernels.add_norm
         stream, normed = add_norm(stream, delta, self.attention_norm.weight, self._eps)
@@ -157,7 +157,7 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder. `forward` gives final hidden states, `logits` turns chosen ones into scores."""
+    """The decoder. `forward` returns final hidden states; `logits` applies the LM head to them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -173,10 +173,10 @@ class Transformer(nn.Module):
         self._rope = Rope(config.head_dim, config.rope)
         self._kernels: Kernels = TorchKernels()
         self.graphs: GraphPool | None = None
-        """Captured passes, of this model and of who drafts for it; None: passes run as they are."""
+        """Captured passes of this model and its drafters; None: passes run without graphs."""
         self.batch_invariant = False
-        """Multiply so on a GPU, too, that a row's bits do not depend on its batch; set it before
-        `pack`. On a CPU they never do, where product.c runs."""
+        """Whether a row's bits are independent of its batch on a GPU, too; set it before `pack`. On
+        a CPU with product.c they always are."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -189,7 +189,7 @@ class Transformer(nn.Module):
         return self.embedding.weight.device
 
     def initialize(self, generator: torch.Generator) -> None:
-        """Draw fresh weights: normal(0, 0.02), residual outputs scaled by 1/sqrt(2 layers)."""
+        """Draw initial weights: normal(0, 0.02), residual outputs scaled by 1/sqrt(2 layers)."""
         residual = (2 * self.config.num_layers) ** -0.5
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -203,11 +203,11 @@ class Transformer(nn.Module):
                     parameter.normal_(0.0, std, generator=generator)
 
     def fuse(self) -> None:
-        """Prepare for training: fused kernels with gradients where there are some."""
+        """Prepare for training: select fused kernels with gradients where they exist."""
         self._kernels = select_training_kernels(self.dtype, self.device)
 
     def pack(self) -> None:
-        """Prepare for inference only: packed weights, fused kernels. Again after weights change."""
+        """Prepare for inference: pack weights, select kernels. Repeat it after weights change."""
         self._kernels = select_kernels(self.dtype, self.device, self.config.head_dim)
         if self.device.type == "cuda" and self.graphs is None:
             self.graphs = pool_of(self.device)
@@ -223,10 +223,10 @@ class Transformer(nn.Module):
         *,
         recompute: bool = False,
     ) -> Float[Tensor, "tokens hidden"]:
-        """Run the decoder over a flat list of tokens and return normed final hidden states.
+        """Return the normed final hidden states of a flat list of tokens.
 
-        `recompute` trades time for memory: activations inside layers are computed again in the
-        backward pass (gradient checkpointing).
+        `recompute` is gradient checkpointing: activations inside layers are computed again in the
+        backward pass.
         """
         return self.forward_with_features(
             tokens, positions, attention, NO_TAPS, recompute=recompute
@@ -241,9 +241,9 @@ class Transformer(nn.Module):
         *,
         recompute: bool = False,
     ) -> DecoderOutput:
-        """Run the decoder as `forward` does, and keep what `taps` asks for."""
+        """Run `forward`, and also return the features of `taps`."""
         stream, delta = self.embedding(tokens), None
-        # autocast computes queries in its own dtype; the rotation must not promote them back.
+        # Under autocast queries have its dtype; the rotation must not promote them.
         device = stream.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else stream.dtype
@@ -251,7 +251,7 @@ class Transformer(nn.Module):
         context = Context(rotation=rotation, attention=attention, kernels=self._kernels)
         kept: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            if index in taps.layers:  # a sum of its own: kernels may overwrite the stream
+            if index in taps.layers:  # a new tensor: kernels may overwrite the stream
                 kept.append(stream.clone() if delta is None else stream + delta)
             if recompute:
                 stream, delta = checkpoint(layer, stream, delta, context, use_reentrant=False)
@@ -265,5 +265,5 @@ class Transformer(nn.Module):
         return DecoderOutput(hidden=hidden, features=features)
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
-        """Unnormalised scores of the next token."""
+        """Return the logits of the next token."""
         return self.head(hidden)

@@ -86,14 +86,14 @@ def run(config: DrafterTrainConfig) -> int:
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as directory:
         checkpoint = directory.start(configfile.render(config), resume=config.run.resume)
         if checkpoint is not None and checkpoint.step >= config.train.steps:
-            console.say(f"{checkpoint.policy}: its steps are done; raise train.steps to go on")
+            console.log(f"{checkpoint.policy}: its steps are done; raise train.steps to go on")
             return 0
         interruption = Interruption()
         try:
             with interruption:
                 room = assemble(config, directory.path, checkpoint, console, interruption)
         except Interrupted:
-            console.say("stopped before the first step; start again to go on")
+            console.log("stopped before the first step; start again to go on")
             return 130
         progress = _Progress()
         if checkpoint is not None:
@@ -140,7 +140,7 @@ def assemble(
         interruption.check()
 
     def announce(count: int) -> None:
-        console.say(f"{config.target.path} writes {count} completions, once, into {run_dir}")
+        console.log(f"{config.target.path} writes {count} completions, once, into {run_dir}")
         console.begin_rollout("texts", count)
 
     corpus = (
@@ -204,13 +204,13 @@ def _teach(
                     _save(config, directory, room, progress, depths)
                 writer.write(step, metrics)
                 if step % config.run.log_every == 0 or step == steps:
-                    console.say(_line(step, steps, metrics))
+                    console.log(_line(step, steps, metrics))
                 if step == progress.saved and depths is not None:
-                    console.say(_heldout_line(depths))
+                    console.log(_heldout_line(depths))
     except Interrupted:
         if progress.saved < room.trainer.steps:
             _save(config, directory, room, progress, None)
-        console.say(f"stopped after step {room.trainer.steps}; start again to go on")
+        console.log(f"stopped after step {room.trainer.steps}; start again to go on")
         return 130
     path = directory.checkpoints / f"step_{steps:06d}" / "policy"
     _summarize(room, depths, progress, path)
@@ -241,7 +241,7 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> EagleConfig:
 
 def _given_drafter(init: str, target: Target, console: Console) -> LoadedDrafter:
     """Read the drafter to go on from."""
-    given = read_drafter(init, target, console.say, _working(target.model), field="drafter.init")
+    given = read_drafter(init, target, console.log, _working(target.model), field="drafter.init")
     if given is None:
         raise ConfigError(
             f"drafter.init = {init!r}: it has no EAGLE layer to train; give a drafter directory"
@@ -353,13 +353,13 @@ def _greet(
 ) -> None:
     layer, corpus = room.trainer.layer, room.corpus
     count = sum(parameter.numel() for parameter in layer.parameters())
-    console.say(
+    console.log(
         f"{layer.config.recipe} drafter of {config.target.path}: {count:,} parameters, "
         f"{len(corpus.learned)} texts, {len(corpus.heldout)} held out, run directory "
         f"{config.run.dir}" + (f", resumed after step {checkpoint.step}" if checkpoint else "")
     )
     if corpus.num_dropped:
-        console.say(f"{corpus.num_dropped} rows are left out: too long a prompt, or too short")
+        console.log(f"{corpus.num_dropped} rows are left out: too long a prompt, or too short")
 
 
 def _line(step: int, steps: int, metrics: dict[str, float]) -> str:

@@ -56,7 +56,7 @@ def run(config: SftConfig) -> int:
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as directory:
         checkpoint = directory.start(configfile.render(config), resume=config.run.resume)
         if checkpoint is not None and checkpoint.step >= config.train.steps:
-            console.say(f"{checkpoint.policy}: its steps are done; raise train.steps to go on")
+            console.log(f"{checkpoint.policy}: its steps are done; raise train.steps to go on")
             return 0
         room = assemble(config)
         if checkpoint is not None:
@@ -99,13 +99,13 @@ def _teach(
                     saved = step
                 writer.write(step, metrics)
                 if step % config.run.log_every == 0 or step == steps:
-                    console.say(_line(step, steps, metrics))
+                    console.log(_line(step, steps, metrics))
     except Interrupted:
         if saved < room.imitator.steps:
             _save(directory, room)
-        console.say(f"stopped after step {room.imitator.steps}; start again to go on")
+        console.log(f"stopped after step {room.imitator.steps}; start again to go on")
         return 130
-    console.say(f"the model is in {directory.checkpoints / f'step_{steps:06d}' / 'policy'}")
+    console.log(f"the model is in {directory.checkpoints / f'step_{steps:06d}' / 'policy'}")
     return 0
 
 
@@ -225,13 +225,13 @@ def heldout_metrics(room: Classroom) -> dict[str, float]:
 
 def _greet(config: SftConfig, room: Classroom, console: Console) -> None:
     parameters = sum(p.numel() for p in room.model.parameters())
-    console.say(
+    console.log(
         f"{config.model.path}: {parameters:,} parameters, {config.data.source}, "
         f"run directory {config.run.dir}"
         + (f", resumed after step {room.imitator.steps}" if room.imitator.steps else "")
     )
     if room.num_dropped:
-        console.say(
+        console.log(
             f"{room.num_dropped} examples over {config.data.max_len} tokens are left out "
             "(data.drop_long)"
         )

@@ -1,15 +1,13 @@
-"""`longtail report`: a run on one page, the picture of a rollout, and why it drafted when it did.
+"""`longtail report`: a run on one HTML page, with the plot of a rollout and its drafting decisions.
 
-The page is one file: its picture and its style are inside, so that it can be sent around. It is
-made of what the run wrote (card.json, metrics.jsonl, speculation.jsonl, cost.json), at any time,
-also while the run goes on; what is not there yet is left out, and said. Only speculation.jsonl
-must be there.
+The page is one self-contained file. It is made from the files of the run (summary.json,
+metrics.jsonl, speculation.jsonl, cost.json), also while the run continues. Only speculation.jsonl
+is required; the page states which of the others are missing.
 """
 
 import argparse
 import base64
 import html
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,42 +16,44 @@ from longtail.engine import rollout_log
 from longtail.engine.rollout_log import LoggedRollout, read_rollout
 from longtail.errors import CheckpointError, ConfigError, LongtailError
 from longtail.report.rollout_plot import draw, plain_share
+from longtail.run import summary
 from longtail.run.metrics import Number
-from longtail.run.summary import read_card, read_metrics
+from longtail.run.summary import read_metrics, read_summary
+from longtail.system.device import to_stderr
 from longtail.tuner import cost_file
 
 _LAST = 50
-"""Switches in the table."""
+"""Largest number of switches in the table."""
 _WIDE, _HIGH = 520, 120
-"""Of a chart, in its own units."""
+"""Width and height of a chart, in SVG units."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write picture and page as the command line says; see `cli` for the options."""
-    page = write_report(Path(args.run), step=args.step, say=_say)
+    """Run `longtail report`: write the plot and the page, and print the page's path."""
+    page = write_report(Path(args.run), step=args.step, log=to_stderr)
     print(page)
     return 0
 
 
-def report_if_possible(directory: Path, say: Callable[[str], None]) -> None:
-    """Write the report of a run that speculated, where matplotlib is; never fail."""
+def report_if_possible(directory: Path, log: Callable[[str], None]) -> None:
+    """Write the report of a run that speculated, if matplotlib is installed; log any failure."""
     if find_spec("matplotlib") is None or not (directory / rollout_log.FILE).exists():
         return
     try:
-        write_report(directory, say=say)
+        write_report(directory, log=log)
     except (
         ArithmeticError, ImportError, LongtailError, LookupError, MemoryError, OSError,
         RuntimeError, TypeError, ValueError,
     ) as error:  # fmt: skip
-        say(f"no report: {error}")
+        log(f"no report: {error}")
 
 
-def write_report(directory: Path, *, step: int | None = None, say: Callable[[str], None]) -> Path:
+def write_report(directory: Path, *, step: int | None = None, log: Callable[[str], None]) -> Path:
     """Write rollout.png and report.html into a run's directory; return the page's path.
 
-    Of a training step's rollout, by default the last one. Without matplotlib the page has no
-    picture, which `say` hears. Raises ConfigError if the run has no such step, CheckpointError when
-    the disk refuses.
+    They show the rollout of `step`, by default the last one. Without matplotlib the page has no
+    plot, and a message is logged. Raises ConfigError if the run has no such step, CheckpointError
+    if a file cannot be written.
     """
     logged = read_rollout(directory / rollout_log.FILE, step)
     picture, page = directory / "rollout.png", directory / "report.html"
@@ -62,8 +62,8 @@ def write_report(directory: Path, *, step: int | None = None, say: Callable[[str
         image = base64.b64encode(picture.read_bytes()).decode()
         shown = f'<img alt="{_text(headline(logged))}" src="data:image/png;base64,{image}">'
     except ConfigError as error:
-        say(f"report: {error}")
-        shown = f"<p>There is no picture: {_text(str(error))}</p>"
+        log(f"report: {error}")
+        shown = f"<p>There is no plot: {_text(str(error))}</p>"
     except OSError as error:
         raise _unwritten(picture, error) from error
     text = render(directory, logged, shown)
@@ -77,20 +77,18 @@ def write_report(directory: Path, *, step: int | None = None, say: Callable[[str
 
 
 def _draw(logged: LoggedRollout, path: Path) -> None:
-    """Draw beside the picture's place, then put it there: a reader never sees half of it."""
+    """Draw into a temporary file and rename it, so that readers see a whole plot."""
     temporary = path.with_name(f".new-{path.name}")
     draw(logged.series, temporary, title=headline(logged))
     temporary.replace(path)
 
 
 def _unwritten(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: {error.strerror}; free some space, or see that it can be written"
-    )
+    return CheckpointError(f"{path}: {error.strerror}; free some space, or make it writable")
 
 
 def headline(logged: LoggedRollout) -> str:
-    """Say which rollout it is, in one line."""
+    """Return one line about a rollout: its step, requests, engine steps and seconds."""
     series = logged.series
     return (
         f"Rollout of step {logged.step}: up to {max(series.running):,} requests at a time, "
@@ -99,11 +97,11 @@ def headline(logged: LoggedRollout) -> str:
 
 
 def render(directory: Path, logged: LoggedRollout, picture: str) -> str:
-    """Return the page; `picture` is HTML already, everything else is escaped."""
+    """Return the page. `picture` is HTML; all other texts are escaped."""
     name = directory.resolve().name
     sections = [
         f"<h1>{_text(name)}</h1>",
-        _card(directory),
+        _summary(directory),
         f"<h2>{_text(headline(logged))}</h2>",
         f"<figure>{picture}</figure>",
         _switches(logged),
@@ -120,44 +118,45 @@ def render(directory: Path, logged: LoggedRollout, picture: str) -> str:
     )
 
 
-def _card(directory: Path) -> str:
-    """Show the card's lines; the report's own is left out."""
+def _summary(directory: Path) -> str:
+    """Return the run's summary, except for the path of the report."""
     try:
-        lines = read_card(directory / "card.json").lines(directory)
+        lines = read_summary(directory / summary.FILE).lines(directory)
     except (OSError, ValueError):
-        return "<p>The run has no card: it is written when all steps are done.</p>"
+        return "<p>There is no summary yet: a run writes it after its last step.</p>"
     return _table((), [line for line in lines if line[0] != "report"], heads=True)
 
 
 def _switches(logged: LoggedRollout) -> str:
-    """Show when the engine changed its mind, and why."""
+    """Return the table of switches between drafting and plain decoding."""
     series = logged.series
-    share = f"{plain_share(series):.0%} of the time was plain decoding."
-    if not series.switches:
-        return f"<h2>Switches</h2><p>There was none. {share}</p>"
+    title = "<h2>Switches between drafting and plain decoding</h2>"
+    share = f"The engine decoded plainly for {plain_share(series):.0%} of the time"
     count = len(series.switches)
-    last = f" These are the last {_LAST}." if count > _LAST else ""
+    if not count:
+        return f"{title}<p>{share} and never switched.</p>"
+    last = f" The table lists the last {_LAST}." if count > _LAST else ""
     rows = [
         (
             f"{series.begin_of(index):.2f} s",
             f"{series.running[index]:,}",
             "drafting" if switch.drafts else "plain",
-            switch.reason or "(no reason was given)",
+            switch.reason or "(no reason recorded)",
         )
         for index, switch in series.switches[-_LAST:]
     ]
     times = "once" if count == 1 else f"{count} times"
-    return f"<h2>Switches</h2><p>It switched {times}. {share}{last}</p>" + _table(
-        ("at", "running", "from then on", "why"), rows
+    return f"{title}<p>{share} and switched {times}.{last}</p>" + _table(
+        ("time", "running requests", "switched to", "reason"), rows
     )
 
 
 def _costs(directory: Path) -> str:
-    """Show what steps and drafts cost."""
-    title = "<h2>What steps cost on this machine</h2>"
+    """Return the cost model: seconds of engine steps and of drafts."""
+    title = "<h2>Cost model of this machine</h2>"
     path = directory / cost_file.FILE
     if not path.exists():
-        return f"{title}<p>It was not measured.</p>"
+        return f"{title}<p>No costs were measured.</p>"
     try:
         costs = cost_file.load_costs(path)
     except ConfigError as error:
@@ -171,27 +170,27 @@ def _costs(directory: Path) -> str:
         for place, draft in enumerate(costs.drafts, 1)
     ]
     return (
-        f"{title}<p>A step of so many tokens, as the run knew it at its end; "
+        f"{title}<p>Time of an engine step by its number of tokens, as last measured; "
         f"{_text(cost_file.context_time(costs))}.</p>"
-        + _table(("tokens", "plain step", "step that checks drafts"), rows)
+        + _table(("tokens", "plain step", "step that verifies drafts"), rows)
         + _table((), drafts, heads=True)
     )
 
 
 def _history(directory: Path) -> str:
-    """Chart what the run reached and how long its rollouts took, step by step."""
+    """Return charts of reward, rollout time and accept length over the steps."""
     rows = _metrics(directory / "metrics.jsonl")
     charts = [
         ("mean reward", "reward/mean", "{:.3f}"),
-        ("seconds of a rollout", "timing_s/rollout", "{:.1f} s"),
+        ("rollout time", "timing_s/rollout", "{:.1f} s"),
         ("accept length", "speculation/accept_length", "{:.2f}"),
     ]
     drawn = [_chart(title, _points(rows, name), form) for title, name, form in charts]
-    return f'<h2>Step by step</h2><div class="charts">{"".join(drawn)}</div>'
+    return f'<h2>Training steps</h2><div class="charts">{"".join(drawn)}</div>'
 
 
 def _metrics(path: Path) -> list[dict[str, Number | None]]:
-    """Read the lines of metrics.jsonl that are whole; none where there is no such file."""
+    """Read metrics.jsonl; return no rows if it cannot be read."""
     try:
         return read_metrics(path)
     except CheckpointError:
@@ -199,7 +198,7 @@ def _metrics(path: Path) -> list[dict[str, Number | None]]:
 
 
 def _points(rows: Iterable[Mapping[str, Number | None]], name: str) -> list[tuple[int, float]]:
-    """Return step and value where there is one."""
+    """Return the steps that have a value, with the value."""
     pairs = ((row["step"], row.get(name)) for row in rows)
     return [
         (int(step), float(value)) for step, value in pairs if step is not None and value is not None
@@ -207,7 +206,7 @@ def _points(rows: Iterable[Mapping[str, Number | None]], name: str) -> list[tupl
 
 
 def _chart(title: str, points: Sequence[tuple[int, float]], form: str) -> str:
-    """Draw a line, with its first and last value and its range said in words."""
+    """Return a line chart, captioned with its first and last value and its range."""
     if not points:
         return ""
     steps, values = [step for step, _ in points], [value for _, value in points]
@@ -217,19 +216,19 @@ def _chart(title: str, points: Sequence[tuple[int, float]], form: str) -> str:
         f"{_WIDE * (step - steps[0]) / across:.1f},{_HIGH * (high - value) / up:.1f}"
         for step, value in points
     )
-    said = (
+    caption = _text(
         f"{title}: {form.format(values[0])} in step {steps[0]}, {form.format(values[-1])} in step "
-        f"{steps[-1]}; {form.format(low)} to {form.format(high)}"
+        f"{steps[-1]}; range {form.format(low)} to {form.format(high)}"
     )
     return (
         f'<figure class="chart"><svg viewBox="-4 -6 {_WIDE + 8} {_HIGH + 12}" role="img" '
-        f'aria-label="{_text(said)}"><path class="frame" d="M0,0V{_HIGH}H{_WIDE}"/>'
-        f'<polyline points="{line}"/></svg><figcaption>{_text(said)}</figcaption></figure>'
+        f'aria-label="{caption}"><path class="frame" d="M0,0V{_HIGH}H{_WIDE}"/>'
+        f'<polyline points="{line}"/></svg><figcaption>{caption}</figcaption></figure>'
     )
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, heads: bool = False) -> str:
-    """Return a table of texts; with `heads` the first of each row is its head."""
+    """Return a table of texts; with `heads` the first cell of each row is its heading."""
 
     def cells(tag: str, texts: Sequence[str]) -> str:
         return "".join(f"<{tag}>{_text(text)}</{tag}>" for text in texts)
@@ -241,10 +240,6 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, heads: bool
 
 def _text(text: str) -> str:
     return html.escape(text)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 _STYLE = """

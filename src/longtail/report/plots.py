@@ -1,8 +1,4 @@
-"""Figures, and the only door to matplotlib: an extra, imported when something is drawn.
-
-Parts of a figure are made by its own methods, so that who draws imports nothing else of it; a key
-of a legend is a bar or a line without data.
-"""
+"""Figures of matplotlib, which is an optional dependency, imported when a figure is made."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,18 +16,18 @@ _DOTS_PER_INCH = 120
 
 
 def blank(width: float, height: float) -> "Figure":
-    """Return an empty figure of so many inches, which finds room for all that is put into it.
+    """Return an empty figure of a width and height in inches, with automatic layout.
 
-    Raises ConfigError where matplotlib is not installed.
+    Raises ConfigError if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"the picture wants matplotlib: {pip_install('plots')}") from error
+        raise ConfigError(f"plots need matplotlib: {pip_install('plots')}") from error
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def write(figure: "Figure", path: Path) -> None:
-    """Write a PNG, its directory included."""
+    """Write a figure as PNG, and create its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DOTS_PER_INCH)

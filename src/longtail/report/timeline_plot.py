@@ -1,7 +1,7 @@
-"""Steps as a picture: a bar a worker along the time, coloured by what the worker does.
+"""Plot of training steps: one bar per worker over time, coloured by the worker's state.
 
-Steps that are to be compared lie below each other on one axis of time, each with its own begin at
-0. What is in a timeline is `cluster.timeline`'s business.
+Steps to compare are panels above each other that share a time axis; each step begins at 0.
+`cluster.timeline` describes the data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,29 +16,26 @@ if TYPE_CHECKING:
     from longtail.report.plots import Axes
 
 _LOOKS = {
-    State.GENERATING: ("#3b6ea8", "writes completions"),
+    State.GENERATING: ("#3b6ea8", "generates completions"),
     State.IDLE: ("#e4e7eb", "idle"),
-    State.SPOT: ("#f0a830", "trains the drafter while others write (spot)"),
+    State.SPOT: ("#f0a830", "trains the drafter (spot)"),
     State.LEARNING: ("#7a5195", "trains the policy"),
     State.STARTING: ("#b9d8c2", "starts"),
     State.DEAD: ("#d1495b", "lost"),
 }
 _BAR = 0.78
-"""Of a worker's row."""
+"""Height of a bar, as a share of its row."""
 _ROW, _LEAST, _MOST = 0.34, 1.3, 5.0
-"""Height of a worker and of a panel, in inches."""
+"""Height of a worker's row and of a panel (least, most), in inches."""
 _NUMBERED = 9
-"""Names of marks that get a number and a line in the legend: more would fill it."""
+"""Largest number of mark names that the legend lists."""
 _INK = "#1c2530"
 _END: dict[str, Any] = {"color": _INK, "linewidth": 1.2, "linestyle": ":"}
 _EVENT: dict[str, Any] = {"color": _INK, "marker": "v", "markersize": 5}
 
 
 def draw(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
-    """Draw steps, each with its label, into a PNG.
-
-    Raises ConfigError where matplotlib is not installed.
-    """
+    """Draw labelled steps into a PNG. Raises ConfigError if matplotlib is not installed."""
     heights = [min(max(_ROW * len(timeline.workers), _LEAST), _MOST) for _, timeline in timelines]
     figure = blank(11.0, 1.5 + sum(heights) + 0.55 * len(heights))
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
@@ -55,7 +52,7 @@ def draw(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
     panels[0].set_xlim(0, 1.02 * longest_s or 1.0)
     panels[-1].set_xlabel("seconds since the step began")
     figure.suptitle(
-        "What each worker does in a training step", fontsize=13, fontweight="bold", x=0.01,
+        "State of each worker in a training step", fontsize=13, fontweight="bold", x=0.01,
         ha="left",
     )  # fmt: skip
     found = {span.state for _, timeline in timelines for span in timeline.spans}
@@ -75,7 +72,7 @@ def draw(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
 
 
 def _title(label: str, timeline: Timeline, reference: tuple[str, Timeline]) -> str:
-    """Say how long the step took, beside the first one, and where its workers' time went."""
+    """Return a panel's title: seconds, speed relative to the first step, shares of states."""
     step_s = timeline.end_s - timeline.begin_s
     seconds = timeline.seconds().values()
     whole = sum(sum(each.values()) for each in seconds)
@@ -91,16 +88,16 @@ def _title(label: str, timeline: Timeline, reference: tuple[str, Timeline]) -> s
 def _bars(panel: "Axes", timeline: Timeline) -> None:
     for row, worker in enumerate(timeline.workers):
         for state, (color, _) in _LOOKS.items():
-            stretches = [
+            spans = [
                 (span.begin_s - timeline.begin_s, span.seconds)
                 for span in timeline.spans
                 if span.worker == worker and span.state is state
             ]
-            panel.broken_barh(stretches, (row - _BAR / 2, _BAR), facecolor=color, linewidth=0)
+            panel.broken_barh(spans, (row - _BAR / 2, _BAR), facecolor=color, linewidth=0)
 
 
 def _marks(panel: "Axes", timeline: Timeline, numbers: Mapping[str, int]) -> None:
-    """Draw a tick on the worker's bar, and beside the first of a name its number."""
+    """Draw marks as ticks on the worker's bar; the first mark of a name gets its number."""
     rows = {worker: row for row, worker in enumerate(timeline.workers)}
     named: set[str] = set()
     for mark in sorted(timeline.marks, key=lambda mark: mark.at_s):
@@ -117,7 +114,7 @@ def _marks(panel: "Axes", timeline: Timeline, numbers: Mapping[str, int]) -> Non
 
 
 def _frame(panel: "Axes", timeline: Timeline) -> None:
-    """Name the rows, worker 0 above, and draw the end of the step."""
+    """Label the rows, worker 0 on top, and draw the end of the step."""
     workers = timeline.workers
 
     def name(row: float, _: object) -> str:

@@ -60,7 +60,7 @@ _MAY_DIFFER = frozenset(
 CONFIG_FILE = "config.toml"
 _LOGS = (
     "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "drafter.jsonl", "trace.json",
-    "card.json", "cost.json", "rollout.png", "report.html",
+    "summary.json", "cost.json", "rollout.png", "report.html",
 )  # fmt: skip
 _FOLDERS = ("checkpoints", "drafter", "tensorboard")
 """What a run writes beside its configuration: files, and folders."""

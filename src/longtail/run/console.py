@@ -1,6 +1,6 @@
-"""What the user sees while a run goes on: a live line on a terminal, one line a step anywhere.
+"""Terminal output of a run: a live line, one line per step, and the summary.
 
-Progress goes to stderr, the card to stdout. Nothing here decides anything.
+Progress goes to stderr, the summary to stdout.
 """
 
 import sys
@@ -15,15 +15,15 @@ from rich.text import Text
 from longtail.cluster.records import Progress
 from longtail.engine.report import StepReport
 from longtail.engine.rollout_log import RolloutSeries
-from longtail.run.summary import Card
+from longtail.run.summary import RunSummary
 
 _REFRESH_S = 0.2
 _WIDE = 200
-"""Columns of the card where it goes to a file: paths stay whole."""
+"""Columns of the summary in a file, enough to keep paths on one line."""
 
 
 class Console:
-    """Writes progress; the live line is only drawn on a terminal."""
+    """Progress output; the live line is only drawn on a terminal."""
 
     def __init__(self) -> None:
         self._out = RichConsole(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
@@ -32,18 +32,18 @@ class Console:
         self._label, self._total = "", 0
         self._done, self._tokens, self._began = 0, 0, 0.0
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print one line of progress."""
         self._clear()
         print(text, file=sys.stderr, flush=True)
 
     def begin_rollout(self, label: str, num_requests: int) -> None:
-        """Announce a rollout; `rollout_progress` then keeps its live line."""
+        """Start a rollout's live line, which `rollout_progress` updates."""
         self._label, self._total = label, num_requests
         self._done, self._tokens, self._began = 0, 0, time.perf_counter()
 
     def rollout_step(self, report: StepReport) -> None:
-        """Count one engine step of a single engine, and redraw the live line."""
+        """Add one step of a single engine, and redraw the live line."""
         self._done += len(report.finished)
         self._tokens += len(report.emitted)
         self.rollout_progress(
@@ -75,32 +75,32 @@ class Console:
         metrics: Mapping[str, float],
         series: RolloutSeries | None = None,
     ) -> None:
-        """Print one step's line; `series` is of an engine that speculates."""
+        """Print one step's line; a speculating engine has `series`."""
 
         def value(name: str) -> float:
             return metrics.get(name, float("nan"))
 
         failures = int(metrics.get("reward/failures", 0))
         accepted = metrics.get("speculation/accept_length", 0.0)
-        self.say(
+        self.log(
             f"step {step:>{len(str(steps))}}/{steps}  reward {value('reward/mean'):.3f}  "
             f"length p50 {value('response_length/p50'):.0f} "
             f"max {value('response_length/max'):.0f}  "
             f"tail idle {value('rollout/tail_idle_share'):.0%}  "
-            f"{value('rollout/tokens_per_s'):,.0f} tok/s  "
+            f"{value('rollout/tokens_per_s'):,.0f} tokens/s  "
             f"rollout {value('timing_s/rollout'):.1f} s of {value('timing_s/step'):.1f} s"
             + (f"  accept {accepted:.2f}" if accepted else "")
             + (f"  {failures} ungraded" if failures else "")
             + ("" if series is None else _switches(series))
         )
 
-    def card(self, card: Card, run_dir: Path) -> None:
-        """Print the card on stdout."""
+    def summary(self, summary: RunSummary, run_dir: Path) -> None:
+        """Print the summary on stdout."""
         self._clear()
         table = Table(show_header=False, title="longtail", title_justify="left")
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for label, text in card.lines(run_dir):
+        for label, text in summary.lines(run_dir):
             table.add_row(label, Text(text))  # not markup: a path may hold brackets
         self._out.print(table)
 
@@ -110,7 +110,7 @@ class Console:
 
 
 def _switches(series: RolloutSeries) -> str:
-    """Say how a rollout ended up drafting or not: the last change of mind, and how many."""
+    """Return the last switch between drafting and plain decoding, and the number of switches."""
     last = series.last_switch
     if last is None:
         return ""

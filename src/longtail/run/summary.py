@@ -1,4 +1,4 @@
-"""The card at the end of a run: what it reached, what it cost, where the files are."""
+"""Summary of a finished run: rewards, costs and files."""
 
 import contextlib
 import json
@@ -6,9 +6,10 @@ import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_type_hints
 
 from longtail.errors import CheckpointError
 from longtail.run.checkpoint import Checkpoint
@@ -17,52 +18,53 @@ from longtail.system.files import read_json
 from longtail.system.machine import pip_install
 
 SECTIONS = ("rollout", "reward", "logprob", "update")
-"""Parts of a step that the card tells apart; the rest is `other`."""
+"""Parts of a step that the summary lists; the rest is `other`."""
+FILE = "summary.json"
 _MOST = 1e300
-"""Numbers beyond it are damage: sums of them would not be finite."""
-_MAY_LACK = ("reward_before", "reward_after")
+"""Largest number taken for valid: sums of larger ones are not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """A run in a dozen numbers; written as card.json.
+class RunSummary:
+    """Results and costs of a run; summary.json holds it.
 
-    Example: Card(reward_before=0.41, reward_after=0.72, seconds=251.0, rollout_share=0.71, ...)
+    Example: RunSummary(reward_before=0.41, reward_after=0.72, seconds=251.0, ...)
     """
 
     reward_before: float | None
-    """Mean reward on held-out problems under the initial policy; None without held-out ones."""
+    """Mean reward on held-out problems under the initial policy; None without such problems."""
     reward_after: float | None
+    """Mean reward on held-out problems under the final policy; None without such problems."""
     seconds: float
-    """Wall time of the whole run, start-up, evaluations and earlier sittings included."""
+    """Wall time of the whole run, with start-up, evaluations and the time before a resume."""
     warm_start_s: float
-    """Of them, making the embedded model and its drafter; 0 when they were cached."""
+    """Seconds of it that training the embedded model and its drafter took; 0 if cached."""
     steps: int
     tokens_per_s: float
-    """Generated tokens over rollout seconds."""
+    """Generated tokens per second of rollout."""
     rollout_share: float
+    """Share of the steps' time, as for the next four."""
     reward_share: float
     logprob_share: float
     update_share: float
     other_share: float
     tail_idle_share: float
-    """Share of the generating worker's places that stood empty while the longest went on."""
+    """Share of the batch slots that were empty while the longest completions finished."""
     length_p50: float
     """Median over steps of the step's median completion length, tokens."""
     length_max: float
     max_over_median: float
     """Median over steps of longest / median completion."""
     accept_length: float | None = None
-    """Median over steps of tokens emitted a verify step; None where nothing was drafted."""
+    """Median over steps of the tokens emitted per verify step; None if nothing was drafted."""
     emitted_share: float | None = None
-    """Median over steps of the share of tokens that came of verify steps."""
+    """Median over steps of the share of tokens from verify steps; None if nothing was drafted."""
     num_switches: int | None = None
-    """Changes between drafting and plain decoding, of all steps; None without speculation."""
+    """Number of switches between drafting and plain decoding; None without speculation."""
     tuner_share: float | None = None
-    """Share of the rollouts' time that deciding took."""
+    """Share of the rollouts' time that the tuner took; None without speculation."""
     idle_utilization: float | None = None
-    """Median over steps of the idle workers' time in which they trained the drafter; None where
-    nobody did."""
+    """Median over steps of the share of idle time spent on drafter training; None without it."""
 
     def write(self, path: Path) -> None:
         """Write as JSON. Raises CheckpointError when the disk refuses."""
@@ -72,12 +74,12 @@ class Card:
             temporary.replace(path)
         except OSError as error:
             raise CheckpointError(
-                f"{path}: {error.strerror}; free some space, then start again: only the card is "
-                "missing"
+                f"{path}: {error.strerror}; free some space, then start again: only the summary "
+                "is missing"
             ) from error
 
     def lines(self, run_dir: Path) -> list[tuple[str, str]]:
-        """Return what the terminal shows: labels and values."""
+        """Return labels and values for the terminal."""
         before, after = _number(self.reward_before), _number(self.reward_after)
         parts = (*SECTIONS, "other")
         shares = (
@@ -90,82 +92,81 @@ class Card:
         breakdown = ", ".join(f"{n} {s:.0%}" for n, s in zip(parts, shares, strict=True))
         cost = f"{self.seconds:.0f} s"
         if self.warm_start_s:
-            cost += f" (of them {self.warm_start_s:.0f} s to warm-start the tiny reasoner, once)"
+            cost += f" ({self.warm_start_s:.0f} s of it to train the tiny reasoner, once)"
         return [
             ("held-out reward", f"{before} before, {after} after {self.steps} steps"),
             ("time", cost),
             ("rollout speed", f"{self.tokens_per_s:,.0f} tokens/s"),
-            ("a step's time", breakdown),
-            ("lost to the tail", f"{self.tail_idle_share:.0%} of the rollout's places stood empty"),
+            ("time of a step", breakdown),
+            ("lost to the tail", f"{self.tail_idle_share:.0%} of the rollout's slots were empty"),
             (
                 "lengths",
                 f"median {self.length_p50:.0f} tokens, longest {self.length_max:.0f}; "
-                f"in a step the longest is {self.max_over_median:.0f}x the median",
+                f"the longest of a step is {self.max_over_median:.0f}x its median",
             ),
             *self._speculation_lines(),
             ("policy", f"{run_dir / 'checkpoints' / f'step_{self.steps:06d}' / 'policy'}"),
             ("metrics", str(run_dir / "metrics.jsonl")),
             ("rollouts", str(run_dir / "rollouts.jsonl")),
-            ("card", str(run_dir / "card.json")),
+            ("summary", str(run_dir / FILE)),
             *_report_lines(run_dir),
         ]
 
     def _speculation_lines(self) -> list[tuple[str, str]]:
-        said = []
+        parts = []
         if self.accept_length is not None and self.emitted_share is not None:
-            said.append(
-                f"{self.accept_length:.2f} tokens a verify step, which wrote "
+            parts.append(
+                f"{self.accept_length:.2f} tokens per verify step; verify steps produced "
                 f"{self.emitted_share:.0%} of all tokens"
             )
         if self.num_switches is not None and self.tuner_share is not None:
             plural = "" if self.num_switches == 1 else "es"
-            said.append(
+            parts.append(
                 f"{self.num_switches} switch{plural}, tuner {self.tuner_share:.1%} of the time"
             )
-        lines = [("speculation", "; ".join(said))] if said else []
+        lines = [("speculation", "; ".join(parts))] if parts else []
         if self.idle_utilization is not None:
-            text = f"trained the drafter in {self.idle_utilization:.0%} of their time"
+            text = f"trained the drafter for {self.idle_utilization:.0%} of their idle time"
             lines.append(("idle workers", text))
         return lines
 
 
-def finished_card(run_dir: Path, checkpoint: Checkpoint | None, steps: int) -> Card | None:
-    """Return the card of a run whose checkpoint is its last one; None while there is more to do."""
+def finished_summary(run_dir: Path, checkpoint: Checkpoint | None, steps: int) -> RunSummary | None:
+    """Return the summary of a run that has completed all `steps`, else None."""
     if checkpoint is None or checkpoint.step < steps:
         return None
     try:
-        card = read_card(run_dir / "card.json")
-    except (OSError, ValueError):  # none, or not one of ours: it is made again
+        summary = read_summary(run_dir / FILE)
+    except (OSError, ValueError):  # missing or damaged: it is written again
         return None
-    return card if card.steps == checkpoint.step else None
+    return summary if summary.steps == checkpoint.step else None
 
 
-def read_card(path: Path) -> Card:
-    """Read what `Card.write` wrote; OSError if it cannot be read, ValueError if it is no card."""
+def read_summary(path: Path) -> RunSummary:
+    """Read a summary. Raises OSError if it cannot be read, ValueError if it is no summary."""
     written = read_json(path)
-    known = {each.name: each.default is None or each.name in _MAY_LACK for each in fields(Card)}
-    required = {each.name for each in fields(Card) if each.default is MISSING}
-    if not isinstance(written, dict) or not required <= written.keys() <= known.keys():
-        raise ValueError("it is no card")
-    for name, may_lack in known.items():
-        if not (is_number(written.get(name)) or (may_lack and written.get(name) is None)):
+    kinds = get_type_hints(RunSummary)
+    if not isinstance(written, dict) or written.keys() != kinds.keys():
+        raise ValueError("not a summary")
+    for name, value in written.items():
+        if not (is_number(value) or (value is None and kinds[name] not in (int, float))):
             raise ValueError(f"{name} is no number")
-    return Card(**written)
+    return RunSummary(**written)
 
 
 def read_metrics(path: Path) -> list[dict[str, Number | None]]:
-    """Read metrics.jsonl: one row a step, those of earlier sittings included.
+    """Read metrics.jsonl, one row per step.
 
-    Leaves out lines that are torn or damaged, and values that are neither number nor null. Raises
-    CheckpointError where the file cannot be read.
+    Torn and damaged lines, and values that are neither number nor null, are left out. Raises
+    CheckpointError if the file cannot be read.
     """
     rows: list[dict[str, Number | None]] = []
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise CheckpointError(
-            f"{path}: {error.strerror}; put it back from a copy, then start again: only the card "
-            "is missing"
+            f"{path}: {error.strerror}; restore it from a copy, then start again: only the "
+            "summary is missing"
         ) from error
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
@@ -176,22 +177,25 @@ def read_metrics(path: Path) -> list[dict[str, Number | None]]:
 
 
 def is_number(value: object) -> bool:
-    """Tell whether what JSON held can be computed with."""
+    """Return whether a JSON value is a finite number."""
     return isinstance(value, int | float) and -_MOST < value < _MOST
 
 
-def make_card(
+def summarize_run(
     rows: Sequence[Mapping[str, Number | None]],
     *,
     steps: int,
     reward_after: float | None,
     seconds: float,
     warm_start_s: float,
-) -> Card:
-    """Sum up the rows of metrics.jsonl; the first one knows the reward before."""
+) -> RunSummary:
+    """Return the summary of the rows of metrics.jsonl, the first of which has `reward_before`."""
 
     def values(name: str) -> list[float]:
         return [row.get(name) or 0.0 for row in rows]
+
+    def known(name: str) -> list[float]:
+        return [value for row in rows if (value := row.get(name)) is not None]
 
     def total(name: str) -> float:
         return math.fsum(values(name))
@@ -199,23 +203,19 @@ def make_card(
     def median(name: str) -> float:
         return statistics.median(values(name) or [0.0])
 
-    def values_where(name: str) -> list[float]:
-        return [value for row in rows if (value := row.get(name)) is not None]
-
-    def median_where(name: str) -> float | None:
-        found = values_where(name)
-        return statistics.median(found) if found else None
+    def known_median(name: str) -> float | None:
+        return statistics.median(known(name)) if known(name) else None
 
     whole, rollout = total("timing_s/step"), total("timing_s/rollout")
     shares = {name: total(f"timing_s/{name}") / whole if whole else 0.0 for name in SECTIONS}
     seconds_each = values("timing_s/rollout")
 
-    def of_rollouts(name: str) -> float:
+    def rollout_mean(name: str) -> float:
         parts = zip(values(name), seconds_each, strict=True)
         return sum(share * s for share, s in parts) / rollout if rollout else 0.0
 
-    switches = values_where("speculation/switches")
-    return Card(
+    switches = known("speculation/switches")
+    return RunSummary(
         reward_before=rows[0].get("eval/reward_mean") if rows else None,
         reward_after=reward_after,
         seconds=seconds,
@@ -226,22 +226,22 @@ def make_card(
         reward_share=shares["reward"],
         logprob_share=shares["logprob"],
         update_share=shares["update"],
-        # Workers learn at the same time, so the parts of learning may add up to more than it took.
+        # Workers learn in parallel, so their seconds may exceed the wall time.
         other_share=max(1.0 - sum(shares.values()), 0.0) if whole else 0.0,
-        tail_idle_share=of_rollouts("rollout/tail_idle_share"),
+        tail_idle_share=rollout_mean("rollout/tail_idle_share"),
         length_p50=median("response_length/p50"),
         length_max=max(values("response_length/max"), default=0.0),
         max_over_median=median("response_length/max_over_median"),
-        accept_length=median_where("speculation/accept_length"),
-        emitted_share=median_where("speculation/emitted_share"),
+        accept_length=known_median("speculation/accept_length"),
+        emitted_share=known_median("speculation/emitted_share"),
         num_switches=int(sum(switches)) if switches else None,
-        tuner_share=of_rollouts("speculation/tuner_share") if switches else None,
+        tuner_share=rollout_mean("speculation/tuner_share") if switches else None,
         idle_utilization=median("cluster/idle_utilization") if total("cluster/spot_s") else None,
     )
 
 
 def _report_lines(run_dir: Path) -> list[tuple[str, str]]:
-    """Say where the report is, or how to get one of a run that speculated."""
+    """Return the report's path, or the command that writes the report of a speculating run."""
     if (run_dir / "report.html").exists():
         return [("report", str(run_dir / "report.html"))]
     if not (run_dir / "speculation.jsonl").exists():
@@ -249,7 +249,7 @@ def _report_lines(run_dir: Path) -> list[tuple[str, str]]:
     command = shlex.join(["longtail", "report", str(run_dir)])
     if find_spec("matplotlib") is None:
         command = f"{pip_install('plots')} && {command}"
-    return [("report", f"to get one: {command}")]
+    return [("report", f"not written; run: {command}")]
 
 
 def _number(value: float | None) -> str:

@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP: the protocol, the engine behind it, and who may ask."""
+"""OpenAI-compatible HTTP server for one model."""

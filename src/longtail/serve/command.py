@@ -1,15 +1,15 @@
-"""`longtail serve`: a model behind OpenAI's protocol, drafting as far as it pays."""
+"""The command `longtail serve`: imports the server only if its packages are installed."""
 
 import argparse
 
 from longtail.errors import ConfigError
-from longtail.serve.options import read_setting
+from longtail.serve.options import read_options
 from longtail.system import machine
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve as the command line says; see `setting` for the options."""
-    setting = read_setting(args)
+    """Serve with the options of the command line until a signal arrives."""
+    options = read_options(args)
     try:
         from longtail.serve import server
     except ImportError as error:
@@ -17,4 +17,4 @@ def run(args: argparse.Namespace) -> int:
             f"longtail serve needs FastAPI, uvicorn and prometheus_client ({error}): "
             f"{machine.pip_install('serve')}"
         ) from error
-    return server.run(setting)
+    return server.run(options)

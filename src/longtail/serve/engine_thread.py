@@ -1,6 +1,6 @@
-"""One engine in one thread, which alone touches it, until it is told to stop or the engine fails.
+"""The thread that owns one engine: it runs until it is stopped or the engine fails.
 
-Calls come in through a queue; what they lead to goes to a `Listener` in the event loop.
+Commands arrive through a queue; results go to an `EngineListener` in the event loop.
 """
 
 import abc
@@ -19,135 +19,139 @@ from longtail.engine.kv.cache import KVUsage
 from longtail.engine.report import Emitted
 from longtail.errors import CompletionError, LongtailError
 from longtail.serve.metrics import ServeMetrics
-from longtail.serve.stream import Chunk
-from longtail.serve.ticket import Ticket
+from longtail.serve.stream import Chunk, RequestState
 from longtail.types import Completion, Request, SamplingParams
 
 _log = logging.getLogger("longtail")
 _PROBE = "health"
-_NOTHING = KVUsage(free=0, owned=0, total=0)
+_NO_USAGE = KVUsage(free=0, owned=0, total=0)
 
 
-class Listener(abc.ABC):
-    """Told in the event loop, in order, what happens in the thread."""
-
-    @abc.abstractmethod
-    def on_chunks(self, chunks: Sequence[tuple[Ticket, Chunk]]) -> None:
-        """Take what a step wrote; nothing, where it wrote for a probe alone."""
+class EngineListener(abc.ABC):
+    """Receives the events of an engine thread in the event loop, in order."""
 
     @abc.abstractmethod
-    def on_failed(self, ticket: Ticket, error: LongtailError) -> None:
-        """Take note that this one completion cannot be written; the engine goes on."""
+    def on_chunks(self, chunks: Sequence[tuple[RequestState, Chunk]]) -> None:
+        """Take the chunks of a step; there are none if it generated tokens for a probe alone."""
 
     @abc.abstractmethod
-    def on_ended(self, running: frozenset[str] | None) -> None:
-        """Take note that the engine failed while it wrote these, and that the thread ends.
+    def on_request_failed(self, state: RequestState, error: LongtailError) -> None:
+        """Handle the failure of one completion; the engine continues."""
 
-        None: it could not be made.
+    @abc.abstractmethod
+    def on_engine_failed(self, running: frozenset[str] | None) -> None:
+        """Handle the failure of the engine, which also ends the thread.
+
+        `running`: ids of the requests that were running; None if the engine could not be made.
         """
 
 
 @final
 class EngineThread:
-    """Lifecycle: (open ->) start -> begin, withdraw, probe, ... -> stop -> join."""
+    """Lifecycle: (open ->) start -> submit, abort, probe, ... -> stop -> join."""
 
     def __init__(
         self,
         make_engine: Callable[[], RolloutEngine],
-        listener: Listener,
+        listener: EngineListener,
         metrics: ServeMetrics,
-        before: "EngineThread | None" = None,
+        predecessor: "EngineThread | None" = None,
     ) -> None:
         self._make_engine, self._listener, self._metrics = make_engine, listener, metrics
-        self._before = before
-        """Holds memory that the new engine may need, until it has ended."""
+        self._predecessor = predecessor
+        """Thread to wait for before the engine is made: until it ends it holds memory."""
         self._engine: RolloutEngine | None = None
-        self._inbox: queue.SimpleQueue[Callable[[RolloutEngine], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[RolloutEngine], None] | None]
+        self._commands = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="longtail-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tickets: dict[str, Ticket] = {}
-        self.usage = _NOTHING
-        """KV as of the last step; the engine's own may change while it is read."""
-        self.progress = time.monotonic()
-        """When the engine last finished a step, or had nothing to do."""
+        self._states: dict[str, RequestState] = {}
+        self.usage = _NO_USAGE
+        """KV usage after the last step. The engine's own may change while it is read."""
+        self.progress_at = time.monotonic()
+        """Time when the engine last finished a step or was idle."""
 
     def open(self) -> RolloutEngine:
-        """Make the engine, unless it is made."""
+        """Return the engine, made on the first call."""
         if self._engine is None:
             self._engine = self._make_engine()
             self.usage = self._engine.kv_usage()
-            self.progress = time.monotonic()
+            self.progress_at = time.monotonic()
         return self._engine
 
     def start(self) -> None:
-        """Begin to work for the running event loop."""
+        """Start the thread; its listener is called in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def begin(self, tickets: Sequence[Ticket]) -> None:
-        """Have completions of one call written; those of equal prompts share its KV."""
-        self._inbox.put(partial(self._begin, tickets))
+    def submit(self, states: Sequence[RequestState]) -> None:
+        """Submit requests; those of one group share their prompt's KV."""
+        self._commands.put(partial(self._submit, states))
 
-    def withdraw(self, names: Sequence[str]) -> None:
-        """Give completions up."""
-        self._inbox.put(partial(self._withdraw, names))
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests; unknown and finished ones are ignored."""
+        self._commands.put(partial(self._abort, request_ids))
 
     def probe(self) -> None:
-        """Have a token written, if nothing is in progress that writes one anyway."""
-        self._inbox.put(self._probe)
+        """Generate one token for a made-up request, unless the engine has unfinished requests."""
+        self._commands.put(self._probe)
 
     def stop(self) -> None:
-        """End after the present step; what is in progress is given up."""
-        self._inbox.put(None)
+        """End after the present step; unfinished requests are aborted."""
+        self._commands.put(None)
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait for the end, which a hanging engine puts off."""
+        """Wait for the end of the thread. A hanging engine delays it."""
         self._thread.join(seconds)
 
-    # From here on: the thread's.
+    # The methods below run in the thread.
 
     def _main(self) -> None:
-        if self._before is not None:
-            self._before.join()
-            self._before = None
+        if self._predecessor is not None:
+            self._predecessor.join()
+            self._predecessor = None
         engine = None
         try:
             engine = self.open()
-            while self._turn(engine):
+            while self._run_once(engine):
                 pass
         except BaseException:
             self._engine = None
-            running = None if engine is None else engine.running()
-            self._tell(self._listener.on_ended, running)
+            self._notify(
+                self._listener.on_engine_failed, None if engine is None else engine.running()
+            )
             raise
-        self._withdraw([name for name, _, _ in engine.unfinished()], engine)
+        self._abort([request_id for request_id, _, _ in engine.unfinished()], engine)
         self.usage = engine.kv_usage()
 
-    def _turn(self, engine: RolloutEngine) -> bool:
-        """Do what was asked for, then one step; False when told to stop."""
+    def _run_once(self, engine: RolloutEngine) -> bool:
+        """Run all commands, waiting for one if the engine is idle, then one step.
+
+        Returns False when told to stop.
+        """
         wait = engine.num_unfinished == 0
-        while wait or not self._inbox.empty():
-            todo = self._inbox.get()
-            if todo is None:
+        while wait or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
                 return False
-            self.progress = time.monotonic()
-            todo(engine)
+            self.progress_at = time.monotonic()
+            command(engine)
             wait = False
         self.usage = engine.kv_usage()
         if engine.num_unfinished:
             self._step(engine)
-            self.progress = time.monotonic()
+            self.progress_at = time.monotonic()
         return True
 
-    def _begin(self, tickets: Sequence[Ticket], engine: RolloutEngine) -> None:
-        for ticket in tickets:
+    def _submit(self, states: Sequence[RequestState], engine: RolloutEngine) -> None:
+        for state in states:
             try:
-                engine.submit(ticket.request)
-            except Exception as error:  # of this request, which nobody should have taken on
-                self._fail(engine, ticket, error)
+                engine.submit(state.request)
+            except Exception as error:  # a failed request must not end the engine
+                self._fail(engine, state, error)
                 continue
-            ticket.begin_again()
-            self._tickets[ticket.name] = ticket
+            state.restart()
+            self._states[state.request_id] = state
 
     def _probe(self, engine: RolloutEngine) -> None:
         if not engine.num_unfinished:
@@ -156,74 +160,78 @@ class EngineThread:
                 Request(request_id=_PROBE, prompt_tokens=(0,), noise_key=0, sampling=sampling)
             )
 
-    def _withdraw(self, names: Sequence[str], engine: RolloutEngine) -> None:
-        for name in names:
-            self._tickets.pop(name, None)
-            if engine.is_unfinished(name):  # else it ended while its caller was leaving
-                self._metrics.aborted()
+    def _abort(self, request_ids: Sequence[str], engine: RolloutEngine) -> None:
+        for request_id in request_ids:
+            self._states.pop(request_id, None)
+            if engine.is_unfinished(request_id):
+                self._metrics.aborted.inc()
                 try:
-                    engine.abort(name)
-                except Exception as error:  # of its text, which nobody reads; it is out
-                    _log.error("a completion failed as it was given up", exc_info=error)
+                    engine.abort(request_id)
+                except Exception as error:  # raised while decoding its text; it is aborted
+                    _log.error("a completion failed while it was aborted", exc_info=error)
 
     def _step(self, engine: RolloutEngine) -> None:
         report = engine.step()
-        self.usage = engine.kv_usage()  # before anybody hears that a completion ended
-        self._metrics.stepped(report)
-        now = time.monotonic()
+        self.usage = engine.kv_usage()  # before a caller learns that its completion ended
+        self._metrics.count_step(report)
         for verified in report.verified:
-            if verified.request_id in self._tickets:
-                self._tickets[verified.request_id].verified(verified)
+            if verified.request_id in self._states:
+                self._states[verified.request_id].count(verified)
         emitted: dict[str, list[Emitted]] = {}
         for each in report.emitted:
-            if each.request_id in self._tickets:
+            if each.request_id in self._states:
                 emitted.setdefault(each.request_id, []).append(each)
-        ended = {completion.request_id: completion for completion in report.finished}
-        chunks: list[tuple[Ticket, Chunk]] = []
+        finished = {completion.request_id: completion for completion in report.finished}
+        chunks: list[tuple[RequestState, Chunk]] = []
         try:
-            for name, news in emitted.items():
-                self._hand_out(engine, chunks, self._tickets[name], news, ended.get(name), now)
+            for request_id, tokens in emitted.items():
+                state = self._states[request_id]
+                chunk = self._chunk(engine, state, tokens, finished.get(request_id))
+                if chunk is not None:
+                    chunks.append((state, chunk))
         finally:
             if report.emitted:
-                self._tell(self._listener.on_chunks, chunks)
+                self._notify(self._listener.on_chunks, chunks)
         for failure in report.failed:
-            if failure.request_id in self._tickets:
-                self._fail(engine, self._tickets[failure.request_id], failure.error)
+            if failure.request_id in self._states:
+                self._fail(engine, self._states[failure.request_id], failure.error)
 
-    def _hand_out(
+    def _chunk(
         self,
         engine: RolloutEngine,
-        chunks: list[tuple[Ticket, Chunk]],
-        ticket: Ticket,
+        state: RequestState,
         emitted: Sequence[Emitted],
         completion: Completion | None,
-        now: float,
-    ) -> None:
-        if not ticket.first:
-            ticket.first = now
-            self._metrics.began(now - ticket.came)
+    ) -> Chunk | None:
+        """Return the chunk to send, if any; update the metrics."""
+        now = time.monotonic()
+        if state.first_token_at is None:
+            state.first_token_at = now
+            self._metrics.first_token.observe(now - state.submitted_at)
         try:
-            chunk = ticket.chunk(emitted, completion)
-        except Exception as error:  # of this completion: its text
-            self._fail(engine, ticket, error)
-            return
-        if chunk is not None:
-            chunks.append((ticket, chunk))
+            chunk = state.chunk(emitted, completion)
+        except Exception as error:  # raised while decoding its text
+            self._fail(engine, state, error)
+            return None
         if completion is not None:
-            del self._tickets[ticket.name]
-            reason = completion.finish_reason.value
-            seconds, after_first_s = now - ticket.came, now - ticket.first
-            self._metrics.finished(reason, seconds, after_first_s, len(completion.tokens))
+            del self._states[state.request_id]
+            self._metrics.count_finished(
+                completion.finish_reason.value,
+                now - state.submitted_at,
+                now - state.first_token_at,
+                len(completion.tokens),
+            )
+        return chunk
 
-    def _fail(self, engine: RolloutEngine, ticket: Ticket, error: Exception) -> None:
-        """End one completion with what it raised."""
-        self._withdraw([ticket.name], engine)
+    def _fail(self, engine: RolloutEngine, state: RequestState, error: Exception) -> None:
+        """End one completion with its error."""
+        self._abort([state.request_id], engine)
         if not isinstance(error, LongtailError):
             _log.error("a completion failed", exc_info=error)
             error = CompletionError("this completion failed; see the server's log")
-        self._tell(self._listener.on_failed, ticket, error)
+        self._notify(self._listener.on_request_failed, state, error)
 
-    def _tell(self, listener: Callable[..., None], *news: Any) -> None:
-        assert self._loop is not None, "the thread begins after the loop is known"
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(listener, *news)
+    def _notify(self, callback: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None, "the loop is set before the thread starts"
+        with suppress(RuntimeError):  # the loop is closed, so all callers have gone
+            self._loop.call_soon_threadsafe(callback, *arguments)

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: the key, the host, the size of its body."""
+"""Checks that every request passes before its route: API key, host, type and size of the body."""
 
 import asyncio
 import hmac
@@ -19,12 +19,12 @@ ROUTES = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/
 
 
 @final
-class Gate:
-    """ASGI around an application.
+class AccessMiddleware:
+    """ASGI middleware that refuses requests and counts responses.
 
-    With a key, every route needs it. Without one the port is on loopback, and a page in a browser
-    must not get there either: it could not name the host (DNS rebinding), nor send JSON without
-    asking first (CORS), which nobody answers.
+    With an API key, every route needs it. Without one the server listens on loopback only, and web
+    pages must not reach it either: they cannot send another Host header (DNS rebinding), nor JSON
+    without a CORS preflight request, which is never answered.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class Gate:
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it through, or answer."""
+        """Pass a request on, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         counted = self._counted(scope["path"], send)
         try:
             self._check(scope)
-        except APIError as refusal:
-            answer = JSONResponse(refusal.envelope(), refusal.status, refusal.headers)
+        except APIError as error:
+            answer = JSONResponse(error.body(), error.status, error.headers)
             await answer(scope, receive, counted)
             return
         await self._app(scope, self._bounded(receive), counted)
@@ -52,14 +52,14 @@ class Gate:
         if self._key is not None:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             is_key = hmac.compare_digest(given.strip(" ").encode("latin-1"), self._key)
-            if scheme.lower() != "bearer" or not is_key:  # a scheme is of any case, RFC 9110 11.1
+            if scheme.lower() != "bearer" or not is_key:  # case-insensitive, RFC 9110 11.1
                 raise APIError(
                     401,
                     "give the server's API key: Authorization: Bearer KEY",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        elif "host" in headers and not _is_here(headers["host"]):
+        elif "host" in headers and not _is_loopback_host(headers["host"]):
             raise APIError(
                 403, "without an API key this server answers to localhost and 127.0.0.1 only"
             )
@@ -68,26 +68,27 @@ class Gate:
             if kind != "application/json":
                 raise APIError(415, "give a body of Content-Type: application/json")
             length = headers.get("content-length", "0")
-            if length.isdecimal() and int(length[:20]) > self._limits.max_body:  # however long
+            # Longer numbers are cut: int() refuses more than 4300 digits.
+            if length.isdecimal() and int(length[:20]) > self._limits.max_body:
                 raise self._too_large()
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Read no more of a body than may come, and no longer than it may take."""
-        came, deadline, whole = 0, time.monotonic() + self._limits.body_s, False
+        """Limit the size of the body and the seconds until it has arrived."""
+        num_bytes, deadline, is_whole = 0, time.monotonic() + self._limits.body_s, False
 
         async def read() -> Message:
-            nonlocal came, whole
-            if whole:
+            nonlocal num_bytes, is_whole
+            if is_whole:
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except TimeoutError:
-                raise HTTPException(408, "the body did not come in time") from None
-            came += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if came > self._limits.max_body:
-                refusal = self._too_large()
-                raise HTTPException(refusal.status, refusal.message)
+                raise HTTPException(408, "the body did not arrive in time") from None
+            num_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if num_bytes > self._limits.max_body:
+                error = self._too_large()
+                raise HTTPException(error.status, error.message)
             return message
 
         return read
@@ -100,13 +101,13 @@ class Gate:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.answered(route, message["status"])
+                self._metrics.count_response(route, message["status"])
             await send(message)
 
         return counted
 
 
-def _is_here(host: str) -> bool:
+def _is_loopback_host(host: str) -> bool:
     try:
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:

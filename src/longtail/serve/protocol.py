@@ -1,7 +1,7 @@
-"""The protocol: what OpenAI's clients send, checked, and the envelope in which they read errors.
+"""OpenAI's protocol: the request bodies, checked, and the error body.
 
-A field that would change the text and is not served is refused by its name; fields that change
-nothing are ignored; unknown ones are refused, since a mistyped option would be obeyed by silence.
+A field that would change the text and is not supported is refused by its name. Fields that change
+nothing are ignored. Unknown fields are refused, since a mistyped option would be silently ignored.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from longtail.system.strict_json import parse_json
 from longtail.types import MIN_TEMPERATURE
 
 _MAX_STOPS, _MAX_STOP_LEN = 16, 256
-_SHOWN = 60
+_MAX_SHOWN = 60
 
 
 @final
 class APIError(Exception):
-    """An answer that is an error, in OpenAI's envelope; raised anywhere, told by `app`."""
+    """An error response. Any code may raise it; `app` answers with its status and body."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class APIError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers or {}
 
-    def envelope(self) -> dict[str, Any]:
-        """Return the body."""
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's error body."""
         return {
             "error": {
                 "message": self.message,
@@ -52,36 +52,36 @@ def _error_type(status: int) -> str:
     return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def _refuse(message: str) -> PydanticCustomError:
+def _value_error(message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message})
 
 
 def _stops(value: Any) -> Any:
-    """Read one stop string or several."""
+    """Convert one stop string to a list."""
     listed = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or len(listed) > _MAX_STOPS:
-        raise _refuse(f"give a string, or at most {_MAX_STOPS} of them")
+        raise _value_error(f"give a string, or at most {_MAX_STOPS} of them")
     if not all(isinstance(stop, str) and 0 < len(stop) <= _MAX_STOP_LEN for stop in listed):
-        raise _refuse(f"each must be a string of 1 to {_MAX_STOP_LEN} characters")
+        raise _value_error(f"each must be a string of 1 to {_MAX_STOP_LEN} characters")
     return listed
 
 
 def _prompts(value: Any) -> Any:
-    """Read a text, tokens, or several of either, as several."""
+    """Convert a text, a list of token ids, or a list of either, to a list of prompts."""
     many = value if isinstance(value, list) else [value]
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         many = [value]
     for prompt in many:
         is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
         if not prompt or not (isinstance(prompt, str) or is_tokens):
-            raise _refuse("give a text or token ids, or several of them, none of them empty")
+            raise _value_error("give a text or token ids, or several of them, none of them empty")
     if not many:
-        raise _refuse("it is empty")
+        raise _value_error("it is empty")
     return many
 
 
 def _content(value: Any) -> Any:
-    """Join the parts of a message; text is all that is read."""
+    """Join the parts of a message; only text parts are supported."""
     if isinstance(value, list):
         texts: list[Any] = [
             part.get("text")
@@ -89,10 +89,12 @@ def _content(value: Any) -> Any:
             if isinstance(part, dict) and part.get("type") == "text"
         ]
         if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
-            raise _refuse('parts must be {"type": "text", "text": ...}: this model reads text')
+            raise _value_error(
+                'parts must be {"type": "text", "text": ...}: only text is supported'
+            )
         value = "".join(texts)
     if not isinstance(value, str):
-        raise _refuse("give a string, or a list of text parts")
+        raise _value_error("give a string, or a list of text parts")
     return value
 
 
@@ -108,7 +110,7 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content)]
     name: str | None = None
-    # An answer's message may be sent back as it came, with all that it did not have.
+    # A client may send back the message of a response, whose other fields are null.
     refusal: None = None
     annotations: None = None
     audio: None = None
@@ -118,7 +120,7 @@ class Message(BaseModel):
 
 @final
 class StreamOptions(BaseModel):
-    """What a stream carries beside the text.
+    """What a stream includes beside the text.
 
     Example: StreamOptions(include_usage=True)
     """
@@ -129,8 +131,8 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class _Asked(BaseModel):
-    """What both endpoints read alike; never made itself."""
+class _CommonFields(BaseModel):
+    """Fields that both endpoints have."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -146,12 +148,12 @@ class _Asked(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # Served only as if they were not there.
+    # Only values without an effect are accepted.
     presence_penalty: Any = None
     frequency_penalty: Any = None
     logit_bias: Any = None
 
-    # Whatever they are, the text is the same.
+    # Ignored: they do not change the text.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -161,27 +163,27 @@ class _Asked(BaseModel):
     prompt_cache_retention: Any = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> "_Asked":
+    def _consistent(self) -> "_CommonFields":
         if self.temperature is not None and 0 < self.temperature < MIN_TEMPERATURE:
-            raise _named("temperature", f"it must be 0, or at least {MIN_TEMPERATURE}")
+            raise _field_error("temperature", f"it must be 0, or at least {MIN_TEMPERATURE}")
         if self.stream_options is not None and not self.stream:
-            raise _named("stream_options", "it is for streams; set stream to true")
-        _only(self, "presence_penalty", 0)
-        _only(self, "frequency_penalty", 0)
-        _only(self, "logit_bias", {})
-        return self
+            raise _field_error("stream_options", "it needs stream = true")
+        return _only(self, presence_penalty=0, frequency_penalty=0, logit_bias={})
 
     @property
     def includes_usage(self) -> bool:
-        """Tell whether a stream ends with its usage."""
+        """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
+Fields = TypeVar("Fields", bound=_CommonFields)
+
+
 @final
-class CompletionCall(_Asked):
+class CompletionRequest(_CommonFields):
     """The body of /v1/completions.
 
-    Example: CompletionCall(model="tiny-reasoner", prompt=["3 + 4 ="], max_tokens=8, seed=1)
+    Example: CompletionRequest(model="tiny-reasoner", prompt=["3 + 4 ="], max_tokens=8, seed=1)
     """
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
@@ -191,20 +193,18 @@ class CompletionCall(_Asked):
     best_of: Any = None
 
     @model_validator(mode="after")
-    def _served(self) -> "CompletionCall":
+    def _served(self) -> "CompletionRequest":
         if self.logprobs:
-            raise _named("logprobs", _CHOSEN_ONLY.format("0"))
-        _only(self, "echo", False)
-        _only(self, "suffix", "")
-        _only(self, "best_of", self.n or 1)
-        return self
+            raise _field_error("logprobs", _SAMPLED_ONLY)
+        return _only(self, echo=False, suffix="", best_of=self.n or 1)
 
 
 @final
-class ChatCall(_Asked):
+class ChatCompletionRequest(_CommonFields):
     """The body of /v1/chat/completions.
 
-    Example: ChatCall(model="tiny-reasoner", messages=[Message(role="user", content="3 + 4?")])
+    Example: ChatCompletionRequest(model="tiny-reasoner",
+                                   messages=[Message(role="user", content="3 + 4?")])
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -225,53 +225,59 @@ class ChatCall(_Asked):
     parallel_tool_calls: Any = None
 
     @model_validator(mode="after")
-    def _served(self) -> "ChatCall":
+    def _served(self) -> "ChatCompletionRequest":
         if self.top_logprobs:
-            raise _named("top_logprobs", _CHOSEN_ONLY.format("0"))
+            raise _field_error("top_logprobs", _SAMPLED_ONLY)
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise _named("max_tokens", "max_completion_tokens is its new name; give one of them")
-        for name in ("tools", "functions"):
-            _only(self, name, [])
-        for name in ("tool_choice", "function_call"):
-            _only(self, name, "none")
-        _only(self, "response_format", {"type": "text"})
-        _only(self, "modalities", ["text"])
-        for name in ("audio", "reasoning_effort", "verbosity", "web_search_options"):
-            _only(self, name, None)
-        return self
+            raise _field_error("max_tokens", "max_completion_tokens is its new name; give only one")
+        return _only(
+            self,
+            tools=[],
+            functions=[],
+            tool_choice="none",
+            function_call="none",
+            response_format={"type": "text"},
+            modalities=["text"],
+            audio=None,
+            reasoning_effort=None,
+            verbosity=None,
+            web_search_options=None,
+        )
 
 
-_CHOSEN_ONLY = "only the logprob of the token that was drawn is known; give {} for that one"
+_SAMPLED_ONLY = "only the logprob of the sampled token is available; give 0 for that one"
 
 
-def _only(call: BaseModel, name: str, value: object) -> None:
-    """Refuse a field that would change the text, unless it asks for what is done anyway."""
-    found = call.__dict__[name]
-    if found is not None and found != value:
-        asked = f"null or {value!r}" if value is not None else "null"
-        raise _named(name, f"this server does not do that; leave it out, or give {asked}")
+def _only(body: Fields, **values: object) -> Fields:
+    """Refuse fields that would change the text, unless they have the value without an effect."""
+    for name, value in values.items():
+        found = body.__dict__[name]
+        if found is not None and found != value:
+            accepted = f"null or {value!r}" if value is not None else "null"
+            raise _field_error(name, f"not supported; leave it out, or give {accepted}")
+    return body
 
 
-def _named(name: str, message: str) -> PydanticCustomError:
-    """Refuse a field from outside its own validator."""
+def _field_error(name: str, message: str) -> PydanticCustomError:
+    """Return the error of a field, for use outside the field's own validator."""
     return PydanticCustomError("refused", "{message}", {"message": message, "param": name})
 
 
-Call = TypeVar("Call", CompletionCall, ChatCall)
+Body = TypeVar("Body", CompletionRequest, ChatCompletionRequest)
 
 
-def read_call(kind: type[Call], body: bytes) -> Call:
-    """Read the body of a request. Raises APIError, whatever the body is."""
+def parse_body(kind: type[Body], body: bytes) -> Body:
+    """Parse the body of a request. Raises APIError (400) for every malformed body."""
     try:
         return kind.model_validate(parse_json(body))
     except JsonError as error:
         raise APIError(400, f"the body: {error}", code="invalid_json") from error
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False)) from error
+        raise _to_api_error(error.errors(include_url=False)) from error
 
 
-def _refusal(errors: Sequence[Any]) -> APIError:
-    """Say the first thing that is wrong with a body: which field, its value, what it must be."""
+def _to_api_error(errors: Sequence[Any]) -> APIError:
+    """Describe the first problem of a body: the field, its value and what it must be."""
     first = errors[0]
     context = first.get("ctx") or {}
     param = context.get("param") or ".".join(str(part) for part in first["loc"])
@@ -288,4 +294,4 @@ def _refusal(errors: Sequence[Any]) -> APIError:
 
 def _brief(value: object) -> str:
     text = ascii(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,6 +1,5 @@
-"""How answers are written: OpenAI's two forms of one completion, whole or in chunks."""
+"""Response bodies of OpenAI's two endpoints, whole or in chunks."""
 
-import abc
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,46 +12,23 @@ from longtail.types import FinishReason
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
-class ResponseFormat(abc.ABC):
-    """What an endpoint's answers look like."""
-
-    @property
-    @abc.abstractmethod
-    def names(self) -> tuple[str, str, str]:
-        """Prefix of ids, then what a whole answer and a chunk of it are called."""
-
-    @abc.abstractmethod
-    def choice(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """Write a whole completion."""
-
-    @abc.abstractmethod
-    def chunk(self, text: str, logprobs: dict[str, Any] | None, first: bool) -> dict[str, Any]:
-        """Write a part of one."""
-
-    @abc.abstractmethod
-    def logprobs(self, tokens: Sequence[tuple[str, float]], offset: int) -> dict[str, Any]:
-        """Write tokens with their logprobs; `offset` is the characters before them."""
-
-
 @final
-class TextForm(ResponseFormat):
-    """Of /v1/completions."""
+class TextFormat:
+    """Format of /v1/completions."""
 
-    @property
-    def names(self) -> tuple[str, str, str]:
-        """Chunks are called as the whole is."""
-        return "cmpl", "text_completion", "text_completion"
+    names = ("cmpl", "text_completion", "text_completion")
+    """Prefix of ids, `object` of a whole response and `object` of a chunk."""
 
     def choice(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """Write a whole completion."""
+        """Return the body of a whole completion."""
         return {"text": text, "logprobs": logprobs}
 
     def chunk(self, text: str, logprobs: dict[str, Any] | None, first: bool) -> dict[str, Any]:
-        """Write a part as a whole."""
+        """Return the body of a part, which has the format of a whole completion."""
         return self.choice(text, logprobs)
 
     def logprobs(self, tokens: Sequence[tuple[str, float]], offset: int) -> dict[str, Any]:
-        """Write them as columns."""
+        """Return tokens and logprobs as columns; `offset` counts the characters before them."""
         offsets = []
         for text, _ in tokens:
             offsets.append(offset)
@@ -66,26 +42,23 @@ class TextForm(ResponseFormat):
 
 
 @final
-class ChatForm(ResponseFormat):
-    """Of /v1/chat/completions."""
+class ChatFormat:
+    """Format of /v1/chat/completions."""
 
-    @property
-    def names(self) -> tuple[str, str, str]:
-        """Chunks have a name of their own."""
-        return "chatcmpl", "chat.completion", "chat.completion.chunk"
+    names = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
     def choice(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """Write the assistant's message."""
+        """Return the body of a whole completion: the assistant's message."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"message": message, "logprobs": logprobs}
 
     def chunk(self, text: str, logprobs: dict[str, Any] | None, first: bool) -> dict[str, Any]:
-        """Write what is added to the message."""
+        """Return the body of a part: the text to append to the message."""
         delta = {"role": "assistant", "content": text} if first else {"content": text}
         return {"delta": delta, "logprobs": logprobs}
 
     def logprobs(self, tokens: Sequence[tuple[str, float]], offset: int) -> dict[str, Any]:
-        """Write them as rows."""
+        """Return tokens and logprobs as rows."""
         rows = [
             {
                 "token": text,
@@ -98,84 +71,102 @@ class ChatForm(ResponseFormat):
         return {"content": rows, "refusal": None}
 
 
-@final
-class Choice:
-    """One completion as it comes in; logprobs are written down if they were asked for."""
+ResponseFormat = TextFormat | ChatFormat
 
-    def __init__(self, form: ResponseFormat, decode: Decode | None) -> None:
-        self._form = form
-        self._tokens = None if decode is None else Detokenizer(decode)
-        self._listed: list[tuple[str, float]] = []
-        self._told = self._offset = 0
-        """Tokens, and characters of them, that went out in chunks."""
+
+@final
+class _Choice:
+    """Text, logprobs and ending of one completion, as far as it is generated."""
+
+    def __init__(self, response_format: ResponseFormat, decode: Decode | None) -> None:
+        self._format = response_format
+        self._detokenizer = None if decode is None else Detokenizer(decode)
+        """None if the call does not ask for logprobs."""
+        self._logprobs: list[tuple[str, float]] = []
+        self._num_sent = self._offset = 0
+        """Number of tokens, and of their characters, in the chunks sent so far."""
         self._text: list[str] = []
         self.ending: Ending | None = None
 
-    def add(self, chunk: Chunk) -> dict[str, Any]:
-        """Take what was written, and return what there is to tell of it."""
+    def add(self, chunk: Chunk) -> dict[str, Any] | None:
+        """Add a chunk and return the body to send; None for one without text, unless it ends."""
+        if self._detokenizer is not None:
+            texts = [self._detokenizer.feed([token]) for token in chunk.tokens]
+            if chunk.ending is not None:
+                texts[-1] += self._detokenizer.flush()
+            self._logprobs += zip(texts, chunk.logprobs, strict=True)
+        if not chunk.text and chunk.ending is None:
+            return None
         first = not self._text
         self._text.append(chunk.text)
         self.ending = chunk.ending
-        self.hold(chunk)
-        listed = None
-        if self._tokens is not None:
-            listed = self._form.logprobs(self._listed[self._told :], self._offset)
-            self._offset += sum(len(text) for text, _ in self._listed[self._told :])
-            self._told = len(self._listed)
-        return self._form.chunk(chunk.text, listed, first) | {"finish_reason": self._reason()}
-
-    def hold(self, chunk: Chunk) -> None:
-        """Keep the logprobs of tokens that have no text to show yet."""
-        if self._tokens is None:
-            return
-        texts = [self._tokens.feed([token]) for token in chunk.tokens]
-        if chunk.ending is not None:
-            texts[-1] += self._tokens.flush()
-        self._listed += zip(texts, chunk.logprobs, strict=True)
+        logprobs = None
+        if self._detokenizer is not None:
+            unsent = self._logprobs[self._num_sent :]
+            logprobs = self._format.logprobs(unsent, self._offset)
+            self._offset += sum(len(text) for text, _ in unsent)
+            self._num_sent = len(self._logprobs)
+        body = self._format.chunk(chunk.text, logprobs, first)
+        return body | {"finish_reason": self._finish_reason()}
 
     def whole(self) -> dict[str, Any]:
-        """Return all of it."""
-        listed = None if self._tokens is None else self._form.logprobs(self._listed, 0)
-        text = "".join(self._text)
-        return self._form.choice(text, listed) | {"finish_reason": self._reason()}
+        """Return the body of the whole completion."""
+        listed = None if self._detokenizer is None else self._format.logprobs(self._logprobs, 0)
+        body = self._format.choice("".join(self._text), listed)
+        return body | {"finish_reason": self._finish_reason()}
 
-    def _reason(self) -> str | None:
+    def _finish_reason(self) -> str | None:
         return None if self.ending is None else _REASONS[self.ending.reason]
 
 
 @final
 class ResponseBuilder:
-    """What stands around the choices of one answer: its name, when, of which model and seed."""
+    """Builds the response to one call, whole or in chunks, while its completions are generated."""
 
-    def __init__(self, form: ResponseFormat, model: str, seed: int) -> None:
-        prefix, self._whole, self._chunk = form.names
+    def __init__(
+        self,
+        response_format: ResponseFormat,
+        num_choices: int,
+        decode: Decode | None,
+        *,
+        model: str,
+        seed: int,
+        prompt_tokens: int,
+    ) -> None:
+        """`decode` is needed for logprobs; None leaves them out."""
+        prefix, self._whole_name, self._chunk_name = response_format.names
         self._id = f"{prefix}-{uuid.uuid4().hex}"
         self._created, self._model, self._seed = int(time.time()), model, seed
+        self._choices = [_Choice(response_format, decode) for _ in range(num_choices)]
+        self._prompt_tokens = prompt_tokens
 
-    def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        """Return an answer that is complete."""
-        listed = [{"index": index} | each.whole() for index, each in enumerate(choices)]
-        return self._around(self._whole, listed) | self.usage(choices, prompt_tokens)
+    def add(self, chunk: Chunk) -> dict[str, Any] | None:
+        """Add a chunk and return the body to stream, if there is something to show."""
+        choice = self._choices[chunk.choice].add(chunk)
+        if choice is None:
+            return None
+        return self._body(self._chunk_name, [{"index": chunk.choice} | choice])
 
-    def chunk(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Return a part of an answer."""
-        return self._around(self._chunk, [{"index": index} | chunk])
+    def whole(self) -> dict[str, Any]:
+        """Return the whole response."""
+        choices = [{"index": index} | each.whole() for index, each in enumerate(self._choices)]
+        return self._body(self._whole_name, choices) | self._usage()
 
-    def last(self, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        """Return what a stream ends with where usage was asked for."""
-        return self._around(self._chunk, []) | self.usage(choices, prompt_tokens)
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the last chunk of a stream that includes its usage."""
+        return self._body(self._chunk_name, []) | self._usage()
 
-    def usage(self, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        """Count tokens, and what drafting did for them."""
-        endings = [each.ending for each in choices if each.ending is not None]
-        written = sum(ending.num_tokens for ending in endings)
+    def _usage(self) -> dict[str, Any]:
+        """Return token counts, seed and speculation counts."""
+        endings = [each.ending for each in self._choices if each.ending is not None]
+        generated = sum(ending.num_tokens for ending in endings)
         accepted = sum(ending.num_accepted for ending in endings)
         verified = sum(ending.num_verified for ending in endings)
         return {
             "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": written,
-                "total_tokens": prompt_tokens + written,
+                "prompt_tokens": self._prompt_tokens,
+                "completion_tokens": generated,
+                "total_tokens": self._prompt_tokens + generated,
             },
             "longtail": {
                 "seed": self._seed,
@@ -185,7 +176,7 @@ class ResponseBuilder:
             },
         }
 
-    def _around(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": kind,

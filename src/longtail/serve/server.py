@@ -1,4 +1,4 @@
-"""Running the service: the socket, the signals, the end. What `longtail serve` does."""
+"""The server process: loads the model, binds the socket, handles signals and the shutdown."""
 
 import asyncio
 import math
@@ -18,62 +18,57 @@ from longtail.engine.limits import EngineLimits
 from longtail.errors import ConfigError, UnavailableError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.serve.app import make_app
-from longtail.serve.metrics import ServeMetrics
-from longtail.serve.options import Limits, Setting
+from longtail.serve.options import Limits, ServeOptions
 from longtail.serve.service import Service
 from longtail.system.device import set_threads, to_stderr
 from longtail.system.interrupt import Interruption
 
 _STEP_TOKENS = 512
-_LAST_WORDS_S = 5
-"""For answers to reach their clients after the last completion."""
+_FLUSH_S = 5
+"""Seconds for responses to reach their clients after the last completion."""
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """A service and the application in front of it.
-
-    Example: serve(Served(service=service, app=app), sock, drain_s=30.0)
-    """
+class ModelServer:
+    """A service and the HTTP application in front of it."""
 
     service: Service
     app: ASGIApp
 
 
-def run(setting: Setting) -> int:
-    """Load the model and serve it until a signal comes."""
-    with _bind(setting.host, setting.port) as sock:  # a port that is taken is known before loading
-        set_threads(setting.threads)
-        served = open_served(setting)
-        host = f"[{setting.host}]" if ":" in setting.host else setting.host
-        sock.listen()  # whoever reads the next line may connect, and is answered in a moment
+def run(options: ServeOptions) -> int:
+    """Load the model and serve it until a signal arrives."""
+    with _bind(options.host, options.port) as sock:  # a port in use is reported before loading
+        set_threads(options.threads)
+        server = load_server(options)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        sock.listen()  # clients may connect as soon as the next line is printed
         address = f"http://{host}:{sock.getsockname()[1]}/v1"
-        # uvicorn takes all signals but SIGHUP once it runs, and hands them on at the end.
-        with Interruption() as asked:
-            print(f"serving {setting.name} at {address}", flush=True)
-            to_stderr("Ctrl-C stops it: what is being written is finished first")
-            asyncio.run(_serve(served, sock, setting.drain_s, stops=lambda: asked.came))
+        # uvicorn takes all signals but SIGHUP while it runs, and passes them on at the end.
+        with Interruption() as interruption:
+            print(f"serving {options.name} at {address}", flush=True)
+            to_stderr("press Ctrl-C to stop; unfinished requests are finished first")
+            asyncio.run(_serve(server, sock, options.drain_s, interruption=interruption))
     to_stderr("stopped")
     return 0
 
 
-def open_served(setting: Setting) -> Served:
+def load_server(options: ServeOptions) -> ModelServer:
     """Load the model, make its engine, and put the service in front of it."""
-    path = locate_model(setting.model)
+    path = locate_model(options.model)
     tokenizer = load_tokenizer(path)
     target = open_model(
-        setting.model,
+        options.model,
         path,
         tokenizer,
-        setting.dtype,
-        setting.device,
-        batch_invariant=setting.batch_invariant,
+        options.dtype,
+        options.device,
+        batch_invariant=options.batch_invariant,
     )
-    shape = target.model.config
-    own = setting.limits
-    limits = replace(own, max_len=min(own.max_len, shape.max_positions))
-    sizes = EngineLimits(
+    limits = options.limits
+    limits = replace(limits, max_len=min(limits.max_len, target.model.config.max_positions))
+    engine_limits = EngineLimits(
         max_running=limits.max_running,
         max_step_tokens=max(_STEP_TOKENS, limits.max_running),
         max_len=limits.max_len,
@@ -81,60 +76,52 @@ def open_served(setting: Setting) -> Served:
     )
 
     def make_engine() -> RolloutEngine:
-        return open_engine(target, sizes, setting.drafter)
+        return open_engine(target, engine_limits, options.drafter)
 
-    return front(make_engine, tokenizer, limits, name=setting.name, api_key=setting.api_key)
+    return make_server(make_engine, tokenizer, limits, name=options.name, api_key=options.api_key)
 
 
-def front(
+def make_server(
     make_engine: Callable[[], RolloutEngine],
     tokenizer: Tokenizer,
     limits: Limits,
     *,
     name: str,
     api_key: str | None = None,
-) -> Served:
+) -> ModelServer:
     """Put a service and its routes in front of an engine; `limits.max_len` is the engine's.
 
-    It is made now, and again should it fail.
+    `make_engine` is called now, and again after each failure of an engine.
     """
-    metrics = ServeMetrics()
-    service = Service(make_engine, tokenizer.decode, limits, metrics)
-    app = make_app(
-        service,
-        tokenizer,
-        metrics,
-        limits,
-        name=name,
-        vocab_size=service.vocab_size,
-        api_key=api_key,
+    service = Service(make_engine, tokenizer.decode, limits)
+    return ModelServer(
+        service=service, app=make_app(service, tokenizer, name=name, api_key=api_key)
     )
-    return Served(service=service, app=app)
 
 
 @contextmanager
-def running(served: Served, *, drain_s: float = 5.0) -> Iterator[int]:
-    """Serve in a thread on a free port of this machine, which is handed in."""
+def running(server: ModelServer, *, drain_s: float = 5.0) -> Iterator[int]:
+    """Serve in a thread, on a free port of this machine, and yield the port."""
     with _bind("127.0.0.1", 0) as sock:
-        server = _server(served, drain_s)
-        serving = _serve(served, sock, drain_s, server)
+        http = _http_server(server, drain_s)
+        serving = _serve(server, sock, drain_s, http)
         thread = threading.Thread(target=asyncio.run, args=(serving,), name="longtail-http")
         thread.start()
-        while not server.started:
+        while not http.started:
             if not thread.is_alive():
                 raise UnavailableError("the server did not start")
             time.sleep(_POLL_S)
         try:
             yield sock.getsockname()[1]
         finally:
-            server.should_exit = True
+            http.should_exit = True
             thread.join()
 
 
-def _server(served: Served, drain_s: float) -> uvicorn.Server:
+def _http_server(server: ModelServer, drain_s: float) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
-            served.app,
+            server.app,
             http="h11",
             loop="asyncio",
             ws="none",
@@ -142,26 +129,26 @@ def _server(served: Served, drain_s: float) -> uvicorn.Server:
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=math.ceil(drain_s) + _LAST_WORDS_S,
+            timeout_graceful_shutdown=math.ceil(drain_s) + _FLUSH_S,
         )
     )
 
 
 async def _serve(
-    served: Served,
+    server: ModelServer,
     sock: socket.socket,
     drain_s: float,
-    server: uvicorn.Server | None = None,
-    stops: Callable[[], bool] = lambda: False,
+    http: uvicorn.Server | None = None,
+    interruption: Interruption | None = None,
 ) -> None:
-    """Serve until told to stop; then finish what is in progress, for so long, and give it up."""
-    server = server or _server(served, drain_s)
-    serving = asyncio.create_task(server.serve([sock]))
-    while not (server.should_exit or serving.done()):
-        if server.started and stops():
-            server.should_exit = True
+    """Serve until stopped; then give unfinished requests `drain_s` seconds before aborting them."""
+    http = http or _http_server(server, drain_s)
+    serving = asyncio.create_task(http.serve([sock]))
+    while not (http.should_exit or serving.done()):
+        if http.started and interruption is not None and interruption.received:
+            http.should_exit = True
         await asyncio.sleep(_POLL_S)
-    await served.service.drain(0.0 if server.force_exit else drain_s)
+    await server.service.drain(0.0 if http.force_exit else drain_s)
     await serving
 
 
@@ -180,6 +167,6 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise ConfigError(
             f"--host = {host!r}, --port = {port}: cannot be bound ({error.strerror}); is another "
-            "server there? 0 takes any free port"
+            "server running there? --port 0 takes any free port"
         ) from error
     return sock

@@ -1,19 +1,20 @@
-"""An engine that many callers share: it runs in one thread, callers live in one event loop.
+"""An engine shared by many callers: it runs in one thread, its callers in one event loop.
 
-    loop    submit --Generation--> caller       close: the caller went away    drain, stop
-              | request               ^ Chunk      |                              |
-              v                       |            v                              v
-    thread  inbox --> submit, step, step, step, abort, step ...  (the engine is touched only here)
+    loop    submit --CompletionStream--> caller     close: the caller left     drain, stop
+              | request                   ^ Chunk      |                           |
+              v                           |            v                           v
+    thread  commands --> submit, step, step, step, abort, step ...  (the only user of the engine)
 
-Each side owns its own state: the loop knows what was taken on and not yet ended, the thread
-(`engine_thread`) what the engine has. Between them go calls, through a queue one way and
-`call_soon_threadsafe` the other. Nobody waits for a caller that reads slowly: what was written is
-kept for it, and there is no more of it than `max_tokens`. It knows nothing of HTTP.
+Each side owns its own state: the loop knows the accepted, unfinished requests; the thread
+(`engine_thread`) knows which of them the engine holds. They communicate through a queue one way and
+`call_soon_threadsafe` the other. A slow reader delays no other caller: its chunks wait in a queue
+that `max_tokens` bounds. This module knows nothing of HTTP.
 
-An engine that fails is replaced, and the completions in progress are written again, unseen by their
-callers. Those that were running when it failed are suspects, and suspects run one at a time, beside
-the other completions. A suspect under which a second engine fails gets an error; the others get
-their texts. When an engine hangs or cannot be made, all waiting and later callers get an error.
+An engine that fails is replaced, and the unfinished completions are generated again without their
+callers noticing. Requests that were running when the engine failed are suspects; suspects run one
+at a time, beside the other requests. A suspect whose engine fails a second time gets an error; the
+other callers get their texts. If the engine hangs or cannot be made again, all waiting and later
+callers get an error.
 """
 
 import asyncio
@@ -30,232 +31,228 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv.cache import KVUsage
 from longtail.engine.text import Decode, Reader
 from longtail.errors import CompletionError, LongtailError, OverloadedError, UnavailableError
-from longtail.serve.engine_thread import EngineThread, Listener
+from longtail.serve.engine_thread import EngineListener, EngineThread
 from longtail.serve.metrics import ServeMetrics
 from longtail.serve.options import Limits
-from longtail.serve.stream import Chunk, Generation
-from longtail.serve.ticket import Ticket
+from longtail.serve.stream import Chunk, CompletionStream, RequestState
 from longtail.types import Request
 
 _log = logging.getLogger("longtail")
 _WATCH_S = 0.5
 _JOIN_S = 10.0
 _STOPPING = "the server is shutting down"
-_TWICE = "the engine failed twice while it wrote this completion; see the server's log"
-_MOST_FAILURES = 2
-"""Engines that may fail over one completion."""
+_FAILED_TWICE = "the engine failed twice while it generated this completion; see the server's log"
+_MAX_FAILURES = 2
+"""Number of engine failures after which a suspect gets an error."""
 
 
 @final
-class Service(Listener):
+class Service(EngineListener):
     """Lifecycle: start -> submit, probe, ... -> drain -> stop; all on one event loop."""
 
     def __init__(
-        self,
-        make_engine: Callable[[], RolloutEngine],
-        decode: Decode,
-        limits: Limits,
-        metrics: ServeMetrics,
+        self, make_engine: Callable[[], RolloutEngine], decode: Decode, limits: Limits
     ) -> None:
         self._make_engine, self._decode = make_engine, decode
-        self._limits, self._metrics = limits, metrics
-        self._thread = EngineThread(make_engine, self, metrics)
+        self.limits, self.metrics = limits, ServeMetrics()
+        self._thread = EngineThread(make_engine, self, self.metrics)
         self.vocab_size = self._thread.open().model.config.vocab_size
-        """Of the model that is served."""
+        """Vocabulary size of the model."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
-        self._tickets: dict[str, Ticket] = {}
-        """Completions taken on and not yet ended, the oldest first."""
-        self._suspects: deque[Ticket] = deque()
-        """To be written one after the other; the first of them is."""
+        self._states: dict[str, RequestState] = {}
+        """Accepted, unfinished requests, the oldest first."""
+        self._suspects: deque[RequestState] = deque()
+        """Requests that run one at a time; only the first is submitted to the engine."""
         self._closed: str | None = None
-        """Why nobody is taken on any more."""
+        """Reason why no request is accepted, if none is."""
         self._probes: set[asyncio.Future[None]] = set()
-        self._seconds = 1.0
-        """That a completion takes, a running mean."""
-        metrics.watch("longtail_running_completions", "Being written.", lambda: self.num_running)
-        metrics.watch("longtail_waiting_completions", "Waiting.", lambda: self.num_waiting)
-        metrics.watch("longtail_kv_free_tokens", "KV that is free.", lambda: self.kv_usage().free)
-        metrics.watch("longtail_kv_total_tokens", "All KV.", lambda: self.kv_usage().total)
+        self._mean_s = 1.0
+        """Running mean of the seconds that a completion takes."""
+        gauge = self.metrics.add_gauge
+        gauge("running_completions", "Completions being generated.", lambda: self.num_running)
+        gauge("waiting_completions", "Completions that wait.", lambda: self.num_waiting)
+        gauge("kv_free_tokens", "Free KV memory, in tokens.", lambda: self.kv_usage().free)
+        gauge("kv_total_tokens", "Total KV memory, in tokens.", lambda: self.kv_usage().total)
 
     @property
     def num_running(self) -> int:
-        """Completions that the engine may be writing."""
-        return min(len(self._tickets), self._limits.max_running)
+        """Number of completions that the engine may be generating."""
+        return min(len(self._states), self.limits.max_running)
 
     @property
     def num_waiting(self) -> int:
-        """Completions that wait for a place."""
-        return len(self._tickets) - self.num_running
+        """Number of completions that wait for a slot."""
+        return len(self._states) - self.num_running
 
     def kv_usage(self) -> KVUsage:
-        """Count tokens of KV memory, as of the last step."""
+        """Return the KV usage after the last step, in tokens."""
         return self._thread.usage
 
     def start(self) -> None:
-        """Begin to serve the running event loop."""
+        """Start the engine thread and the watchdog in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._watcher = self._loop.create_task(self._watch())
+        self._watchdog = self._loop.create_task(self._watch())
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request]) -> Generation:
-        """Take on the completions of one call; they get ids of the service's own.
+    def submit(self, requests: Sequence[Request]) -> CompletionStream:
+        """Accept the requests of one call, under ids of the service's own.
 
-        Those of equal prompts share its KV. Raises OverloadedError when too many wait,
-        UnavailableError when nobody is taken on.
+        Requests with equal prompts share their KV. Raises OverloadedError when too many requests
+        wait, UnavailableError when none is accepted any more.
         """
         if self._closed is not None:
             raise UnavailableError(self._closed)
-        taken = len(self._tickets)
-        if taken + len(requests) > self._limits.max_running + self._limits.max_queue:
+        count = len(self._states)
+        if count + len(requests) > self.limits.max_running + self.limits.max_queue:
             raise OverloadedError(
-                f"{taken} completions are in progress or wait and {len(requests)} more "
-                f"were asked for; at most {self._limits.max_running} are written at a time and "
-                f"{self._limits.max_queue} wait: ask again later"
+                f"{count} completions are running or waiting and this call asks for "
+                f"{len(requests)} more; at most {self.limits.max_running} run at a time and "
+                f"{self.limits.max_queue} wait: retry later"
             )
-        if not self._tickets:
-            self._thread.progress = time.monotonic()
+        if not self._states:
+            self._thread.progress_at = time.monotonic()
         number = next(self._numbers)
-        names = [f"{number}-{choice}" for choice in range(len(requests))]
-        generation = Generation(names, self._leave)
+        request_ids = [f"{number}-{choice}" for choice in range(len(requests))]
+        stream = CompletionStream(request_ids, self._abort)
         groups: dict[tuple[int, ...], str] = {}
-        tickets = []
-        for choice, (name, asked) in enumerate(zip(names, requests, strict=True)):
-            group = groups.setdefault(asked.prompt_tokens, name)
-            request = replace(asked, request_id=name, group_id=group)
-            reader = Reader(self._decode, asked.sampling.stop)
-            tickets.append(Ticket(request, generation, choice, reader, time.monotonic()))
-            self._metrics.admitted(len(asked.prompt_tokens))
-        self._tickets.update((ticket.name, ticket) for ticket in tickets)
-        self._thread.begin(tickets)
-        return generation
+        states = []
+        for choice, (request_id, request) in enumerate(zip(request_ids, requests, strict=True)):
+            group_id = groups.setdefault(request.prompt_tokens, request_id)
+            renamed = replace(request, request_id=request_id, group_id=group_id)
+            reader = Reader(self._decode, request.sampling.stop)
+            states.append(RequestState(renamed, stream, choice, reader, time.monotonic()))
+            self.metrics.prompt_tokens.inc(len(request.prompt_tokens))
+        self._states.update((state.request_id, state) for state in states)
+        self._thread.submit(states)
+        return stream
 
     def retry_after_s(self) -> int:
-        """Estimate when a place will be free: as long as one of those at work takes to end."""
-        share = self._seconds / self._limits.max_running
-        return min(max(math.ceil(share * (1 + self.num_waiting)), 1), 60)
+        """Estimate the seconds until a slot is free, from the mean duration of completions."""
+        share_s = self._mean_s / self.limits.max_running
+        return min(max(math.ceil(share_s * (1 + self.num_waiting)), 1), 60)
 
     async def probe(self) -> None:
-        """Wait for a token: of a completion in progress, else of one made up for the purpose.
+        """Wait until the engine generates a token, of any request or of a made-up one.
 
-        Raises UnavailableError when none comes in `health_s`.
+        Raises UnavailableError if it generates none within `health_s`.
         """
         if self._closed is not None:
             raise UnavailableError(self._closed)
         assert self._loop is not None, "start it first"
-        told: asyncio.Future[None] = self._loop.create_future()
-        self._probes.add(told)
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._probes.add(done)
         self._thread.probe()
         try:
-            await asyncio.wait_for(told, self._limits.health_s)
+            await asyncio.wait_for(done, self.limits.health_s)
         except TimeoutError as error:
             raise UnavailableError(
-                f"the engine wrote no token in {self._limits.health_s:g} s"
+                f"the engine generated no token within {self.limits.health_s:g} s"
             ) from error
         finally:
-            self._probes.discard(told)
+            self._probes.discard(done)
 
     async def drain(self, seconds: float) -> None:
-        """Take nobody on any more, and give those in progress so long; then give them up."""
+        """Accept no more requests, wait up to `seconds` for unfinished ones, then abort them."""
         self._closed = self._closed or _STOPPING
         deadline = time.monotonic() + seconds
-        while self._tickets and time.monotonic() < deadline:
+        while self._states and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        self._give_up(_STOPPING)
+        self._close(_STOPPING)
 
     async def stop(self) -> None:
-        """Give everything up and end the thread; KV is free then, unless the engine hangs."""
-        self._give_up(_STOPPING)
+        """Abort all requests and end the thread; KV is free then, unless the engine hangs."""
+        self._close(_STOPPING)
         self._thread.stop()
-        if self._watcher is not None:
-            self._watcher.cancel()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         await asyncio.to_thread(self._thread.join, _JOIN_S)
 
-    def _leave(self, generation: Generation) -> None:
-        """Give up what did not end; called by whoever held the generation."""
-        if generation.open:
-            self._thread.withdraw(tuple(generation.open))
-        for name in tuple(generation.open):
-            self._close(self._tickets[name])
+    def _abort(self, stream: CompletionStream) -> None:
+        """Abort the unfinished requests of a stream that its caller has left."""
+        if stream.unfinished:
+            self._thread.abort(tuple(stream.unfinished))
+        for request_id in tuple(stream.unfinished):
+            self._remove(self._states[request_id])
 
-    def _close(self, ticket: Ticket) -> None:
-        """Count a completion as ended, however it did."""
-        del self._tickets[ticket.name]
-        ticket.generation.open.discard(ticket.name)
-        if ticket in self._suspects:
-            is_next = ticket is self._suspects[0]
-            self._suspects.remove(ticket)
-            if is_next and self._suspects:
-                self._thread.begin([self._suspects[0]])
+    def _remove(self, state: RequestState) -> None:
+        """Remove a request that finished, failed or was aborted."""
+        del self._states[state.request_id]
+        state.stream.unfinished.discard(state.request_id)
+        if state in self._suspects:
+            is_first = state is self._suspects[0]
+            self._suspects.remove(state)
+            if is_first and self._suspects:
+                self._thread.submit([self._suspects[0]])
 
-    def _give_up(self, reason: str) -> None:
-        """Take nobody on any more, and tell all who wait why nothing comes."""
+    def _close(self, reason: str) -> None:
+        """Accept no more requests, and end all unfinished ones with an error."""
         self._closed = self._closed or reason
         self._suspects.clear()
-        for generation in {ticket.generation for ticket in self._tickets.values()}:
-            generation.news.put_nowait(UnavailableError(reason))
-            self._leave(generation)
+        for stream in {state.stream for state in self._states.values()}:
+            stream.queue.put_nowait(UnavailableError(reason))
+            self._abort(stream)
         self._fail_probes(reason)
 
     def _fail_probes(self, reason: str) -> None:
-        for told in self._probes:
-            if not told.done():
-                told.set_exception(UnavailableError(reason))
+        for probe in self._probes:
+            if not probe.done():
+                probe.set_exception(UnavailableError(reason))
 
     async def _watch(self) -> None:
-        """Notice an engine that does not come back from a step."""
+        """Close the service if a step of the engine takes longer than `stall_s`."""
         while self._closed is None:
-            await asyncio.sleep(min(_WATCH_S, self._limits.stall_s))
-            idle_s = time.monotonic() - self._thread.progress
-            if self._tickets and idle_s > self._limits.stall_s:
-                _log.error("the engine made no step in %g s: giving up", self._limits.stall_s)
-                self._give_up("the engine hangs; the server must be restarted")
+            await asyncio.sleep(min(_WATCH_S, self.limits.stall_s))
+            stalled_s = time.monotonic() - self._thread.progress_at
+            if self._states and stalled_s > self.limits.stall_s:
+                _log.error("the engine finished no step in %g s: giving up", self.limits.stall_s)
+                self._close("the engine hangs; restart the server")
 
-    # What the engine's thread tells, see `engine_thread.Listener`.
+    # Events of the engine thread, see `EngineListener`.
 
-    def on_chunks(self, chunks: Sequence[tuple[Ticket, Chunk]]) -> None:
-        """Hand out what a step wrote."""
-        for ticket, chunk in chunks:
-            if ticket.name not in self._tickets:
+    def on_chunks(self, chunks: Sequence[tuple[RequestState, Chunk]]) -> None:
+        """Queue the chunks of a step for their callers."""
+        for state, chunk in chunks:
+            if state.request_id not in self._states:
                 continue  # its caller has left
-            ticket.generation.news.put_nowait(chunk)
+            state.stream.queue.put_nowait(chunk)
             if chunk.ending is not None:
-                self._close(ticket)
-                self._seconds += 0.1 * (time.monotonic() - ticket.came - self._seconds)
-        for told in self._probes:
-            if not told.done():
-                told.set_result(None)
+                self._remove(state)
+                self._mean_s += 0.1 * (time.monotonic() - state.submitted_at - self._mean_s)
+        for probe in self._probes:
+            if not probe.done():
+                probe.set_result(None)
 
-    def on_failed(self, ticket: Ticket, error: LongtailError) -> None:
-        """Tell the caller of one completion."""
-        if ticket.name in self._tickets:
-            self._metrics.failed()
-            ticket.generation.news.put_nowait(error)
-            self._close(ticket)
+    def on_request_failed(self, state: RequestState, error: LongtailError) -> None:
+        """Send the error to the caller of one request."""
+        if state.request_id in self._states:
+            self.metrics.failed.inc()
+            state.stream.queue.put_nowait(error)
+            self._remove(state)
 
-    def on_ended(self, running: frozenset[str] | None) -> None:
-        """Put another engine in the place of the one that failed."""
+    def on_engine_failed(self, running: frozenset[str] | None) -> None:
+        """Replace the engine and submit the unfinished requests again."""
         if self._closed is not None:
-            self._give_up(self._closed)
+            self._close(self._closed)
             return
         if running is None:
-            self._give_up("the engine failed and cannot be started again; see the server's log")
+            self._close("the engine failed and cannot be restarted; see the server's log")
             return
-        _log.error("the engine failed and is started again; its completions are written again")
-        self._metrics.restarted()
-        self._fail_probes("the engine failed and is being started again")
-        self._thread = EngineThread(self._make_engine, self, self._metrics, before=self._thread)
+        _log.error("the engine failed and is restarted; its completions are generated again")
+        self.metrics.restarts.inc()
+        self._fail_probes("the engine failed and is being restarted")
+        self._thread = EngineThread(self._make_engine, self, self.metrics, predecessor=self._thread)
         self._thread.start()
-        suspects = running & self._tickets.keys() or self._tickets.keys()
+        suspects = running & self._states.keys() or self._states.keys()
         self._suspects.clear()
-        for ticket in tuple(self._tickets.values()):
-            ticket.num_failures += ticket.name in suspects
-            if ticket.num_failures == _MOST_FAILURES:
-                self.on_failed(ticket, CompletionError(_TWICE))
-            elif ticket.num_failures:
-                self._suspects.append(ticket)
+        for state in tuple(self._states.values()):
+            state.num_failures += state.request_id in suspects
+            if state.num_failures == _MAX_FAILURES:
+                self.on_request_failed(state, CompletionError(_FAILED_TWICE))
+            elif state.num_failures:
+                self._suspects.append(state)
             else:
-                self._thread.begin([ticket])
+                self._thread.submit([state])
         if self._suspects:
-            self._thread.begin([self._suspects[0]])
+            self._thread.submit([self._suspects[0]])

@@ -1,4 +1,4 @@
-"""What a process computes on: device, dtypes, threads."""
+"""Device, dtypes and compute threads of a process."""
 
 import contextlib
 import sys
@@ -9,21 +9,21 @@ import torch
 from longtail.errors import ConfigError
 from longtail.system import machine
 
-_WORTH_SHARING = 512
+_MULTITHREADED_SIZE = 512
 """Hidden size from which several threads decode faster than one."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def threads_each(threads: int, workers: int) -> int:
-    """Return the compute threads of each of so many workers (0: they share the cores)."""
+    """Return the number of compute threads of each worker (0: the workers share the cores)."""
     return threads or max(machine.usable_cores() // workers, 1)
 
 
 def set_threads(threads: int) -> int:
-    """Give this process so many compute threads (0: every core) and return the number.
+    """Set the number of compute threads of this process (0: every core) and return it.
 
-    Raises ConfigError for a number that no system could begin.
+    Raises ConfigError if the number is out of range.
     """
     if not 0 <= threads <= machine.MAX_THREADS:
         raise ConfigError(
@@ -36,7 +36,7 @@ def set_threads(threads: int) -> int:
 
 @contextlib.contextmanager
 def compute_threads(count: int) -> Iterator[None]:
-    """Compute on so many threads while inside."""
+    """Compute on `count` threads inside the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -46,24 +46,24 @@ def compute_threads(count: int) -> Iterator[None]:
 
 
 def rollout_threads(hidden_size: int) -> int:
-    """Decode a small model on one thread: its products are too short to share.
+    """Return the number of threads for decoding: one for a small model, whose products are short.
 
-    Two threads that wait for each other some thousand times a second gain nothing on a quiet
-    machine and lose tenfold on a busy one.
+    Two threads that synchronise a thousand times a second gain nothing on an idle machine and are
+    ten times slower on a busy one.
     """
-    return 1 if hidden_size < _WORTH_SHARING else torch.get_num_threads()
+    return 1 if hidden_size < _MULTITHREADED_SIZE else torch.get_num_threads()
 
 
 def to_stderr(line: str) -> None:
-    """Print a line of progress."""
+    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that `run.device` names; raises ConfigError where there is none such."""
+    """Return the device that `run.device` names. Raises ConfigError if it does not exist."""
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
     if chosen.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"run.device = {name!r}: PyTorch sees no GPU here; use auto or cpu")
+        raise ConfigError(f"run.device = {name!r}: PyTorch finds no GPU here; use auto or cpu")
     device = torch.device(chosen)
     if device.index is not None and device.index >= torch.cuda.device_count():
         raise ConfigError(

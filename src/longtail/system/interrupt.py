@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP (the terminal is closed) as one request to stop."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP (a closed terminal) as one request to stop."""
 
 import signal
 import threading
@@ -9,14 +9,14 @@ from typing import final
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for it
-    """The user asked the run to stop; raised by `Interruption.check` only."""
+    """The user asked the run to stop; raised only by `Interruption.check`."""
 
 
 @contextmanager
 def signals_as_ctrl_c() -> Iterator[None]:
-    """Have all three raise KeyboardInterrupt wherever the program is, so that it ends in order.
+    """Raise KeyboardInterrupt on all three signals inside the context.
 
-    Outside the main thread nothing changes.
+    Outside the main thread this does nothing.
     """
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -31,14 +31,14 @@ def signals_as_ctrl_c() -> Iterator[None]:
 
 @final
 class Interruption:
-    """Inside `with`, the first signal is only remembered; main thread only.
+    """A context in which the first signal is only recorded; main thread only.
 
-    The second one raises KeyboardInterrupt wherever the program is: they mean it.
+    The second signal raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
-        self.came = False
-        """Whether a signal came."""
+        self.received = False
+        """Whether a signal has arrived."""
         self._handled = _handled_by(self._receive)
 
     def __enter__(self) -> "Interruption":
@@ -49,19 +49,19 @@ class Interruption:
         self._handled.__exit__(None, None, None)
 
     def check(self) -> None:
-        """Raise Interrupted if a signal came; call it only where stopping loses nothing."""
-        if self.came:
+        """Raise Interrupted if a signal has arrived; call it where stopping loses no work."""
+        if self.received:
             raise Interrupted
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.came:
+        if self.received:
             raise KeyboardInterrupt
-        self.came = True
+        self.received = True
 
 
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have a handler called for the signals; SIGHUP stays ignored where it is, as under nohup."""
+    """Install a handler of the signals; SIGHUP stays ignored if it is, as under nohup."""
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signals.remove(signal.SIGHUP)

@@ -1,6 +1,6 @@
-"""What this machine has: cores, memory, processor, disk, packages. Standard library only, no torch.
+"""Cores, memory, processor, disk and packages of this machine. Standard library only, no torch.
 
-Facts that a container narrows (cores, memory) are given as this process may use them.
+Cores and memory are those that this process may use, so a container's limits are included.
 """
 
 import json
@@ -23,24 +23,24 @@ MAX_THREADS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Main memory in bytes; `available` can be had without swapping. None where unknown."""
+    """Bytes of main memory, in total and available without swapping; None if unknown."""
 
     total: int | None
     available: int | None
 
 
 def usable_cpus() -> list[int]:
-    """Number the CPUs that this process may run on; empty where the system does not tell."""
+    """Return the numbers of the CPUs that this process may use; empty if unknown."""
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(usable_cpus()) or os.cpu_count() or 1
 
 
 def resident_bytes() -> int | None:
-    """Return the main memory that this process holds now; None where that is unknown."""
+    """Return the resident memory of this process in bytes; None if unknown."""
     file = Path("/proc/self/statm")
     if not file.exists():
         return None
@@ -48,7 +48,7 @@ def resident_bytes() -> int | None:
 
 
 def memory() -> Memory:
-    """Read main memory, a container's limit included."""
+    """Return the main memory, within a container's limit."""
     sizes = _meminfo(Path("/proc/meminfo"))
     if not sizes and "SC_PHYS_PAGES" in os.sysconf_names:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -63,23 +63,23 @@ def memory() -> Memory:
 
 
 def cpu_name() -> str:
-    """Name the processor."""
+    """Return the name of the processor."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def cpu_vendor() -> str:
-    """Name who made the processor, as it does itself; empty where the system does not tell."""
+    """Return the vendor id of the processor; empty if unknown."""
     return _cpuinfo("vendor_id")
 
 
 def cpu_flags() -> tuple[str, ...]:
-    """Return those instruction sets of this processor that matter to matrix products."""
+    """Return the processor's instruction sets that matter for matrix products."""
     flags = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
     return tuple(flag for flag in _CPU_FLAGS if flag in flags)
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that adds an extra to this installation, a checkout or a release.
+    """Return the pip command that installs an extra of longtail here, in a checkout or a release.
 
     Example: pip_install("math") == "/home/me/.venv/bin/python -m pip install 'longtail[math]'"
     """
@@ -91,7 +91,7 @@ def pip_install(extra: str) -> str:
 
 
 def disk_free(path: Path) -> int:
-    """Return the bytes free where `path` is, or where it would be made."""
+    """Return the free bytes on the disk of `path`, which need not exist."""
     present = next(p for p in (path.resolve(), *path.resolve().parents) if p.exists())
     return shutil.disk_usage(present).free
 
@@ -104,7 +104,7 @@ def _cpuinfo(key: str) -> str:
 
 
 def _meminfo(file: Path) -> dict[str, int]:
-    """Read lines like `MemTotal:  24015816 kB`, as bytes."""
+    """Parse lines like `MemTotal:  24015816 kB` to bytes."""
     if not file.exists():
         return {}
     rows = (line.split() for line in file.read_text().splitlines())
@@ -112,6 +112,6 @@ def _meminfo(file: Path) -> dict[str, int]:
 
 
 def _number(file: Path) -> int | None:
-    """Read one number; None for `max`, or where there is no such file."""
+    """Read a number; None for `max` or a missing file."""
     text = file.read_text().strip() if file.exists() else ""
     return int(text) if text.isdigit() else None

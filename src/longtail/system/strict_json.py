@@ -15,7 +15,7 @@ from longtail.errors import JsonError
 MAX_DEPTH = 100
 """Lists and objects inside each other."""
 MAX_DIGITS = 308
-"""Most digits of an integer: a number of 308 digits fits a float."""
+"""Maximum number of digits of an integer: a number of 308 digits fits a float."""
 
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 

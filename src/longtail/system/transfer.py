@@ -1,4 +1,4 @@
-"""Numbers of the host, on their way to a device."""
+"""Transfer of numbers from the host to a device."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Make a tensor of numbers, without waiting for what the device computes.
+    """Make a tensor on a device without waiting for the device.
 
-    torch.tensor(numbers, device=...) waits for all that was launched on a GPU before, since it
-    copies from memory that may be moved. From pinned memory the copy is one more launch.
+    torch.tensor(numbers, device=...) copies from pageable memory, so on a GPU it waits for all
+    earlier launches. A copy from pinned memory is one more asynchronous launch.
 
-    Example: to_device([[3, 4], [0, 1]], device) is what torch.tensor makes of it
+    Example: to_device([[3, 4], [0, 1]], device) equals torch.tensor([[3, 4], [0, 1]])
     """
     tensor = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)

@@ -251,5 +251,5 @@ def test_curves_want_matplotlib_and_say_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_without(monkeypatch, "matplotlib")
-    with pytest.raises(ConfigError, match="the picture wants matplotlib"):
+    with pytest.raises(ConfigError, match="plots need matplotlib"):
         draw_curves({"spot": [2.0]}, tmp_path / "c.png")

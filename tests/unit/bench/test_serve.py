@@ -25,7 +25,7 @@ from longtail.serve.options import Limits
 from longtail.serve.server import running
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request
-from support.serving import NAME, FailingEngine, make_engine, make_served
+from support.serving import NAME, FailingEngine, make_engine, make_model_server
 
 LIMITS = Limits(max_running=4, max_queue=4, max_len=96, max_tokens=64, max_choices=4)
 
@@ -123,7 +123,7 @@ def test_declaring_the_options_needs_no_torch() -> None:
 
 def test_a_client_reads_whole_answers_and_streams_alike() -> None:
     streamed = call(stream=True, stream_options={"include_usage": True})
-    with running(make_served(make_engine(limits=LIMITS), LIMITS)) as port:
+    with running(make_model_server(make_engine(limits=LIMITS), LIMITS)) as port:
         found = asyncio.run(load(port, 2, [call(), streamed, call(2), call()]))
         answers = [Answer(**each) for each in found["answers"]]
         with Clients([]) as clients:
@@ -141,7 +141,7 @@ def test_a_client_reads_whole_answers_and_streams_alike() -> None:
 
 def test_a_soak_of_a_sound_server_is_clean() -> None:
     speculation = Speculation.fixed(HistoryDrafter(), Strategy(depth=4, size=4))
-    served = make_served(make_engine(limits=LIMITS, speculation=speculation), LIMITS)
+    served = make_model_server(make_engine(limits=LIMITS, speculation=speculation), LIMITS)
     found = soak(served, NAME, 200, callers=24, max_tokens=8)
     assert found.faults == {}
     assert found.is_clean
@@ -199,7 +199,7 @@ class FickleEngine(RolloutEngine):
     ],
 )
 def test_a_soak_notices_what_is_wrong(kind: type[RolloutEngine], fault: str) -> None:
-    served = make_served(make_engine(kind, LIMITS), LIMITS)
+    served = make_model_server(make_engine(kind, LIMITS), LIMITS)
     found = soak(served, NAME, 40, callers=4, max_tokens=8)
     assert found.faults[fault] > 0
     assert not found.is_clean

@@ -5,7 +5,7 @@ import torch
 
 from end_to_end.workshop import Workshop, build, write_lines
 from longtail.build.trainer import TrainerComponents, assemble, model_directory
-from longtail.build.worker import build_machines
+from longtail.build.worker import build_components
 from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import RunConfig, load
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
@@ -40,9 +40,9 @@ def _assemble(workshop: Workshop, *words: str) -> TrainerComponents:
     return assemble(_config(workshop, *words), workshop.model, lambda rows: {})
 
 
-def _machines(workshop: Workshop, *words: str) -> WorkerComponents:
+def _components(workshop: Workshop, *words: str) -> WorkerComponents:
     config = _config(workshop, *words)
-    return build_machines(config, workshop.model, _assemble(workshop, *words).limits)
+    return build_components(config, workshop.model, _assemble(workshop, *words).limits)
 
 
 def _batch() -> TrainBatch:
@@ -71,20 +71,20 @@ def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
         "--rollout.dtype=float64",
         "--learner.dtype=float32",
     )
-    parts, machines = _assemble(workshop, *words), _machines(workshop, *words)
+    parts, components = _assemble(workshop, *words), _components(workshop, *words)
     assert parts.sampling.temperature == 0.7
     assert parts.sampling.top_p == 0.9
     assert parts.sampling.max_tokens == 16
     assert parts.sampling.stop == ("END",)
-    assert parts.sampling.stop_token_ids == machines.tokenizer.eos_ids == (1,)
-    assert machines.policy.dtype == torch.float32
-    assert machines.engine.model.dtype == torch.float64
+    assert parts.sampling.stop_token_ids == components.tokenizer.eos_ids == (1,)
+    assert components.policy.dtype == torch.float32
+    assert components.engine.model.dtype == torch.float64
     # Three rows of the longest prompt, 8 tokens in the chat template, and 16 more: one block each.
-    assert machines.engine.kv_usage().total == 3 * 32
+    assert components.engine.kv_usage().total == 3 * 32
     assert len(parts.source.take(8)) == 8
     assert [prompt.prompt_id for prompt in parts.heldout] == [f"prompts/{i}" for i in range(8, 12)]
     assert parts.num_dropped == 0
-    assert parts.workers.num_parameters == sum(p.numel() for p in machines.policy.parameters())
+    assert parts.workers.num_parameters == sum(p.numel() for p in components.policy.parameters())
 
 
 def test_held_out_problems_may_come_from_another_source(workshop: Workshop, tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_room_is_checked_against_the_longest_prompt_there_is_not_the_limit(
 
 
 def test_the_engine_has_weights_of_its_own(workshop: Workshop) -> None:
-    machines = _machines(workshop)
-    before = machines.learner.weights()
-    worker = Worker(machines)
+    components = _components(workshop)
+    before = components.learner.weights()
+    worker = Worker(components)
     worker.learn([_batch()])
-    assert machines.engine.policy_version == 0
-    assert worker.publish() == machines.engine.policy_version == 1
-    now = machines.learner.weights()
+    assert components.engine.policy_version == 0
+    assert worker.publish() == components.engine.policy_version == 1
+    now = components.learner.weights()
     assert [name for name, t in now.tensors.items() if not t.equal(before.tensors[name])]
 
 
@@ -138,8 +138,8 @@ def test_the_engine_writes_under_the_weights_that_were_published(
     words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--learner.learning_rate=0.1")
     config = _config(workshop, *words)
     parts = assemble(config, tmp_path, lambda rows: {})
-    machines = build_machines(config, tmp_path, parts.limits)
-    worker = Worker(machines)
+    components = build_components(config, tmp_path, parts.limits)
+    worker = Worker(components)
     worker.learn([_batch()])
     worker.publish()
     prompt = parts.heldout[0]
@@ -148,7 +148,7 @@ def test_the_engine_writes_under_the_weights_that_were_published(
     )
     (completion,) = worker.generate([request]).completions
     tokens = (*prompt.tokens, *completion.tokens)
-    policy = machines.policy
+    policy = components.policy
     with torch.no_grad():
         hidden = policy(
             torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention((0, len(tokens)))
@@ -160,37 +160,37 @@ def test_the_engine_writes_under_the_weights_that_were_published(
 
 
 def test_broken_weights_are_not_published(workshop: Workshop) -> None:
-    machines = _machines(workshop)
+    components = _components(workshop)
     with torch.no_grad():
-        machines.policy.layers[1].feed_forward.down.weight[0, 0] = float("inf")
+        components.policy.layers[1].feed_forward.down.weight[0, 0] = float("inf")
     with pytest.raises(NonFiniteError, match=r"layers\.1\.feed_forward\.down\.weight .*version 0"):
-        Worker(machines).publish()
+        Worker(components).publish()
 
 
 def test_what_is_restored_goes_on_as_the_saved_one_would(
     workshop: Workshop, tmp_path: Path
 ) -> None:
     words = ("--learner.kl_coef=0.5", "--learner.weight_decay=0.1")
-    machines = _machines(workshop, *words)
-    worker = Worker(machines)
+    components = _components(workshop, *words)
+    worker = Worker(components)
     worker.learn([_batch()])
     worker.save_policy(tmp_path)
-    again = _machines(workshop, *words)
-    Worker(again).restore_saved(tmp_path, machines.learner.state())
-    for each in (machines, again):
+    again = _components(workshop, *words)
+    Worker(again).restore_saved(tmp_path, components.learner.state())
+    for each in (components, again):
         each.learner.step([_batch()])
-    ours, theirs = machines.learner.weights(), again.learner.weights()
+    ours, theirs = components.learner.weights(), again.learner.weights()
     assert ours.version == theirs.version == 2
     assert all(tensor.equal(theirs.tensors[name]) for name, tensor in ours.tensors.items())
 
 
 def test_a_checkpoint_of_another_model_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    machines = _machines(workshop)
-    save_model(tiny_model("llama"), other, eos_ids=machines.tokenizer.eos_ids)
-    machines.tokenizer.save(other)
+    components = _components(workshop)
+    save_model(tiny_model("llama"), other, eos_ids=components.tokenizer.eos_ids)
+    components.tokenizer.save(other)
     with pytest.raises(CheckpointError, match="another model"):
-        Worker(machines).restore_saved(other, machines.learner.state())
+        Worker(components).restore_saved(other, components.learner.state())
 
 
 def test_a_cursor_of_other_data_is_refused(workshop: Workshop) -> None:
@@ -202,11 +202,11 @@ def test_a_cursor_of_other_data_is_refused(workshop: Workshop) -> None:
 def test_a_saved_policy_brings_its_tokenizer_and_its_end_tokens(
     workshop: Workshop, tmp_path: Path
 ) -> None:
-    machines = _machines(workshop)
-    Worker(machines).save_policy(tmp_path)
+    components = _components(workshop)
+    Worker(components).save_policy(tmp_path)
     saved = load_tokenizer(tmp_path)
-    assert saved.eos_ids == machines.tokenizer.eos_ids
-    assert saved.chat([{"role": "user", "content": "7"}]) == machines.tokenizer.chat(
+    assert saved.eos_ids == components.tokenizer.eos_ids
+    assert saved.chat([{"role": "user", "content": "7"}]) == components.tokenizer.chat(
         [{"role": "user", "content": "7"}]
     )
 

@@ -4,7 +4,7 @@ import pytest
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.states import State
-from longtail.cluster.supervisor import MOST_LOSSES, READY_S
+from longtail.cluster.supervisor import MAX_LOSSES, READY_S
 from longtail.errors import CheckpointError, ClusterError, NonFiniteError
 from longtail.rl.learner import LearnerState
 from support.fake_worker import HANG_S, Fault, text
@@ -13,12 +13,12 @@ from support.scripted_pool import ScriptedPool, batch, begun, requests
 BEFORE_THE_SUM, AFTER_IT = 1.0, 2.2
 
 
-def agree(pool: ScriptedPool, *learned: int) -> None:
+def assert_learned(pool: ScriptedPool, *learned: int) -> None:
     """Everybody has learned just these batches, once and in order, and can write."""
     assert [each.policy for each in pool.workers] == [learned] * pool.size
 
 
-def should_extend(pool: ScriptedPool, group: WorkerGroup, *learned: int) -> None:
+def assert_next_step(pool: ScriptedPool, group: WorkerGroup, *learned: int) -> None:
     """Another whole step can be made."""
     group.publish()
     asked = requests(9, 8, 7, first=50)
@@ -26,7 +26,7 @@ def should_extend(pool: ScriptedPool, group: WorkerGroup, *learned: int) -> None
     assert [each.tokens for each in rolled.completions] == [text(each) for each in asked]
     assert {each.policy_version for each in rolled.completions} == {len(learned)}
     group.learn([batch(99)])
-    agree(pool, *learned, 99)
+    assert_learned(pool, *learned, 99)
 
 
 # ---- learning
@@ -37,8 +37,8 @@ def test_the_learners_meet_once_and_then_make_step_after_step():
     group = begun(pool)
     for number in (1, 2, 3):
         assert group.learn([batch(number)]).version == number
-    agree(pool, 1, 2, 3)
-    assert len(pool.begins("join")) == 3
+    assert_learned(pool, 1, 2, 3)
+    assert len(pool.starts("join")) == 3
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -51,11 +51,11 @@ def test_a_step_whose_worker_is_lost_is_made_once(worker, after_s, kind):
     group = begun(pool)
     group.learn([batch(1)])
     assert group.learn([batch(2), batch(3)]).version == 2
-    agree(pool, 1, 2)
+    assert_learned(pool, 1, 2)
     # Who made the step passes it on; if nobody did, it is made again after another meeting.
     was_made = after_s == AFTER_IT
-    assert len(pool.begins("learn")) == (6 if was_made else 9)
-    should_extend(pool, group, 1, 2)
+    assert len(pool.starts("learn")) == (6 if was_made else 9)
+    assert_next_step(pool, group, 1, 2)
     assert len({address for address in pool.meetings}) == 2
 
 
@@ -63,18 +63,18 @@ def test_members_who_lost_sight_of_the_team_at_the_very_end_get_the_step_from_th
     pool = ScriptedPool(3, torn=(0, 2))
     group = begun(pool)
     assert group.learn([batch(1)]).version == 1
-    agree(pool, 1)
-    assert len(pool.begins("learn")) == 3, "nobody makes it twice"
-    assert not pool.said, "nobody was lost"
-    should_extend(pool, group, 1)
+    assert_learned(pool, 1)
+    assert len(pool.starts("learn")) == 3, "nobody makes it twice"
+    assert not pool.log_lines, "nobody was lost"
+    assert_next_step(pool, group, 1)
 
 
 def test_a_team_that_broke_without_a_loss_meets_again():
     pool = ScriptedPool(2, torn=(0, 1))
     group = begun(pool)
     group.learn([batch(1)])
-    agree(pool, 1)
-    assert len(pool.begins("join")) == 4
+    assert_learned(pool, 1)
+    assert len(pool.starts("join")) == 4
 
 
 def test_a_worker_that_hangs_while_learning_is_replaced():
@@ -82,10 +82,10 @@ def test_a_worker_that_hangs_while_learning_is_replaced():
     group = begun(pool)
     began = pool.clock.now
     group.learn([batch(1)])
-    agree(pool, 1)
+    assert_learned(pool, 1)
     # It made no step for so long, and was last seen at work at 1 s; the others only waited for it.
     assert HANG_S < pool.clock.now - began < HANG_S + 20.0
-    assert "made no step for 60 s" in pool.said[0]
+    assert "made no step for 60 s" in pool.log_lines[0]
     assert pool.births == [0, 0, 1]
 
 
@@ -106,36 +106,33 @@ def test_a_frozen_worker_keeps_nobody_from_going_on():
     began = pool.clock.now
     group.rollout(1, requests(10, 10, 10))
     # Two are done after 1 s: they are given the next thing to do long before the third is given up.
-    trained = [worker for when, worker in pool.begins("spot") if when - began < 5.0]
+    trained = [worker for when, worker in pool.starts("train_drafter") if when - began < 5.0]
     assert sorted(trained) == [0, 1]
 
 
-def test_a_learner_step_may_take_as_long_as_it_takes(monkeypatch):
-    monkeypatch.setattr("support.fake_worker.LEARN_S", 40 * HANG_S)
-    pool = ScriptedPool(2)
+def test_a_learner_step_may_take_as_long_as_it_takes():
+    pool = ScriptedPool(2, learn_s=40 * HANG_S)
     group = begun(pool)
     group.learn([batch(1)])
-    agree(pool, 1)
-    assert not pool.said
+    assert_learned(pool, 1)
+    assert not pool.log_lines
 
 
-def test_whoever_still_computes_for_a_broken_team_is_not_late(monkeypatch):
+def test_whoever_still_computes_for_a_broken_team_is_not_late():
     # And the newcomer, long ready, waits for the policy.
-    monkeypatch.setattr("support.fake_worker.LEARN_S", 1.5 * READY_S)
-    pool = ScriptedPool(3, faults=[Fault(worker=1, task="learn")])
+    pool = ScriptedPool(3, learn_s=1.5 * READY_S, faults=[Fault(worker=1, task="learn")])
     begun(pool).learn([batch(1)])
-    agree(pool, 1)
+    assert_learned(pool, 1)
     assert pool.births == [0, 1, 0]
 
 
-def test_a_newcomer_waits_for_the_policy_until_a_colleague_has_learned(monkeypatch):
+def test_a_newcomer_waits_for_the_policy_until_a_colleague_has_learned():
     # It is ready long before the others notice that the team is broken.
-    monkeypatch.setattr("support.fake_worker.READY_S", 0.1)
-    pool = ScriptedPool(2, faults=[Fault(worker=1, task="learn", after_s=0.0)])
+    pool = ScriptedPool(2, ready_s=0.1, faults=[Fault(worker=1, task="learn", after_s=0.0)])
     group = begun(pool)
     group.learn([batch(1)])
-    agree(pool, 1)
-    should_extend(pool, group, 1)
+    assert_learned(pool, 1)
+    assert_next_step(pool, group, 1)
 
 
 def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_updated():
@@ -144,8 +141,8 @@ def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_updated():
     group.learn([batch(1)])
     with pytest.raises(NonFiniteError, match="batch 2"):
         group.learn([batch(2)])
-    agree(pool, 1)
-    assert group.supervisor.states.workers(State.IDLE) == [0, 1, 2]
+    assert_learned(pool, 1)
+    assert group.workers(State.IDLE) == [0, 1, 2]
 
 
 def test_a_broken_loss_is_raised_even_if_a_worker_is_lost_with_it():
@@ -181,16 +178,16 @@ def test_the_learners_meet_again_before_they_learn_if_somebody_is_new():
     pool.kill(1)
     group.publish()
     group.learn([batch(2)])
-    agree(pool, 1, 2)
-    assert len(pool.begins("join")) == 6
+    assert_learned(pool, 1, 2)
+    assert len(pool.starts("join")) == 6
     assert pool.births == [0, 1, 0]
 
 
 def test_a_meeting_that_fails_is_tried_again():
     pool = ScriptedPool(2, bad_meetings=2)
     begun(pool).learn([batch(1)])
-    agree(pool, 1)
-    assert len(pool.begins("join")) == 6
+    assert_learned(pool, 1)
+    assert len(pool.starts("join")) == 6
 
 
 def test_workers_that_never_meet_end_the_run():
@@ -203,7 +200,7 @@ def test_workers_that_never_meet_end_the_run():
 def test_a_worker_lost_on_its_way_to_the_meeting_is_replaced(worker):
     pool = ScriptedPool(2, faults=[Fault(worker=worker, task="join")])
     begun(pool).learn([batch(1)])
-    agree(pool, 1)
+    assert_learned(pool, 1)
 
 
 def test_a_dead_first_worker_at_which_all_would_meet_is_replaced():
@@ -211,7 +208,7 @@ def test_a_dead_first_worker_at_which_all_would_meet_is_replaced():
     group = begun(pool)
     pool.kill(0)
     group.learn([batch(1)])
-    agree(pool, 1)
+    assert_learned(pool, 1)
     assert pool.births == [1, 0]
 
 
@@ -228,10 +225,10 @@ def test_whoever_is_lost_in_between_does_it_when_it_is_back(task, kind):
     group.learn([batch(1)])
     group.publish()
     group.offer_drafter()
-    agree(pool, 1)
+    assert_learned(pool, 1)
     assert {each.engine for each in pool.workers} == {(1,)}
     assert pool.births[1] == 1
-    should_extend(pool, group, 1)
+    assert_next_step(pool, group, 1)
     assert group.published is not None
     assert {each.served.version for each in pool.workers} == {group.published.version}
 
@@ -258,7 +255,7 @@ def test_workers_lost_or_stuck_before_they_ever_began_are_replaced():
     group = begun(pool)
     assert pool.births == [1, 2]
     assert READY_S < pool.clock.now < READY_S + 20.0
-    should_extend(pool, group)
+    assert_next_step(pool, group)
 
 
 def test_a_newcomer_that_is_lost_while_it_starts_is_replaced_too():
@@ -271,35 +268,33 @@ def test_a_newcomer_that_is_lost_while_it_starts_is_replaced_too():
         group.rollout(1, requests(10, 10))
         group.learn([batch(1)])
         assert pool.births == [0, 2]
-        should_extend(pool, group, 1)
+        assert_next_step(pool, group, 1)
 
 
-def test_a_newcomer_waits_for_the_policy_that_another_newcomer_is_being_given(monkeypatch):
+def test_a_newcomer_waits_for_the_policy_that_another_newcomer_is_being_given():
     # Worker 0 is given the policy from 4 s on; worker 1, the last to have it, is lost at 4.5 s.
-    monkeypatch.setattr("support.scripted_pool.MOMENT_S", 5.0)
     faults = [
         Fault(worker=0, task="generate", after_s=1.0),
         Fault(worker=1, task="generate", after_s=4.5),
     ]
-    pool = ScriptedPool(2, faults=faults)
+    pool = ScriptedPool(2, short_task_s=5.0, faults=faults)
     group = begun(pool)
     group.rollout(1, requests(60, 60))
     assert pool.births == [1, 1]
-    should_extend(pool, group)
+    assert_next_step(pool, group)
 
 
-def test_too_many_losses_in_a_row_end_the_run(monkeypatch):
+def test_too_many_losses_in_a_row_end_the_run():
     # A request that kills whoever writes it, a second later.
-    monkeypatch.setattr("support.fake_worker.READY_S", 0.1)
     faults = [
         Fault(worker=worker, task="generate", nth=nth, after_s=1.0)
         for worker in range(3)
         for nth in range(9)
     ]
-    pool = ScriptedPool(3, faults=faults)
+    pool = ScriptedPool(3, ready_s=0.1, faults=faults)
     with pytest.raises(ClusterError, match=r"6 workers were lost in a row, .* mend that"):
         begun(pool).rollout(1, requests(30))
-    assert sum(pool.births) == MOST_LOSSES
+    assert sum(pool.births) == MAX_LOSSES
 
 
 def test_spot_workers_that_stop_are_no_achievement_between_losses():
@@ -322,7 +317,7 @@ def test_losses_with_something_achieved_between_them_do_not_end_a_run():
     for number in range(1, 12):
         pool.kill(1)
         group.learn([batch(number)])
-    agree(pool, *range(1, 12))
+    assert_learned(pool, *range(1, 12))
     assert pool.births == [0, 11]
 
 
@@ -353,8 +348,8 @@ def test_every_learner_is_put_where_the_checkpoint_was_taken(tmp_path):
     pool = ScriptedPool(3, faults=[Fault(worker=1, task="restore_saved")])
     group = begun(pool)
     group.restore(tmp_path, LearnerState(tensors={}, numbers={"version": 2}))
-    agree(pool, 0, 1)
-    should_extend(pool, group, 0, 1)
+    assert_learned(pool, 0, 1)
+    assert_next_step(pool, group, 0, 1)
 
 
 @pytest.mark.parametrize("kind", ["lost", "hangs"])
@@ -367,7 +362,7 @@ def test_the_learner_state_is_copied_again_after_the_copying_worker_is_lost(kind
     assert state.tensors["rows"].tolist() == [0], "replicated: one worker has everything"
     # The worker in its place first receives the policy from the others.
     assert len(pool.meetings) == 2
-    assert [worker for _, worker in pool.begins("learner_state")] == [0, 0, 0]
+    assert [worker for _, worker in pool.starts("learner_state")] == [0, 0, 0]
 
 
 def test_the_learner_state_of_shards_is_their_rows_in_order():

@@ -44,7 +44,7 @@ def test_one_worker_serves_everything_and_tells_how_far_it_is(workshop):
     assert rolled.report.num_generated == heard[-1].num_generated
     assert [(each.worker, each.kind) for each in rolled.logged(1, "training")] == [(0, "training")]
     assert rolled.costs is not None
-    states = [span.state for span in parts.workers.timeline().spans]
+    states = [span.state for span in parts.workers.drain_timeline().spans]
     assert states[-2:] == [State.GENERATING, State.IDLE]
 
 
@@ -61,7 +61,7 @@ def test_an_interrupted_rollout_leaves_a_worker_that_can_be_saved_and_go_on(work
     with pytest.raises(Interrupted):
         parts.workers.rollout(1, asked)
     parts.workers.abandon()
-    assert parts.workers.supervisor.states.workers(State.IDLE) == [0]
+    assert parts.workers.workers(State.IDLE) == [0]
     assert parts.workers.learner_state().numbers == {"version": 0}
     parts.workers.save_policy(tmp_path)
     assert (tmp_path / "config.json").exists()
@@ -78,7 +78,7 @@ def test_a_task_is_done_when_it_is_waited_for_and_hands_out_what_it_raised(works
     (ready,) = pool.wait(0.0)
     assert (ready.worker, ready.is_lost) == (0, False)
     assert pool.wait(0.0) == []
-    pool.start(0, Worker.spot, drafter(0, 2.0))
+    pool.start(0, Worker.train_drafter, drafter(0, 2.0))
     (ended,) = pool.wait(0.0)
     assert not ended.is_lost
     with pytest.raises(ClusterError, match="no drafter that can be trained"):

@@ -140,18 +140,18 @@ def test_a_book_remembers_the_longest_of_all_visits() -> None:
     book = LengthHistory()
     assert book.expected("p/1") is None
     for length in (30, 412, 77):
-        book.note("p/1", length)
-    book.note("p/2", 5)
+        book.record("p/1", length)
+    book.record("p/2", 5)
     assert (book.expected("p/1"), book.expected("p/2")) == (412.0, 5.0)
 
 
 def test_a_book_comes_back_from_json_and_goes_on() -> None:
     book, other = LengthHistory(), LengthHistory()
-    book.note("p/1", 30)
-    other.note("p/9", 1)
+    book.record("p/1", 30)
+    other.record("p/9", 1)
     other.restore(json.loads(json.dumps(book.state())))
     assert (other.expected("p/1"), other.expected("p/9")) == (30.0, None)
-    other.note("p/1", 31)
+    other.record("p/1", 31)
     assert (other.expected("p/1"), book.expected("p/1")) == (31.0, 30.0)
     with pytest.raises(KeyError):
         other.restore({})

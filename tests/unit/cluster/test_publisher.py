@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longtail.cluster.offers import Verdict
 from longtail.cluster.publisher import MIN_GAIN, Publisher
-from longtail.cluster.records import Verdict
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.spot import Replica
 from support.fake_worker import drafter
@@ -42,14 +42,14 @@ def publisher(version: int = 0) -> Publisher:
 
 
 def said(one: Publisher) -> list[tuple[str, int]]:
-    return [(each.what, each.version) for each in one.drain()]
+    return [(each.what, each.version) for each in one.drain_decisions()]
 
 
 @pytest.mark.parametrize("gain", [-0.1, 0.0, MIN_GAIN / 2, math.nan, math.inf])
 def test_what_does_not_measure_better_is_not_offered(gain):
     one = publisher()
     assert one.offer([replica(gain)]) is None
-    (decision,) = one.drain()
+    (decision,) = one.drain_decisions()
     assert (decision.what, decision.before, decision.num_tokens) == ("kept", 2.0, 100)
     assert decision.reason
     assert one.published.version == 0
@@ -62,9 +62,9 @@ def test_what_measures_better_is_offered_and_published_by_whoever_adopts_it():
     assert (offer.weights.version, offer.digest) == (1, offer.weights.digest)
     assert offer.texts, "held out, for the receivers to measure on"
     assert one.published.version == 0, "nobody serves it yet"
-    one.note([verdict(1, adopted=False, reason="worse here"), verdict(1), verdict(1)])
+    one.record([verdict(1, adopted=False, reason="worse here"), verdict(1), verdict(1)])
     assert one.published is offer.weights
-    decisions = one.drain()
+    decisions = one.drain_decisions()
     assert [(each.what, each.version) for each in decisions] == [
         ("trained", 0),
         ("offered", 1),
@@ -96,21 +96,21 @@ def test_a_replica_that_is_not_finite_is_left_out_and_noted():
     offer = one.offer([replica(0.1, weight=4.0), broken])
     assert offer is not None
     assert offer.weights.tensors["w"].item() == 4.0
-    decisions = one.drain()
+    decisions = one.drain_decisions()
     assert [each.reason for each in decisions if each.what == "kept"] == ["it is not finite"]
 
 
 def test_a_refused_offer_changes_nothing_and_its_version_is_never_used_again():
     one = publisher(7)
     assert one.offer([replica(0.1, base=7)]) is not None
-    one.note([verdict(8, adopted=False, reason="they are not what was sent")])
+    one.record([verdict(8, adopted=False, reason="they are not what was sent")])
     assert one.published.version == 7
     one.withdraw()
     assert one.offer([replica(0.1, base=7)]) is None, "it was looked at, and found no better"
     again = one.offer([replica(0.2, base=7)])
     assert again is not None
     assert again.weights.version == 9
-    one.begin()
+    one.begin_rollout()
     third = one.offer([replica(0.1, base=7)])
     assert third is not None
     assert third.weights.version == 10
@@ -124,7 +124,7 @@ def test_an_offer_that_nobody_answered_may_be_made_again():
     again = one.offer([replica(0.1)])
     assert again is not None
     assert again.weights.version == 2
-    one.note([verdict(1), verdict(2)])
+    one.record([verdict(1), verdict(2)])
     assert one.published is again.weights
 
 
@@ -132,7 +132,7 @@ def test_replicas_of_older_drafters_must_beat_what_was_published_since():
     one = publisher()
     first = one.offer([replica(0.1)])
     assert first is not None
-    one.note([verdict(1)])
+    one.record([verdict(1)])
     assert one.offer([replica(0.09)]) is None
     assert one.offer([replica(MIN_GAIN / 2, base=1)]) is None
     second = one.offer([replica(0.11, weight=5.0), replica(0.05, base=1, weight=9.0)])
@@ -144,8 +144,8 @@ def test_an_offer_that_arrives_behind_a_newer_one_is_not_published():
     one = publisher()
     for gain in (0.1, 0.2):
         assert one.offer([replica(gain)]) is not None
-    one.note([verdict(2)])
-    one.note([verdict(1), verdict(99)])
+    one.record([verdict(2)])
+    one.record([verdict(1), verdict(99)])
     assert one.published.version == 2
 
 
@@ -154,7 +154,7 @@ def test_the_same_judgement_is_noted_once_a_rollout():
     for _ in range(3):
         one.offer([replica(-0.1)])
     assert said(one) == [("kept", 0)]
-    one.begin()
+    one.begin_rollout()
     one.offer([replica(-0.1)])
     assert said(one) == [("kept", 0)]
 
@@ -164,12 +164,13 @@ def test_who_has_missed_a_drafter_is_offered_it_once():
     assert one.missed_by(3) is None
     assert one.offer([replica(0.1)]) is not None
     assert one.missed_by(3) is None, "it is not published yet"
-    one.told(1, 1)
-    one.note([verdict(1)])
+    one.mark_offered(1, 1)
+    one.record([verdict(1)])
     assert one.missed_by(1) is None
     offer = one.missed_by(3)
     assert offer is not None
     assert offer.weights is one.published
+    one.mark_offered(3, 1)
     assert one.missed_by(3) is None
     one.forget(3)
     assert one.missed_by(3) is not None, "it begins anew, with the first drafter"
@@ -203,10 +204,10 @@ def test_versions_rise_and_published_ones_were_offered_and_adopted(events):
             offer = one.offer([replica(value, base=number)])
             offered += [] if offer is None else [offer.weights.version]
         elif what == "verdict":
-            one.note([verdict(number, adopted=value)])
+            one.record([verdict(number, adopted=value)])
             adopted |= {number} if value else set()
         elif what == "begin":
-            one.begin()
+            one.begin_rollout()
         else:
             one.withdraw()
         published.append(one.published.version)
@@ -217,8 +218,8 @@ def test_versions_rise_and_published_ones_were_offered_and_adopted(events):
 
 def test_a_replica_that_came_to_nothing_is_noted_with_what_it_cost():
     one = publisher(4)
-    one.discard(1200, "it is not finite")
-    (decision,) = one.drain()
+    one.record_discarded(1200, "it is not finite")
+    (decision,) = one.drain_decisions()
     assert (decision.what, decision.version, decision.num_tokens) == ("discarded", 4, 1200)
     assert replace(decision, before=0.0, after=0.0).reason == "it is not finite"
-    assert one.drain() == []
+    assert one.drain_decisions() == []

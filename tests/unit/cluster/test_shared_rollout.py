@@ -9,23 +9,23 @@ from longtail.cluster.group import WorkerGroup
 from longtail.cluster.placement import LengthHistory
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutResult
-from longtail.cluster.spot import LOOK_S
+from longtail.cluster.spot import POLL_S
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import STOP_S
 from longtail.cluster.timeline import Span
 from longtail.drafter.training.spot import SpotEnd
 from longtail.errors import ClusterError
 from longtail.system.interrupt import Interrupted
-from support.fake_worker import HANG_S, READY_S, Fault, Teaching, text
+from support.fake_worker import HANG_S, READY_S, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 TAIL = requests(100, 10, 50)
 """Shards of three workers: ten seconds, one, five."""
-POLL_S = 0.5
+STEP_S = 0.5
 
 
 def spans(group: WorkerGroup, *states: State) -> list[Span]:
-    return [span for span in group.timeline().spans if span.state in states]
+    return [span for span in group.drain_timeline().spans if span.state in states]
 
 
 def texts(rolled) -> list[tuple[int, ...]]:
@@ -42,8 +42,8 @@ def test_idle_workers_train_while_others_generate_and_only_then():
     last = max(span.end_s for span in both if span.state is State.GENERATING)
     assert all(span.begin_s < last for span in trained)
     assert rolled.seconds == pytest.approx(10.0)
-    assert rolled.stop_s < POLL_S
-    assert group.supervisor.states.workers(State.IDLE) == [0, 1, 2]
+    assert rolled.stop_s < STEP_S
+    assert group.workers(State.IDLE) == [0, 1, 2]
 
 
 def test_the_share_that_was_reused_is_counted_in_tokens_over_all_workers():
@@ -51,7 +51,7 @@ def test_the_share_that_was_reused_is_counted_in_tokens_over_all_workers():
     few, many = (replace(spot, num_tokens=n, num_reused=m) for n, m in ((100, 0), (300, 300)))
     none = replace(spot, num_tokens=0, num_reused=0)
     rolled = RolloutResult(
-        completions=(), served=(), spots=(few, many, none), seconds=1.0, stop_s=0.0
+        completions=(), shards=(), spots=(few, many, none), seconds=1.0, stop_s=0.0
     )
     assert rolled.reused_share == 0.75
     assert replace(rolled, spots=()).reused_share == replace(rolled, spots=(none,)).reused_share
@@ -62,17 +62,17 @@ def test_a_worker_without_a_shard_trains_once_there_are_texts():
     pool = ScriptedPool(3)
     group = begun(pool)
     group.rollout(1, requests(60, 20))
-    first = [worker for _, worker in pool.begins("spot")]
+    first = [worker for _, worker in pool.starts("train_drafter")]
     assert sorted(first) == [1, 2]
     group.rollout(2, requests(60, first=5))
-    assert sorted(worker for _, worker in pool.begins("spot")[2:]) == [1, 2]
+    assert sorted(worker for _, worker in pool.starts("train_drafter")[2:]) == [1, 2]
 
 
 def test_nobody_trains_on_texts_that_are_not_to_be_learned():
     pool = ScriptedPool(2)
     group = begun(pool)
     assert texts(group.rollout(1, TAIL, trains=False)) == [text(each) for each in TAIL]
-    assert not pool.begins("spot")
+    assert not pool.starts("train_drafter")
     state = group.drafter_state()
     assert state is not None
     assert state.numbers["buffer"]["texts"] == []
@@ -82,7 +82,7 @@ def test_nobody_trains_on_texts_that_are_not_to_be_learned():
 def test_nobody_trains_meanwhile_unless_that_is_asked_for(training):
     pool = ScriptedPool(2)
     begun(pool, training).rollout(1, TAIL)
-    assert not pool.begins("spot")
+    assert not pool.starts("train_drafter")
 
 
 def test_without_a_drafter_there_is_nothing_to_train_or_to_keep():
@@ -90,43 +90,48 @@ def test_without_a_drafter_there_is_nothing_to_train_or_to_keep():
     group = begun(pool)
     assert texts(group.rollout(1, TAIL)) == [text(each) for each in TAIL]
     group.offer_drafter()
-    assert not pool.begins("spot")
-    assert not {name for _, name in pool.told} & {"written", "feed", "verdicts", "candidate"}
-    assert (group.published, group.decisions, group.drafter_state()) == (None, [], None)
+    assert not pool.starts("train_drafter")
+    assert not {name for _, name in pool.answered} & {
+        "texts",
+        "add_texts",
+        "drain_verdicts",
+        "candidate",
+    }
+    assert (group.published, group.drain_decisions(), group.drafter_state()) == (None, [], None)
 
 
 def test_who_found_that_training_does_not_pay_rests_until_the_next_rollout():
-    teaching = Teaching(ends_s=1.0, reason=SpotEnd.NO_GAIN)
-    pool = ScriptedPool(3, teachings=lambda worker, nth: teaching)
+    spot_script = SpotScript(ends_s=1.0, reason=SpotEnd.NO_GAIN)
+    pool = ScriptedPool(3, spot_scripts=lambda worker, nth: spot_script)
     group = begun(pool)
     group.rollout(1, TAIL)
-    assert [worker for _, worker in pool.begins("spot")] == [1, 2]
+    assert [worker for _, worker in pool.starts("train_drafter")] == [1, 2]
     group.rollout(2, TAIL)
-    assert sorted(worker for _, worker in pool.begins("spot")[2:]) == [1, 2]
+    assert sorted(worker for _, worker in pool.starts("train_drafter")[2:]) == [1, 2]
 
 
 def test_who_had_nothing_to_learn_is_sent_again_when_there_is_news():
-    teaching = Teaching(ends_s=0.1, reason=SpotEnd.NO_TEXTS)
-    pool = ScriptedPool(2, teachings=lambda worker, nth: teaching)
+    spot_script = SpotScript(ends_s=0.1, reason=SpotEnd.NO_TEXTS)
+    pool = ScriptedPool(2, spot_scripts=lambda worker, nth: spot_script)
     begun(pool).rollout(1, requests(100, 10))
-    times = [when for when, _ in pool.begins("spot")]
+    times = [when for when, _ in pool.starts("train_drafter")]
     assert len(times) > 5
     # The first look finds what was written since; then there is one a second.
-    assert all(second - first > 0.9 * LOOK_S for first, second in pairwise(times[1:]))
+    assert all(second - first > 0.9 * POLL_S for first, second in pairwise(times[1:]))
 
 
 def test_a_spot_worker_that_does_not_stop_is_replaced_and_holds_nobody_up():
-    pool = ScriptedPool(3, teachings=lambda worker, nth: Teaching(stop_s=float("inf")))
+    pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(stop_s=float("inf")))
     group = begun(pool)
     rolled = group.rollout(1, TAIL)
-    assert rolled.stop_s < STOP_S + 3 * POLL_S
+    assert rolled.stop_s < STOP_S + 3 * STEP_S
     assert pool.births == [0, 1, 1]
-    assert all("did not stop within 15 s" in said for said in pool.said)
+    assert all("did not stop within 15 s" in said for said in pool.log_lines)
     assert texts(group.rollout(2, TAIL)) == [text(each) for each in TAIL]
 
 
 def test_a_spot_worker_that_hears_nothing_is_replaced_and_holds_nobody_up():
-    faults = [Fault(worker=1, task="spot", after_s=2.0, kind="frozen")]
+    faults = [Fault(worker=1, task="train_drafter", after_s=2.0, kind="frozen")]
     pool = ScriptedPool(2, faults=faults)
     rolled = begun(pool).rollout(1, requests(200, 10))
     # It is asked to stop, and that is not answered; twice at most before, in its patience.
@@ -140,11 +145,11 @@ def test_a_shard_whose_worker_is_lost_fetches_one_back_from_training():
     group = begun(pool)
     began = pool.clock.now
     rolled = group.rollout(1, requests(100, 10))
-    (first, _), (_, _), (again, by) = pool.begins("generate")
+    (first, _), (_, _), (again, by) = pool.starts("generate")
     assert (first, by) == (began, 1)
     assert again - began < 5.0 + 3 * 0.2 < 5.0 + READY_S
     assert texts(rolled) == [text(each) for each in requests(100, 10)]
-    assert [share.worker for share in rolled.served] == [1, 1]
+    assert [share.worker for share in rolled.shards] == [1, 1]
     assert rolled.report.num_generated == 110
     assert pool.births == [1, 0]
 
@@ -155,7 +160,7 @@ def test_who_is_fetched_back_and_does_not_come_is_replaced():
         Fault(worker=0, task="ready", nth=2, kind="hangs"),
     ]
     pool = ScriptedPool(
-        2, faults=faults, teachings=lambda worker, nth: Teaching(stop_s=float("inf"))
+        2, faults=faults, spot_scripts=lambda worker, nth: SpotScript(stop_s=float("inf"))
     )
     group = begun(pool)
     with pytest.raises(ClusterError, match=r"all workers are lost.* start again"):
@@ -170,18 +175,18 @@ def test_a_worker_that_makes_no_step_is_replaced_and_its_texts_written_again():
         rolled = begun(pool).rollout(1, requests(20, 20))
         assert texts(rolled) == [text(each) for each in requests(20, 20)]
         assert HANG_S < rolled.seconds < HANG_S + 2 * 20.0 + 5.0
-        assert f"made no step for {HANG_S:.0f} s" in pool.said[0]
+        assert f"made no step for {HANG_S:.0f} s" in pool.log_lines[0]
 
 
 def test_a_worker_that_takes_long_but_makes_steps_is_left_alone():
     pool = ScriptedPool(2)
     begun(pool).rollout(1, requests(999, 998))
-    assert pool.said == []
+    assert pool.log_lines == []
 
 
 def test_a_stop_that_is_not_taken_back_costs_a_shard_no_text():
     # Worker 1 trains, is told to stop, and hears only later that it may go on.
-    pool = ScriptedPool(2, late={(1, "go"): 2})
+    pool = ScriptedPool(2, late={(1, "clear_stop"): 2})
     group = begun(pool)
     for step in (1, 2, 3):
         asked = requests(50, 10, first=2 * step)
@@ -190,15 +195,15 @@ def test_a_stop_that_is_not_taken_back_costs_a_shard_no_text():
 
 
 def test_progress_counts_what_is_done_and_what_is_on_its_way_once():
-    heard: list[Progress] = []
+    received: list[Progress] = []
     faults = [Fault(worker=1, task="generate", after_s=4.0)]
     pool = ScriptedPool(2, faults=faults)
-    begun(pool, on_progress=heard.append).rollout(1, requests(100, 90, 30, 20))
-    assert max(each.num_finished for each in heard) <= 4
-    assert max(each.num_generated for each in heard) <= 240
-    assert all(each.num_finished + each.num_running <= 4 for each in heard)
-    assert heard[-1].num_finished == 3
-    assert heard[-1].num_running == 1
+    begun(pool, on_progress=received.append).rollout(1, requests(100, 90, 30, 20))
+    assert max(each.num_finished for each in received) <= 4
+    assert max(each.num_generated for each in received) <= 240
+    assert all(each.num_finished + each.num_running <= 4 for each in received)
+    assert received[-1].num_finished == 3
+    assert received[-1].num_running == 1
 
 
 def test_an_interrupted_rollout_leaves_everybody_idle_and_able_to_save(tmp_path):
@@ -213,9 +218,9 @@ def test_an_interrupted_rollout_leaves_everybody_idle_and_able_to_save(tmp_path)
     group.learn([batch(1)])
     with pytest.raises(Interrupted):
         group.rollout(1, TAIL)
-    assert group.supervisor.states.workers(State.GENERATING, State.SPOT)
+    assert group.workers(State.GENERATING, State.SPOT)
     group.abandon()
-    assert group.supervisor.states.workers(State.IDLE) == [0, 1, 2]
+    assert group.workers(State.IDLE) == [0, 1, 2]
     group.save_policy(tmp_path / "policy")
     assert (tmp_path / "policy").read_text() == "(1,)"
     assert group.learner_state().numbers == {"version": 1}

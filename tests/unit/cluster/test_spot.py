@@ -8,7 +8,7 @@ import torch
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.spot import OFFER_S
 from longtail.drafter.training.spot import SpotEnd
-from support.fake_worker import QUALITY, FakeWorker, Fault, Teaching, text
+from support.fake_worker import QUALITY, FakeWorker, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 TAIL = requests(100, 10, 50)
@@ -21,13 +21,13 @@ def step(group: WorkerGroup, number: int, asked=TAIL) -> list[tuple[str, int, st
     group.learn([batch(number)])
     group.publish()
     group.offer_drafter()
-    return [(each.what, each.version, each.reason) for each in group.decisions]
+    return [(each.what, each.version, each.reason) for each in group.drain_decisions()]
 
 
-def lengths_heard(worker: FakeWorker) -> dict[str, list[int]]:
+def lengths_received(worker: FakeWorker) -> dict[str, list[int]]:
     """Of each text, what its versions were."""
     found: dict[str, list[int]] = {}
-    for each in worker.heard:
+    for each in worker.received:
         found.setdefault(each.request_id, []).append(len(each.tokens) - each.prompt_len)
     return found
 
@@ -35,24 +35,24 @@ def lengths_heard(worker: FakeWorker) -> dict[str, list[int]]:
 def test_spot_workers_hear_each_text_once_and_the_growth_of_those_being_written():
     pool = ScriptedPool(3)
     begun(pool).rollout(1, TAIL)
-    heard = lengths_heard(pool.workers[1])
-    assert heard["p1@0#0"] == [10], "finished before it began to train"
+    received = lengths_received(pool.workers[1])
+    assert received["p1@0#0"] == [10], "finished before it began to train"
     for name, whole in (("p0@0#0", 100), ("p2@0#0", 50)):
-        assert heard[name] == sorted(set(heard[name])), "longer each time"
-        assert len(heard[name]) >= whole / 10 - 3
-    assert heard["p2@0#0"][-1] == 50
-    finished = Counter(each.request_id for each in pool.workers[1].heard if each.is_finished)
+        assert received[name] == sorted(set(received[name])), "longer each time"
+        assert len(received[name]) >= whole / 10 - 3
+    assert received["p2@0#0"][-1] == 50
+    finished = Counter(each.request_id for each in pool.workers[1].received if each.is_finished)
     assert finished == {"p1@0#0": 1, "p2@0#0": 1}
 
 
 def test_a_replaced_worker_hears_everything_from_the_beginning():
-    faults = [Fault(worker=1, task="spot", after_s=2.0)]
+    faults = [Fault(worker=1, task="train_drafter", after_s=2.0)]
     pool = ScriptedPool(3, faults=faults)
     begun(pool).rollout(1, TAIL)
     assert pool.births == [0, 1, 0]
-    heard = lengths_heard(pool.workers[1])
-    assert heard["p1@0#0"] == [10]
-    assert heard.keys() == {"p0@0#0", "p1@0#0", "p2@0#0"}
+    received = lengths_received(pool.workers[1])
+    assert received["p1@0#0"] == [10]
+    assert received.keys() == {"p0@0#0", "p1@0#0", "p2@0#0"}
 
 
 def test_a_newcomer_does_not_rest_because_its_predecessor_did():
@@ -61,26 +61,26 @@ def test_a_newcomer_does_not_rest_because_its_predecessor_did():
         Fault(worker=0, task="generate", after_s=5.0),
         Fault(worker=1, task="generate", nth=1, after_s=6.0),
     ]
-    teaching = Teaching(ends_s=1.0, reason=SpotEnd.NO_GAIN)
-    pool = ScriptedPool(2, faults=faults, teachings=lambda worker, nth: teaching)
+    spot_script = SpotScript(ends_s=1.0, reason=SpotEnd.NO_GAIN)
+    pool = ScriptedPool(2, faults=faults, spot_scripts=lambda worker, nth: spot_script)
     begun(pool).rollout(1, requests(200, 10))
     assert pool.births == [1, 1]
-    assert [worker for _, worker in pool.begins("spot")] == [1, 0, 1]
+    assert [worker for _, worker in pool.starts("train_drafter")] == [1, 0, 1]
 
 
 def test_texts_whose_receipt_is_not_known_are_sent_again():
-    pool = ScriptedPool(2, late={(1, "feed"): 1})
+    pool = ScriptedPool(2, late={(1, "add_texts"): 1})
     begun(pool).rollout(1, requests(900, 10))
-    assert lengths_heard(pool.workers[1])["p1@0#0"] == [10]
+    assert lengths_received(pool.workers[1])["p1@0#0"] == [10]
 
 
 def test_who_wrote_to_the_end_hears_the_long_texts_of_that_step_in_the_next():
     pool = ScriptedPool(2)
     group = begun(pool)
     group.rollout(1, requests(10, 100))
-    assert not pool.workers[1].heard
+    assert not pool.workers[1].received
     group.rollout(2, requests(100, 10, first=5))
-    of_step_1 = [each.request_id for each in pool.workers[1].heard if each.step == 1]
+    of_step_1 = [each.request_id for each in pool.workers[1].received if each.step == 1]
     assert of_step_1 == ["p1@0#0"], "the short one went when the step began"
 
 
@@ -97,7 +97,7 @@ def test_texts_of_a_resumed_run_are_learned_from(tmp_path):
     assert resumed.published.version == state.numbers["version"]
     assert all(each.served.version == state.numbers["version"] for each in again.workers)
     resumed.rollout(2, requests(50, 10, first=5))
-    assert {each.step for each in again.workers[1].heard} == {1, 2}
+    assert {each.step for each in again.workers[1].received} == {1, 2}
     step(resumed, 3)
     assert resumed.published.version > state.numbers["version"]
 
@@ -106,22 +106,22 @@ def test_drafters_that_measure_better_reach_those_who_generate_in_mid_rollout():
     pool = ScriptedPool(2)
     group = begun(pool)
     group.rollout(1, requests(200, 10))
-    offers = [worker for worker, name in pool.told if name == "offer"]
+    offers = [worker for worker, name in pool.answered if name == "offer"]
     assert set(offers) == {0}
     assert len(offers) == pytest.approx(190 / 10 / OFFER_S, abs=2)
-    decisions = [(each.what, each.version) for each in group.decisions]
+    decisions = [(each.what, each.version) for each in group.drain_decisions()]
     assert ("published", 1) in decisions
     assert group.published is not None
     assert group.published is pool.workers[0].served
     assert group.published.version > 1
-    names = [mark.name for mark in group.timeline().marks]
+    names = [mark.name for mark in group.drain_timeline().marks]
     assert names[0] == "drafter v1 offered"
 
 
 def test_the_same_candidate_is_not_offered_again_and_again():
-    teaching = Teaching(measures_s=2.0, gain=0.05, ends_s=3.0, reason=SpotEnd.NO_GAIN)
+    spot_script = SpotScript(measures_s=2.0, gain=0.05, ends_s=3.0, reason=SpotEnd.NO_GAIN)
     pool = ScriptedPool(
-        3, teachings=lambda worker, nth: teaching if worker == 1 else Teaching(gain=0.0)
+        3, spot_scripts=lambda worker, nth: spot_script if worker == 1 else SpotScript(gain=0.0)
     )
     decisions = step(begun(pool), 1, requests(400, 10, 10))
     assert Counter(what for what, _, _ in decisions) == {
@@ -141,8 +141,8 @@ def decisions_kept(decisions: list[tuple[str, int, str]]) -> int:
 
 def test_a_drafter_whose_offer_never_arrived_is_offered_again_at_the_end():
     # The only candidate there is: measured once.
-    teaching = Teaching(measures_s=3.0, ends_s=5.0, reason=SpotEnd.NO_GAIN)
-    pool = ScriptedPool(2, late={(0, "offer"): 1}, teachings=lambda worker, nth: teaching)
+    spot_script = SpotScript(measures_s=3.0, ends_s=5.0, reason=SpotEnd.NO_GAIN)
+    pool = ScriptedPool(2, late={(0, "offer"): 1}, spot_scripts=lambda worker, nth: spot_script)
     decisions = step(begun(pool), 1, requests(61, 10))
     assert [(what, version) for what, version, _ in decisions if what != "trained"] == [
         ("offered", 1),
@@ -158,10 +158,10 @@ def test_who_was_idle_catches_up_before_it_writes_again():
     assert group.published is not None
     assert pool.workers[1].served.version == 0
     version = group.published.version
-    pool.told.clear()
+    pool.answered.clear()
     group.rollout(2, requests(5, 5, first=5))
     assert [each.served.version for each in pool.workers] == [version, version]
-    assert [worker for worker, name in pool.told if name == "offer"] == [1]
+    assert [worker for worker, name in pool.answered if name == "offer"] == [1]
 
 
 def test_a_newcomer_catches_up_before_it_writes():
@@ -181,7 +181,7 @@ def test_a_newcomer_catches_up_before_it_writes():
 
 def test_replicas_are_merged_at_the_end_and_everybody_serves_them():
     # Nobody generates long enough for an offer in mid-rollout.
-    pool = ScriptedPool(3, teachings=lambda worker, nth: Teaching(gain=0.05 * worker))
+    pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(gain=0.05 * worker))
     group = begun(pool)
     decisions = step(group, 1, requests(35, 10, 12))
     assert [what for what, _, _ in decisions] == ["trained", "trained", "offered", "published"]
@@ -191,19 +191,19 @@ def test_replicas_are_merged_at_the_end_and_everybody_serves_them():
 
 
 def test_a_drafter_that_is_not_finite_any_more_is_discarded_and_the_run_goes_on():
-    bad = Teaching(ends_s=3.0, reason=SpotEnd.NOT_FINITE)
-    pool = ScriptedPool(3, teachings=lambda worker, nth: bad if worker == 1 else Teaching())
+    bad = SpotScript(ends_s=3.0, reason=SpotEnd.NOT_FINITE)
+    pool = ScriptedPool(3, spot_scripts=lambda worker, nth: bad if worker == 1 else SpotScript())
     group = begun(pool)
     decisions = step(group, 1)
     assert ("discarded", 0, "it is not finite") in decisions
-    assert any("worker 1: its drafter is discarded" in said for said in pool.said)
-    assert [worker for _, worker in pool.begins("spot")].count(1) == 1, "it rests"
+    assert any("worker 1: its drafter is discarded" in said for said in pool.log_lines)
+    assert [worker for _, worker in pool.starts("train_drafter")].count(1) == 1, "it rests"
     assert group.published is not None
     assert group.published.tensors["w"].isfinite().all()
 
 
 def test_weights_that_are_not_finite_are_never_offered():
-    pool = ScriptedPool(2, teachings=lambda worker, nth: Teaching(weight=float("nan")))
+    pool = ScriptedPool(2, spot_scripts=lambda worker, nth: SpotScript(weight=float("nan")))
     group = begun(pool)
     decisions = step(group, 1)
     assert {what for what, _, _ in decisions} == {"kept"}
@@ -212,11 +212,11 @@ def test_weights_that_are_not_finite_are_never_offered():
 
 
 def test_training_that_fails_is_noted_and_ends_nothing():
-    failing = Teaching(ends_s=1.0, error=RuntimeError("out of memory"))
-    pool = ScriptedPool(2, teachings=lambda worker, nth: failing)
+    failing = SpotScript(ends_s=1.0, error=RuntimeError("out of memory"))
+    pool = ScriptedPool(2, spot_scripts=lambda worker, nth: failing)
     decisions = step(begun(pool), 1)
     assert decisions == [("discarded", 0, "RuntimeError: out of memory")]
-    assert "out of memory" in pool.said[0]
+    assert "out of memory" in pool.log_lines[0]
     assert pool.births == [0, 0]
 
 
@@ -244,7 +244,7 @@ def test_whoever_refuses_serves_what_it_had_and_the_others_go_on():
     pool = ScriptedPool(3, refuses=lambda worker, version: worker == 2)
     group = begun(pool)
     decisions = step(group, 1, requests(35, 10, 12))
-    assert ("refused", 1, "they do worse here") in decisions
+    assert ("refused", 1, "1.000 on recent texts, 2.000 before") in decisions
     assert ("published", 1, "") in decisions
     assert [each.served.version for each in pool.workers] == [1, 1, 0]
 
@@ -254,20 +254,20 @@ def test_serial_training_is_done_by_one_while_all_others_wait():
     group = begun(pool, "serial")
     before = pool.clock.now
     decisions = step(group, 1, requests(400, 10))
-    ((when, worker),) = pool.begins("spot")
+    ((when, worker),) = pool.starts("train_drafter")
     assert worker == 0
     assert when > before + 40.0
-    assert lengths_heard(pool.workers[0]) == {"p0@0#0": [400], "p1@0#0": [10]}
+    assert lengths_received(pool.workers[0]) == {"p0@0#0": [400], "p1@0#0": [10]}
     assert [what for what, _, _ in decisions] == ["trained", "offered", "published"]
     assert {each.served.version for each in pool.workers} == {1}
     # A tenth of the rollout's time: two measurements in four seconds.
     assert pool.workers[1].served.tensors["w"].item() == pytest.approx(QUALITY * 1.05**2)
     group.offer_drafter()
-    assert len(pool.begins("spot")) == 1, "a rollout is learned once"
+    assert len(pool.starts("train_drafter")) == 1, "a rollout is learned once"
 
 
 def test_a_worker_lost_in_serial_training_costs_the_lesson_only():
-    faults = [Fault(worker=0, task="spot", after_s=1.0)]
+    faults = [Fault(worker=0, task="train_drafter", after_s=1.0)]
     pool = ScriptedPool(2, faults=faults)
     group = begun(pool, "serial")
     assert step(group, 1, requests(400, 10)) == []

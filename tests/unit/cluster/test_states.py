@@ -1,4 +1,4 @@
-"""The worker_states: which changes there are, who is where, and what a drain hands out."""
+"""The states of the workers: allowed changes, present states, and drained intervals."""
 
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.states import State, StateChange, Stretch, WorkerStates
+from longtail.cluster.states import State, StateChange, StateInterval, WorkerStates
 from longtail.errors import ClusterError, LongtailError
 
 WORKERS = 3
@@ -40,10 +40,10 @@ def try_moves(worker_states: WorkerStates, attempts: list[tuple[int, State]]) ->
             worker_states.move(worker, state)
 
 
-def replayed(stretch: Stretch) -> tuple[State, ...]:
-    """States at a stretch's end."""
-    states = list(stretch.states)
-    for change in stretch.changes:
+def replayed(interval: StateInterval) -> tuple[State, ...]:
+    """States at a interval's end."""
+    states = list(interval.states)
+    for change in interval.changes:
         states[change.worker] = change.state
     return tuple(states)
 
@@ -67,13 +67,13 @@ def test_a_refusal_names_worker_states_reason_and_what_was_possible() -> None:
     worker_states = WorkerStates(8, ticking())
     worker_states.move(7, State.IDLE)
     worker_states.move(7, State.SPOT)
-    before = (worker_states.since(7), worker_states.changes)
     with pytest.raises(
         ClusterError,
         match=r"worker 7 cannot go from SPOT to LEARNING \(step 3\); SPOT leads to IDLE, DEAD",
     ):
         worker_states.move(7, State.LEARNING, "step 3")
-    assert (worker_states.since(7), worker_states.changes) == before
+    assert worker_states.state(7) is State.SPOT
+    assert [change.state for change in worker_states.drain().changes] == [State.IDLE, State.SPOT]
     assert issubclass(ClusterError, LongtailError)
 
 
@@ -94,9 +94,10 @@ def test_no_sequence_of_moves_makes_a_change_that_is_not_in_the_picture(
             worker_states.move(worker, state)
         except ClusterError:
             continue
+    changes = worker_states.drain().changes
     for worker in range(WORKERS):
         states = [State.STARTING]
-        states += [change.state for change in worker_states.changes if change.worker == worker]
+        states += [change.state for change in changes if change.worker == worker]
         assert all(f"{one.name}>{other.name}" in ARROWS for one, other in pairwise(states))
         assert states[-1] is worker_states.state(worker)
 
@@ -114,40 +115,39 @@ def test_every_worker_is_in_exactly_one_state_at_any_time(
 
 
 @given(st.lists(moves, min_size=1, max_size=4))
-def test_drained_stretches_meet_and_rebuild_the_states(
+def test_drained_intervals_meet_and_rebuild_the_states(
     steps: list[list[tuple[int, State]]],
 ) -> None:
     worker_states = WorkerStates(WORKERS, ticking())
-    stretches = []
+    intervals = []
     for attempts in steps:
         try_moves(worker_states, attempts)
-        stretches.append(worker_states.drain())
-        assert worker_states.changes == ()
-        assert replayed(stretches[-1]) == tuple(worker_states.state(w) for w in range(WORKERS))
-    for one, other in pairwise(stretches):
+        intervals.append(worker_states.drain())
+        assert replayed(intervals[-1]) == tuple(worker_states.state(w) for w in range(WORKERS))
+    for one, other in pairwise(intervals):
         assert (one.end_s, replayed(one)) == (other.begin_s, other.states)
-    for stretch in stretches:
-        times = [stretch.begin_s, *(change.at for change in stretch.changes), stretch.end_s]
+    for interval in intervals:
+        times = [interval.begin_s, *(change.at for change in interval.changes), interval.end_s]
         assert times == sorted(times)
 
 
-def test_a_stretch_is_told_by_hand() -> None:
+def test_an_interval_holds_the_states_at_its_begin_and_all_changes() -> None:
     worker_states = WorkerStates(2, ticking(start=10.0))
     assert worker_states.workers(State.STARTING) == [0, 1]
     worker_states.move(1, State.IDLE)
     worker_states.move(0, State.DEAD, "lost its process")
-    assert (worker_states.since(0), worker_states.since(1)) == (12.0, 11.0)
     changes = (
         StateChange(worker=1, state=State.IDLE, at=11.0),
         StateChange(worker=0, state=State.DEAD, at=12.0, reason="lost its process"),
     )
     both = (State.STARTING, State.STARTING)
-    assert worker_states.drain() == Stretch(begin_s=10.0, end_s=13.0, states=both, changes=changes)
+    assert worker_states.drain() == StateInterval(
+        begin_s=10.0, end_s=13.0, states=both, changes=changes
+    )
     worker_states.move(1, State.GENERATING)
-    assert worker_states.drain() == Stretch(
+    assert worker_states.drain() == StateInterval(
         begin_s=13.0,
         end_s=15.0,
         states=(State.DEAD, State.IDLE),
         changes=(StateChange(worker=1, state=State.GENERATING, at=14.0),),
     )
-    assert worker_states.since(0) == 12.0

@@ -20,40 +20,40 @@ def stream(step: int = 1, buffer: DrafterBuffer | None = None) -> TextStream:
 
 def test_a_text_travels_once_and_its_longer_versions_as_they_come():
     texts = stream()
-    texts.take([written("a", 3), written("b", 2)])
-    assert texts.news(7) == [written("a", 3), written("b", 2)]
-    texts.told(7)
-    texts.take([written("a", 3), written("b", 4), written("b", 1)])
-    assert texts.news(7) == [written("b", 4)]
-    texts.told(7)
-    texts.take([written("b", 4, is_finished=True), written("a", 3)])
-    assert texts.news(7) == [written("b", 4, is_finished=True)]
-    texts.told(7)
-    texts.take([written("b", 4)])
-    assert texts.news(7) == []
+    texts.add([written("a", 3), written("b", 2)])
+    assert texts.unsent(7) == [written("a", 3), written("b", 2)]
+    texts.mark_sent(7)
+    texts.add([written("a", 3), written("b", 4), written("b", 1)])
+    assert texts.unsent(7) == [written("b", 4)]
+    texts.mark_sent(7)
+    texts.add([written("b", 4, is_finished=True), written("a", 3)])
+    assert texts.unsent(7) == [written("b", 4, is_finished=True)]
+    texts.mark_sent(7)
+    texts.add([written("b", 4)])
+    assert texts.unsent(7) == []
 
 
 def test_only_the_longest_version_is_told_to_who_comes_late_or_anew():
     texts = stream()
     for length in (1, 2, 3):
-        texts.take([written("a", length)])
-        texts.told(7)
-    assert texts.news(8) == [written("a", 3)]
+        texts.add([written("a", length)])
+        texts.mark_sent(7)
+    assert texts.unsent(8) == [written("a", 3)]
     texts.forget(7)
-    assert texts.news(7) == [written("a", 3)]
+    assert texts.unsent(7) == [written("a", 3)]
 
 
 def test_what_was_not_told_stays_news_until_it_is():
     texts = stream()
-    texts.take([written("a", 1)])
-    assert texts.news(7) == texts.news(7) == [written("a", 1)]
+    texts.add([written("a", 1)])
+    assert texts.unsent(7) == texts.unsent(7) == [written("a", 1)]
 
 
 def test_a_text_without_a_generated_token_says_nothing():
     texts = stream()
-    texts.take([written("a", 0)])
+    texts.add([written("a", 0)])
     assert not texts.has_texts
-    assert texts.news(7) == []
+    assert texts.unsent(7) == []
 
 
 def test_the_buffer_holds_what_travels_and_what_it_kept_travels_first():
@@ -62,10 +62,10 @@ def test_the_buffer_holds_what_travels_and_what_it_kept_travels_first():
     texts = stream(2, buffer)
     kept = buffer.snapshots()
     assert kept, "the long ones of the step before"
-    assert texts.news(7) == kept
-    texts.take([written("a", 9, step=2)])
-    assert texts.news(7) == [*kept, written("a", 9, step=2)]
-    assert buffer.snapshots() == texts.news(7)
+    assert texts.unsent(7) == kept
+    texts.add([written("a", 9, step=2)])
+    assert texts.unsent(7) == [*kept, written("a", 9, step=2)]
+    assert buffer.snapshots() == texts.unsent(7)
 
 
 def test_texts_of_a_restored_buffer_travel_in_the_order_of_their_steps():
@@ -76,5 +76,5 @@ def test_texts_of_a_restored_buffer_travel_in_the_order_of_their_steps():
     again.restore(buffer.tensors(), buffer.state())
     assert [each.request_id for each in again.snapshots()] == ["b", "a", "c"]
     other = DrafterBuffer(10**6, seed=0)
-    other.add(stream(2, again).news(0))
+    other.add(stream(2, again).unsent(0))
     assert other.snapshots() == buffer.snapshots()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.states import State, StateChange, Stretch
+from longtail.cluster.states import State, StateChange, StateInterval
 from longtail.cluster.timeline import Mark, Span, Timeline, TraceFile, read_trace, to_trace
 from longtail.errors import ConfigError
 
@@ -30,13 +30,13 @@ def drawn(*workers: str, begin_s: float = 0.0, marks: tuple[Mark, ...] = ()) -> 
         for letter, same in groupby(letters):
             changes.append(StateChange(worker=worker, state=LETTERS[letter], at=at))
             at += len(list(same))
-    stretch = Stretch(
+    interval = StateInterval(
         begin_s=begin_s,
         end_s=begin_s + len(workers[0]),
         states=(State.IDLE,) * len(workers),
         changes=tuple(sorted(changes, key=lambda change: change.at)),
     )
-    return Timeline.of(stretch, marks)
+    return Timeline.of(interval, marks)
 
 
 def counted(*workers: str) -> dict[str, float]:
@@ -71,7 +71,7 @@ pictures = st.integers(1, 20).flatmap(
 
 
 def test_changes_become_spans_that_lie_end_to_end() -> None:
-    stretch = Stretch(
+    interval = StateInterval(
         begin_s=10.0,
         end_s=14.0,
         states=(State.IDLE, State.GENERATING),
@@ -84,7 +84,7 @@ def test_changes_become_spans_that_lie_end_to_end() -> None:
         ),
     )
     marks = (Mark(worker=1, at_s=11.5, name="drafter v3 published"),)
-    assert Timeline.of(stretch, marks) == Timeline(
+    assert Timeline.of(interval, marks) == Timeline(
         spans=(
             Span(worker=0, state=State.IDLE, begin_s=10.0, end_s=11.0),
             Span(worker=0, state=State.SPOT, begin_s=11.0, end_s=14.0),

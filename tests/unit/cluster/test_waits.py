@@ -23,11 +23,11 @@ import pytest
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress
 from longtail.cluster.states import State
-from longtail.cluster.supervisor import MOST_LOSSES, STOP_S
+from longtail.cluster.supervisor import MAX_LOSSES, STOP_S
 from longtail.errors import ClusterError
 from longtail.rl.learner import LearnerState
 from longtail.system.interrupt import Interrupted
-from support.fake_worker import HANG_S, READY_S, Death, Fault, Teaching, text
+from support.fake_worker import HANG_S, READY_S, Death, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 AGAIN_AND_AGAIN = r"\d workers were lost in a row.* start again: the run resumes"
@@ -79,7 +79,7 @@ def test_newcomers_that_die_of_their_beginning_end_the_run(task, tmp_path):
     pool = ScriptedPool(2, faults=[Fault(worker=0, task="learn"), *deadly])
     with pytest.raises(ClusterError, match=AGAIN_AND_AGAIN):
         a_run(begun(pool), tmp_path)
-    assert pool.births == [MOST_LOSSES, 0]
+    assert pool.births == [MAX_LOSSES, 0]
 
 
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
@@ -89,14 +89,14 @@ def test_a_colleague_that_is_gone_before_it_handed_on_the_policy_is_lost_like_an
     group = begun(pool, "never")
     group.rollout(1, requests(9, 9))
     pool.kill(0)
-    pool.befall(Death(worker=1, at_s=pool.clock.now + READY_S / 2, kind=kind))
+    pool.schedule(Death(worker=1, at_s=pool.clock.now + READY_S / 2, kind=kind))
     began = pool.clock.now
     with pytest.raises(ClusterError, match=ALL_LOST):
         group.learn([batch(1)])
     assert pool.births == [1, 1]
     assert pool.clock.now - began < READY_S + 2 * HANG_S
     how = "worker 1 is gone" if kind == "lost" else f"has not handed on the policy for {HANG_S:.0f}"
-    assert how in pool.said[-1]
+    assert how in pool.log_lines[-1]
 
 
 def test_a_third_worker_hands_on_the_policy_in_place_of_one_that_is_gone():
@@ -104,7 +104,7 @@ def test_a_third_worker_hands_on_the_policy_in_place_of_one_that_is_gone():
     group = begun(pool, "never")
     group.rollout(1, requests(9, 9, 9))
     pool.kill(0)
-    pool.befall(Death(worker=1, at_s=pool.clock.now + READY_S / 2))
+    pool.schedule(Death(worker=1, at_s=pool.clock.now + READY_S / 2))
     assert group.learn([batch(1)]).version == 1
     assert [each.policy for each in pool.workers] == [(1,)] * 3
     assert pool.births == [1, 1, 0]
@@ -114,18 +114,18 @@ def test_all_that_write_and_train_die_and_the_rollout_ends():
     pool = ScriptedPool(3)
     group = begun(pool)
     for worker in range(3):
-        pool.befall(Death(worker=worker, at_s=pool.clock.now + 5.0))
+        pool.schedule(Death(worker=worker, at_s=pool.clock.now + 5.0))
     with pytest.raises(ClusterError, match=ALL_LOST):
         group.rollout(1, requests(90, 9, 9))
-    assert {name for when, _, name in pool.log if when > 4.0} >= {"spot", "generate"}
+    assert {name for when, _, name in pool.started if when > 4.0} >= {"train_drafter", "generate"}
 
 
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
 def test_spot_workers_that_die_while_they_stop_are_not_waited_for(kind):
-    pool = ScriptedPool(3, teachings=lambda worker, nth: Teaching(stop_s=5.0))
+    pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(stop_s=5.0))
     group, asked = begun(pool), requests(90, 9, 9)
     for worker in (1, 2):
-        pool.befall(Death(worker=worker, at_s=pool.clock.now + 10.0, kind=kind))
+        pool.schedule(Death(worker=worker, at_s=pool.clock.now + 10.0, kind=kind))
     rolled = group.rollout(1, asked)
     assert [each.tokens for each in rolled.completions] == [text(each) for each in asked]
     assert rolled.stop_s < STOP_S + 1.0 + len(requests(1, 1)) * 0.1
@@ -138,20 +138,20 @@ def test_everybody_dies_while_an_interrupted_rollout_is_abandoned(kind, tmp_path
         if progress.num_generated > 60:
             raise Interrupted
 
-    pool = ScriptedPool(2, teachings=lambda worker, nth: Teaching(stop_s=5.0))
+    pool = ScriptedPool(2, spot_scripts=lambda worker, nth: SpotScript(stop_s=5.0))
     group = begun(pool, on_progress=listen)
     with pytest.raises(Interrupted):
         group.rollout(1, requests(90, 9))
     for worker in range(2):
-        pool.befall(Death(worker=worker, at_s=pool.clock.now, kind=kind))
+        pool.schedule(Death(worker=worker, at_s=pool.clock.now, kind=kind))
     group.abandon()
-    assert not group.supervisor.states.workers(State.GENERATING, State.SPOT)
+    assert not group.workers(State.GENERATING, State.SPOT)
     with pytest.raises(ClusterError, match=ALL_LOST):
         group.save_policy(tmp_path / "policy")
 
 
 def test_a_drafter_trainer_that_dies_while_all_others_wait_holds_nobody_up():
-    pool = ScriptedPool(2, faults=always("spot", after_s=0.3))
+    pool = ScriptedPool(2, faults=always("train_drafter", after_s=0.3))
     group = begun(pool, "serial")
     group.rollout(1, requests(90, 9))
     group.learn([batch(1)])
@@ -163,15 +163,27 @@ def test_a_drafter_trainer_that_dies_while_all_others_wait_holds_nobody_up():
 def test_a_first_worker_that_dies_whenever_others_would_meet_it_ends_the_run():
     pool = ScriptedPool(2)
 
+    meeting_point = pool.meeting_point
+
     def nowhere() -> str:
         pool.kill(0)
-        return pool.meeting_point()
+        return meeting_point()
+
+    pool.meeting_point = nowhere  # type: ignore[method-assign]
 
     with pytest.raises(ClusterError, match=NEVER_MET):
-        begun(pool, meeting_point=nowhere).learn([batch(1)])
+        begun(pool).learn([batch(1)])
 
 
-MESSAGES: Sequence[str] = ("go", "stop", "written", "feed", "offer", "verdicts", "candidate")
+MESSAGES: Sequence[str] = (
+    "clear_stop",
+    "stop",
+    "texts",
+    "add_texts",
+    "offer",
+    "drain_verdicts",
+    "candidate",
+)
 
 
 @pytest.mark.parametrize("message", MESSAGES)
@@ -196,4 +208,4 @@ def test_a_death_noticed_in_place_of_an_answer_is_a_loss(message):
         group.offer_drafter()
     assert len(killed) == 1
     assert sum(pool.births) == 1
-    assert len([line for line in pool.said if re.search("it is replaced", line)]) == 1
+    assert len([line for line in pool.log_lines if re.search("it is replaced", line)]) == 1

@@ -3,8 +3,9 @@
 import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
-from longtail.build.worker import build_machines
-from longtail.cluster.records import Offer, Progress
+from longtail.build.worker import build_components
+from longtail.cluster.offers import Offer
+from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import load
 from longtail.drafter.eagle.weights import DrafterWeights
@@ -22,21 +23,21 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return build(tmp_path_factory.mktemp("worker"))
 
 
-def make_machines(workshop: Workshop, *words: str) -> WorkerComponents:
+def make_components(workshop: Workshop, *words: str) -> WorkerComponents:
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
     config = load(None, workshop.words("run", f"--speculation.drafter={drafter}", *words)[1:])
     limits = EngineLimits(max_running=8, max_step_tokens=64, max_len=64)
-    return build_machines(config, workshop.model, limits)
+    return build_components(config, workshop.model, limits)
 
 
 @pytest.fixture
-def machines(workshop: Workshop) -> WorkerComponents:
-    return make_machines(workshop)
+def components(workshop: Workshop) -> WorkerComponents:
+    return make_components(workshop)
 
 
 @pytest.fixture
-def worker(machines: WorkerComponents) -> Worker:
-    return Worker(machines)
+def worker(components: WorkerComponents) -> Worker:
+    return Worker(components)
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_an_offer_older_than_what_is_served_is_passed_over(worker, asked):
     worker.publish()
     worker.generate(asked)
     assert served(worker) == 3
-    assert [verdict.version for verdict in worker.verdicts()] == [3]
+    assert [verdict.version for verdict in worker.drain_verdicts()] == [3]
 
 
 def test_of_several_offers_the_newest_is_taken_whatever_their_order(worker, asked):
@@ -81,12 +82,12 @@ def test_of_several_offers_the_newest_is_taken_whatever_their_order(worker, aske
     worker.publish()
     worker.generate(asked)
     assert served(worker) == 6
-    assert [verdict.version for verdict in worker.verdicts()] == [6]
+    assert [verdict.version for verdict in worker.drain_verdicts()] == [6]
 
 
-def test_learning_shows_a_beat_for_every_micro_batch(machines, worker):
+def test_learning_shows_a_beat_for_every_micro_batch(components, worker):
     heard: list[Progress] = []
-    machines.policy.register_forward_pre_hook(lambda *_: heard.append(worker.progress()))
+    components.policy.register_forward_pre_hook(lambda *_: heard.append(worker.progress()))
     (batch,) = Plan(seed=1).batches()
     worker.learn([batch])
     assert [progress.beats for progress in heard] == list(range(len(batch.micro_batches)))
@@ -94,10 +95,10 @@ def test_learning_shows_a_beat_for_every_micro_batch(machines, worker):
     assert worker.progress() == Progress(beats=len(batch.micro_batches) + 1)
 
 
-def test_while_it_learns_the_engine_lends_its_memory(machines, worker, asked, monkeypatch):
+def test_while_it_learns_the_engine_lends_its_memory(components, worker, asked, monkeypatch):
     calls: list[str] = []
     for of, name in (
-        (type(machines.engine), "sleep"),
+        (type(components.engine), "sleep"),
         (Learner, "step"),
         (ContiguousKVCache, "wake"),
     ):
@@ -115,25 +116,25 @@ def test_while_it_learns_the_engine_lends_its_memory(machines, worker, asked, mo
 def test_texts_are_told_of_the_rollout_that_is_under_way_only(worker, asked):
     worker.publish()
     seen: list[int] = []
-    worker.on_step = lambda progress: seen.append(len(worker.written(1)))
+    worker.on_step = lambda progress: seen.append(len(worker.texts(1)))
     worker.generate(asked)
     assert max(seen) == len(asked)
-    assert worker.written(2) == []
+    assert worker.texts(2) == []
 
 
-def train(machines: WorkerComponents, asked: list[Request], step: int) -> SpotReport:
+def train(components: WorkerComponents, asked: list[Request], step: int) -> SpotReport:
     """Write texts, and learn them for two updates."""
-    drafting = machines.drafting
+    drafting = components.drafting
     assert drafting is not None
-    worker = Worker(machines)
+    worker = Worker(components)
     worker.publish()
     done = worker.generate(asked).completions
     drafting.buffer.add(TextSnapshot.of(r, each, step) for r, each in zip(asked, done, strict=True))
-    return learn(machines)
+    return learn(components)
 
 
-def learn(machines: WorkerComponents) -> SpotReport:
-    drafting = machines.drafting
+def learn(components: WorkerComponents) -> SpotReport:
+    drafting = components.drafting
     assert drafting is not None
     drafting.trainer.begin(drafting.served)
     last = drafting.trainer._trainer.steps + 2
@@ -142,19 +143,19 @@ def learn(machines: WorkerComponents) -> SpotReport:
     )
 
 
-def test_a_worker_learns_its_own_texts_from_the_features_that_it_has(machines, asked):
-    report = train(machines, asked, 1)
+def test_a_worker_learns_its_own_texts_from_the_features_that_it_has(components, asked):
+    report = train(components, asked, 1)
     assert report.num_reused == report.num_tokens > 0
-    Worker(machines).publish()  # the same texts, of a policy that is gone
-    report = learn(machines)
+    Worker(components).publish()  # the same texts, of a policy that is gone
+    report = learn(components)
     assert report.num_tokens > report.num_reused == 0
 
 
 @pytest.mark.parametrize("words", [("--spot.features_mb=0",), ("--spot.train=serial",)])
 def test_where_nothing_could_be_reused_nothing_is_kept(workshop, asked, words):
     """A rollout is over and its policy gone when a drafter is trained serially."""
-    machines = make_machines(workshop, *words)
-    assert machines.engine.speculation is not None
-    assert machines.engine.speculation.features is None
-    report = train(machines, asked, 1)
+    components = make_components(workshop, *words)
+    assert components.engine.speculation is not None
+    assert components.engine.speculation.features is None
+    report = train(components, asked, 1)
     assert report.num_tokens > report.num_reused == 0

@@ -79,10 +79,10 @@ def test_graphs_are_made_anew_when_what_they_refer_to_is_another():
     run = GraphedPass(
         GraphPool(backend), lambda x: (x * held[0],), [torch.tensor(0.0)], max_tokens=8
     )
-    assert run(torch.ones(1), about=0)[0].tolist() == [1.0]
+    assert run(torch.ones(1), key=0)[0].tolist() == [1.0]
     held[0] = torch.tensor(5.0)
-    assert run(torch.ones(1), about=0)[0].tolist() == [1.0], "a graph reads what it was made with"
-    assert run(torch.ones(1), about=1)[0].tolist() == [5.0]
+    assert run(torch.ones(1), key=0)[0].tolist() == [1.0], "a graph reads what it was made with"
+    assert run(torch.ones(1), key=1)[0].tolist() == [5.0]
 
 
 def test_a_pass_that_asks_for_a_value_cannot_be_captured():

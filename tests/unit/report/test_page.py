@@ -11,7 +11,7 @@ from longtail.errors import ConfigError
 from longtail.report import page as run_report
 from longtail.report.page import report_if_possible, write_report
 from longtail.run.metrics import JsonLines
-from longtail.run.summary import make_card, read_metrics
+from longtail.run.summary import read_metrics, summarize_run
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.cost_file import save_costs
 
@@ -32,7 +32,7 @@ def _series(steps: int = 6, reason: str = EVIL, switches: int = 2) -> RolloutSer
 
 
 def _run(directory: Path, *, finished: bool = True, series: RolloutSeries | None = None) -> Path:
-    """The directory of a run with rollouts of steps 1 and 2."""
+    """Write the directory of a run with rollouts of steps 1 and 2."""
     directory.mkdir(parents=True)
     rollouts = JsonLines(directory / "speculation.jsonl")
     metrics = JsonLines(directory / "metrics.jsonl")
@@ -45,8 +45,8 @@ def _run(directory: Path, *, finished: bool = True, series: RolloutSeries | None
     metrics.close()
     if finished:
         rows = read_metrics(directory / "metrics.jsonl")
-        card = make_card(rows, steps=2, reward_after=0.5, seconds=9.0, warm_start_s=0.0)
-        card.write(directory / "card.json")
+        summary = summarize_run(rows, steps=2, reward_after=0.5, seconds=9.0, warm_start_s=0.0)
+        summary.write(directory / "summary.json")
         costs = CostModel(TimeCurve((1, 64), (0.001, 0.01)), pair_s=1e-6, node_pair_s=1e-7)
         costs.drafts = [DraftCost(start_s=1e-3, request_s=0.0, level_s=1e-3, row_s=1e-4)]
         save_costs(directory / "cost.json", costs)
@@ -54,7 +54,7 @@ def _run(directory: Path, *, finished: bool = True, series: RolloutSeries | None
 
 
 class _Page(HTMLParser):
-    """Its tags, balanced, and its text."""
+    """Parser of a page: its tags, which must be balanced, attributes and texts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -83,10 +83,10 @@ class _Page(HTMLParser):
 
 
 def _no_picture(*_: object, **__: object) -> None:
-    raise ConfigError("the picture wants matplotlib: pip install <it>")
+    raise ConfigError("plots need matplotlib: pip install <it>")
 
 
-def test_a_report_is_one_page_with_all_that_is_known(
+def test_a_report_is_one_page_with_all_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = _run(tmp_path / "run")
@@ -99,21 +99,21 @@ def test_a_report_is_one_page_with_all_that_is_known(
     said = " ".join(page.texts)
     for words in (
         "held-out reward", "Rollout of step 2: up to 4 requests", "12 engine steps, 6.0 s",
-        "It switched 2 times. 50% of the time was plain", "drafting", "drafter 1",
-        "0.500 in step 2", "checks drafts",
-        "seconds of a rollout: 3.0 s in step 1, 1.5 s in step 2",
+        "decoded plainly for 50% of the time and switched 2 times.", "drafting", "drafter 1",
+        "0.500 in step 2", "verifies drafts",
+        "rollout time: 3.0 s in step 1, 1.5 s in step 2",
     ):  # fmt: skip
         assert words in said, words
     assert any(value.startswith("data:image/png;base64,") for value in page.attributes)
     assert "http" not in text  # nothing is fetched from anywhere
 
 
-def test_nothing_that_a_run_wrote_is_taken_for_html(
+def test_texts_of_a_run_are_escaped_in_html(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_report, "draw", _no_picture)
     run = _run(tmp_path / '<img src=x> & "run"')
-    text = write_report(run, say=lambda _: None).read_text()
+    text = write_report(run, log=lambda _: None).read_text()
     page = _Page(text)
     assert "script" not in page.tags
     assert "b" not in page.tags
@@ -122,7 +122,7 @@ def test_nothing_that_a_run_wrote_is_taken_for_html(
     assert html.escape(run.name) in text
 
 
-def test_a_step_may_be_chosen_among_those_there_are(
+def test_a_report_shows_the_rollout_of_a_chosen_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = _run(tmp_path / "run")
@@ -132,7 +132,7 @@ def test_a_step_may_be_chosen_among_those_there_are(
     assert "has steps 1 to 2" in capsys.readouterr().err
 
 
-def test_a_run_that_did_not_speculate_is_refused_with_the_path(
+def test_a_run_without_speculation_is_refused_with_the_missing_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
@@ -142,7 +142,7 @@ def test_a_run_that_did_not_speculate_is_refused_with_the_path(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_page_without_a_picture_is_still_a_page(
+def test_a_page_without_matplotlib_has_no_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_report, "draw", _no_picture)
@@ -150,34 +150,34 @@ def test_a_page_without_a_picture_is_still_a_page(
     assert cli.main(["report", str(run)]) == 0
     assert "pip install <it>" in capsys.readouterr().err
     said = " ".join(_Page((run / "report.html").read_text()).texts)
-    assert "There is no picture: " in said
-    assert "There was none. 50% of the time" in said
+    assert "There is no plot: " in said
+    assert "for 50% of the time and never switched" in said
 
 
-def test_a_run_that_goes_on_has_a_page_that_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_page_of_an_unfinished_run_states_what_is_missing(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", finished=False)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n7\n{"step": 2, "rewa')
-    said = " ".join(_Page(write_report(run, say=lambda _: None).read_text()).texts)
-    assert "The run has no card" in said
-    assert "It was not measured" in said
+    said = " ".join(_Page(write_report(run, log=lambda _: None).read_text()).texts)
+    assert "There is no summary yet" in said
+    assert "No costs were measured" in said
     assert "mean reward: 0.500 in step 1" in said
     (run / "cost.json").write_text("rubbish")
-    said = " ".join(_Page(write_report(run, say=lambda _: None).read_text()).texts)
+    said = " ".join(_Page(write_report(run, log=lambda _: None).read_text()).texts)
     assert "damaged, or not a cost model" in said
 
 
-def test_only_the_last_switches_are_in_the_table(tmp_path: Path) -> None:
+def test_the_table_lists_the_last_fifty_switches(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", series=_series(steps=60, switches=60, reason="why it was"))
-    page = _Page(write_report(run, say=lambda _: None).read_text())
+    page = _Page(write_report(run, log=lambda _: None).read_text())
     assert page.texts.count("why it was") == 50
-    assert "It switched 60 times" in " ".join(page.texts)
+    assert "switched 60 times. The table lists the last 50" in " ".join(page.texts)
 
 
-def test_a_report_that_fails_never_fails_its_run(
+def test_a_failing_report_does_not_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    report_if_possible(tmp_path, said.append)  # it did not speculate
+    report_if_possible(tmp_path, said.append)  # the run did not speculate
     assert said == []
     run = _run(tmp_path / "run")
     (run / "report.html").mkdir()
@@ -185,5 +185,5 @@ def test_a_report_that_fails_never_fails_its_run(
     assert said[0].startswith("no report: ")
     assert (run / "rollout.png").exists()
     monkeypatch.setattr(run_report, "find_spec", lambda _: None)
-    report_if_possible(run, said.append)  # the card says how to get it
+    report_if_possible(run, said.append)  # the summary has the command
     assert len(said) == 1

@@ -36,19 +36,19 @@ def _series(steps: int, drafts: Callable[[int], int], switches: int = 2) -> Roll
     ],
     ids=("one plain step", "one drafted step", "few", "many"),
 )
-def test_any_rollout_becomes_a_picture(tmp_path: Path, series: RolloutSeries) -> None:
+def test_every_rollout_can_be_plotted(tmp_path: Path, series: RolloutSeries) -> None:
     path = tmp_path / "deep" / "rollout.png"
     draw(series, path, title="$unclosed maths")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_plain_time_is_counted_by_seconds_not_by_steps() -> None:
+def test_the_share_of_plain_decoding_is_weighted_by_time() -> None:
     series = _series(4, lambda index: int(index == 3))
     assert plain_share(series) == pytest.approx(0.75)
     assert plain_share(_series(4, lambda _: 1)) == 0.0
 
 
-def test_without_matplotlib_the_remedy_is_named(
+def test_without_matplotlib_the_error_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_without(monkeypatch, "matplotlib")

@@ -43,13 +43,13 @@ PLAIN = _step(2, State.GENERATING, State.IDLE, State.LEARNING)
     ],
     ids=("one", "off and spot", "every state and many workers", "nothing at all"),
 )
-def test_any_steps_become_a_picture(tmp_path: Path, steps: list[Timeline]) -> None:
+def test_every_timeline_can_be_plotted(tmp_path: Path, steps: list[Timeline]) -> None:
     path = tmp_path / "deep" / "timeline.png"
     draw([(f"$arm {index}", step) for index, step in enumerate(steps)], path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_shows_each_state_in_its_own_colour(tmp_path: Path) -> None:
+def test_a_plot_shows_each_state_in_its_own_colour(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     for states in (tuple(State), (State.SPOT, State.IDLE)):
         draw([("step", _step(1, *states))], path)
@@ -63,7 +63,7 @@ def test_a_picture_shows_each_state_in_its_own_colour(tmp_path: Path) -> None:
         assert shown == set(states)
 
 
-def test_without_matplotlib_the_remedy_is_named(
+def test_without_matplotlib_the_error_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_without(monkeypatch, "matplotlib")

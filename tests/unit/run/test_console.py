@@ -8,7 +8,7 @@ import pytest
 from longtail.engine.report import StepReport, Switch, Verified
 from longtail.engine.rollout_log import RolloutLog
 from longtail.run.console import Console
-from longtail.run.summary import make_card
+from longtail.run.summary import summarize_run
 
 METRICS = {
     "reward/mean": 0.4137,
@@ -38,7 +38,7 @@ def _report(num_running: int) -> StepReport:
     )
 
 
-def test_a_step_is_one_line_however_narrow_the_screen(
+def test_a_step_is_one_line_on_any_terminal_width(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
@@ -46,19 +46,19 @@ def test_a_step_is_one_line_however_narrow_the_screen(
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "step   7/100  reward 0.414  length p50 96 max 1024  tail idle 61%  12,346 tok/s  "
+        "step   7/100  reward 0.414  length p50 96 max 1024  tail idle 61%  12,346 tokens/s  "
         "rollout 6.2 s of 8.0 s\n"
     )
 
 
-def test_completions_without_a_reward_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_of_a_step_counts_ungraded_completions(capsys: pytest.CaptureFixture[str]) -> None:
     Console().step(1, 1, {**METRICS, "reward/failures": 3.0})
     assert capsys.readouterr().err.endswith("8.0 s  3 ungraded\n")
 
 
-def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_logged_line_is_printed_verbatim(capsys: pytest.CaptureFixture[str]) -> None:
     said = "reward module:function:smile: in runs/[bold]x[/bold] " + "long " * 50
-    Console().say(said)
+    Console().log(said)
     assert capsys.readouterr().err == said + "\n"
 
 
@@ -69,22 +69,22 @@ def test_without_a_terminal_there_is_no_live_line(capsys: pytest.CaptureFixture[
     assert capsys.readouterr() == ("", "")
 
 
-def test_on_a_terminal_a_live_line_is_drawn_and_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_live_line_and_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     console = Console()
     console.begin_rollout("step 1", 4)
-    for _ in range(100):  # as fast as can be: drawn once
+    for _ in range(100):  # without a pause: drawn once
         console.rollout_step(_report(3))
     assert terminal.getvalue() == "\r\x1b[2Kstep 1: 0/4 done, 3 running, 0 tokens/s"
-    console.say("done")
+    console.log("done")
     assert terminal.getvalue().endswith("tokens/s\r\x1b[2Kdone\n")
 
 
-def test_the_card_keeps_paths_whole_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    card = make_card([], steps=0, reward_after=None, seconds=1.0, warm_start_s=0.0)
+def test_the_summary_keeps_paths_whole_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    summary = summarize_run([], steps=0, reward_after=None, seconds=1.0, warm_start_s=0.0)
     run = Path("/somewhere") / ("deep/" * 15) / "[red]" / "run"
-    Console().card(card, run)
+    Console().summary(summary, run)
     out, err = capsys.readouterr()
     assert err == ""
     assert f" {run / 'metrics.jsonl'} " in out
@@ -105,7 +105,7 @@ def test_the_card_keeps_paths_whole_in_a_file(capsys: pytest.CaptureFixture[str]
         ),
     ],
 )
-def test_the_last_switch_of_a_step_is_in_its_line(
+def test_the_line_of_a_step_ends_with_its_last_switch(
     capsys: pytest.CaptureFixture[str], switches: tuple[Switch, ...], said: str
 ) -> None:
     log = RolloutLog()
@@ -116,7 +116,7 @@ def test_the_last_switch_of_a_step_is_in_its_line(
 
 
 @pytest.mark.parametrize(("num_drafts", "word"), [(0, "plain"), (1, "drafting")])
-def test_the_live_line_tells_whether_it_drafts(
+def test_the_live_line_shows_whether_the_engine_drafts(
     monkeypatch: pytest.MonkeyPatch, num_drafts: int, word: str
 ) -> None:
     terminal = _Terminal()

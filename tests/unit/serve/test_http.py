@@ -1,4 +1,4 @@
-"""The routes over real HTTP: answers, streams, refusals, what each counts."""
+"""The routes over real HTTP: responses, streams, refusals and metrics."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from longtail.engine.engine import RolloutEngine
-from longtail.serve.server import front, running
+from longtail.serve.server import make_server, running
 from support.serving import (
     LIMITS,
     NAME,
@@ -24,7 +24,7 @@ from support.serving import (
     is_free,
     live,
     make_engine,
-    make_served,
+    make_model_server,
 )
 from support.tiny_models import byte_level_tokenizer
 
@@ -38,7 +38,7 @@ def engine() -> RolloutEngine:
 
 @pytest.fixture(scope="module")
 def client(engine: RolloutEngine) -> Iterator[httpx.Client]:
-    with live(make_served(engine)) as client:
+    with live(make_model_server(engine)) as client:
         yield client
 
 
@@ -52,7 +52,7 @@ def prompt(text: Any = "3+4=", **more: Any) -> dict[str, Any]:
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """What a stream carried, its end taken off."""
+    """Return the events of a stream without its end marker."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in answer.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
@@ -66,7 +66,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_models_are_listed_and_others_are_not_found(client: httpx.Client) -> None:
+def test_the_served_model_is_listed_and_others_are_not_found(client: httpx.Client) -> None:
     assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [NAME]
     assert client.get(f"/v1/models/{NAME}").json()["max_model_len"] == LIMITS.max_len
     for answer in (client.get("/v1/models/a/b"), client.post(CHAT, json=chat(model="a/b"))):
@@ -74,7 +74,7 @@ def test_models_are_listed_and_others_are_not_found(client: httpx.Client) -> Non
         assert answer.json()["error"]["code"] == "model_not_found"
 
 
-def test_an_answer_has_openais_form_and_counts_its_tokens(client: httpx.Client) -> None:
+def test_a_response_has_openais_format_and_counts_its_tokens(client: httpx.Client) -> None:
     answer = client.post(CHAT, json=chat(n=2))
     found = answer.json()
     assert found["object"] == "chat.completion"
@@ -88,7 +88,7 @@ def test_an_answer_has_openais_form_and_counts_its_tokens(client: httpx.Client) 
     assert found["longtail"]["accept_length"] is None  # no drafter
 
 
-def test_without_a_seed_one_is_drawn_and_told_and_writes_the_same_again(
+def test_a_drawn_seed_is_reported_and_reproduces_the_text(
     client: httpx.Client,
 ) -> None:
     first = client.post(TEXT, json=prompt(seed=None)).json()
@@ -98,7 +98,7 @@ def test_without_a_seed_one_is_drawn_and_told_and_writes_the_same_again(
     assert first["choices"] == again["choices"]
 
 
-def test_a_stream_carries_the_same_text_in_pieces(client: httpx.Client) -> None:
+def test_a_stream_joins_to_the_text_of_the_whole_response(client: httpx.Client) -> None:
     for path, body in ((CHAT, chat(n=3)), (TEXT, prompt(["a", "b"], n=2))):
         whole = client.post(path, json=body).json()
         pieces = events(client.post(path, json={**body, "stream": True}))
@@ -115,7 +115,7 @@ def test_a_stream_carries_the_same_text_in_pieces(client: httpx.Client) -> None:
         assert all("usage" not in piece for piece in pieces)
 
 
-def test_a_stream_ends_with_its_usage_where_that_was_asked_for(client: httpx.Client) -> None:
+def test_a_stream_ends_with_its_usage_if_the_client_asks_for_it(client: httpx.Client) -> None:
     body = chat(stream=True, stream_options={"include_usage": True})
     *_, last = events(client.post(CHAT, json=body))
     whole = client.post(CHAT, json=chat()).json()
@@ -150,10 +150,10 @@ def test_a_stop_string_ends_the_text_before_it(client: httpx.Client) -> None:
     assert "".join(piece["choices"][0]["text"] for piece in streamed) == cut
 
 
-def test_a_prompt_of_tokens_is_that_of_its_text(client: httpx.Client) -> None:
-    from support.serving import the_tokenizer
+def test_a_prompt_of_token_ids_is_answered_as_its_text(client: httpx.Client) -> None:
+    from support.serving import shared_tokenizer
 
-    tokens = list(the_tokenizer().encode("3+4="))
+    tokens = list(shared_tokenizer().encode("3+4="))
     by_text, by_tokens = (
         client.post(TEXT, json=prompt(each)).json()["choices"] for each in ("3+4=", tokens)
     )
@@ -174,7 +174,7 @@ def test_a_prompt_of_tokens_is_that_of_its_text(client: httpx.Client) -> None:
         (CHAT, chat(n=5), "n"),
     ],
 )
-def test_what_the_model_has_no_room_for_is_refused(
+def test_calls_beyond_the_limits_are_refused(
     client: httpx.Client, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = client.post(path, json=body)
@@ -182,7 +182,7 @@ def test_what_the_model_has_no_room_for_is_refused(
     assert answer.json()["error"]["param"] == param
 
 
-def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(client: httpx.Client) -> None:
+def test_a_chat_without_max_tokens_may_fill_the_context(client: httpx.Client) -> None:
     body = chat("x" * 90)
     del body["max_tokens"]
     found = client.post(CHAT, json=body).json()
@@ -190,17 +190,17 @@ def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(client: httpx.C
     assert reason == "stop" or written == LIMITS.max_len - found["usage"]["prompt_tokens"]
 
 
-def test_a_prompt_is_refused_by_its_length_before_it_is_tokenized(
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def never(*_: object) -> None:
         raise AssertionError("tokenized")
 
-    limits = dataclasses.replace(LIMITS, max_body=2**22)
+    limits = dataclasses.replace(LIMITS, max_body_kb=4096)
     tokenizer = byte_level_tokenizer()
     monkeypatch.setattr(type(tokenizer), "encode", never)
-    served = front(lambda: make_engine(limits=limits), tokenizer, limits, name=NAME)
-    with live(served) as client:
+    server = make_server(lambda: make_engine(limits=limits), tokenizer, limits, name=NAME)
+    with live(server) as client:
         answer = client.post(TEXT, json=prompt("a" * 2**20))
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -217,7 +217,7 @@ def test_a_body_that_is_no_json_object_is_refused(client: httpx.Client, body: by
     assert answer.json()["error"]["message"]
 
 
-def test_other_kinds_of_body_and_unknown_routes_are_refused(client: httpx.Client) -> None:
+def test_other_content_types_and_unknown_routes_are_refused(client: httpx.Client) -> None:
     assert client.post(TEXT, data={"a": "b"}).status_code == 415
     assert client.get("/v1/nothing").status_code == 404
     assert client.get(TEXT).status_code == 405
@@ -227,8 +227,8 @@ def test_other_kinds_of_body_and_unknown_routes_are_refused(client: httpx.Client
 
 
 def test_a_body_is_refused_as_soon_as_it_is_too_large(client: httpx.Client) -> None:
-    told = client.post(TEXT, json=prompt("x" * LIMITS.max_body))
-    assert told.status_code == 413
+    refused = client.post(TEXT, json=prompt("x" * LIMITS.max_body))
+    assert refused.status_code == 413
     sent = 0
 
     def endless() -> Iterator[bytes]:
@@ -237,7 +237,7 @@ def test_a_body_is_refused_as_soon_as_it_is_too_large(client: httpx.Client) -> N
             sent += 1024
             yield b" " * 1024
 
-    # chunked, so nothing says how long it will be; the server may hang up while it is sent
+    # chunked, so no header gives its length; the server may close the connection meanwhile
     headers = {"Content-Type": "application/json"}
     try:
         assert client.post(TEXT, content=endless(), headers=headers).status_code == 413
@@ -245,10 +245,10 @@ def test_a_body_is_refused_as_soon_as_it_is_too_large(client: httpx.Client) -> N
         assert sent < 100 * LIMITS.max_body
 
 
-def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
     limits = dataclasses.replace(LIMITS, body_s=0.1)
     with (
-        live(make_served(make_engine(limits=limits), limits)) as client,
+        live(make_model_server(make_engine(limits=limits), limits)) as client,
         socket.create_connection((client.base_url.host, client.base_url.port)) as connection,
     ):
         connection.sendall(
@@ -258,10 +258,10 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
-def test_with_a_key_every_route_needs_it_and_without_one_the_host_must_be_this() -> None:
+def test_every_route_needs_the_key_and_without_one_the_host_must_be_loopback() -> None:
     key = "sixteen-letters-or-more"
     paths = ("/v1/models", "/health", "/metrics", "/nothing", TEXT, "/docs")
-    with live(make_served(make_engine(), api_key=key)) as client:
+    with live(make_model_server(make_engine(), api_key=key)) as client:
         for given in (None, "Bearer", f"Bearer {key}x", f"Bear {key}", key, "Bearer \xe9"):
             headers = {} if given is None else {"Authorization": given.encode("latin-1")}
             for path in paths:
@@ -271,22 +271,22 @@ def test_with_a_key_every_route_needs_it_and_without_one_the_host_must_be_this()
         for scheme in ("Bearer", "bearer", "BEARER", "Bearer "):
             known = {"Authorization": f"{scheme} {key}", "Host": "example.org"}
             assert client.get("/v1/models", headers=known).status_code == 200, scheme
-    with live(make_served(make_engine())) as client:
+    with live(make_model_server(make_engine())) as client:
         for host in ("example.org", "127.0.0.1.example.org", "[", ""):
             assert client.get("/v1/models", headers={"Host": host}).status_code in (400, 403), host
         for host in ("localhost", "127.0.0.1:99", "[::1]:80", "LOCALHOST"):
             assert client.get("/v1/models", headers={"Host": host}).status_code == 200, host
 
 
-def test_health_has_a_token_written_and_metrics_count_what_was_done() -> None:
+def test_health_generates_a_token_and_metrics_count_tokens_and_responses() -> None:
     engine = make_engine()
-    with live(make_served(engine)) as client:
+    with live(make_model_server(engine)) as client:
         assert client.get("/health").json()["status"] == "ok"
         found = client.post(TEXT, json=prompt(n=2)).json()
         client.get("/nowhere/at/all")
         lines = client.get("/metrics").text.splitlines()
     counts = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    written = found["usage"]["completion_tokens"] + 1  # that of /health
+    written = found["usage"]["completion_tokens"] + 1  # the token of /health
     assert float(counts["longtail_generated_tokens_total"]) == written
     assert float(counts["longtail_prompt_tokens_total"]) == 2 * found["usage"]["prompt_tokens"]
     assert float(counts["longtail_first_token_seconds_count"]) == 2
@@ -296,8 +296,8 @@ def test_health_has_a_token_written_and_metrics_count_what_was_done() -> None:
     assert counts["longtail_kv_free_tokens"] == counts["longtail_kv_total_tokens"]
 
 
-def test_kv_counts_as_free_before_the_caller_hears_of_the_end() -> None:
-    with live(make_served(make_engine(SlowlyCountedEngine))) as client:
+def test_kv_counts_as_free_before_the_caller_has_its_response() -> None:
+    with live(make_model_server(make_engine(SlowlyCountedEngine))) as client:
         for _ in range(3):
             assert client.post(TEXT, json=prompt(n=2)).status_code == 200
             lines = client.get("/metrics").text.splitlines()
@@ -306,25 +306,25 @@ def test_kv_counts_as_free_before_the_caller_hears_of_the_end() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_when_the_engine_dies_for_good_requests_fail_and_health_says_so() -> None:
-    with live(make_served(make_engine(FailingEngine))) as client:
+def test_requests_and_health_fail_if_the_engine_cannot_be_made_again() -> None:
+    with live(make_model_server(make_engine(FailingEngine))) as client:
         whole = client.post(CHAT, json=chat(max_tokens=50))
         assert whole.status_code == 503
         assert whole.json()["error"]["type"] == "server_error"
         for answer in (client.get("/health"), client.post(CHAT, json=chat(stream=True))):
             assert answer.status_code == 503
-    with live(make_served(make_engine(FailingEngine))) as client:
+    with live(make_model_server(make_engine(FailingEngine))) as client:
         streamed = client.post(CHAT, json=chat(max_tokens=50, stream=True))
         *_, last = [line for line in streamed.text.split("\n\n") if line]
         assert "error" in json.loads(last.removeprefix("data: "))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_stream_goes_on_where_it_was_when_the_engine_dies() -> None:
+def test_a_stream_continues_where_it_was_when_the_engine_is_replaced() -> None:
     body = chat(max_tokens=60, stream=True)
-    with live(make_served(make_engine())) as client:
-        undisturbed = events(client.post(CHAT, json=body))
-    with live(make_served(make_engine(FailingEngine), then=[make_engine()])) as client:
+    with live(make_model_server(make_engine())) as client:
+        expected = events(client.post(CHAT, json=body))
+    with live(make_model_server(make_engine(FailingEngine), then=[make_engine()])) as client:
         pieces = events(client.post(CHAT, json=body))
         assert client.get("/health").status_code == 200
         assert "longtail_engine_restarts_total 1.0" in client.get("/metrics").text
@@ -332,16 +332,16 @@ def test_a_stream_goes_on_where_it_was_when_the_engine_dies() -> None:
     def written(pieces: list[Any]) -> str:
         return "".join(piece["choices"][0]["delta"]["content"] for piece in pieces)
 
-    assert written(pieces) == written(undisturbed)
+    assert written(pieces) == written(expected)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_request_that_breaks_every_engine_is_answered_500_and_the_next_one_200() -> None:
+def test_a_request_that_fails_two_engines_is_answered_500_and_the_next_one_200() -> None:
     engines = [make_engine(PoisonedEngine) for _ in range(3)]
-    with live(make_served(engines[0], then=engines[1:])) as client:
-        told = client.post(TEXT, json=prompt([PoisonedEngine.poison, 7]))
-        assert told.status_code == 500
-        assert "failed twice" in told.json()["error"]["message"]
+    with live(make_model_server(engines[0], then=engines[1:])) as client:
+        failed = client.post(TEXT, json=prompt([PoisonedEngine.poison, 7]))
+        assert failed.status_code == 500
+        assert "failed twice" in failed.json()["error"]["message"]
         assert client.post(TEXT, json=prompt()).status_code == 200
         assert client.get("/health").status_code == 200
 
@@ -363,19 +363,19 @@ def test_a_request_that_breaks_every_engine_is_answered_500_and_the_next_one_200
 def test_no_request_ends_the_engine(
     client: httpx.Client, more: dict[str, Any], status: int
 ) -> None:
-    """A tiny top_p and half a surrogate pair each left the server at 503 until it was restarted."""
+    """Regression: a tiny top_p, and half a surrogate pair, once left the server at 503."""
     body = json.dumps({**prompt(), **more})  # surrogates as JSON escapes
     answer = client.post(TEXT, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == status, answer.text
     assert client.get("/health").status_code == 200
 
 
-def test_too_many_are_told_when_to_come_again() -> None:
+def test_requests_beyond_the_queue_are_told_when_to_retry() -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
     gate = engine.hold()
-    served = make_served(engine)
-    with live(served) as client, live_streams(client, 2, n=4) as streams:
+    server = make_model_server(engine)
+    with live(server) as client, live_streams(client, 2, n=4) as streams:
         refused = client.post(CHAT, json=chat())
         assert refused.status_code == 429
         assert 1 <= int(refused.headers["retry-after"]) <= 60
@@ -387,37 +387,37 @@ def test_too_many_are_told_when_to_come_again() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_hangs_up_frees_what_was_written_for_it(stream: bool) -> None:
+def test_a_client_that_disconnects_frees_its_kv(stream: bool) -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
     gate = engine.hold()
-    with live(make_served(engine)) as client:
+    with live(make_model_server(engine)) as client:
         body = json.dumps(prompt(max_tokens=100, stream=stream)).encode()
         with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
             head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             start = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\n{head}"
             connection.sendall(start.encode() + body)
             until(lambda: engine.num_unfinished == 1)
-        # it is gone before the first token
+        # it disconnects before the first token
         until(lambda: "longtail_running_completions 0.0" in client.get("/metrics").text)
         gate.set()
         until(lambda: is_free(engine))
         assert "longtail_aborted_completions_total 1.0" in client.get("/metrics").text
 
 
-def test_what_is_not_done_when_the_server_stops_is_told_so() -> None:
+def test_unfinished_requests_get_an_error_when_the_server_stops() -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
-    gate, served = engine.hold(), make_served(engine)
+    gate, server = engine.hold(), make_model_server(engine)
     with httpx.Client(timeout=30, trust_env=False) as client, ThreadPoolExecutor(1) as caller:
-        with running(served, drain_s=0.2) as port:
+        with running(server, drain_s=0.2) as port:
             url = f"http://127.0.0.1:{port}{CHAT}"
             streamed = client.send(
                 client.build_request("POST", url, json=chat(stream=True)), stream=True
             )
             whole = caller.submit(httpx.post, url, json=chat(), timeout=30, trust_env=False)
-            until(lambda: served.service.num_running == 2)
-            threading.Timer(0.5, gate.set).start()  # a step that comes back after all
+            until(lambda: server.service.num_running == 2)
+            threading.Timer(0.5, gate.set).start()  # the held step returns at last
         *_, last = [line for line in streamed.read().decode().split("\n\n") if line]
         assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
         streamed.close()
@@ -426,7 +426,7 @@ def test_what_is_not_done_when_the_server_stops_is_told_so() -> None:
 
 
 class live_streams:  # noqa: N801 - a context manager
-    """Streams that were begun and are read later."""
+    """Streams that are started here and read later."""
 
     def __init__(self, client: httpx.Client, count: int, **more: Any) -> None:
         self._client, self._bodies = client, [chat(stream=True, **more) for _ in range(count)]

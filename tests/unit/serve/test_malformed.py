@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets a text or a clear refusal: never a failure of the server."""
+"""Any bytes from a client are answered with a text or a clear refusal, never a server error."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.serving import NAME, is_free, live, make_engine, make_served
+from support.serving import NAME, is_free, live, make_engine, make_model_server
 
 ENGINE = make_engine()
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -39,13 +39,13 @@ BASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    with live(make_served(ENGINE)) as client:
+    with live(make_model_server(ENGINE)) as client:
         yield client
     assert is_free(ENGINE)
 
 
 def check(answer: httpx.Response) -> None:
-    """Hold the law of every answer."""
+    """Check that an answer is a text or an error of OpenAI's format."""
     if answer.status_code == 200:
         assert answer.text
         return
@@ -85,7 +85,7 @@ def test_any_bytes_are_refused_or_answered(
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(1, 60), path=st.sampled_from([CHAT, TEXT]))
-def test_a_body_that_was_cut_is_refused(client: httpx.Client, cut: int, path: str) -> None:
+def test_a_truncated_body_is_refused(client: httpx.Client, cut: int, path: str) -> None:
     body = json.dumps(BASES[path])[:-cut]
     answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400

@@ -1,19 +1,19 @@
-"""The protocol: what is read, and what is refused by the name of the field."""
+"""The protocol: bodies that are accepted, and fields that are refused by name."""
 
 import json
 from typing import Any
 
 import pytest
 
-from longtail.serve.protocol import APIError, ChatCall, CompletionCall, read_call
+from longtail.serve.protocol import APIError, ChatCompletionRequest, CompletionRequest, parse_body
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}
 
 
-def refused(kind: type[ChatCall] | type[CompletionCall], body: Any) -> APIError:
+def refused(kind: type[ChatCompletionRequest] | type[CompletionRequest], body: Any) -> APIError:
     with pytest.raises(APIError) as caught:
-        read_call(kind, body if isinstance(body, bytes) else json.dumps(body).encode())
+        parse_body(kind, body if isinstance(body, bytes) else json.dumps(body).encode())
     return caught.value
 
 
@@ -26,8 +26,8 @@ def refused(kind: type[ChatCall] | type[CompletionCall], body: Any) -> APIError:
         ([[1], [2, 3]], [[1], [2, 3]]),
     ],
 )
-def test_a_prompt_may_be_one_or_several_of_text_or_tokens(prompt: Any, read: Any) -> None:
-    assert CompletionCall.model_validate({**TEXT, "prompt": prompt}).prompt == read
+def test_a_prompt_may_be_a_text_or_token_ids_or_several(prompt: Any, read: Any) -> None:
+    assert CompletionRequest.model_validate({**TEXT, "prompt": prompt}).prompt == read
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_a_prompt_may_be_one_or_several_of_text_or_tokens(prompt: Any, read: Any
         {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
     ],
 )
-def test_what_changes_nothing_is_taken(more: dict[str, Any]) -> None:
-    ChatCall.model_validate({**CHAT, **more})
+def test_fields_without_an_effect_are_accepted(more: dict[str, Any]) -> None:
+    ChatCompletionRequest.model_validate({**CHAT, **more})
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,8 @@ def test_what_changes_nothing_is_taken(more: dict[str, Any]) -> None:
         ("tempature", 1),
     ],
 )
-def test_what_would_change_the_text_unserved_or_cannot_be_is_refused_by_name(
-    field: str, value: Any
-) -> None:
-    found = refused(ChatCall, {**CHAT, field: value})
+def test_unsupported_and_impossible_fields_are_refused_by_name(field: str, value: Any) -> None:
+    found = refused(ChatCompletionRequest, {**CHAT, field: value})
     assert found.status == 400
     assert found.param == field
     assert field in found.message
@@ -93,32 +91,36 @@ def test_what_would_change_the_text_unserved_or_cannot_be_is_refused_by_name(
     ("field", "value"),
     [("echo", True), ("suffix", "x"), ("best_of", 2), ("logprobs", 1), ("logprobs", True)],
 )
-def test_completions_refuse_what_they_do_not_serve(field: str, value: Any) -> None:
-    assert refused(CompletionCall, {**TEXT, field: value}).param == field
+def test_unsupported_fields_of_completions_are_refused_by_name(field: str, value: Any) -> None:
+    assert refused(CompletionRequest, {**TEXT, field: value}).param == field
 
 
 @pytest.mark.parametrize(
     "prompt", ["", [], [""], [[]], ["a", ""], ["a", 1], [1, "a"], [True], 1, None, {}, [[1.0]]]
 )
-def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
-    assert refused(CompletionCall, {**TEXT, "prompt": prompt}).param == "prompt"
+def test_a_malformed_prompt_is_refused(prompt: Any) -> None:
+    assert refused(CompletionRequest, {**TEXT, "prompt": prompt}).param == "prompt"
 
 
-def test_content_may_come_in_parts_of_text_alone() -> None:
-    def read(content: Any) -> ChatCall:
-        return ChatCall.model_validate({**CHAT, "messages": [{"role": "user", "content": content}]})
+def test_message_content_may_be_a_list_of_text_parts() -> None:
+    def read(content: Any) -> ChatCompletionRequest:
+        return ChatCompletionRequest.model_validate(
+            {**CHAT, "messages": [{"role": "user", "content": content}]}
+        )
 
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert read(parts).messages[0].content == "ab"
     for bad in (None, 1, [{"type": "image_url"}], [*parts, "c"], [{"type": "text"}]):
-        found = refused(ChatCall, {**CHAT, "messages": [{"role": "user", "content": bad}]})
+        found = refused(
+            ChatCompletionRequest, {**CHAT, "messages": [{"role": "user", "content": bad}]}
+        )
         assert found.param == "messages.0.content"
 
 
-def test_two_names_of_one_limit_and_options_without_a_stream_are_refused() -> None:
-    both = refused(ChatCall, {**CHAT, "max_tokens": 1, "max_completion_tokens": 2})
+def test_contradictory_fields_are_refused() -> None:
+    both = refused(ChatCompletionRequest, {**CHAT, "max_tokens": 1, "max_completion_tokens": 2})
     assert both.param == "max_tokens"
-    alone = refused(ChatCall, {**CHAT, "stream_options": {"include_usage": True}})
+    alone = refused(ChatCompletionRequest, {**CHAT, "stream_options": {"include_usage": True}})
     assert alone.param == "stream_options"
 
 
@@ -139,25 +141,25 @@ def test_two_names_of_one_limit_and_options_without_a_stream_are_refused() -> No
     ],
     ids=range(11),
 )
-def test_a_body_that_is_no_strict_json_is_refused_in_a_sentence(body: bytes, sentence: str) -> None:
-    found = refused(CompletionCall, body)
+def test_a_body_that_is_not_strict_json_is_refused(body: bytes, sentence: str) -> None:
+    found = refused(CompletionRequest, body)
     assert (found.status, found.code) == (400, "invalid_json")
     assert sentence in found.message
 
 
-def test_extreme_numbers_that_are_in_range_are_read() -> None:
+def test_extreme_numbers_in_range_are_accepted() -> None:
     body = {**TEXT, "top_p": 1e-46, "min_p": 1e-300, "top_k": 2**31 - 1, "seed": -(2**63)}
-    assert read_call(CompletionCall, json.dumps(body).encode()).top_p == 1e-46
+    assert parse_body(CompletionRequest, json.dumps(body).encode()).top_p == 1e-46
 
 
-def test_a_long_value_is_not_sent_back_whole() -> None:
-    found = refused(ChatCall, {**CHAT, "stop": "x" * 5000})
+def test_a_long_value_is_shortened_in_the_error() -> None:
+    found = refused(ChatCompletionRequest, {**CHAT, "stop": "x" * 5000})
     assert len(found.message) < 200
 
 
-def test_an_envelope_is_openais() -> None:
+def test_an_error_body_has_openais_format() -> None:
     refusal = APIError(404, "no", param="model", code="model_not_found")
-    assert refusal.envelope() == {
+    assert refusal.body() == {
         "error": {
             "message": "no",
             "type": "invalid_request_error",
@@ -167,4 +169,4 @@ def test_an_envelope_is_openais() -> None:
     }
     kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "server_error"}
     for status, kind in kinds.items():
-        assert APIError(status, "no").envelope()["error"]["type"] == kind
+        assert APIError(status, "no").body()["error"]["type"] == kind

@@ -1,4 +1,4 @@
-"""One engine, many callers: who is taken on, who is told, what is left behind (nothing)."""
+"""One engine and many callers: accepted and refused requests, failures, and what remains."""
 
 import asyncio
 import dataclasses
@@ -14,10 +14,8 @@ from longtail.engine.report import Emitted
 from longtail.engine.text import Reader
 from longtail.errors import CompletionError, OverloadedError, RequestError, UnavailableError
 from longtail.sampling import noise_key
-from longtail.serve.metrics import ServeMetrics
 from longtail.serve.service import Service
-from longtail.serve.stream import Chunk, Generation
-from longtail.serve.ticket import Ticket
+from longtail.serve.stream import Chunk, CompletionStream, RequestState
 from longtail.types import FinishReason, Request, SamplingParams
 from support.serving import (
     LIMITS,
@@ -27,11 +25,11 @@ from support.serving import (
     is_free,
     make_engine,
     make_service,
-    the_tokenizer,
+    shared_tokenizer,
 )
 
 
-def ask(seed: int = 0, max_tokens: int = 8, prompt: tuple[int, ...] = (7, 8, 9)) -> Request:
+def request(seed: int = 0, max_tokens: int = 8, prompt: tuple[int, ...] = (7, 8, 9)) -> Request:
     return Request(
         request_id="",
         prompt_tokens=prompt,
@@ -41,7 +39,7 @@ def ask(seed: int = 0, max_tokens: int = 8, prompt: tuple[int, ...] = (7, 8, 9))
 
 
 @asynccontextmanager
-async def at_work(service: Service) -> Any:
+async def started(service: Service) -> Any:
     service.start()
     try:
         yield service
@@ -49,9 +47,9 @@ async def at_work(service: Service) -> Any:
         await service.stop()
 
 
-async def read(generation: Generation) -> list[Chunk]:
-    async with generation:
-        return [chunk async for chunk in generation]
+async def read(stream: CompletionStream) -> list[Chunk]:
+    async with stream:
+        return [chunk async for chunk in stream]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -61,18 +59,21 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_every_choice_ends_once_and_nothing_is_left_behind() -> None:
+def test_every_choice_ends_once_and_frees_its_kv() -> None:
     engine = make_engine()
 
     async def test() -> None:
-        async with at_work(make_service(engine)) as service:
-            calls = [service.submit([ask(seed, 5 + seed), ask(seed + 10, 3)]) for seed in range(4)]
+        async with started(make_service(engine)) as service:
+            calls = [
+                service.submit([request(seed, 5 + seed), request(seed + 10, 3)])
+                for seed in range(4)
+            ]
             for seed, chunks in enumerate(await asyncio.gather(*map(read, calls))):
                 endings = {p.choice: p.ending for p in chunks if p.ending is not None}
                 assert len([p for p in chunks if p.ending]) == 2
-                for choice, asked in ((0, 5 + seed), (1, 3)):
+                for choice, num_tokens in ((0, 5 + seed), (1, 3)):
                     tokens = [t for p in chunks if p.choice == choice for t in p.tokens]
-                    assert len(tokens) == endings[choice].num_tokens == asked
+                    assert len(tokens) == endings[choice].num_tokens == num_tokens
                     assert endings[choice].reason is FinishReason.LENGTH
             assert service.num_running == service.num_waiting == 0
             assert is_free(engine)
@@ -80,42 +81,42 @@ def test_every_choice_ends_once_and_nothing_is_left_behind() -> None:
     asyncio.run(test())
 
 
-def test_more_than_may_wait_are_refused_and_taken_on_when_there_is_room() -> None:
+def test_requests_beyond_the_queue_are_refused_until_there_is_room() -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
 
     async def test() -> None:
         gate = engine.hold()
-        async with at_work(make_service(engine)) as service:
-            calls = [service.submit([ask(seed)]) for seed in range(8)]
+        async with started(make_service(engine)) as service:
+            calls = [service.submit([request(seed)]) for seed in range(8)]
             assert (service.num_running, service.num_waiting) == (4, 4)
-            with pytest.raises(OverloadedError, match="at most 4 are written at a time and 4 wait"):
-                service.submit([ask()])
+            with pytest.raises(OverloadedError, match="at most 4 run at a time and 4 wait"):
+                service.submit([request()])
             assert 1 <= service.retry_after_s() <= 60
             gate.set()
             await asyncio.gather(*map(read, calls))
-            await read(service.submit([ask()]))
+            await read(service.submit([request()]))
             assert is_free(engine)
 
     asyncio.run(test())
 
 
-def test_whoever_leaves_frees_what_was_written_for_them_at_once() -> None:
+def test_a_caller_that_leaves_frees_its_kv_at_once() -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
 
     async def test() -> None:
         gate = engine.hold()
-        async with at_work(make_service(engine)) as service:
+        async with started(make_service(engine)) as service:
             gate.set()
-            async with service.submit([ask(1, 100), ask(2, 100)]) as generation:
-                async for _ in generation:
+            async with service.submit([request(1, 100), request(2, 100)]) as stream:
+                async for _ in stream:
                     break
             assert service.num_running == 0
             await until(lambda: is_free(engine))
-            waiting = [service.submit([ask(seed)]) for seed in range(8)]
+            waiting = [service.submit([request(seed)]) for seed in range(8)]
             async with waiting[-1]:
-                pass  # it left before its turn
+                pass  # its caller leaves before it runs
             assert len(await asyncio.gather(*map(read, waiting[:-1]))) == 7
             await until(lambda: is_free(engine))
 
@@ -131,47 +132,46 @@ def text_of(chunks: list[Chunk]) -> str:
 
 
 async def answers(service: Service, requests: list[Request]) -> list[Any]:
-    """What each request gets, asked at once; requests are of calls of their own."""
+    """Submit each request as a call of its own and return all results or errors."""
     calls = [service.submit([request]) for request in requests]
     return await asyncio.gather(*map(read, calls), return_exceptions=True)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_fails_is_replaced_and_nobody_hears_of_it() -> None:
-    """It ended for good: whoever waited and whoever came was told to go away."""
-    requests = [ask(seed, 20 + seed) for seed in range(7)]
+def test_an_engine_that_fails_is_replaced_and_no_text_changes() -> None:
+    requests = [request(seed, 20 + seed) for seed in range(7)]
     last = make_engine()
 
     async def test() -> None:
-        async with at_work(make_service(make_engine())) as service:
-            undisturbed = await answers(service, requests)
+        async with started(make_service(make_engine())) as service:
+            expected = await answers(service, requests)
         service = make_service(make_engine(FailingEngine), then=[make_engine(), last])
-        async with at_work(service):
-            disturbed = await answers(service, requests)
+        async with started(service):
+            found = await answers(service, requests)
             await service.probe()
-            for was, now in zip(undisturbed, disturbed, strict=True):
-                assert tokens_of(now) == tokens_of(was)
-                assert text_of(now) == text_of(was)
-                assert now[-1].ending == was[-1].ending
+            for before, after in zip(expected, found, strict=True):
+                assert tokens_of(after) == tokens_of(before)
+                assert text_of(after) == text_of(before)
+                assert after[-1].ending == before[-1].ending
             assert service.num_running == service.num_waiting == 0
 
     asyncio.run(test())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_request_that_breaks_every_engine_is_told_and_all_others_get_their_texts() -> None:
-    poisoned = ask(1, 50, prompt=(PoisonedEngine.poison,))
-    good = [ask(seed, 30) for seed in range(6)]
+def test_a_request_that_fails_two_engines_gets_an_error_and_all_others_their_texts() -> None:
+    poisoned = request(1, 50, prompt=(PoisonedEngine.poison,))
+    good = [request(seed, 30) for seed in range(6)]
     engines = [make_engine(PoisonedEngine) for _ in range(4)]
 
     async def test() -> None:
-        async with at_work(make_service(make_engine())) as service:
+        async with started(make_service(make_engine())) as service:
             expected = [tokens_of(chunks) for chunks in await answers(service, good)]
         service = make_service(engines[0], then=engines[1:])
-        async with at_work(service):
-            *before, told, after = await answers(service, [*good[:-1], poisoned, good[-1]])
-            assert isinstance(told, CompletionError)
-            assert "the engine failed twice while it wrote this completion" in str(told)
+        async with started(service):
+            *before, error, after = await answers(service, [*good[:-1], poisoned, good[-1]])
+            assert isinstance(error, CompletionError)
+            assert "the engine failed twice while it generated this completion" in str(error)
             assert [tokens_of(chunks) for chunks in (*before, after)] == expected
             await service.probe()
             (again,) = await answers(service, good[:1])
@@ -181,17 +181,17 @@ def test_a_request_that_breaks_every_engine_is_told_and_all_others_get_their_tex
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_caller_may_leave_while_its_completion_waits_to_be_written_again() -> None:
+def test_a_caller_may_leave_while_its_request_waits_to_be_generated_again() -> None:
     engines = [make_engine(PoisonedEngine) for _ in range(3)]
-    poisoned = ask(1, 50, prompt=(PoisonedEngine.poison,))
+    poisoned = request(1, 50, prompt=(PoisonedEngine.poison,))
 
     async def test() -> None:
         service = make_service(engines[0], then=engines[1:])
-        async with at_work(service):
-            leaving = [service.submit([poisoned]), service.submit([ask(2, 100)])]
-            staying = service.submit([ask(3, 30)])
+        async with started(service):
+            leaving = [service.submit([poisoned]), service.submit([request(2, 100)])]
+            staying = service.submit([request(3, 30)])
             with pytest.raises(CompletionError):
-                await read(leaving[0])  # two engines ended over it; the others are suspects
+                await read(leaving[0])  # two engines failed on it; the others are suspects
             async with leaving[1]:
                 pass
             assert len(tokens_of(await read(staying))) == 30
@@ -201,15 +201,15 @@ def test_a_caller_may_leave_while_its_completion_waits_to_be_written_again() -> 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_cannot_be_made_again_is_told_to_those_who_wait_and_those_who_come() -> None:
+def test_waiting_and_later_callers_get_an_error_if_the_engine_cannot_be_made_again() -> None:
     async def test() -> None:
-        async with at_work(make_service(make_engine(FailingEngine))) as service:
-            calls = [service.submit([ask(seed, 50)]) for seed in range(6)]
-            for told in await asyncio.gather(*map(read, calls), return_exceptions=True):
-                assert isinstance(told, UnavailableError)
-                assert "cannot be started again" in str(told)
+        async with started(make_service(make_engine(FailingEngine))) as service:
+            calls = [service.submit([request(seed, 50)]) for seed in range(6)]
+            for error in await asyncio.gather(*map(read, calls), return_exceptions=True):
+                assert isinstance(error, UnavailableError)
+                assert "cannot be restarted" in str(error)
             with pytest.raises(UnavailableError, match="the engine failed"):
-                service.submit([ask()])
+                service.submit([request()])
             with pytest.raises(UnavailableError, match="the engine failed"):
                 await service.probe()
             assert service.num_running == 0
@@ -217,18 +217,18 @@ def test_an_engine_that_cannot_be_made_again_is_told_to_those_who_wait_and_those
     asyncio.run(test())
 
 
-def test_a_text_that_cannot_be_decoded_ends_its_own_completion_alone() -> None:
+def test_a_text_that_cannot_be_decoded_fails_its_own_completion_alone() -> None:
     engine = make_engine()
 
     def decode(tokens: Sequence[int]) -> str:
         if threading.current_thread().name == "longtail-engine" and len(tokens) > 3:
             raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
-        return the_tokenizer().decode(tokens)
+        return shared_tokenizer().decode(tokens)
 
     async def test() -> None:
-        service = Service(lambda: engine, decode, LIMITS, ServeMetrics())
-        async with at_work(service):
-            bad, good = await answers(service, [ask(1, 20), ask(2, 3)])
+        service = Service(lambda: engine, decode, LIMITS)
+        async with started(service):
+            bad, good = await answers(service, [request(1, 20), request(2, 3)])
             assert isinstance(bad, CompletionError)
             assert len(tokens_of(good)) == 3
             await until(lambda: is_free(engine))
@@ -236,88 +236,88 @@ def test_a_text_that_cannot_be_decoded_ends_its_own_completion_alone() -> None:
     asyncio.run(test())
 
 
-def test_a_text_that_becomes_another_when_it_is_written_again_is_not_continued() -> None:
-    generation = Generation(["a"], lambda _: None)
-    ticket = Ticket(ask(), generation, 0, Reader(the_tokenizer().decode, ()), 0.0)
+def test_a_regenerated_text_that_differs_from_the_sent_one_is_an_error() -> None:
+    stream = CompletionStream(["a"], lambda _: None)
+    state = RequestState(request(), stream, 0, Reader(shared_tokenizer().decode, ()), 0.0)
     first, second, other = (Emitted(request_id="a", token=t, logprob=-1.0) for t in (7, 8, 9))
-    told = ticket.chunk([first, second], None)
-    assert told is not None
-    assert told.tokens == (7, 8)
-    ticket.begin_again()
-    assert ticket.chunk([first], None) is None
-    more = ticket.chunk([second, other], None)
+    sent = state.chunk([first, second], None)
+    assert sent is not None
+    assert sent.tokens == (7, 8)
+    state.restart()
+    assert state.chunk([first], None) is None
+    more = state.chunk([second, other], None)
     assert more is not None
     assert more.tokens == (9,)
-    ticket.begin_again()
-    with pytest.raises(CompletionError, match="wrote another text"):
-        ticket.chunk([first, other], None)
+    state.restart()
+    with pytest.raises(CompletionError, match="generated a different text"):
+        state.chunk([first, other], None)
 
 
-def test_an_engine_that_hangs_is_told_too() -> None:
+def test_callers_get_an_error_if_the_engine_hangs() -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
 
     async def test() -> None:
         gate = engine.hold()
         limits = dataclasses.replace(LIMITS, stall_s=0.05, health_s=0.05)
-        async with at_work(make_service(engine, limits)) as service:
-            with pytest.raises(UnavailableError, match="wrote no token in"):
+        async with started(make_service(engine, limits)) as service:
+            with pytest.raises(UnavailableError, match="generated no token within"):
                 await service.probe()
             with pytest.raises(UnavailableError, match="hangs"):
-                await read(service.submit([ask()]))
+                await read(service.submit([request()]))
             with pytest.raises(UnavailableError, match="hangs"):
-                service.submit([ask()])
+                service.submit([request()])
             gate.set()
 
     asyncio.run(test())
 
 
-def test_a_probe_has_a_token_written_and_is_content_with_anybodys() -> None:
+def test_a_probe_waits_for_a_token_of_any_request() -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
 
     async def test() -> None:
         gate = engine.hold()
-        async with at_work(make_service(engine)) as service:
+        async with started(make_service(engine)) as service:
             probes = [asyncio.create_task(service.probe()) for _ in range(3)]
             await asyncio.sleep(0.05)
             assert not any(probe.done() for probe in probes)
             gate.set()
             await asyncio.gather(*probes)
             await until(lambda: is_free(engine))
-            async with service.submit([ask(1, 100)]) as generation:
+            async with service.submit([request(1, 100)]) as stream:
                 await asyncio.gather(service.probe(), service.probe())
-                assert generation.open
+                assert stream.unfinished
 
     asyncio.run(test())
 
 
-def test_draining_finishes_what_can_be_finished() -> None:
+def test_draining_finishes_requests_in_time() -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
 
     async def test() -> None:
         gate = engine.hold()
-        async with at_work(make_service(engine)) as service:
+        async with started(make_service(engine)) as service:
             gate.set()
-            reading = asyncio.create_task(read(service.submit([ask(1, 20)])))
+            reading = asyncio.create_task(read(service.submit([request(1, 20)])))
             await service.drain(20.0)
             chunks = await reading
             assert chunks[-1].ending is not None
             with pytest.raises(UnavailableError, match="shutting down"):
-                service.submit([ask()])
+                service.submit([request()])
 
     asyncio.run(test())
 
 
-def test_draining_gives_up_what_takes_too_long() -> None:
+def test_draining_aborts_requests_that_take_too_long() -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
 
     async def test() -> None:
         gate = engine.hold()
-        async with at_work(make_service(engine)) as service:
-            reading = asyncio.create_task(read(service.submit([ask(1, 20)])))
+        async with started(make_service(engine)) as service:
+            reading = asyncio.create_task(read(service.submit([request(1, 20)])))
             await service.drain(0.05)
             with pytest.raises(UnavailableError, match="shutting down"):
                 await reading
@@ -327,26 +327,31 @@ def test_draining_gives_up_what_takes_too_long() -> None:
     asyncio.run(test())
 
 
-def test_stopping_in_the_middle_leaves_nothing_behind() -> None:
+def test_stopping_during_generation_frees_the_kv() -> None:
     engine = make_engine()
 
     async def test() -> None:
-        async with at_work(make_service(engine)) as service:
-            reading = [asyncio.create_task(read(service.submit([ask(s, 100)]))) for s in range(6)]
+        async with started(make_service(engine)) as service:
+            reading = [
+                asyncio.create_task(read(service.submit([request(s, 100)]))) for s in range(6)
+            ]
             await until(lambda: engine.num_unfinished > 0)
-        told = await asyncio.gather(*reading, return_exceptions=True)
-        assert all(isinstance(each, UnavailableError) for each in told)
+        errors = await asyncio.gather(*reading, return_exceptions=True)
+        assert all(isinstance(each, UnavailableError) for each in errors)
 
     asyncio.run(test())
     assert is_free(engine)
 
 
-def test_what_the_engine_refuses_is_told_to_its_caller_alone() -> None:
+def test_a_request_that_the_engine_refuses_fails_alone() -> None:
     engine = make_engine()
 
     async def test() -> None:
-        async with at_work(make_service(engine)) as service:
-            good, bad = service.submit([ask()]), service.submit([ask(), ask(prompt=(10**6,))])
+        async with started(make_service(engine)) as service:
+            good, bad = (
+                service.submit([request()]),
+                service.submit([request(), request(prompt=(10**6,))]),
+            )
             with pytest.raises(RequestError, match="holds token 1000000"):
                 await read(bad)
             assert (await read(good))[-1].ending is not None

@@ -29,7 +29,7 @@ from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data import tiny_task as task
 from longtail.serve.options import Limits
-from longtail.serve.server import Served, front, running
+from longtail.serve.server import ModelServer, make_server, running
 from longtail.speculation.drafter import Drafter
 from longtail.tuner.budget import BudgetTuner
 
@@ -179,7 +179,7 @@ def open_subject(name: str, setting: Setting, say: Callable[[str], None]) -> Sub
     )
 
 
-def serve_subject(subject: Subject, limits: Limits, *, drafts: bool) -> Served:
+def serve_subject(subject: Subject, limits: Limits, *, drafts: bool) -> ModelServer:
     """Put an engine of its own behind a server of its own."""
     sizes = EngineLimits(
         max_running=limits.max_running, max_step_tokens=512, max_len=limits.max_len
@@ -191,7 +191,7 @@ def serve_subject(subject: Subject, limits: Limits, *, drafts: bool) -> Served:
         engine.speculate(speculation if drafts else None)
         return engine
 
-    return front(make_engine, subject.tokenizer, limits, name=subject.name)
+    return make_server(make_engine, subject.tokenizer, limits, name=subject.name)
 
 
 @contextmanager

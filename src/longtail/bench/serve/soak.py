@@ -19,7 +19,7 @@ from typing import Any, final
 
 from longtail.bench.serve.client import PATH, Answer, ask
 from longtail.bench.serve.hostile import BAD, SAMPLINGS
-from longtail.serve.server import Served, running
+from longtail.serve.server import ModelServer, running
 from longtail.system import machine
 
 _SEEDS = 20
@@ -166,7 +166,13 @@ class _Soak:
 
 
 def soak(
-    served: Served, model: str, num_requests: int, *, callers: int, max_tokens: int, seed: int = 0
+    served: ModelServer,
+    model: str,
+    num_requests: int,
+    *,
+    callers: int,
+    max_tokens: int,
+    seed: int = 0,
 ) -> Soaked:
     """Let so many callers at a time make so many requests of a server that is started for it."""
     began = time.perf_counter()

@@ -75,11 +75,11 @@ class EaglePasses:
 
     def prefill(self, pairs: Int[Tensor, "4 pairs"]) -> LayerQueries:
         """Store keys and values of pairs (as `Pending.pairs`) and return their queries."""
-        return LayerQueries(*self._pairs(pairs.T, about=self._storage))
+        return LayerQueries(*self._pairs(pairs.T, key=self._storage))
 
     def score_roots(self, roots: LayerQueries, places: Places) -> Scored:
         """Attend from the roots, finish the layer and score their successors."""
-        return Scored(*self._roots(torch.stack(places, 1), *roots, about=self._storage))
+        return Scored(*self._roots(torch.stack(places, 1), *roots, key=self._storage))
 
     def score_nodes(
         self,
@@ -91,7 +91,7 @@ class EaglePasses:
         """Pair each node's token with its parent's predicted feature; store, attend, score."""
         numbers = torch.stack((tokens, *places), 1)
         angles = rotation.cos, rotation.sin
-        return Scored(*self._nodes(numbers, features, *angles, about=self._storage))
+        return Scored(*self._nodes(numbers, features, *angles, key=self._storage))
 
     @property
     def _storage(self) -> int:

@@ -1,21 +1,19 @@
-"""Recent texts for the drafter to learn from: tokens alone, bounded, those half written included.
+"""A bounded buffer of recent texts for drafter training, unfinished ones included.
 
-    add       texts as far as they are written; a longer version takes the place of a shorter
-    begin     a new policy step: what was long in the step before stays, what is older goes
-    batch     what to learn next
-    heldout   what is never learned, to measure on
+    add       texts as far as they are generated; a longer version replaces a shorter one
+    begin     a new policy step: long texts of the previous step stay, older ones are dropped
+    batch     the texts to train on next
+    heldout   texts that are never trained, for measurements
 
-While a step is being written, what is finished is short: learned alone, it would teach a drafter to
-expect ends. So the long texts of the step before are mixed in (one step off), and the stragglers'
-texts are there as far as they are written. Features are not kept here: whoever learns has them, or
-computes them.
+During a rollout the finished texts are the short ones, and training on them alone would make the
+drafter predict ends too early. So the long texts of the previous step are mixed in, and unfinished
+texts are included. The buffer holds token ids only; features come from an engine or the target.
 """
 
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter
 from typing import Any, final
 
 import torch
@@ -28,35 +26,35 @@ from longtail.sampling import noise_key
 from longtail.types import Completion, Request
 
 _TOKEN_BYTES, _TEXT_BYTES = 4, 256
-"""What a token takes, and what a text takes beside them."""
+"""Bytes of a token, and of a text's other data."""
 _HELDOUT_ONE_IN = 8
-_SHORTEST = 3
-"""A pair of the drafter, and the token that it predicts."""
+_MIN_LEN = 3
+"""Tokens of a pair and of its prediction."""
 
 Key = tuple[int, str]
-"""A text: its policy step and its request."""
+"""Policy step and request id of a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSnapshot:
-    """A text as far as it is written.
+    """A text as far as it is generated.
 
     Example: TextSnapshot(request_id="train/17@0#3", tokens=(3, 9, 4, 7), prompt_len=2, step=5,
                      is_finished=False)
     """
 
     request_id: str
-    """Of the form group#sample, or without siblings."""
+    """Request id, group#sample if it has siblings."""
     tokens: tuple[int, ...]
-    """Prompt and what was generated."""
+    """Prompt and generated tokens."""
     prompt_len: int
     step: int
-    """Policy step whose rollout it belongs to."""
+    """Policy step of the rollout."""
     is_finished: bool
 
     @staticmethod
     def of(request: Request, completion: Completion, step: int) -> "TextSnapshot":
-        """Join a completion to its prompt."""
+        """Return the finished text of a request."""
         return TextSnapshot(
             request_id=request.request_id,
             tokens=(*request.prompt_tokens, *completion.tokens),
@@ -73,56 +71,52 @@ class _Kept:
     is_finished: bool
     is_heldout: bool
     drawn: int
-    """The last pass in which it was drawn; they count from 1."""
+    """Number of the last pass in which it was drawn, from 1; 0: none."""
 
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.prompt_len
 
-    @property
-    def num_bytes(self) -> int:
-        return _bytes_of(len(self.tokens))
-
 
 @final
 class DrafterBuffer:
-    """Texts of the present policy step, and the long ones of the step before.
+    """Texts of the present policy step, and the long texts of the previous one.
 
-    When a step begins, the texts of the one before stay if at least as many tokens were generated
-    as in its median text, and all that are older go. That holds for what is learned and for what is
-    held out, each for itself; where the step before has none, the older ones stay. Of an earlier
-    step nothing is taken in any more but longer versions of what stayed.
+    When a step begins, a text of the previous step stays if its generated length is at least the
+    step's median, and older texts are dropped. This is applied separately to training and held-out
+    texts; if the previous step has none, the older ones stay. Later, only longer versions of kept
+    texts are accepted for an earlier step.
 
-    `num_bytes` never exceeds `max_bytes`: the oldest step's shortest texts go first. One text in
-    eight is held out, with all its siblings, the same ones in every buffer. Whatever is drawn
-    follows from `seed`, the texts and the number of draws.
+    `num_bytes` never exceeds `max_bytes`: the oldest step's shortest texts are dropped first. One
+    group in eight is held out, the same in every buffer. Draws are determined by `seed`, the texts
+    and the number of draws.
     """
 
     def __init__(self, max_bytes: int, *, seed: int) -> None:
         self._max_bytes, self._seed = max_bytes, seed
         self._texts: dict[Key, _Kept] = {}
-        """In the order in which they were last added to."""
+        """In the order of their last additions."""
         self._num_bytes = self._step = 0
         self._pass = 1
         self._undo: tuple[int, dict[Key, int]] = (1, {})
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the texts are counted with."""
+        """Accounted bytes of all texts."""
         return self._num_bytes
 
     @property
     def num_texts(self) -> int:
-        """Texts, those held out included."""
+        """Number of texts, held-out ones included."""
         return len(self._texts)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts, prompts included."""
+        """Number of tokens of all texts, prompts included."""
         return sum(len(kept.tokens) for kept in self._texts.values())
 
     def begin(self, step: int) -> None:
-        """Begin a policy step, unless it has begun."""
+        """Begin a policy step; no effect if it has begun."""
         if step <= self._step:
             return
         for is_heldout in (False, True):
@@ -135,36 +129,29 @@ class DrafterBuffer:
         self._step = step
 
     def add(self, texts: Iterable[TextSnapshot]) -> None:
-        """Take in texts; one of a later step begins it, one with nothing generated is left out."""
+        """Add texts; one of a later step begins that step, one without completion is ignored."""
         for text in texts:
             self.begin(text.step)
             key = (text.step, text.request_id)
-            if self._is_news(key, text):
+            if self._is_new(key, text):
                 known = self._drop(key)
-                self._put(
-                    key,
-                    _Kept(
-                        tokens=torch.tensor(text.tokens, dtype=torch.int32),
-                        prompt_len=text.prompt_len,
-                        is_finished=text.is_finished,
-                        is_heldout=_is_heldout(text.request_id),
-                        drawn=0 if known is None else known.drawn,
-                    ),
-                )
+                tokens = torch.tensor(text.tokens, dtype=torch.int32)
+                drawn = 0 if known is None else known.drawn
+                self._put(key, tokens, text.prompt_len, text.is_finished, drawn)
                 self._evict()
 
     def batch(self, num_tokens: int, *, max_len: int | None = None) -> tuple[Example, ...]:
-        """Draw texts to learn, at most `num_tokens` tokens; none if there are none.
+        """Draw training texts of at most `num_tokens` tokens in all; empty if there are none.
 
-        Every text is drawn once in a pass over the buffer; a batch crosses into the next pass, but
-        holds no text twice. Of a text longer than `max_len` (`num_tokens` if not given) a window is
-        taken, at most half of it prompt, somewhere.
+        Each pass over the buffer draws every text once; a batch may span two passes but holds no
+        text twice. A text longer than `max_len` (default `num_tokens`) is cut to a random window of
+        which at most half is prompt.
         """
         longest, room = _longest(num_tokens, max_len), num_tokens
         batch: dict[Key, Example] = {}
         self._undo = (self._pass, {})
         for _ in range(2):
-            for key in self._waiting(batch):
+            for key in self._undrawn(batch):
                 kept = self._texts[key]
                 example = _window(kept, self._start(key, kept, longest), longest)
                 room -= len(example.tokens)
@@ -177,7 +164,7 @@ class DrafterBuffer:
         return tuple(batch.values())
 
     def put_back(self) -> None:
-        """Undo the last draw, which was not learned: the next batch is the same one again."""
+        """Undo the last draw, so that the next batch is the same."""
         self._pass, marks = self._undo
         for key, drawn in marks.items():
             if key in self._texts:
@@ -185,14 +172,14 @@ class DrafterBuffer:
         self._undo = (self._pass, {})
 
     def heldout(self, num_tokens: int, *, max_len: int | None = None) -> tuple[Example, ...]:
-        """Return what was held out last, the newest text first, at most `num_tokens` tokens.
+        """Return held-out texts of at most `num_tokens` tokens in all, the newest first.
 
-        Of a text longer than `max_len` (`num_tokens` if not given) the end is taken.
+        A text longer than `max_len` (default `num_tokens`) is cut to its end.
         """
         longest, room = _longest(num_tokens, max_len), num_tokens
         found: list[Example] = []
-        mine = [(key[0], kept) for key, kept in self._texts.items() if kept.is_heldout]
-        for _, kept in reversed(sorted(mine, key=itemgetter(0))):
+        heldout = [item for item in self._texts.items() if item[1].is_heldout]
+        for _, kept in reversed(sorted(heldout, key=_step_of)):
             example = _window(kept, max(len(kept.tokens) - longest, 0), longest)
             room -= len(example.tokens)
             if room < 0:
@@ -201,7 +188,7 @@ class DrafterBuffer:
         return tuple(found)
 
     def snapshots(self) -> list[TextSnapshot]:
-        """Copy all texts, of earlier steps first: as another buffer takes them in."""
+        """Copy all texts, earlier steps first, for another buffer's `add`."""
         return [
             TextSnapshot(
                 request_id=request_id,
@@ -214,12 +201,12 @@ class DrafterBuffer:
         ]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copy all tokens, end to end."""
+        """Copy the tokens of all texts, concatenated."""
         empty = torch.empty(0, dtype=torch.int32)
         return {"tokens": torch.cat([empty, *(kept.tokens for kept in self._texts.values())])}
 
     def state(self) -> dict[str, Any]:
-        """Return the rest, fit for JSON."""
+        """Return the state except for the tokens, fit for JSON."""
         return {
             "step": self._step,
             "pass": self._pass,
@@ -237,7 +224,7 @@ class DrafterBuffer:
         }
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Go on where `tensors` and `state` were taken; CheckpointError if they do not fit."""
+        """Restore a saved state; CheckpointError if `tensors` and `state` do not fit."""
         lengths = [text["num_tokens"] for text in state["texts"]]
         tokens = tensors["tokens"].to(torch.int32)
         if sum(lengths) != len(tokens):
@@ -248,18 +235,13 @@ class DrafterBuffer:
         self._step, self._pass = state["step"], state["pass"]
         self._undo = (self._pass, {})
         for text, end in zip(state["texts"], accumulate(lengths), strict=True):
-            kept = _Kept(
-                tokens=tokens[end - text["num_tokens"] : end].clone(),
-                prompt_len=text["prompt_len"],
-                is_finished=text["is_finished"],
-                is_heldout=_is_heldout(text["request_id"]),
-                drawn=text["drawn"],
-            )
-            self._put((text["step"], text["request_id"]), kept)
+            key = (text["step"], text["request_id"])
+            part = tokens[end - text["num_tokens"] : end].clone()
+            self._put(key, part, text["prompt_len"], text["is_finished"], text["drawn"])
         self._evict()
 
-    def _is_news(self, key: Key, text: TextSnapshot) -> bool:
-        """Tell whether a text says more than what is kept, and may be kept."""
+    def _is_new(self, key: Key, text: TextSnapshot) -> bool:
+        """Return whether a text may be kept and is longer than its kept version."""
         known, length = self._texts.get(key), len(text.tokens)
         if length <= text.prompt_len or _bytes_of(length) > self._max_bytes:
             return False
@@ -269,13 +251,21 @@ class DrafterBuffer:
             length == len(known.tokens) and text.is_finished and not known.is_finished
         )
 
-    def _put(self, key: Key, kept: _Kept) -> None:
-        self._texts[key] = kept
-        self._num_bytes += kept.num_bytes
+    def _put(
+        self, key: Key, tokens: Tensor, prompt_len: int, is_finished: bool, drawn: int
+    ) -> None:
+        self._texts[key] = _Kept(
+            tokens=tokens,
+            prompt_len=prompt_len,
+            is_finished=is_finished,
+            is_heldout=_is_heldout(key[1]),
+            drawn=drawn,
+        )
+        self._num_bytes += _bytes_of(len(tokens))
 
     def _drop(self, key: Key) -> _Kept | None:
         kept = self._texts.pop(key, None)
-        self._num_bytes -= 0 if kept is None else kept.num_bytes
+        self._num_bytes -= 0 if kept is None else _bytes_of(len(kept.tokens))
         return kept
 
     def _evict(self) -> None:
@@ -286,17 +276,17 @@ class DrafterBuffer:
             if self._num_bytes <= self._max_bytes:
                 return
 
-    def _waiting(self, batch: Mapping[Key, Example]) -> list[Key]:
-        """List what this pass has still to draw, in the pass's order."""
-        waiting = [
+    def _undrawn(self, batch: Mapping[Key, Example]) -> list[Key]:
+        """Return the texts that this pass has not drawn, in its order."""
+        undrawn = [
             key
             for key, kept in self._texts.items()
             if not kept.is_heldout and kept.drawn < self._pass and key not in batch
         ]
-        return sorted(waiting, key=lambda key: noise_key(self._seed, "order", self._pass, *key))
+        return sorted(undrawn, key=lambda key: noise_key(self._seed, "order", self._pass, *key))
 
     def _start(self, key: Key, kept: _Kept, longest: int) -> int:
-        """Draw where a window begins."""
+        """Draw the first token of a window."""
         last = max(len(kept.tokens) - longest, 0)
         first = min(max(kept.prompt_len - longest // 2, 0), last)
         drawn = noise_key(self._seed, "window", self._pass, *key)
@@ -312,21 +302,21 @@ def _bytes_of(num_tokens: int) -> int:
 
 
 def _is_heldout(request_id: str) -> bool:
-    """Decide by the group, so that siblings are never on both sides."""
+    """Decide by the group, so that siblings are held out together."""
     group = request_id.rpartition("#")[0] or request_id
     return noise_key(0, "heldout", group) % _HELDOUT_ONE_IN == 0
 
 
 def _longest(num_tokens: int, max_len: int | None) -> int:
     longest = num_tokens if max_len is None else min(num_tokens, max_len)
-    assert longest >= _SHORTEST, f"{longest} tokens predict nothing"
+    assert longest >= _MIN_LEN, f"{longest} tokens predict nothing"
     return longest
 
 
 def _window(kept: _Kept, start: int, longest: int) -> Example:
-    """Cut `longest` tokens; no pair predicts the first two of a window, so they are its prompt."""
-    shown = kept.prompt_len - start
+    """Cut `longest` tokens; the first two of a window are prompt, since no pair predicts them."""
+    prompt_len = kept.prompt_len - start
     return Example(
         tokens=tuple(kept.tokens[start : start + longest].tolist()),
-        prompt_len=max(shown, _SHORTEST - 1) if start else shown,
+        prompt_len=max(prompt_len, _MIN_LEN - 1) if start else prompt_len,
     )

@@ -1,9 +1,9 @@
-"""What the target says about packed texts: taken from who has it, computed where nobody has.
+"""The target's states for packed texts: looked up where an engine kept them, else computed.
 
-    packed --sequence by sequence--> recall --rows---------------------------> states --> features
-                                        `--none--> one packed pass over those ---^  `--> final
+    packed --sequence by sequence--> lookup --rows---------------------------> states --> features
+                                        `--None--> one packed pass over those ---^  `--> final
 
-A state follows from the weights and the tokens before it, so it does not matter who computed it.
+A state follows from the weights and the tokens before it, so both ways give the same states.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,28 +23,28 @@ from longtail.speculation.taps import Taps
 from longtail.types import PackedSequences
 
 StateLookup = Callable[[Sequence[int], int], Tensor | None]
-"""Tokens of a text and the length of its prompt -> what `training_taps` give of the target at each
-token, as under its present weights, or None. The last row is never read."""
+"""Maps the tokens of a text and its prompt length to the states of `training_taps` at each token,
+under the target's present weights, or None. The last row is never read."""
 _FINAL = Taps(final=True)
 
 
 def training_taps(recipe: Taps) -> Taps:
-    """Name what teaching reads: the recipe's features, and the final state for the head."""
+    """Return the states that training reads: the recipe's features, and the head's input."""
     return recipe.union(_FINAL)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the target says about pairs."""
+    """The target's states of pairs."""
 
     features: Float[Tensor, "pairs features"]
-    """Of the first token."""
+    """Features of the first token."""
     embeddings: Float[Tensor, "pairs hidden"]
-    """Of the second."""
+    """Embeddings of the second token."""
     after: Float[Tensor, "pairs hidden"]
-    """Final state at the second: what the head reads to predict the token after the pair."""
+    """Final states at the second token, from which the head predicts the token after the pair."""
     reused: Bool[Tensor, "pairs"]
-    """Whether it was recalled."""
+    """Whether the states were looked up."""
 
 
 @final
@@ -57,34 +57,33 @@ class TargetReader:
 
     @torch.no_grad()
     def read(self, packed: PackedSequences, pairs: Pairs) -> Reading:
-        """Read what teaching needs of all pairs; `packed` is where the target is."""
+        """Return the states of all pairs; `packed` is on the target's device."""
         found = self._looked_up(packed)
         states = self._states(packed, found)
         features, final = (self._taps.pick(taps, states) for taps in (self._recipe, _FINAL))
         assert features is not None, "every recipe taps something"
-        assert final is not None, "and the final state is tapped"
-        known = torch.tensor([each is not None for each in found], device=states.device)
+        assert final is not None, "the final state is tapped"
+        reused = torch.tensor([each is not None for each in found], device=states.device)
         return Reading(
             features=features.index_select(0, pairs.rows).to(self._dtype),
             embeddings=self._target.embedding(packed.tokens[pairs.rows + 1]).to(self._dtype),
             after=final.index_select(0, pairs.rows + 1),
-            reused=known[packed.sequence[pairs.rows]],
+            reused=reused[packed.sequence[pairs.rows]],
         )
 
     def _looked_up(self, packed: PackedSequences) -> list[Tensor | None]:
-        """Ask for each sequence."""
         if self._lookup is None:
             return [None] * packed.num_sequences
-        tokens, learned = packed.tokens.tolist(), packed.loss_mask.tolist()
+        tokens, in_loss = packed.tokens.tolist(), packed.loss_mask.tolist()
         return [
-            self._lookup(tokens[start:end], learned[start:end].count(0.0))
+            self._lookup(tokens[start:end], in_loss[start:end].count(0.0))
             for start, end in pairwise(packed.cu_seqlens)
         ]
 
     def _states(
         self, packed: PackedSequences, found: Sequence[Tensor | None]
     ) -> Float[Tensor, "tokens states"]:
-        """Join what was recalled and what is computed, in the packed order."""
+        """Compute the states that were not found and join all in packed order."""
         spans = list(pairwise(packed.cu_seqlens))
         lengths = [b - a for (a, b), rows in zip(spans, found, strict=True) if rows is None]
         if not lengths:

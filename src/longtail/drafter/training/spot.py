@@ -1,14 +1,14 @@
-"""Spot training: an idle worker teaches a replica of the drafter until it is told to stop.
+"""Spot training: an idle worker trains a replica of the drafter until it is asked to stop.
 
     published --begin--> replica --train--> measured on held-out text --> the best one so far
                            ^  |                                              |
-                           |  +-- stopped at any micro-batch: as after       |  merge: by tokens
-                           |      the last whole update                      v
+                           |  +-- stopped at any micro-batch: state as       |  merge: by tokens
+                           |      after the last whole update                v
                          begin <------------------------------------ published, if it is better
 
-Workers train apart and are averaged when they are done, so any of them may come and go. It owns a
-training copy of the drafter and its optimizer. Who is idle, what is published, and how texts and
-weights travel is the caller's business.
+Workers train independently and their replicas are averaged, so workers may join and leave. This
+module owns a training copy of the drafter and its optimizer; the caller decides which workers are
+idle, what is published, and how texts and weights are transferred.
 """
 
 import logging
@@ -39,7 +39,7 @@ _log = logging.getLogger("longtail")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotSettings:
-    """How a replica is taught while its worker is idle.
+    """Settings of spot training.
 
     Example: SpotSettings(trainer=TrainerSettings(), batch_tokens=2048, tokens_per_micro_batch=512,
                           heldout_tokens=2048, measure_every=8, num_depths=6, min_gain=0.005,
@@ -49,22 +49,22 @@ class SpotSettings:
     trainer: TrainerSettings
     batch_tokens: int
     tokens_per_micro_batch: int
-    """Longer texts are cut, so a stop is honoured within so many tokens."""
+    """Number of tokens after which a stop takes effect at the latest; longer texts are cut."""
     heldout_tokens: int
-    """Read in a measurement, at most."""
+    """Most tokens read in a measurement."""
     measure_every: int
     """Updates between measurements."""
     num_depths: int
-    """Depths that are measured; more than are trained tell drafters apart that are good."""
+    """Depths that are measured; more than are trained separates good drafters better."""
     min_gain: float
-    """Relative to the best so far: what an expected accept length must rise by to count."""
+    """Least relative rise of the expected accept length that counts as a gain."""
     patience: int
-    """Measurements without such a rise after which training no longer pays."""
+    """Measurements without a gain after which training ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """A drafter trained from a published one, and what both give on the same held-out text.
+    """A drafter trained from a published one, and the measurements of both on the same texts.
 
     Example: Replica(base_version=3, weights=trainer.weights(), num_tokens=16_000, num_steps=8,
                      accept_len=2.61, base_accept_len=2.44), whose gain is 0.07
@@ -73,34 +73,34 @@ class Replica:
     base_version: int
     weights: Mapping[str, Tensor]
     num_tokens: int
-    """Learned since the base, repeats included."""
+    """Tokens trained since the base, repeats included."""
     num_steps: int
     accept_len: float
-    """Expected, of a chain as deep as is measured; NaN where nothing was held out."""
+    """Expected accept length of a chain of the measured depths; NaN without held-out text."""
     base_accept_len: float
 
     @property
     def gain(self) -> float:
-        """Relative rise of the expected accept length; NaN, hence above nothing, if unmeasured."""
+        """Relative rise of the expected accept length; NaN if unmeasured."""
         return self.accept_len / self.base_accept_len - 1.0
 
 
 class SpotEnd(StrEnum):
-    """Why a stretch of spot training ended."""
+    """Reason why an interval of spot training ended."""
 
     STOPPED = "stopped"
-    """The caller said so."""
+    """The caller stopped it."""
     NO_TEXTS = "no texts"
-    """There was nothing to learn."""
+    """The buffer had no text to train on."""
     NO_GAIN = "no gain"
-    """It no longer paid."""
+    """The measurements no longer rose."""
     NOT_FINITE = "not finite"
-    """NaN or infinity turned up; the replica was discarded."""
+    """A NaN or infinity occurred; the replica was discarded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotReport:
-    """What a stretch of spot training did.
+    """Work and result of an interval of spot training.
 
     Example: SpotReport(num_steps=41, num_tokens=80_000, num_reused=60_000, seconds=9.7,
                         max_micro_step_s=0.06, reason=SpotEnd.STOPPED, replica=replica)
@@ -108,70 +108,66 @@ class SpotReport:
 
     num_steps: int
     num_tokens: int
-    """Learned."""
+    """Tokens trained."""
     num_reused: int
-    """Of these, those whose features the engine had; the others' were computed again."""
+    """Number of these whose features an engine had kept; the others were computed again."""
     seconds: float
     max_micro_step_s: float
-    """The longest time for which nobody was asked whether to stop."""
+    """Longest time between two checks for a stop."""
     reason: SpotEnd
     replica: Replica | None
-    """The best that this stretch measured."""
+    """Best replica measured in this interval."""
 
 
 @final
-class _Stretch:
-    """What one call did and measured: the best replica, and whether they still rise."""
+class _Interval:
+    """Counts and measurements of one call of `train`."""
 
     def __init__(self, settings: SpotSettings) -> None:
         self._settings = settings
-        self._reached = 1.0
-        """Accept length relative to the base, when it last rose enough."""
-        self._flat = 0
-        """Measurements since."""
+        self._last_gain = 1.0
+        """Accept length relative to the base at the last measurement that counted as a gain."""
+        self._num_without_gain = 0
         self.num_steps = self.num_tokens = self.num_reused = 0
         self.best: Replica | None = None
         self.base_texts: tuple[Example, ...] = ()
         self.base_accept_len: float | None = math.nan
-        """Of the base on those texts: the target does not change in one call."""
+        """Accept length of the base on `base_texts`; the target does not change in one call."""
 
     @property
-    def pays(self) -> bool:
-        """Whether to go on; where nothing is held out, who could say not to."""
-        return self._flat < self._settings.patience
+    def is_gaining(self) -> bool:
+        """Whether to continue; always, if nothing is held out."""
+        return self._num_without_gain < self._settings.patience
 
-    def note(self, replica: Replica) -> Replica:
-        """Take note of a measurement; return the best so far, of unmeasured ones the last."""
+    def record(self, replica: Replica) -> Replica:
+        """Record a measurement and return the best replica; the last one if unmeasured."""
         if self.best is None or _rank(replica) >= _rank(self.best):
             self.best = replica
-        if math.isnan(replica.gain):
-            return self.best
-        if 1.0 + replica.gain >= self._reached * (1.0 + self._settings.min_gain):
-            self._reached, self._flat = 1.0 + replica.gain, 0
-        else:
-            self._flat += 1
+        if not math.isnan(replica.gain):
+            if 1.0 + replica.gain >= self._last_gain * (1.0 + self._settings.min_gain):
+                self._last_gain, self._num_without_gain = 1.0 + replica.gain, 0
+            else:
+                self._num_without_gain += 1
         return self.best
 
 
 @final
-class _Watch:
-    """Asks whether to stop until it was told so once, and times how long nobody was asked."""
+class _StopCheck:
+    """Calls `stopped` until it first returns True, and times the gaps between calls."""
 
     def __init__(self, stopped: Callable[[], bool]) -> None:
-        self._stopped = stopped
-        self._is_stopped = False
-        self._asked = time.perf_counter()
+        self._stopped, self._is_stopped = stopped, False
+        self._last_call = time.perf_counter()
         self.longest_s = 0.0
 
     def __call__(self) -> bool:
-        self.lap()
+        self.end_gap()
         self._is_stopped = self._is_stopped or self._stopped()
-        self._asked = time.perf_counter()
+        self._last_call = time.perf_counter()
         return self._is_stopped
 
-    def lap(self) -> None:
-        """End the time for which nobody was asked."""
-        self.longest_s = max(self.longest_s, time.perf_counter() - self._asked)
+    def end_gap(self) -> None:
+        self.longest_s = max(self.longest_s, time.perf_counter() - self._last_call)
 
 
 def _rank(replica: Replica) -> float:
@@ -182,10 +178,9 @@ def _rank(replica: Replica) -> float:
 class SpotTrainer:
     """Trains one replica at a time, from the drafter that was published last.
 
-    The optimizer's moments are kept from stretch to stretch, and when another drafter is published:
-    they tell how steep and how noisy the loss is around here, and the average of replicas that
-    started at one point is still around here. To begin from nothing each time would spend a short
-    stretch on warming up.
+    The optimizer's moments persist across intervals and publications: they estimate the local
+    curvature and noise of the loss, and the average of replicas with one base stays in that region.
+    Starting from zero each time would spend a short interval on warming up.
     """
 
     def __init__(
@@ -202,9 +197,9 @@ class SpotTrainer:
             layer, target, settings.trainer, draft_ids=draft_ids, head=head, lookup=lookup
         )
         self._settings = settings
-        self._shortest = settings.trainer.unroll_steps + 2
-        """A text of so many tokens, the last one generated, is learned at every depth."""
-        assert settings.tokens_per_micro_batch >= self._shortest, "no text would be long enough"
+        self._min_len = settings.trainer.unroll_steps + 2
+        """Tokens of the shortest text that is trained at every depth."""
+        assert settings.tokens_per_micro_batch >= self._min_len, "no text would be long enough"
         self._base: DrafterWeights | None = None
         self._num_steps = self._num_tokens = self._unmeasured = 0
 
@@ -214,16 +209,16 @@ class SpotTrainer:
         return None if self._base is None else self._base.version
 
     def begin(self, published: DrafterWeights) -> None:
-        """Start from a published drafter, or go on if this replica did; CheckpointError if misfit.
+        """Start a replica from a published drafter; a replica of that version continues.
 
-        What a replica learned from an older one is let go: it is in the published one, or did not
-        pay.
+        Raises CheckpointError if the weights misfit. The updates since an older version are
+        dropped: they are part of the published one, or were not a gain.
         """
         if published.version == self.base_version:
             return
         self._trainer.load_weights(published.tensors)
         self._base = published
-        self._count_anew()
+        self._reset_counts()
 
     def train(
         self,
@@ -231,95 +226,96 @@ class SpotTrainer:
         stopped: Callable[[], bool],
         on_measured: Callable[[Replica], None],
     ) -> SpotReport:
-        """Learn from the buffer until stopped, or until there is no point in going on.
+        """Train on the buffer until stopped, or until no text or no gain is left.
 
-        `stopped` is asked before every micro-batch; it may fill the buffer meanwhile. A stop leaves
-        weights, moments and buffer as they were after the last whole update. After every
-        measurement `on_measured` is given the best replica of this stretch. What is not finite is
-        discarded, never raised: the replica is the published drafter again, without moments.
+        `stopped` is called before every micro-batch, and may add to the buffer. A stop leaves
+        weights, moments and buffer as they were after the last whole update. Each measurement calls
+        `on_measured` with the best replica of this interval. If a value is not finite, the replica
+        is reset to the published drafter, without moments; nothing is raised.
         """
-        watch, stretch = _Watch(stopped), _Stretch(self._settings)
+        check, interval = _StopCheck(stopped), _Interval(self._settings)
         started, base = time.perf_counter(), self._require_base()
         try:
-            reason = self._learn(buffer, watch, stretch, on_measured)
+            reason = self._train(buffer, check, interval, on_measured)
         except NonFiniteError as error:
             _log.warning("spot training: %s; the replica is discarded", error)
-            reason, stretch.best = SpotEnd.NOT_FINITE, None
+            reason, interval.best = SpotEnd.NOT_FINITE, None
             self._trainer.restart(base.tensors)
-            self._count_anew()
-        watch.lap()
+            self._reset_counts()
+        check.end_gap()
         return SpotReport(
-            num_steps=stretch.num_steps,
-            num_tokens=stretch.num_tokens,
-            num_reused=stretch.num_reused,
+            num_steps=interval.num_steps,
+            num_tokens=interval.num_tokens,
+            num_reused=interval.num_reused,
             seconds=time.perf_counter() - started,
-            max_micro_step_s=watch.longest_s,
+            max_micro_step_s=check.longest_s,
             reason=reason,
-            replica=stretch.best,
+            replica=interval.best,
         )
 
     def probe(self, weights: Mapping[str, Tensor], texts: Sequence[Example]) -> tuple[float, float]:
-        """Return the expected accept length of the drafter begun from, and of one that is offered.
+        """Return the expected accept lengths of the base and of `weights` on a few texts.
 
-        For whoever receives a drafter: a few texts tell whether it arrived as one of this target.
-        Both are NaN where no text is long enough. The replica is left as it is; CheckpointError if
-        the weights offered are misshapen.
+        It checks that transferred weights are a drafter of this target. Both are NaN if no text is
+        long enough. The replica is unchanged; CheckpointError if the weights are misshapen.
         """
-        packed = pack_texts(self._teachable(texts), self._settings.tokens_per_micro_batch)
+        packed = pack_texts(self._long_enough(texts), self._settings.tokens_per_micro_batch)
         found: list[float] = []
         for each in (self._require_base().tensors, weights):
-            with self._lent(each):
-                found.append(self._expected(packed) if packed else math.nan)
+            with self._using(each):
+                depths = self._settings.num_depths
+                measured = self._trainer.evaluate(packed, depths).accept_len if packed else math.nan
+                found.append(measured)
         return found[0], found[1]
 
-    def _learn(
+    def _train(
         self,
         buffer: DrafterBuffer,
-        watch: _Watch,
-        stretch: _Stretch,
+        stopped: _StopCheck,
+        interval: _Interval,
         on_measured: Callable[[Replica], None],
     ) -> SpotEnd:
-        settings, longest = self._settings, self._settings.tokens_per_micro_batch
-        while not watch():
+        settings, max_len = self._settings, self._settings.tokens_per_micro_batch
+        while not stopped():
             if self._unmeasured >= settings.measure_every:
-                replica = self._measure(buffer, watch, stretch)
+                replica = self._measure(buffer, stopped, interval)
                 if replica is None:
                     break
                 self._unmeasured = 0
-                on_measured(stretch.note(replica))
-                if not stretch.pays:
+                on_measured(interval.record(replica))
+                if not interval.is_gaining:
                     return SpotEnd.NO_GAIN
-            texts = self._teachable(buffer.batch(settings.batch_tokens, max_len=longest))
+            texts = self._long_enough(buffer.batch(settings.batch_tokens, max_len=max_len))
             if not texts:
                 return SpotEnd.NO_TEXTS
-            report = self._trainer.try_step(pack_texts(texts, longest), watch)
+            report = self._trainer.try_step(pack_texts(texts, max_len), stopped)
             if report is None:
                 buffer.put_back()
                 break
             self._num_steps += 1
             self._num_tokens += report.num_trained
             self._unmeasured += 1
-            stretch.num_steps += 1
-            stretch.num_tokens += report.num_trained
-            stretch.num_reused += report.num_reused
+            interval.num_steps += 1
+            interval.num_tokens += report.num_trained
+            interval.num_reused += report.num_reused
         return SpotEnd.STOPPED
 
     def _measure(
-        self, buffer: DrafterBuffer, stopped: Callable[[], bool], stretch: _Stretch
+        self, buffer: DrafterBuffer, stopped: _StopCheck, interval: _Interval
     ) -> Replica | None:
         """Compare the replica with its base; None if stopped."""
         base, weights = self._require_base(), self._trainer.weights()
         if not are_finite(weights):
             raise NonFiniteError(f"step {self._trainer.steps}: a weight is not finite")
-        longest = self._settings.tokens_per_micro_batch
-        texts = self._teachable(buffer.heldout(self._settings.heldout_tokens, max_len=longest))
-        packed = pack_texts(texts, longest)
-        if texts != stretch.base_texts:
-            with self._lent(base.tensors):
-                stretch.base_accept_len = self._accept_len(packed, stopped)
-            stretch.base_texts = texts
+        max_len = self._settings.tokens_per_micro_batch
+        texts = self._long_enough(buffer.heldout(self._settings.heldout_tokens, max_len=max_len))
+        packed = pack_texts(texts, max_len)
+        if texts != interval.base_texts:
+            with self._using(base.tensors):
+                interval.base_accept_len = self._accept_len(packed, stopped)
+            interval.base_texts = texts
         own = self._accept_len(packed, stopped)
-        if own is None or stretch.base_accept_len is None:
+        if own is None or interval.base_accept_len is None:
             return None
         return Replica(
             base_version=base.version,
@@ -327,24 +323,19 @@ class SpotTrainer:
             num_tokens=self._num_tokens,
             num_steps=self._num_steps,
             accept_len=own,
-            base_accept_len=stretch.base_accept_len,
+            base_accept_len=interval.base_accept_len,
         )
 
-    def _accept_len(
-        self, packed: Sequence[PackedSequences], stopped: Callable[[], bool]
-    ) -> float | None:
-        """Measure; NaN if there is nothing to measure on, None if stopped."""
+    def _accept_len(self, packed: Sequence[PackedSequences], stopped: _StopCheck) -> float | None:
+        """Return the expected accept length; NaN without text, None if stopped."""
         if not packed:
             return math.nan
         depths = self._trainer.try_evaluate(packed, stopped, self._settings.num_depths)
         return None if depths is None else depths.accept_len
 
-    def _expected(self, packed: Sequence[PackedSequences]) -> float:
-        return self._trainer.evaluate(packed, self._settings.num_depths).accept_len
-
     @contextmanager
-    def _lent(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the layer hold other weights for a moment."""
+    def _using(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Load other weights for the duration of the context."""
         own = self._trainer.weights()
         self._trainer.load_weights(weights)
         try:
@@ -352,10 +343,10 @@ class SpotTrainer:
         finally:
             self._trainer.load_weights(own)
 
-    def _teachable(self, texts: Sequence[Example]) -> tuple[Example, ...]:
-        return tuple(text for text in texts if len(text.tokens) >= self._shortest)
+    def _long_enough(self, texts: Sequence[Example]) -> tuple[Example, ...]:
+        return tuple(text for text in texts if len(text.tokens) >= self._min_len)
 
-    def _count_anew(self) -> None:
+    def _reset_counts(self) -> None:
         self._num_steps = self._num_tokens = self._unmeasured = 0
 
     def _require_base(self) -> DrafterWeights:
@@ -364,11 +355,11 @@ class SpotTrainer:
 
 
 def merge(replicas: Sequence[Replica]) -> dict[str, Tensor]:
-    """Average replicas of one base, weighted by the tokens that each has learned (local SGD).
+    """Average replicas of one base, weighted by their trained tokens (local SGD).
 
-    Of several bases the newest counts. Replicas that are not finite, or have learned nothing, are
-    left out; one at least must be left. Equal replicas stay as they are to the last bit. Stich
-    2018 (arXiv 1805.09767) bounds what averaging costs while replicas stay near each other.
+    Only replicas of the newest base count; those that are not finite or untrained are left out, and
+    one must be left. Equal replicas keep every bit. Stich 2018 (arXiv 1805.09767) bounds the cost
+    of averaging while replicas stay close.
     """
     newest = max(replica.base_version for replica in replicas)
     kept = [

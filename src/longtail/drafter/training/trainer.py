@@ -1,12 +1,11 @@
-"""Teach an EAGLE drafter to follow a target: packed sequences in, a better drafter out.
+"""Training of an EAGLE drafter on packed sequences, by distillation from its target.
 
-    target (read only) --tapped, packed--> features, final states --> p
-    drafter  --unroll--> predictions of every depth              --> q
-    loss(p, q) --> gradient of the drafter's own tensors         --> AdamW
+    target (read only) --taps, packed--> features, final states --> p
+    drafter  --unroll--> predictions of every depth             --> q
+    loss(p, q) --> gradient of the drafter's own tensors        --> AdamW
 
-It owns a drafter and its optimizer. The loss of each depth is a mean over the whole batch, so how
-the batch is cut into micro-batches cannot change the gradient. Where texts come from, and where
-the drafter is kept, is the caller's business.
+The trainer owns a drafter and its optimizer, not the texts or files. The loss of each depth is a
+mean over the whole batch, so the gradient does not depend on the micro-batches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +42,7 @@ _LAYER, _OPTIMIZER = "layer/", "optimizer/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """How a drafter is taught.
+    """Settings of drafter training.
 
     Example: TrainerSettings(unroll_steps=4, optimizer=OptimizerSettings(learning_rate=1e-3))
     """
@@ -54,33 +53,33 @@ class TrainerSettings:
     """Weight of a depth relative to the one before."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     matrix_rate: float | None = None
-    """Muon's learning rate of the matrices; None learns them by AdamW, too."""
+    """Muon's learning rate for the matrices; None: AdamW for all parameters."""
     autocast: bool = False
-    """bfloat16 matrix products over float32 weights, the target's included."""
+    """Whether matrix products, the target's included, are bfloat16 over float32 weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthReport:
-    """How far the drafter's predictions are the target's, at depth 1, 2, ...; text is given.
+    """Agreement of drafter and target on given text, at depth 1, 2, ...
 
     Example: DepthReport(agreement=(0.81, 0.74), overlap=(0.80, 0.71), cross_entropy=(0.9, 1.1))
     """
 
     agreement: tuple[float, ...]
-    """Share of tokens where both find the same one likeliest."""
+    """Share of tokens with the same most likely token."""
     overlap: tuple[float, ...]
     """Mean of sum_v min(p, q)."""
     cross_entropy: tuple[float, ...]
 
     @property
     def accept_len(self) -> float:
-        """Expected accept length of a chain of so many tokens under an ideal coupling."""
+        """Expected accept length of a chain of these depths under an ideal coupling."""
         return expected_accept_len(self.overlap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerReport:
-    """What one step did."""
+    """Result of one step."""
 
     loss: float
     depths: DepthReport
@@ -88,14 +87,14 @@ class TrainerReport:
     learning_rate: float
     num_tokens: int
     num_trained: int
-    """Tokens whose prediction at depth 1 was learned."""
+    """Tokens whose prediction at depth 1 was in the loss."""
     num_reused: int = 0
-    """Of these, those for which the target's states were recalled, not computed."""
+    """Number of these whose target states were looked up, not computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums over rows: of the loss, of each score by depth, and how many were recalled."""
+    """Sums over rows: the loss, each score by depth, and the number of reused rows."""
 
     loss: Float[Tensor, ""]
     scores: Float[Tensor, "3 depths"]
@@ -104,11 +103,10 @@ class _Sums:
 
 @final
 class DrafterTrainer:
-    """Owns the drafter given and its optimizer; reads the target and never writes it.
+    """Trains a drafter, and never writes the target.
 
-    The target's weights may change between steps (the policy learns); its embedding and head are
-    read where they are. With autocast it must not be packed for inference. A step whose gradient is
-    not finite is not made and raises NonFiniteError.
+    The target's weights may change between steps. With autocast the target must not be packed for
+    inference. A step whose gradient is not finite changes nothing and raises NonFiniteError.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class DrafterTrainer:
     ) -> None:
         assert layer.config.target == target.config, "a drafter is of one target's shape"
         size = layer.config.draft_vocab_size
-        assert size == (0 if draft_ids is None else len(draft_ids)), "one id a draft token"
+        assert size == (0 if draft_ids is None else len(draft_ids)), "one id for each draft token"
         self._layer, self._target, self._settings = layer, target, settings
         self._reader = TargetReader(target, layer, lookup)
         self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
@@ -135,7 +133,7 @@ class DrafterTrainer:
 
     @property
     def steps(self) -> int:
-        """Updates made."""
+        """Number of updates."""
         return self._steps
 
     @property
@@ -150,21 +148,21 @@ class DrafterTrainer:
 
     @property
     def head(self) -> Float[Tensor, "draft hidden"] | None:
-        """What scores the drafter's tokens where that is not the target's; never learned."""
+        """Head of the drafter if it is not the target's; never trained."""
         return self._head
 
     def step(self, batch: Sequence[PackedSequences]) -> TrainerReport:
         """Make one update on a batch of micro-batches."""
         report = self.try_step(batch, _never)
-        assert report is not None, "nobody stops it"
+        assert report is not None, "it is never stopped"
         return report
 
     def try_step(
         self, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
     ) -> TrainerReport | None:
-        """Make one update, or none: `stopped` is asked before every micro-batch and the update.
+        """Make one update; None, with nothing changed, if `stopped` returned True.
 
-        Once it says True nothing has changed, and None is returned.
+        `stopped` is called before every micro-batch and before the update.
         """
         counts = self._counts(batch, self._settings.unroll_steps)
         if 0 in counts:
@@ -211,12 +209,12 @@ class DrafterTrainer:
     def evaluate(
         self, batch: Sequence[PackedSequences], num_depths: int | None = None
     ) -> DepthReport:
-        """Measure on texts, learning nothing: the depths that are trained, or so many.
+        """Measure on texts without training: `num_depths` depths, by default those trained.
 
         Depths that no text reaches are left out.
         """
         depths = self.try_evaluate(batch, _never, num_depths)
-        assert depths is not None, "nobody stops it"
+        assert depths is not None, "it is never stopped"
         return depths
 
     def try_evaluate(
@@ -225,7 +223,7 @@ class DrafterTrainer:
         stopped: Callable[[], bool],
         num_depths: int | None = None,
     ) -> DepthReport | None:
-        """Measure as `evaluate` does; None once `stopped` says so, asked before micro-batches."""
+        """Measure as `evaluate` does; None if `stopped` returned True before a micro-batch."""
         counts = self._counts(batch, num_depths or self._settings.unroll_steps)
         counts = counts[: counts.index(0)] if 0 in counts else counts
         scores = torch.zeros(3, len(counts), dtype=torch.float64)
@@ -239,18 +237,14 @@ class DrafterTrainer:
         return _report(scores, counts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copy everything that learning changes: the drafter and the optimizer's moments."""
-        return {_LAYER + name: tensor for name, tensor in self.weights().items()} | {
-            _OPTIMIZER + name: tensor for name, tensor in self._optimizer.tensors().items()
-        }
+        """Copy the training state: the drafter and the optimizer's moments."""
+        return _prefixed(_LAYER, self.weights()) | _prefixed(_OPTIMIZER, self._optimizer.tensors())
 
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
-        """Go on exactly where `steps` updates had led; CheckpointError if of another drafter."""
-        own = {n.removeprefix(_LAYER): t for n, t in tensors.items() if n.startswith(_LAYER)}
+        """Restore the state after `steps` updates; CheckpointError if of another drafter."""
+        own = _with_prefix(_LAYER, tensors)
         check_parameters(self._layer, own)
-        self._optimizer.load(
-            {n.removeprefix(_OPTIMIZER): t for n, t in tensors.items() if n.startswith(_OPTIMIZER)}
-        )
+        self._optimizer.load(_with_prefix(_OPTIMIZER, tensors))
         load_parameters(self._layer, own)
         self._steps = steps
 
@@ -259,15 +253,15 @@ class DrafterTrainer:
         return copy_parameters(self._layer)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from other parameters with the same moments; CheckpointError if misshapen."""
+        """Replace the parameters and keep the moments; CheckpointError if misshapen."""
         load_parameters(self._layer, weights)
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
-        """Begin anew: other parameters, no moments, no steps; CheckpointError if misshapen."""
-        self.restore(0, {_LAYER + name: tensor for name, tensor in weights.items()})
+        """Start from other parameters, without moments or steps; CheckpointError if misshapen."""
+        self.restore(0, _prefixed(_LAYER, weights))
 
     def _counts(self, batch: Sequence[PackedSequences], num_depths: int) -> list[int]:
-        """Rows that are learned at each depth, over the whole batch."""
+        """Count the batch's rows in the loss at each depth."""
         counts = [0] * num_depths
         for packed in batch:
             pairs = Pairs.of(packed)
@@ -276,7 +270,7 @@ class DrafterTrainer:
         return counts
 
     def _forward(self, packed: PackedSequences, counts: Sequence[int]) -> _Sums | None:
-        """Unroll over a micro-batch; the loss is its part of the batch's. None: nothing learned."""
+        """Return a micro-batch's part of the batch's sums; None if no row is in the loss."""
         here = moved(packed, self._target.device)
         pairs = Pairs.of(here)
         chosen = pairs.trained.nonzero()[:, 0]
@@ -285,10 +279,10 @@ class DrafterTrainer:
         depths = range(len(counts))
         autocast, device = self._settings.autocast, self._target.device.type
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            seen = self._reader.read(here, pairs)
-            outputs = unroll(self._layer, seen.features, seen.embeddings, pairs, len(counts))
+            states = self._reader.read(here, pairs)
+            outputs = unroll(self._layer, states.features, states.embeddings, pairs, len(counts))
             teacher = Teacher(
-                hidden=seen.after.index_select(0, chosen),
+                hidden=states.after.index_select(0, chosen),
                 head=self._target.head.weight.detach(),
                 draft_ids=self._draft_ids,
                 drafter_head=self._head,
@@ -296,7 +290,7 @@ class DrafterTrainer:
             scored = torch.stack([output.scored.index_select(0, chosen) for output in outputs])
             exist = torch.stack([pairs.exist(depth)[chosen] for depth in depths])
             sums = self._sums(scored, teacher, exist, counts)
-            return replace(sums, num_reused=int(seen.reused[chosen].sum()))
+            return replace(sums, num_reused=int(states.reused[chosen].sum()))
 
     def _sums(
         self,
@@ -308,8 +302,8 @@ class DrafterTrainer:
         rows = score_rows(scored, teacher)
         per_row = rows.cross_entropy
         if self._layer.config.recipe == "eagle1":
-            wanted = teacher.hidden.to(scored.dtype)
-            regression = torch.stack([feature_loss(feature, wanted) for feature in scored])
+            expected = teacher.hidden.to(scored.dtype)
+            regression = torch.stack([feature_loss(feature, expected) for feature in scored])
             per_row = FEATURE_WEIGHT * regression + TOKEN_WEIGHT * per_row
         decayed = depth_weights(len(counts), self._settings.decay)
         weights = [weight / count for weight, count in zip(decayed, counts, strict=True)]
@@ -324,11 +318,19 @@ def _never() -> bool:
     return False
 
 
+def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)}
+
+
 def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer | MuonOptimizer:
     if settings.matrix_rate is None:
         return Optimizer(layer.named_parameters(), settings.optimizer)
-    inside = nn.ModuleDict({"layers": nn.ModuleList([layer])})  # it asks where matrices lie
-    return MuonOptimizer(inside, settings.optimizer, matrix_rate=settings.matrix_rate)
+    module = nn.ModuleDict({"layers": nn.ModuleList([layer])})  # Muon applies inside `layers`
+    return MuonOptimizer(module, settings.optimizer, matrix_rate=settings.matrix_rate)
 
 
 def _report(scores: Float[Tensor, "3 depths"], counts: Sequence[int]) -> DepthReport:

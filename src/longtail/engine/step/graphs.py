@@ -38,7 +38,7 @@ class StepGraphs:
             self._passes[taps] = self._make(taps)
         numbers = torch.stack((batch.tokens, batch.positions, *self._kv.numbers(batch)), 1)
         self._kv.tables()  # as it is now; the pass reads it where it lies
-        logits, *features = self._passes[taps](numbers, about=self._kv.address)
+        logits, *features = self._passes[taps](numbers, key=self._kv.address)
         return logits, features[0].clone() if features else None  # drafters read them later
 
     def _make(self, taps: Taps) -> GraphedPass:

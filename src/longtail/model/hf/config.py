@@ -1,8 +1,8 @@
-"""config.json: the shapes of the supported families, read from and written for Hugging Face.
+"""config.json of the supported families: parsed to a `ModelConfig` and written from one.
 
-Reads the spelling of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters) and assumes
-what the families' own classes assume where a file is silent. Pure: files are `model.hf.model`'s
-business.
+The fields of both transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters) are read.
+Absent fields have the defaults of the families' own configuration classes. Pure functions;
+`model.hf.model` reads and writes files.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ _ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-_MOST_LAYERS = 10_000
-_MOST_HEADS = 65_536
-"""Most heads, and most dimensions of a head; both are compared with the weights, too."""
-# What the families' configuration classes assume where config.json is silent; None derives it.
+_MAX_LAYERS = 10_000
+_MAX_HEADS = 65_536
+"""Maximum number of heads, and of dimensions of a head."""
+# Defaults of the families' configuration classes; None: derived from other fields.
 _MAX_POSITIONS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
 _KV_HEADS = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
 _HEAD_DIM = {"llama": None, "mistral": None, "qwen2": None, "qwen3": 128}
@@ -35,13 +35,13 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 @final
 class Fields:
-    """A JSON object whose values are asked for by name and type; complaints name file and field."""
+    """A JSON object with typed access to its values; errors name file and field."""
 
     def __init__(self, raw: Mapping[str, Any], where: str, prefix: str = "") -> None:
         self._raw, self.where, self._prefix = raw, where, prefix
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value as it stands; null counts as a value."""
+        """Return the raw value; null counts as a value."""
         return self._raw.get(key, default)
 
     def everything(self) -> dict[str, Any]:
@@ -49,10 +49,10 @@ class Fields:
         return dict(self._raw)
 
     def section(self, key: str) -> "Fields":
-        """Return the object under `key`, an empty one where it is absent or null."""
+        """Return the object at `key`, an empty one if it is absent or null."""
         value = self._raw.get(key)
         if value is not None and not isinstance(value, dict):
-            raise self._wrong(key, "an object or null")
+            raise self._error(key, "an object or null")
         return Fields(value or {}, self.where, f"{self._prefix}{key}.")
 
     def optional_integer(
@@ -63,16 +63,16 @@ class Fields:
         if value is None:
             return None
         if type(value) is not int or not 1 <= value <= most:
-            raise self._wrong(key, f"an integer from 1 to {most}, or null")
+            raise self._error(key, f"an integer from 1 to {most}, or null")
         return value
 
     def integer(
         self, key: str, default: int | None = None, least: int = 1, most: int = MAX_INT32
     ) -> int:
-        """Return an integer within bounds; without `default` it must be there."""
+        """Return an integer within bounds; without `default` it is required."""
         value = self._required(key, default)
         if type(value) is not int or not least <= value <= most:
-            raise self._wrong(key, f"an integer from {least} to {most}")
+            raise self._error(key, f"an integer from {least} to {most}")
         return value
 
     def optional_number(self, key: str) -> float | None:
@@ -80,17 +80,17 @@ class Fields:
         return None if self._raw.get(key) is None else self.number(key)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number; without `default` it must be there."""
+        """Return a positive number; without `default` it is required."""
         value = self._required(key, default)
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            raise self._wrong(key, "a positive number")
+            raise self._error(key, "a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false; null counts as `default`."""
         value = self._raw.get(key)
         if value is not None and type(value) is not bool:
-            raise self._wrong(key, "true or false")
+            raise self._error(key, "true or false")
         return default if value is None else value
 
     def _required(self, key: str, default: Any) -> Any:
@@ -102,14 +102,14 @@ class Fields:
             )
         return value
 
-    def _wrong(self, key: str, domain: str) -> ConfigError:
+    def _error(self, key: str, domain: str) -> ConfigError:
         return ConfigError(
             f"{self.where}: {self._prefix}{key} = {self._raw.get(key)!r:.80}: it must be {domain}"
         )
 
 
 def _family(fields: Fields) -> Family:
-    """Choose by architecture, by model_type where an older file names none."""
+    """Return the family of `architectures`, or of model_type if an older file has none."""
     named = fields.get("architectures") or [fields.get("model_type")]
     name = named[0] if isinstance(named, list) and named else named
     by_type = {family: family for family in _ARCHITECTURES.values()}
@@ -128,7 +128,7 @@ def _family(fields: Fields) -> Family:
 
 
 def parse(fields: Fields) -> ModelConfig:
-    """Read a configuration; see `hf.load_config` for what it raises."""
+    """Parse a configuration; see `model.load_config` for the errors."""
     family = _family(fields)
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -136,25 +136,24 @@ def parse(fields: Fields) -> ModelConfig:
             f"{fields.where}: hidden_act = {activation!r:.80} is not supported; supported: silu"
         )
     hidden = fields.integer("hidden_size")
-    heads = fields.integer("num_attention_heads", most=_MOST_HEADS)
-    layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
+    heads = fields.integer("num_attention_heads", most=_MAX_HEADS)
+    layers = fields.integer("num_hidden_layers", most=_MAX_LAYERS)
     kv_heads = fields.optional_integer("num_key_value_heads", _KV_HEADS[family]) or heads
-    head_dim = fields.optional_integer("head_dim", _HEAD_DIM[family], most=_MOST_HEADS)
+    head_dim = fields.optional_integer("head_dim", _HEAD_DIM[family], most=_MAX_HEADS)
     if head_dim is None and hidden % heads:
         raise ConfigError(
-            f"{fields.where}: hidden_size = {hidden} is no multiple of num_attention_heads = "
+            f"{fields.where}: hidden_size = {hidden} is not a multiple of num_attention_heads = "
             f"{heads}: give head_dim"
         )
     head_dim = head_dim or hidden // heads
     if heads % kv_heads:
         raise ConfigError(
-            f"{fields.where}: num_attention_heads = {heads} is no multiple of "
+            f"{fields.where}: num_attention_heads = {heads} is not a multiple of "
             f"num_key_value_heads = {kv_heads}: one of them is wrong"
         )
-    if head_dim % 2 or head_dim > _MOST_HEADS:
+    if head_dim % 2 or head_dim > _MAX_HEADS:
         raise ConfigError(
-            f"{fields.where}: head_dim = {head_dim}: it must be even, for the rope, and at most "
-            f"{_MOST_HEADS}"
+            f"{fields.where}: head_dim = {head_dim}: it must be even and at most {_MAX_HEADS}"
         )
     max_positions = fields.integer("max_position_embeddings", _MAX_POSITIONS[family])
     attention_bias = family in ("llama", "qwen3") and fields.flag("attention_bias", False)
@@ -180,7 +179,7 @@ def parse(fields: Fields) -> ModelConfig:
 
 
 def _parse_rope(fields: Fields, max_positions: int) -> RopeConfig:
-    """Read rope_parameters (transformers 5), or rope_theta and rope_scaling (before)."""
+    """Parse rope_parameters (transformers 5), or rope_theta and rope_scaling (4)."""
     key = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = fields.section(key)
     scaling = rope.get("rope_type", rope.get("type", "default"))
@@ -227,7 +226,7 @@ def _parse_rope(fields: Fields, max_positions: int) -> RopeConfig:
 
 
 def _checked_rope(rope: RopeConfig, head_dim: int, fields: Fields) -> RopeConfig:
-    """Refuse frequencies that are not finite: no angle, hence no logit, would be."""
+    """Refuse frequencies that are not finite; all logits would be NaN."""
     try:
         sound = Rope(head_dim, rope).is_finite
     except (ArithmeticError, ValueError):
@@ -241,7 +240,7 @@ def _checked_rope(rope: RopeConfig, head_dim: int, fields: Fields) -> RopeConfig
 
 
 def _parse_windows(fields: Fields, family: Family, layers: int) -> tuple[int, ...]:
-    """Read the sliding window of each layer; () where there is none."""
+    """Parse the sliding window of each layer; () if no layer has one."""
     if family == "llama":
         return ()
     window = fields.optional_integer("sliding_window", 4096) or 0
@@ -273,7 +272,7 @@ def _parse_windows(fields: Fields, family: Family, layers: int) -> tuple[int, ..
 
 
 def emit(config: ModelConfig, dtype: torch.dtype, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """Write down a configuration so that transformers 4, 5 and `parse` read the same model."""
+    """Return config.json so that transformers 4, transformers 5 and `parse` read the same model."""
     by_family = {family: name for name, family in _ARCHITECTURES.items()}
     content: dict[str, Any] = {
         "architectures": [by_family[config.family]],
@@ -290,7 +289,7 @@ def emit(config: ModelConfig, dtype: torch.dtype, eos_ids: Sequence[int]) -> dic
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_embeddings,
         "dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": None,  # explicit: two families would otherwise assume ids 1 and 2
+        "bos_token_id": None,  # explicit: the default of two families is ids 1 and 2
         "eos_token_id": list(eos_ids) or None,
     }
     content |= _emit_rope(config.rope) | _emit_windows(config)
@@ -307,7 +306,7 @@ def emit(config: ModelConfig, dtype: torch.dtype, eos_ids: Sequence[int]) -> dic
 
 
 def _emit_rope(rope: RopeConfig) -> dict[str, Any]:
-    """Both spellings: a reader that knows only one of them must not fall back on its default."""
+    """Return the rope's fields of transformers 4 and 5, so that no reader uses its default."""
     named: dict[str, Any] = {"rope_type": rope.scaling}
     if rope.scaling != "default":
         named["factor"] = rope.factor

@@ -1,9 +1,7 @@
-"""The Hugging Face door: directories in, directories out, all by config.json and safetensors.
+"""Hugging Face model directories: read and written as config.json and safetensors.
 
-Reads what `transformers` 4 and 5 write for the supported families and writes what both of them,
-and what reads like them, open. No code of a model directory is run, no pickle is opened, nothing
-is downloaded. The shapes in config.json are `model.hf.config`'s, the names of weights
-`model.hf.weights`', text is `model.hf.tokenizer`'s business; their public names are also here.
+Reads what transformers 4 and 5 write for the supported families, and writes what both can open. No
+code of a model directory is run, no pickle is opened, nothing is downloaded.
 """
 
 import json
@@ -16,35 +14,9 @@ import torch
 
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.config import Fields, emit, parse
-from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from longtail.model.hf.weights import (
-    check_weights,
-    from_hf,
-    read_tensors,
-    read_weights,
-    tensor_names,
-    to_hf,
-    write_tensors,
-    write_weights,
-)
+from longtail.model.hf.weights import check_weights, read_weights, to_hf, write_weights
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.system.files import read_json
-
-__all__ = [
-    "Tokenizer",
-    "check_vocabulary",
-    "from_hf",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "read_fields",
-    "read_tensors",
-    "save_model",
-    "stored_dtype",
-    "tensor_names",
-    "to_hf",
-    "write_tensors",
-]
 
 _DTYPES = {
     "float64": torch.float64,
@@ -55,16 +27,16 @@ _DTYPES = {
 
 
 def load_config(path: Path | str) -> ModelConfig:
-    """Read config.json of a model directory, in the spelling of transformers 4 or 5.
+    """Read config.json of a model directory.
 
-    Raises UnsupportedModelError for an architecture, rope or activation that is not ours, and
-    ConfigError for whatever is missing or impossible.
+    Raises UnsupportedModelError for an unsupported architecture, rope or activation, ConfigError
+    for missing or impossible fields.
     """
     return parse(read_fields(Path(path)))
 
 
 def stored_dtype(path: Path | str) -> torch.dtype:
-    """Return the dtype that config.json gives for the weights; float32 where it gives none."""
+    """Return the dtype of the weights by config.json; float32 if it has none."""
     fields = read_fields(Path(path))
     name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     if not isinstance(name, str) or name not in _DTYPES:
@@ -77,18 +49,18 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Transformer:
-    """Read a model directory; `dtype` None keeps the dtype it is stored in.
+    """Read a model directory; a `dtype` of None keeps the stored dtype.
 
-    Memory: the model and one tensor of the files. Raises ConfigError for missing, extra or
-    misshapen tensors, NonFiniteError for NaN or infinity, each with the tensor's name.
+    Takes memory for the model and one tensor. Raises ConfigError for missing, extra or misshapen
+    tensors, NonFiniteError for NaN or infinity, each with the tensor's name.
     """
     path = Path(path)
     config = load_config(path)
-    files = check_weights(config, path)  # before a size that config.json claims is allocated
+    files = check_weights(config, path)  # before sizes from config.json are allocated
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(dtype or stored_dtype(path)).to_empty(device=device)
-    if config.tied_embeddings:  # both conversions give the head a weight of its own
+    if config.tied_embeddings:  # both conversions untie the head
         embedding = model.embedding.weight
         assert isinstance(embedding, torch.nn.Parameter)
         model.head.weight = embedding
@@ -106,9 +78,8 @@ def save_model(
 ) -> None:
     """Write config.json, safetensors and, with `eos_ids`, generation_config.json.
 
-    `AutoModelForCausalLM.from_pretrained` opens the directory. `dtype` None keeps the model's.
-    Not atomic and not synced: that is the checkpoint's business. Raises CheckpointError when the
-    disk refuses.
+    A `dtype` of None keeps the model's. Writing is neither atomic nor synced; checkpoints take care
+    of that. Raises CheckpointError if the files cannot be written.
     """
     from safetensors import SafetensorError
 
@@ -132,7 +103,7 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_fields(path: Path) -> Fields:
-    """Read config.json, whatever it describes; ConfigError where it is none."""
+    """Read config.json uninterpreted. Raises ConfigError if it is missing or malformed."""
     if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         raise ConfigError(
             f"model.path = {str(path)!r} is not a directory: give the directory of a Hugging Face "
@@ -143,7 +114,7 @@ def read_fields(path: Path) -> Fields:
         raise ConfigError(f"{path} holds no config.json: point model.path at a model directory")
     try:
         raw = read_json(file)
-    except (OSError, ValueError) as error:  # cannot be read, or is neither JSON nor text
+    except (OSError, ValueError) as error:  # unreadable, not UTF-8 or not JSON
         raise ConfigError(f"{file} is not JSON ({error}): copy the file again") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} must hold one JSON object: copy the file again")

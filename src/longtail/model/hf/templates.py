@@ -1,9 +1,8 @@
-"""A bound on what a chat template does: templates come with models, and are programs.
+"""A bound on the running time of chat templates, which are programs that come with models.
 
-transformers runs them in Jinja's sandbox, which keeps them from everything but time. `bounded`
-counts the lines that a template executes, loops and macros included, so that a template that never
-ends does, at the same line everywhere. `check_template` refuses the one operator whose single use
-can take for ever.
+transformers runs templates in Jinja's sandbox, which does not limit their time. `bounded` counts
+the lines that a template executes, so that an endless template stops, at the same line on every
+machine. `check_template` refuses the only operator that can take unbounded time in one line.
 """
 
 import contextlib
@@ -15,13 +14,13 @@ from typing import Any
 
 from longtail.errors import DataError
 
-MOST_LINES = 1_000_000
-"""Executed lines of one rendering; a chat of a thousand messages takes some ten thousand."""
+MAX_LINES = 1_000_000
+"""Maximum number of executed lines; a chat of a thousand messages takes about ten thousand."""
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 def check_template(template: str) -> None:
-    """Raise DataError for a template that raises to a power; rendering refuses what is none."""
+    """Raise DataError for a template with a power; rendering refuses malformed templates."""
     import jinja2
 
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
@@ -31,15 +30,15 @@ def check_template(template: str) -> None:
         return
     if power := tree.find(jinja2.nodes.Pow):
         raise DataError(
-            f"tokenizer.chat_template, line {power.lineno}: it raises to a power, whose result has "
-            "no bound: copy the model's own template again"
+            f"tokenizer.chat_template, line {power.lineno}: powers are refused, since their "
+            "results have no bound: copy the model's own template again"
         )
 
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Raise DataError once the templates rendered inside have executed MOST_LINES lines."""
-    left = MOST_LINES
+    """Raise DataError when templates rendered in the context have executed MAX_LINES lines."""
+    left = MAX_LINES
 
     def count(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
@@ -48,7 +47,7 @@ def bounded() -> Iterator[None]:
         left -= 1
         if left < 0:
             raise DataError(
-                f"tokenizer.chat_template does not end: stopped after {MOST_LINES} lines; copy the "
+                f"tokenizer.chat_template does not end: stopped after {MAX_LINES} lines; copy the "
                 "model's own template again"
             )
         return count

@@ -1,15 +1,15 @@
-"""How many bytes of text one token can stand for, as far as a tokenizer's own file proves it.
+"""Maximum number of bytes per token, proved from the tokenizer's own file.
 
-A prompt that is far too long is told so by its bytes, before minutes of tokenizing. That must never
-refuse a text that would fit, so anything that may delete text (a normalizer, an unknown-word token)
-means that nothing is known.
+With it, a prompt that is far too long is refused before minutes of tokenizing. A text that fits
+must never be refused, so a tokenizer that may delete text (by a normalizer or an unknown-word
+token) has no bound.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "Prepend"})
-"""Steps that replace no character by fewer bytes."""
+"""Steps that replace no character with fewer bytes."""
 _BYTES_OF_A_CHARACTER = 4
 _NFC_SHRINKS = 4
 """Composed text has at least a quarter of the bytes; the worst known is 7 bytes to 2, iota with
@@ -17,17 +17,17 @@ dialytika and tonos."""
 _BYTE_LETTERS = frozenset(
     map(chr, (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 256 + 68)))
 )
-"""What byte-level vocabularies write for the 256 bytes: itself if it prints, else one from 256."""
+"""Letters of byte-level vocabularies for the 256 bytes: printable ones, and others from 256 on."""
 
 
 def longest_token(pipeline: Mapping[str, Any]) -> int | None:
-    """Return the most bytes of a text that one token stands for; None where that is unknown.
+    """Return the maximum number of a text's bytes per token; None if it has no proved bound.
 
     `pipeline` is the content of tokenizer.json.
     """
     normalizers, splitters = _steps(pipeline["normalizer"]), _steps(pipeline["pre_tokenizer"])
     added = pipeline["added_tokens"]
-    if any(token["lstrip"] or token["rstrip"] for token in added):  # takes all blanks
+    if any(token["lstrip"] or token["rstrip"] for token in added):  # absorbs blanks
         return None
     composes = sum(step["type"] == "NFC" for step in normalizers)
     others = [step for step in normalizers if step["type"] != "NFC"]
@@ -44,7 +44,7 @@ def longest_token(pipeline: Mapping[str, Any]) -> int | None:
 
 
 def _steps(step: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """Flatten a step that may be a sequence of steps."""
+    """Return a step as a flat list of steps."""
     if step is None:
         return []
     if step["type"] != "Sequence":
@@ -64,7 +64,7 @@ def _keeps_text(step: Mapping[str, Any]) -> bool:
 
 
 def _covered(model: Mapping[str, Any], *, is_byte_level: bool) -> Sequence[str] | None:
-    """Return the vocabulary if every character is at least one token, and None otherwise."""
+    """Return the vocabulary if every character gives at least one token, else None."""
     if model["type"] != "BPE":
         return None
     vocabulary = list(model["vocab"])

@@ -1,7 +1,6 @@
-"""Text to token ids and back, and the chat template; the door to the tokenizers of transformers.
+"""Tokenizers of transformers: text to token ids and back, and the chat template.
 
-transformers takes seconds to import, so it is imported when the first tokenizer is made. What is
-done with text is nobody's business here.
+transformers takes seconds to import, so it is imported when the first tokenizer is made.
 """
 
 import json
@@ -39,10 +38,9 @@ def _transformers() -> ModuleType:
 
 @final
 class Tokenizer:
-    """A vocabulary with its chat template. No special token is added to a text or left out of it.
+    """A vocabulary with its chat template. Encoding adds no special tokens.
 
-    Texts carry their special tokens in writing (the chat template writes them), and each is read
-    as the one token it names.
+    Special tokens that are written in a text, as the chat template does, are encoded as such.
     """
 
     def __init__(
@@ -60,30 +58,29 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text; the tokenizer's own, with which training texts end, is first."""
+        """Tokens that end a text. The first is the tokenizer's own, which ends training texts."""
         return self._eos_ids
 
     @property
     def has_chat_template(self) -> bool:
-        """Tell whether `render` and `chat` can be used."""
+        """Whether there is a chat template, which `render` and `chat` need."""
         return self._inner.chat_template is not None
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template as it is written; None where there is none."""
+        """Source of the chat template; None if there is none."""
         template = self._inner.chat_template
         return template if template is None or isinstance(template, str) else json.dumps(template)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, none added. Raises DataError for a lone surrogate."""
+        """Return the tokens of a text. Raises DataError for a lone surrogate."""
         _check_characters(text)
         return tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `encode` gives at least, from the bytes of a text alone.
+        """Return a lower bound of the number of tokens, from the number of bytes alone.
 
-        It takes no tokenizing; 0 where the tokenizer's file does not say how much text a token
-        stands for. Raises DataError for a lone surrogate.
+        0 if the length of a token is not bounded. Raises DataError for a lone surrogate.
         """
         _check_characters(text)
         longest = self._longest_token
@@ -96,7 +93,7 @@ class Tokenizer:
         return longest_token(json.loads(self._inner.backend_tokenizer.to_str()))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out."""
+        """Return the text of tokens without special tokens."""
         return self._inner.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -104,10 +101,10 @@ class Tokenizer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
     ) -> str:
-        """Apply the chat template, up to where the assistant's answer begins.
+        """Apply the chat template to messages, up to the start of the assistant's answer.
 
-        Without `generation_prompt` the text ends after the last message. Raises DataError when
-        there is no chat template or when it refuses the messages.
+        Without `generation_prompt` the text ends after the last message. Raises DataError if there
+        is no chat template or if it refuses the messages.
         """
         if not self.has_chat_template:
             raise DataError(
@@ -122,7 +119,7 @@ class Tokenizer:
                 )
         except DataError:
             raise
-        except Exception as error:  # a template is a program: whatever it divides, calls or adds
+        except Exception as error:  # a template is a program and can raise any error
             roles = [message.get("role") for message in conversation]
             raise DataError(
                 f"tokenizer.chat_template refuses messages with roles {roles}: {error}; change "
@@ -136,10 +133,7 @@ class Tokenizer:
         return self.encode(self.render(messages, generation_prompt=generation_prompt))
 
     def save(self, path: Path | str) -> None:
-        """Write tokenizer.json, tokenizer_config.json and the chat template into a directory.
-
-        What was read from files is written back byte for byte.
-        """
+        """Write the tokenizer's files into a directory; files that were read stay unchanged."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
@@ -158,7 +152,7 @@ def _check_characters(text: str) -> None:
 
 
 def _eos_ids(path: Path, inner: Any) -> tuple[int, ...]:
-    """Tokenizer's own, then those of generation_config.json (config.json where that is absent)."""
+    """Return the tokenizer's own, then those of generation_config.json, else of config.json."""
     ids = [] if inner.eos_token_id is None else [inner.eos_token_id]
     names = ("generation_config.json", "config.json")
     file = next((path / name for name in names if (path / name).is_file()), None)
@@ -175,7 +169,7 @@ def _eos_ids(path: Path, inner: Any) -> tuple[int, ...]:
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """Read the tokenizer of a Hugging Face directory; nothing is downloaded, no code is run."""
+    """Read the tokenizer of a model directory. Nothing is downloaded, no code of it is run."""
     path = Path(path)
     if not path.is_dir():
         raise ConfigError(f"tokenizer path {str(path)!r} is not a directory: give a local one")
@@ -186,7 +180,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
             "into it"
         )
     # NOTE: AutoTokenizer rebuilds the pipeline from the model type (every qwen2 vocabulary becomes
-    # byte-level BPE); the generic class takes tokenizer.json at its word.
+    # byte-level BPE); the generic class reads tokenizer.json as it is.
     complete = "tokenizer.json" in files
     classes = _transformers()
     reader = classes.PreTrainedTokenizerFast if complete else classes.AutoTokenizer
@@ -202,7 +196,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for (the converse is common)."""
+    """Raise ConfigError if the tokenizer has ids without an embedding in the model."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"the tokenizer has token ids up to {tokenizer.vocab_size - 1} but the model's "

@@ -1,8 +1,7 @@
-"""Weights under the names of Hugging Face: the map between theirs and ours, and safetensors files.
+"""Weights in Hugging Face's names: the map to our parameters, and safetensors files.
 
-Ours are theirs stacked along the rows: `attention.qkv` is q_proj, k_proj, v_proj one above the
-other, `feed_forward.gate_up` is gate_proj above up_proj, all else is one to one. The configuration
-file is `model.hf.model`'s business.
+Some of our parameters are theirs concatenated along the rows: `attention.qkv` is q_proj, k_proj,
+v_proj; `feed_forward.gate_up` is gate_proj, up_proj. All others are one to one.
 """
 
 import json
@@ -25,13 +24,13 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _WRITTEN_BY_US = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_DERIVED_SUFFIX = "rotary_emb.inv_freq"  # older llama files store what the config determines
+_DERIVED_SUFFIX = "rotary_emb.inv_freq"  # in older llama files; the config determines it
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One tensor of Hugging Face, some rows of one of ours.
+    """A tensor of Hugging Face: all or some rows of one of our parameters.
 
     Example: Part(name="model.layers.0.self_attn.k_proj.weight", shape=(512, 4096))
     """
@@ -41,7 +40,7 @@ class Part:
 
 
 def layout(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
-    """Tell, for each parameter of `Transformer`, the tensors that are stacked to make it."""
+    """Return the tensors that are concatenated to each parameter of `Transformer`."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * dim, config.num_kv_heads * dim
 
@@ -80,10 +79,7 @@ def layout(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename and unstack our parameters; the results are views of them.
-
-    The head of a tied model is left out, as Hugging Face does.
-    """
+    """Return our parameters in Hugging Face's names, as views; a tied head is left out."""
     table = layout(config)
     tied = {"head.weight"} if config.tied_embeddings else set()
     _require_same_names(table, state.keys() - tied, "the model state")
@@ -97,7 +93,7 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
 
 
 def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Stack and rename tensors of Hugging Face into our parameters: the inverse of `to_hf`."""
+    """Return tensors of Hugging Face as our parameters: the inverse of `to_hf`."""
     table = layout(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     _require_tensors(table, shapes, config, "the tensors given")
@@ -110,10 +106,9 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
 
 
 def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
-    """Compare a directory's weights with a configuration, by their headers alone.
+    """Compare the headers of a directory's weights with a configuration; return each tensor's file.
 
-    Returns the file of each tensor. Raises ConfigError for missing, extra or misshapen tensors, by
-    name.
+    Raises ConfigError with the names of missing, extra or misshapen tensors.
     """
     located: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -127,11 +122,10 @@ def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
 
 
 def read_weights(model: Transformer, path: Path, located: Mapping[str, Path]) -> None:
-    """Fill the model's parameters from a directory, tensor by tensor.
+    """Read the model's parameters from a directory; one tensor of the files is in memory at a time.
 
-    `located` is what `check_weights` returned. Beside the model itself only one tensor of the files
-    is in memory at a time. Raises ConfigError for a tied head of its own, NonFiniteError for NaN or
-    infinity, by name.
+    `located` is the result of `check_weights`. Raises ConfigError if a tied model has a head that
+    differs from its embedding, NonFiniteError for NaN or infinity, each with the tensor's name.
     """
     table = layout(model.config)
     parameters = dict(model.named_parameters())
@@ -154,7 +148,7 @@ def write_weights(
 ) -> None:
     """Write one model.safetensors, or shards of at most `max_shard_bytes` with their index.
 
-    Weights that lie there under the same naming are removed first: a reader takes all it finds.
+    Earlier weights of the same naming are removed first, since a reader takes all files it finds.
     """
     from safetensors.torch import save_file
 
@@ -177,9 +171,9 @@ def write_weights(
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read all tensors of a directory as they are stored; for a single layer, not for a model.
+    """Read all tensors of a directory into memory, in their stored dtypes.
 
-    Raises ConfigError where there are none, NonFiniteError for NaN or infinity, by name.
+    Raises ConfigError if there are none, NonFiniteError (with the name) for NaN or infinity.
     """
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(path):
@@ -193,7 +187,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """Name the tensors of a directory without reading them; none where there are no weights."""
+    """Return the tensor names of a directory without reading them; empty without weights."""
     if not ((path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()):
         return frozenset()
     names: set[str] = set()
@@ -212,7 +206,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Cut the names, in order, into runs that fit; a tensor above the limit is a shard alone."""
+    """Cut the names, in order, into shards that fit; a tensor above the limit has its own."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -225,13 +219,13 @@ def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """List the safetensors files of a directory: the single one, or those its index names."""
+    """Return the safetensors files of a directory: the single one, or those of its index."""
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     index = path / INDEX_FILE
     if not index.is_file():
         pickled = sorted(file.name for file in path.glob("*.bin"))
-        found = f" ({pickled[0]} is a pickle and never opened)" if pickled else ""
+        found = f" ({pickled[0]} is a pickle, which is never opened)" if pickled else ""
         raise ConfigError(
             f"{path} holds no {SINGLE_FILE} and no {INDEX_FILE}{found}: save the model with "
             "save_pretrained(..., safe_serialization=True) and point model.path there"
@@ -252,7 +246,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _open(file: Path) -> Any:
-    """Open a safetensors file; tensors are read one by one."""
+    """Open a safetensors file for reading tensors one by one."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -274,7 +268,7 @@ def _shape(handle: Any, name: str, file: Path) -> tuple[int, ...]:
 
 
 def _finite(tensor: Tensor, name: str, file: Path) -> Tensor:
-    extremes = torch.stack(torch.aminmax(tensor))  # NaN wins both; no temporary of tensor's size
+    extremes = torch.stack(torch.aminmax(tensor))  # NaN if any is NaN; no large temporary
     if not torch.isfinite(extremes).all():
         bad = int((~torch.isfinite(tensor)).sum())
         raise NonFiniteError(
@@ -297,7 +291,7 @@ def _require_same_names(expected: Iterable[str], found: Iterable[str], where: st
         raise ConfigError(f"{where} lacks {_listed(missing)}: {remedy}")
     if extra := found - expected:
         raise ConfigError(
-            f"{where} holds {_listed(extra)}, which this model has no place for: {remedy}"
+            f"{where} holds {_listed(extra)}, which this model does not have: {remedy}"
         )
 
 
@@ -307,7 +301,7 @@ def _require_tensors(
     config: ModelConfig,
     where: str,
 ) -> None:
-    """Compare names and shapes with what the configuration asks for."""
+    """Raise ConfigError unless names and shapes are those of the configuration."""
     parts = {part.name: part.shape for entry in table.values() for part in entry}
     found = {name for name in shapes if not name.endswith(_DERIVED_SUFFIX)}
     if config.tied_embeddings:
@@ -321,7 +315,7 @@ def _require_tensors(
     for name, shape in parts.items():
         if shapes[name] != shape:
             raise ConfigError(
-                f"{where}: {name} has shape {list(shapes[name])} but config.json asks for "
+                f"{where}: {name} has shape {list(shapes[name])} but config.json gives "
                 f"{list(shape)}: the weights and config.json must be of the same model"
             )
 

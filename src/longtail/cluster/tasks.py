@@ -1,0 +1,46 @@
+"""The tasks of workers. A task is a method of `Worker` that runs alone; its state is the worker's.
+
+GENERATE         GENERATING   a shard of a rollout
+TRAIN_DRAFTER    SPOT         the drafter, until it is stopped
+all others       LEARNING     what all workers do between two rollouts
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Concatenate, Generic, ParamSpec, TypeVar
+
+from longtail.cluster.states import State
+from longtail.cluster.worker import Worker
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Task(Generic[P, R]):
+    """A task that takes arguments P and has a result R.
+
+    Example: Task(Worker.generate, State.GENERATING, has_beats=True)
+    """
+
+    method: Callable[Concatenate[Worker, P], R]
+    state: State = State.LEARNING
+    has_beats: bool = False
+    """Whether the worker's `Progress.beats` rise during the task."""
+
+
+GENERATE = Task(Worker.generate, State.GENERATING, has_beats=True)
+TRAIN_DRAFTER = Task(Worker.train_drafter, State.SPOT, has_beats=True)
+LEARN = Task(Worker.learn, has_beats=True)
+ADOPT = Task(Worker.adopt)
+DRAFTER_WEIGHTS = Task(Worker.drafter_weights)
+JOIN = Task(Worker.join)
+LEARNER_STATE = Task(Worker.learner_state)
+NUM_PARAMETERS = Task(Worker.num_parameters)
+PROBE_DRAFTER = Task(Worker.probe_drafter)
+PUBLISH = Task(Worker.publish)
+READY = Task(Worker.ready)
+RESTORE = Task(Worker.restore)
+RESTORE_SAVED = Task(Worker.restore_saved)
+SAVE_DRAFTER = Task(Worker.save_drafter)
+SAVE_POLICY = Task(Worker.save_policy)

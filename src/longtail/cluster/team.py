@@ -1,0 +1,124 @@
+"""The team of learners: all workers make each learner step together, again after a loss.
+
+A learner that loses its team in a step changes nothing. So either no member has made the step, or
+those that have pass it on when the team is formed anew: the step is made exactly once.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from longtail.cluster import tasks
+from longtail.cluster.pool import TaskResult, WorkerPool
+from longtail.cluster.supervisor import WorkerSupervisor
+from longtail.errors import ClusterError, TeamError
+from longtail.rl.learner import LearnerState
+from longtail.rl.learner_metrics import LearnerReport
+from longtail.types import TrainBatch
+
+_ATTEMPTS = 4
+"""Number of attempts at a task of the whole team, which fails with each member."""
+
+
+@final
+class LearnerTeam:
+    """Forms the team of all learners, and forms it again when a member is lost."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        supervisor: WorkerSupervisor,
+        timeout_s: float,
+        *,
+        is_sharded: bool,
+    ) -> None:
+        self._pool, self._supervisor = pool, supervisor
+        self._timeout_s, self._is_sharded = timeout_s, is_sharded
+        self._is_stale = True
+
+    def mark_stale(self) -> None:
+        """Record that a member was replaced, so that the team must be formed again."""
+        self._is_stale = True
+
+    def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
+        """Make one learner step. Raises ClusterError if every attempt fails."""
+        size = self._pool.size
+        for _ in range(_ATTEMPTS):
+            self._form()
+            found = self._supervisor.run(tasks.LEARN, dict.fromkeys(range(size), (batches,)))
+            _raise_own_errors(found)
+            done = [worker for worker, ended in found.items() if ended.error is None]
+            if len(done) < size:
+                self._is_stale = True
+            if done:
+                report = found[done[0]].value()  # the same for all
+                self._form(report.version)
+                return report
+        raise ClusterError(
+            f"a learner step failed {_ATTEMPTS} times; start again: the run resumes from its "
+            "newest checkpoint"
+        )
+
+    def state(self) -> LearnerState:
+        """Copy the state of the learner beside the weights; of shards, all rows."""
+        for _ in range(_ATTEMPTS):
+            self._form()
+            tensors: dict[str, Tensor] = {}
+            for worker in range(self._pool.size if self._is_sharded else 1):
+                (state,) = self._supervisor.run_on((worker,), tasks.LEARNER_STATE)
+                for name, rows in state.tensors.items():
+                    if name not in tensors:
+                        tensors[name] = rows
+                    elif rows.dim() > 0:
+                        tensors[name] = torch.cat((tensors[name], rows))
+            if self._pool.size == 1 or not self._is_stale:
+                return LearnerState(tensors=tensors, numbers=state.numbers)
+        raise ClusterError(f"the learner's state could not be copied in {_ATTEMPTS} attempts")
+
+    def _form(self, version: int | None = None) -> None:
+        """Form the team if it is stale; its members then have the newest policy of them all.
+
+        Raises ClusterError if that is not `version`, where it is given.
+        """
+        size = self._pool.size
+        self._supervisor.wait_ready()
+        for _ in range(_ATTEMPTS):
+            if size == 1 or not self._is_stale:
+                return
+            address = self._meeting_point()
+            if address is None:
+                continue
+            args = {rank: (rank, size, address, self._timeout_s) for rank in range(size)}
+            found = self._supervisor.run(tasks.JOIN, args)
+            _raise_own_errors(found)
+            self._is_stale = any(ended.error is not None for ended in found.values())
+            joined = [ended.value() for ended in found.values() if ended.error is None]
+            if version is not None and any(each != version for each in joined):
+                raise ClusterError(
+                    "all workers that had made the learner step are lost; start again: the run "
+                    "resumes from its newest checkpoint"
+                )
+            self._supervisor.wait_ready()
+        if self._is_stale:
+            raise ClusterError(
+                "the workers cannot find each other; see that they share a network, then start "
+                "again: the run resumes from its newest checkpoint"
+            )
+
+    def _meeting_point(self) -> str | None:
+        """Return the address at which the team forms; None if the first worker is lost."""
+        try:
+            return self._pool.meeting_point()
+        except ClusterError as error:
+            self._supervisor.give_up(0, str(error))
+            self._supervisor.wait_ready()
+            return None
+
+
+def _raise_own_errors(found: Mapping[int, TaskResult[Any]]) -> None:
+    """Raise an error that is no consequence of the loss of a member."""
+    for ended in found.values():
+        if not ended.is_lost and not isinstance(ended.error, TeamError):
+            ended.value()
