@@ -154,7 +154,7 @@ def test_a_checkpoint_killed_while_it_is_written_is_none(workshop: Workshop) -> 
         return any(checkpoints.glob(".new-*"))
 
     process = processes.start(workshop.words("parts", *words), log)
-    while processes.wait_until(half_written, process):
+    while processes.wait_until(half_written, process, poll_s=0.0001):
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)  # hold it, and look whether it was too late
         if half_written() or not process.is_alive():

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
+from longtail.rl.packing import moved
 from longtail.sampling import is_truncated, log_distribution
 from longtail.types import PackedSequences, SamplingParams
 
@@ -42,14 +43,27 @@ def score(
     packed: PackedSequences,
     sampling: SamplingParams,
     *,
+    autocast: bool = False,
     recompute: bool = False,
     max_logits: int = MAX_LOGITS,
 ) -> TokenScores:
-    """Score the tokens whose loss_mask is not 0; the tensors of `packed` are on the model's device.
+    """Score the tokens whose loss_mask is not 0, on the model's device.
 
-    The last hidden state before a token predicts it. `recompute` trades time for memory in the
-    decoder's layers.
+    The last hidden state before a token predicts it. `autocast` runs matrix products in bfloat16,
+    `recompute` trades time for memory in the decoder's layers.
     """
+    device = model.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        return _score(model, moved(packed, device), sampling, recompute, max_logits)
+
+
+def _score(
+    model: Transformer,
+    packed: PackedSequences,
+    sampling: SamplingParams,
+    recompute: bool,
+    max_logits: int,
+) -> TokenScores:
     rows = packed.loss_mask.nonzero()[:, 0]
     attention = PackedAttention(packed.cu_seqlens)
     hidden = model(packed.tokens, packed.positions, attention, recompute=recompute)

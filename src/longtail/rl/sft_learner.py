@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from longtail.errors import CheckpointError, ConfigError, NonFiniteError
+from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
 from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.muon import MuonOptimizer
 from longtail.rl.optim import Optimizer, OptimizerSettings
-from longtail.rl.packing import moved, pack
+from longtail.rl.packing import pack
+from longtail.rl.parameters import load_parameters, loss_error
 from longtail.types import PackedSequences, SamplingParams
 
 
@@ -92,7 +92,9 @@ class SftLearner:
             for packed in self._packs(examples):
                 scores = self._score(packed)
                 part = -scores.logprobs.sum() / num_trained
-                self._refuse_non_finite(part)
+                failure = loss_error(self._model, part, self._steps, "the loss")
+                if failure is not None:
+                    raise failure
                 torch.autograd.backward(part)
                 loss += float(part.detach())
                 entropy += float(scores.entropy.sum()) / num_trained
@@ -126,14 +128,8 @@ class SftLearner:
         self, steps: int, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]
     ) -> None:
         """Go on exactly where `steps` updates had led; CheckpointError if of another model."""
-        parameters = dict(self._model.named_parameters())
-        for name, parameter in parameters.items():
-            if name not in weights or weights[name].shape != parameter.shape:
-                raise CheckpointError(f"weights of another model: {name} is missing or misshapen")
         self._optimizer.load(tensors)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(weights[name])
+        load_parameters(self._model, weights)
         self._steps = steps
 
     def _packs(self, examples: Sequence[Example]) -> list[PackedSequences]:
@@ -145,14 +141,7 @@ class SftLearner:
         return [one.packed for one in packs]
 
     def _score(self, packed: PackedSequences) -> TokenScores:
-        device = self._model.device
-        here = moved(packed, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._settings.autocast):
-            return score(self._model, here, SamplingParams(), recompute=self._settings.recompute)
-
-    def _refuse_non_finite(self, loss: Float[Tensor, ""]) -> None:
-        if loss.isfinite():
-            return
-        broken = (n for n, p in self._model.named_parameters() if not p.isfinite().all())
-        culprit = next(broken, "the loss")
-        raise NonFiniteError(f"step {self._steps}: {culprit} is not finite; no update was made")
+        own = self._settings
+        return score(
+            self._model, packed, SamplingParams(), autocast=own.autocast, recompute=own.recompute
+        )

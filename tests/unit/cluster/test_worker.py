@@ -15,7 +15,7 @@ from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.limits import EngineLimits
 from longtail.rl.learner import Learner
 from longtail.types import Request, SamplingParams
-from support.team_members import Plan
+from support.rank_processes import Plan
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 
 from longtail.rl.learner import Learner
 from longtail.rl.loss import LOSSES
-from support.team_members import SETTINGS, Plan, arrays, new_learner
+from support.rank_processes import SETTINGS, Plan, arrays, new_learner
 
 ALL = tuple(range(7))
 
