@@ -50,7 +50,7 @@ class BudgetConstants:
     probe_shape: Strategy = _PROBE_SHAPE
     """Drafts of a probe. Half, double: none."""
     start_gain: float = 1.02
-    """Predicted gain over plain decoding at which drafting starts. Half, double its excess: none."""
+    """Predicted gain over plain decoding to start drafting. Half, double the excess: none."""
     stop_gain: float = 0.99
     """Predicted gain below which drafting stops. Half, double its distance from 1: none."""
     decision_steps: int = 48
@@ -77,9 +77,9 @@ class BudgetConstants:
     probe_wait: int = 32
     """Steps from the end of drafting to the first probe. Half: none. Double: better +34."""
     max_probe_wait: int = 1024
-    """Longest time between probes, steps; the wait doubles up to it. Half: better -5. Double: none."""
+    """Maximum of the doubling wait between probes, in steps. Half: better -5. Double: none."""
     repeat_steps: int = 7
-    """Plain steps that repeat a plain step without a plan. Half: better +0.7. Double: better +0.9."""
+    """Repetitions of a planned plain step. Half: better +0.7. Double: better +0.9."""
     plain_interval: int = 128
     """Steps between plain steps while drafting, to correct the cost model. Half: better -0.9.
     Double: none."""
@@ -103,8 +103,8 @@ class BudgetConstants:
     probe_yield_decay: float = 0.6
     """The same per probe. Half the memory (0.2): better +0.6. Double (0.8): none."""
     surprise: float = 1.5
-    """Ratio of accepted to expected nodes at which a probe is repeated at once. Half: steady loss +0.7, shrink +1.0. Double:
-    none."""
+    """Ratio of accepted to expected nodes at which a probe is repeated at once. Half: steady loss
+    +0.7, and 1.0 while a batch shrinks. Double: none."""
 
 
 PLAIN_PROBE = Plan(strategy=None, is_probe=True)
