@@ -16,6 +16,7 @@ from longtail.cli import doctor
 from longtail.system.listening import Listening, family, listening, process_of
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
 TWO = ("--cluster.workers=2", "--cluster.hang_s=40", "--speculation.drafter=history")
