@@ -1,8 +1,4 @@
-"""A model ready to write: what `longtail generate` and `longtail serve` begin with.
-
-From the name of a model to its weights and tokenizer, and from there to an engine that drafts. It
-knows neither prompts nor who asks.
-"""
+"""Construction of an engine for `longtail generate` and `longtail serve`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +19,9 @@ from longtail.tuner.budget import BudgetTuner
 
 
 def locate_model(name: str) -> Path:
-    """Return the directory of the weights that a name means; a run's are its newest checkpoint's.
+    """Return the directory of a model's weights; those of a run are in its newest checkpoint.
 
-    The embedded model is taught first where it was never taught.
+    The embedded model is trained first if it is not cached.
     """
     path = model_directory(name)
     return path if name == TINY_REASONER else policy_directory(path)
