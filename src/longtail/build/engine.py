@@ -48,11 +48,11 @@ def open_model(
 
 
 def open_engine(
-    target: Target, limits: EngineLimits, drafter: str, say: Callable[[str], None] = to_stderr
+    target: Target, limits: EngineLimits, drafter: str, log: Callable[[str], None] = to_stderr
 ) -> RolloutEngine:
-    """Make an engine that drafts as far as it pays; `drafter` is a name as `drafters` has them."""
+    """Return an engine that drafts where it is faster; `drafter` is a name as in `build.drafters`."""
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits)
-    drafters = open_drafters(drafter, target, say)
+    drafters = open_drafters(drafter, target, log)
     if drafters:
         engine.speculate(Speculation(drafters=drafters, tuner=BudgetTuner()))
     return engine
