@@ -50,7 +50,7 @@ def open_model(
 def open_engine(
     target: Target, limits: EngineLimits, drafter: str, log: Callable[[str], None] = to_stderr
 ) -> RolloutEngine:
-    """Return an engine that drafts where it is faster; `drafter` is a name as in `build.drafters`."""
+    """Return an engine that drafts where that is faster; see `build.drafters` for names."""
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits)
     drafters = open_drafters(drafter, target, log)
     if drafters:
