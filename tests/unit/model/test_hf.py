@@ -181,7 +181,7 @@ NORM = "model.layers.1.input_layernorm.weight"
     ("changes", "words"),
     [
         ({NORM: None}, [NORM, "lacks"]),
-        ({"model.extra.weight": torch.ones(2)}, ["model.extra.weight", "no place"]),
+        ({"model.extra.weight": torch.ones(2)}, ["model.extra.weight", "does not have"]),
         ({NORM: torch.ones(31)}, [NORM, "[31]", "[32]"]),
         ({"lm_head.weight": None}, ["lm_head.weight", "tie_word_embeddings"]),
         ({NORM: torch.ones(32, dtype=torch.int8)}, [NORM, "I8", "quantized"]),
