@@ -9,7 +9,7 @@
     +-- NonFiniteError          (ArithmeticError)  NaN or infinity in weights, loss or logits
     +-- CheckpointError         (OSError)          a checkpoint cannot be written or read
     +-- GradingError            (RuntimeError)     a grader failed, so there is no reward
-    +-- TeamError               (ConnectionError)  another learner is lost or late
+    +-- ProcessGroupError       (ConnectionError)  another learner is lost or late
     +-- ClusterError            (RuntimeError)     workers cannot run the task
     |   +-- LostWorkerError                        the worker's process has ended
     +-- CompletionError         (RuntimeError)     one completion failed; the engine continues
@@ -57,7 +57,7 @@ class GradingError(LongtailError, RuntimeError):
     """A grader raised, hung, or returned an invalid value. It never becomes a reward of 0."""
 
 
-class TeamError(LongtailError, ConnectionError):
+class ProcessGroupError(LongtailError, ConnectionError):
     """Another learner is lost or late. The message names the operation that waited for it."""
 
 

@@ -27,7 +27,13 @@ from longtail.engine.rollout_log import EVALUATION, TRAINING
 from longtail.errors import GradingError, NonFiniteError
 from longtail.report.page import report_if_possible
 from longtail.rl.advantage import keep_informative, shaped_rewards
-from longtail.rl.data.requests import Asked, eval_requests, probe_requests, regroup, train_requests
+from longtail.rl.data.requests import (
+    RequestBatch,
+    eval_requests,
+    probe_requests,
+    regroup,
+    train_requests,
+)
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.learner import LearnerState
 from longtail.rl.loss import LOSSES
@@ -172,16 +178,16 @@ class Trainer:
         evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
         self._journal.trace(step, self.workers.drain_timeline())
         watch = Stopwatch()
-        asked = train_requests(
+        batch = train_requests(
             parts.source.take(config.rollout.prompts_per_step),
             samples=config.rollout.group_size,
             seed=config.run.seed,
             sampling=parts.sampling,
         )
         with watch.section("rollout"):
-            rolled = self._generate(f"step {step}", asked, TRAINING)
+            rolled = self._generate(f"step {step}", batch, TRAINING)
         with watch.section("reward"):
-            graded = self._grade(asked, rolled.completions)
+            graded = self._grade(batch, rolled.completions)
         groups = regroup(graded.rollouts)
         learned = self.workers.learn(self._batches(groups))
         with watch.section("publish"):
@@ -205,12 +211,12 @@ class Trainer:
         self._progress = replace(before, step=step, cursor=parts.source.state())
         return metrics
 
-    def _generate(self, label: str, asked: Asked, kind: str) -> RolloutResult:
+    def _generate(self, label: str, batch: RequestBatch, kind: str) -> RolloutResult:
         """Write the completions; between two tokens is where a run may stop."""
-        self._console.begin_rollout(label, len(asked.requests))
+        self._console.begin_rollout(label, len(batch.requests))
         step = self._progress.step + 1
         try:
-            rolled = self.workers.rollout(step, asked.requests, trains=kind == TRAINING)
+            rolled = self.workers.rollout(step, batch.requests, trains=kind == TRAINING)
         except Interrupted:
             self.workers.abandon()
             raise
@@ -223,8 +229,8 @@ class Trainer:
         self._console.rollout_progress(progress)
         self._interruption.check()
 
-    def _grade(self, asked: Asked, completions: Sequence[Completion]) -> Graded:
-        graded = self._grader.grade(list(zip(asked.prompts, completions, strict=True)))
+    def _grade(self, batch: RequestBatch, completions: Sequence[Completion]) -> Graded:
+        graded = self._grader.grade(list(zip(batch.prompts, completions, strict=True)))
         if not graded.rollouts:
             raise GradingError(
                 f"all {len(completions)} completions failed to grade, the first with: "
@@ -259,14 +265,14 @@ class Trainer:
         """Reward the present policy on held-out problems, always with the same noise."""
         if not self._parts.heldout:
             return {}
-        asked = eval_requests(
+        batch = eval_requests(
             self._parts.heldout,
             samples=self._config.eval.samples,
             seed=self._config.run.seed,
             sampling=self._parts.sampling,
         )
-        rolled = self._generate("held-out evaluation", asked, EVALUATION)
-        graded = self._grade(asked, rolled.completions)
+        rolled = self._generate("held-out evaluation", batch, EVALUATION)
+        graded = self._grade(batch, rolled.completions)
         mean = fmean(rollout.reward for rollout in graded.rollouts)
         self._console.log(
             f"held-out reward after step {self._progress.step}: {mean:.3f} "
@@ -277,12 +283,12 @@ class Trainer:
 
     def _probe_drafter(self) -> None:
         """Say what the drafter that was given is worth here."""
-        asked = probe_requests(
+        batch = probe_requests(
             self._parts.heldout or self._parts.source.prompts,
             seed=self._config.run.seed,
             sampling=self._parts.sampling,
         )
-        found = self.workers.probe_drafter(asked.requests)
+        found = self.workers.probe_drafter(batch.requests)
         for line in [] if found is None else found.lines(self._config.spot.train):
             self._console.log(line)
 

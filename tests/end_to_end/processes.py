@@ -1,4 +1,4 @@
-"""Command lines in processes of their own, which may be killed.
+"""Command lines in processes of their own, which tests may kill.
 
 A fork server imports PyTorch once, so that a process costs a tenth of a second instead of seconds.
 """
@@ -16,11 +16,11 @@ _CONTEXT.set_forkserver_preload(
     ["longtail.loop", "transformers.tokenization_utils_tokenizers", "torch._dynamo"]
 )
 PATIENCE_S = 60.0
-"""How long a process may take over anything, before a test gives up."""
+"""Seconds that a test waits for a process before it fails."""
 
 
 def start(words: Sequence[str], log: Path, *, max_file_bytes: int | None = None) -> BaseProcess:
-    """Begin `longtail WORDS`; what it says goes to `log`."""
+    """Start `longtail WORDS`; its output goes to `log`."""
     process = _CONTEXT.Process(target=_run, args=(list(words), str(log), max_file_bytes))
     process.start()
     return process
@@ -29,18 +29,23 @@ def start(words: Sequence[str], log: Path, *, max_file_bytes: int | None = None)
 def finish(process: BaseProcess) -> int:
     """Wait for the end and return the exit code, negative for a signal."""
     process.join(PATIENCE_S)
-    assert process.exitcode is not None, "the process goes on and on"
+    assert process.exitcode is not None, f"the process has not ended within {PATIENCE_S} s"
     return process.exitcode
 
 
-def wait_until(condition: Callable[[], bool], process: BaseProcess) -> bool:
-    """Look again and again until the condition holds; False if the process ended first."""
+def wait_until(
+    condition: Callable[[], bool], process: BaseProcess, *, poll_s: float = 0.005
+) -> bool:
+    """Wait until the condition holds; return False if the process ended before it held.
+
+    Starting processes share two cores with the caller, so each poll delays what is waited for.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if not process.is_alive():
             return condition()
-        assert time.monotonic() < deadline, "it never came to pass"
-        time.sleep(0.0001)
+        assert time.monotonic() < deadline, f"the condition did not hold within {PATIENCE_S} s"
+        time.sleep(poll_s)
     return True
 
 

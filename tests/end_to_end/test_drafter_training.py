@@ -105,7 +105,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_without_writing_texts_anew(
     assert said.code == 130
     assert f"stopped after step {at + 1}; start again to go on" in said.err
     with monkeypatch.context() as patch:
-        patch.setattr("longtail.programs.drafter_data._write", None)  # must not be needed
+        patch.setattr("longtail.programs.drafter_data._generate", None)  # must not be needed
         assert _train(workshop, run).code == 0
     assert _outcome(workshop, run) == _outcome(workshop, "done")
 

@@ -16,6 +16,7 @@ from longtail.cli import doctor
 from longtail.system.listening import Listening, family, listening, process_of
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
 TWO = ("--cluster.workers=2", "--cluster.hang_s=40", "--speculation.drafter=history")
@@ -128,7 +129,7 @@ def test_a_run_that_is_told_to_stop_while_it_starts_says_a_word_and_leaves_nothi
     log = workshop.path / "log"
     process = start(workshop.words("run", *TWO), log)
     assert process.pid is not None
-    assert processes.wait_until(lambda: folder_of(process) is not None, process)
+    assert processes.wait_until(lambda: folder_of(process) is not None, process, poll_s=0.05)
     folder, pids = folder_of(process), family(process.pid)
     assert folder is not None
     os.kill(process.pid, number)

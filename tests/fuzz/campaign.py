@@ -164,7 +164,7 @@ def _be_child(target: Target, seed: int, beat: int) -> None:
     status = 0
     try:
         hypothesis.seed(seed)(test)()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - every failure is reported
         traceback.print_exc()
         reason = str(error).partition("\n")[0]
         print(f"\n{type(error).__name__}: {reason}")

@@ -20,7 +20,7 @@ from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.spot import Replica, SpotEnd, SpotReport
 from longtail.engine.report import RolloutMeter
-from longtail.errors import NonFiniteError, TeamError
+from longtail.errors import NonFiniteError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.types import Completion, FinishReason, Request, TrainBatch
@@ -219,7 +219,7 @@ class FakeWorker:
             yield BEAT_S
             waited += BEAT_S
             if waited > timeout_s or any(member.is_dead for member in here):
-                raise TeamError("a member did not join")
+                raise ProcessGroupError("a member did not join")
         self.team = address
         self.policy = max((member.policy for member in here), key=len)
         return len(self.policy)
@@ -261,7 +261,7 @@ class FakeWorker:
         """Sum the gradients of the team."""
         team, pool = self.team, self._crew
         if team is None:
-            raise TeamError("the team is closed")
+            raise ProcessGroupError("the team is closed")
         members, came = pool.meetings[team], pool.rounds.setdefault((team, len(self.policy)), [])
         for _ in range(round(self._script.learn_s / BEAT_S)):
             yield BEAT_S
@@ -271,12 +271,12 @@ class FakeWorker:
         while len(came) < pool.size:
             if waited > HANG_S or any(one.is_dead or one.team != team for one in members):
                 self.team = None
-                raise TeamError("a member is gone")
+                raise ProcessGroupError("a member is gone")
             yield BEAT_S
             waited += BEAT_S
         if self.number in self._script.torn and team == "tcp://0":
             self.team = None
-            raise TeamError("the sum was not received")
+            raise ProcessGroupError("the sum was not received")
 
     # ---- messages
 

@@ -252,7 +252,7 @@ class ScriptedPool(WorkerPool):
         except StopIteration as stop:
             del self._runs[worker]
             self._ended.append(TaskResult(worker=worker, result=stop.value))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is the result of the task
             del self._runs[worker]
             self._ended.append(TaskResult(worker=worker, error=error))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from longtail.cluster import tasks
 from longtail.cluster.pool import TaskResult, WorkerPool
 from longtail.cluster.supervisor import WorkerSupervisor
-from longtail.errors import ClusterError, TeamError
+from longtail.errors import ClusterError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.types import TrainBatch
@@ -120,5 +120,5 @@ class LearnerTeam:
 def _raise_own_errors(found: Mapping[int, TaskResult[Any]]) -> None:
     """Raise an error that is no consequence of the loss of a member."""
     for ended in found.values():
-        if not ended.is_lost and not isinstance(ended.error, TeamError):
+        if not ended.is_lost and not isinstance(ended.error, ProcessGroupError):
             ended.value()

@@ -33,7 +33,7 @@ from longtail.errors import ClusterError, NonFiniteError
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.rl.collectives import TorchTeam
+from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.system.device import compute_threads
@@ -141,7 +141,7 @@ class Worker:
         )
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
-        """Make one learner step, together with the team if there is one."""
+        """Make one learner step, together with its process group."""
 
         def on_progress(is_waiting: bool) -> None:
             self._beats += 1
@@ -167,11 +167,11 @@ class Worker:
         return weights.version
 
     def join(self, rank: int, size: int, address: str, timeout_s: float) -> int:
-        """Join a team of learners; return the newest version of its members, now this one's."""
+        """Join a process group of learners; return the newest version in it, now this one's."""
         is_gpu = self._components.device.type == "cuda"
         backend: Literal["nccl", "gloo"] = "nccl" if is_gpu else "gloo"
-        team = TorchTeam(rank, size, address, backend=backend, timeout_s=timeout_s)
-        return self._components.learner.join(team)
+        group = TorchProcessGroup(rank, size, address, backend=backend, timeout_s=timeout_s)
+        return self._components.learner.join(group)
 
     def learner_state(self) -> LearnerState:
         """Copy the state of the learner beside the weights; sharded, this worker's rows."""

@@ -209,7 +209,7 @@ class HistoryDrafter(Drafter):
         )
 
     def _tree(self, root: _Root, depth: int, strategy: Strategy) -> DraftTree:
-        """Add the most likely node first; expand the first `num_followed` nodes of each level.
+        """Add the most likely node first; expand the first `num_expanded` nodes of each level.
 
         A node is never more likely than its parent, so the result equals growing level by level and
         then pruning.
@@ -223,11 +223,11 @@ class HistoryDrafter(Drafter):
         likely: list[float] = []
         # A heap by reach and margin, both negated, with the data of the node.
         waiting: list[tuple[float, float, int, int, str, int, int]] = []
-        followed = [0] * depth
+        expanded = [0] * depth
         reach, text, longest, level = -1.0, root.text, len(self._lengths), 0
         while True:
-            if level < depth and followed[level] < beam and -reach >= expand:
-                followed[level] += 1
+            if level < depth and expanded[level] < beam and -reach >= expand:
+                expanded[level] += 1
                 level += 1
                 longest, ranked = root.children(text, longest, level)
                 for margin, token in ranked[:width]:

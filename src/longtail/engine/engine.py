@@ -262,7 +262,7 @@ class RolloutEngine:
             start, before = len(active.tokens), len(active.logprobs)
             try:
                 done = append_tokens(active, accepted[name].tokens, logprobs[name], self._decode)
-            except Exception as error:  # of this request: its logits, its stop strings, its text
+            except Exception as error:  # noqa: BLE001 - it ends this request alone
                 self._remove(active)
                 outputs.failed.append(Failed(request_id=name, error=error))
                 continue

@@ -1,7 +1,7 @@
-"""The README.md of an exported drafter, as the Hugging Face hub reads it: figures and provenance.
+"""The README.md of an exported drafter, in the format of the Hugging Face hub.
 
-Every number was measured by whoever calls, or comes from the drafter's own record; what is not
-known is said to be unknown.
+Every number was measured at export or is from the drafter's training record; unknown ones are
+stated as unknown.
 """
 
 import hashlib
@@ -11,43 +11,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longtail.drafter.eagle.layer import EagleConfig
-from longtail.drafter.formats.checkpoint import TargetIdentity, TrainingRecord
-from longtail.drafter.formats.layouts import Layout
+from longtail.build.drafters import Target
+from longtail.drafter.formats.checkpoint import LoadedDrafter, identity
+from longtail.drafter.formats.layouts import Layout, engine_window
 from longtail.engine.speculation.acceptance import POSITIONS
-from longtail.programs.drafter_eval import Measured
+from longtail.programs.drafter_eval import Measurement
 
 _LIBRARY = {"vllm": "vllm", "sglang": "sglang", "speculators": "speculators", "hf": "transformers"}
-_HF_NAMES = {"eagle1": ("eagle", "EAGLE"), "eagle3": ("eagle3", "EAGLE3")}
-"""What vLLM and SGLang call the recipe."""
+_METHODS = {"eagle1": ("eagle", "EAGLE"), "eagle3": ("eagle3", "EAGLE3")}
+"""Names of the recipes in vLLM and in SGLang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A measurement with a window.
+    """A measurement with an attention window.
 
-    Example: Figure(window=32, measured=measured)
+    Example: Figure(window=32, measured=measurement)
     """
 
     window: int
-    """Pairs that a pair sees; 0: unbounded."""
-    measured: Measured
+    """Number of pairs that a pair attends to; 0: unbounded."""
+    measured: Measurement
 
     def line(self) -> str:
-        """Say it."""
+        """Return a console line."""
         return (
             f"temperature {self.measured.temperature:g}, window {_window(self.window)}: accept "
             f"length {self.measured.acceptance.overall.mean:.3f}"
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return every figure."""
+        """Return all values, fit for JSON."""
         return {"window": self.window, **self.measured.as_json()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a card says.
+    """Contents of a card.
 
     Example: Card(name="drafter", layout="vllm", base_model="org/model", license=None, ...)
     """
@@ -57,19 +57,15 @@ class Card:
     base_model: str
     license: str | None
     depth: int
-    config: EagleConfig
-    dtype: str
-    engine_window: int
-    """What the engine keeps to; 0: unbounded."""
-    trained_on: TargetIdentity
-    exported_for: TargetIdentity
-    chat_template: str | None
-    training: TrainingRecord
+    """Tokens of a drafted chain."""
+    loaded: LoadedDrafter
+    target: Target
+    target_name: str
     score_error: float
     replayed: int
     prompts: str
     num_prompts: int
-    figures: tuple[Figure, ...]
+    figures: Sequence[Figure]
 
 
 def write_card(path: Path, card: Card) -> None:
@@ -77,140 +73,116 @@ def write_card(path: Path, card: Card) -> None:
     path.write_text("\n".join(_lines(card)) + "\n", encoding="utf-8")
 
 
-def launch(layout: Layout, recipe: str, depth: int, target: str, drafter: str) -> list[str]:
-    """Return the commands that serve a target with an exported drafter."""
-    vllm, sglang = _HF_NAMES[recipe]
-    options = {"method": vllm, "model": drafter, "num_speculative_tokens": depth}
-    with_vllm = f"vllm serve {target} --speculative-config '{json.dumps(options)}'"
-    with_sglang = (
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {sglang} "
-        f"--speculative-draft-model-path {drafter} --speculative-num-steps {depth} "
-        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
-    )
+def launch(layout: Layout, recipe: str, depth: int, target: str, drafter: str) -> str:
+    """Return the command that serves a target with an exported drafter."""
+    vllm, sglang = _METHODS[recipe]
     if layout == "sglang":
-        return [with_sglang]
-    return [with_vllm]
+        return (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm "
+            f"{sglang} --speculative-draft-model-path {drafter} --speculative-num-steps {depth} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
+        )
+    options = {"method": vllm, "model": drafter, "num_speculative_tokens": depth}
+    return f"vllm serve {target} --speculative-config '{json.dumps(options)}'"
 
 
 def _lines(card: Card) -> Iterator[str]:
-    recipe = card.config.recipe
-    yield from _front_matter(card)
-    yield f"# {card.name}"
-    yield ""
-    yield (
-        f"An {recipe.upper().replace('EAGLE', 'EAGLE-')} drafter for speculative decoding of "
-        f"`{card.base_model}`, exported by longtail in the layout of {card.layout}. It is no model "
-        "of its own: one decoder layer that reads the target's states."
-    )
-    yield ""
-    yield "```bash"
-    yield from launch(card.layout, recipe, card.depth, card.base_model, f"./{card.name}")
-    yield "```"
-    yield ""
-    yield "## Provenance"
-    yield ""
-    yield from _table(("what", "which"), _provenance(card))
-    yield ""
-    yield "## Acceptance"
-    yield ""
-    yield from _acceptance(card)
-    yield ""
-    yield "## Notes"
-    yield ""
-    yield from _notes(card)
-
-
-def _front_matter(card: Card) -> Iterator[str]:
-    tags = ("speculative-decoding", card.config.recipe, "draft-model", "longtail")
+    recipe = card.loaded.layer.config.recipe
     yield "---"
     yield f"base_model: {json.dumps(card.base_model)}"
     yield f"license: {json.dumps(card.license or 'unknown')}"
     yield f"library_name: {_LIBRARY[card.layout]}"
     yield "tags:"
-    yield from (f"- {tag}" for tag in tags)
-    yield "---"
-    yield ""
+    yield from (f"- {tag}" for tag in ("speculative-decoding", recipe, "draft-model", "longtail"))
+    yield from ("---", "", f"# {card.name}", "")
+    yield (
+        f"An {recipe.upper().replace('EAGLE', 'EAGLE-')} drafter for speculative decoding of "
+        f"`{card.base_model}`, exported by longtail in the layout of {card.layout}. It is one "
+        "decoder layer that reads the target's hidden states, and cannot be used without the "
+        "target."
+    )
+    command = launch(card.layout, recipe, card.depth, card.base_model, f"./{card.name}")
+    yield from ("", "```bash", command, "```", "", "## Provenance", "")
+    yield from _table(("item", "value"), _provenance(card))
+    yield from ("", "## Acceptance", "")
+    yield from _acceptance(card)
+    yield from ("", "## Notes", "")
+    yield from _notes(card)
 
 
 def _provenance(card: Card) -> Iterator[tuple[str, str]]:
-    trained, here, record, config = card.trained_on, card.exported_for, card.training, card.config
+    trained, record = card.loaded.trained_on, card.loaded.training
+    config, template = card.loaded.layer.config, card.target.tokenizer.chat_template
+    here = identity(card.target_name, card.target.model, card.target.tokenizer)
     weights = "the same" if trained.weights == here.weights else f"`{trained.weights}`"
     yield "target", f"`{card.base_model}`, weights digest `{here.weights}`"
     yield "trained on", f"`{trained.name}`, weights {weights}"
     yield "tokenizer digest", f"`{here.tokenizer}`"
-    yield "chat template digest", _template_digest(card.chat_template)
+    digest = None if template is None else hashlib.sha256(template.encode()).hexdigest()[:16]
+    yield "chat template digest", "no chat template" if digest is None else f"`{digest}`"
     steps = f"{record.steps:,} steps, {record.tokens:,} tokens, unrolled {record.unroll_steps} deep"
-    yield "training", steps if record.steps else "not known"
+    yield "training", steps if record.steps else "unknown"
     if record.accept_len is not None:
         overlaps = ", ".join(f"{value:.3f}" for value in record.overlap)
         expected = f"expected accept length {record.accept_len:.2f}"
         by_depth = f"; overlap by depth {overlaps}" if overlaps else ""
-        yield "held out, at training", expected + by_depth
+        yield "held-out text, at training", expected + by_depth
     inputs = f"the inputs of layers {', '.join(map(str, config.layers))}"
-    yield "reads", inputs if config.layers else "the last normed state"
+    yield "reads", inputs if config.layers else "the final hidden state"
     vocabulary = config.target.vocab_size
     yield "draft vocabulary", f"{config.draft_vocab_size or vocabulary:,} of {vocabulary:,}"
-    yield "dtype", card.dtype
-    yield "license", card.license or "not stated by whoever exported it"
-
-
-def _template_digest(template: str | None) -> str:
-    if template is None:
-        return "no chat template"
-    return f"`{hashlib.sha256(template.encode()).hexdigest()[:16]}`"
+    yield "dtype", str(card.loaded.layer.dtype).removeprefix("torch.")
+    yield "license", card.license or "not stated"
 
 
 def _acceptance(card: Card) -> Iterator[str]:
     yield (
         "The files were read back by an independent reader (largest relative difference of scores "
-        f"{card.score_error:.1e}), and {card.replayed} drafts were replayed, accepted alike."
+        f"{card.score_error:.1e}), and {card.replayed} drafts were replayed with equal acceptance."
     )
     yield ""
     if not card.figures:
         yield "Not measured (exported with --no-measure)."
         return
     yield (
-        f"Accept length is tokens emitted per verify step, the bonus token included. Chains of "
-        f"{card.depth}, {card.num_prompts} prompts ({card.prompts}), measured by longtail's own "
-        "engine. Above temperature 0 longtail drafts with the target's own noise (coupled), which "
-        "engines do not: expect less of them there."
+        "Accept length is the number of tokens emitted per verify step, the bonus token included. "
+        f"Drafts are chains of {card.depth} for {card.num_prompts} prompts ({card.prompts}), "
+        "measured with longtail's engine. Above temperature 0 longtail drafts with the target's "
+        "noise (coupled); other engines do not, so their accept lengths are shorter."
     )
     yield ""
     deepest = max(len(each.measured.acceptance.rates()) for each in card.figures)
     depths = [f"depth {depth}" for depth in range(1, deepest + 1)]
     yield from _table(("temperature", "window", "accept length", *depths), map(_row, card.figures))
-    yield ""
-    yield "Accept length by generated tokens before the step:"
-    yield ""
+    yield from ("", "Accept length by generated tokens before the step:", "")
     starts = [f"{start}+" for start in POSITIONS]
-    yield from _table(("temperature", "window", *starts), map(_by_length, card.figures))
+    rows = [(*_setting(each), *each.measured.lengths()) for each in card.figures]
+    yield from _table(("temperature", "window", *starts), rows)
 
 
-def _row(each: Figure) -> tuple[str, ...]:
-    found = each.measured
-    rates = [f"{rate:.3f}" for rate in found.acceptance.rates()]
-    mean = f"{found.acceptance.overall.mean:.3f}"
-    return (f"{found.temperature:g}", _window(each.window), mean, *rates)
+def _setting(figure: Figure) -> tuple[str, str]:
+    return f"{figure.measured.temperature:g}", _window(figure.window)
 
 
-def _by_length(each: Figure) -> tuple[str, ...]:
-    found = each.measured.acceptance.by_position()
-    lengths = [f"{at.mean:.2f}" if at.num_verified else "" for at in found]
-    return (f"{each.measured.temperature:g}", _window(each.window), *lengths)
+def _row(figure: Figure) -> tuple[str, ...]:
+    found = figure.measured.acceptance
+    rates = [f"{rate:.3f}" for rate in found.rates()]
+    return (*_setting(figure), f"{found.overall.mean:.3f}", *rates)
 
 
 def _notes(card: Card) -> Iterator[str]:
-    window = card.config.window
-    if window == card.engine_window:
-        yield f"- Attention window: {_window(window)}, as trained; the configuration says so."
+    config = card.loaded.layer.config
+    engines = engine_window(card.layout, config)
+    if config.window == engines:
+        yield f"- Attention window: {_window(engines)}, as trained; config.json contains it."
     else:
         yield (
-            f"- Attention window: trained with {_window(window)}, but this layout has no field for "
-            "one, so the engine attends to the whole context. The rows above with window "
-            f"{_window(card.engine_window)} are what to expect of it."
+            f"- Attention window: trained with {_window(config.window)}, but this layout has no "
+            "field for one, so the engine attends to the whole context. Expect the rows above with "
+            f"window {_window(engines)}."
         )
-    yield "- Keep the tokenizer and the chat template of the target: another one lowers acceptance."
-    yield "- Speculative decoding does not change what the target writes, only how soon."
+    yield "- Keep the tokenizer and the chat template of the target: others lower the acceptance."
+    yield "- Speculative decoding does not change the target's texts, only its speed."
 
 
 def _window(window: int) -> str:

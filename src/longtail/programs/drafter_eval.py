@@ -1,15 +1,15 @@
-"""`longtail drafter eval`: how well a drafter drafts, as a table, a picture and JSON.
+"""`longtail drafter eval`: measures of a drafter, as a table, a plot and JSON.
 
-The target answers the same prompts with the same keys in every setting: each temperature, coupled
-and uncoupled, chain and tree. The texts must not depend on the drafts; that they do not is counted,
-too. Held-out prompts of the target's own task are what to give.
+The target completes the same prompts with the same noise keys in every setting: each temperature,
+coupled and uncoupled, chain and tree. The texts must not depend on the drafts; the share that
+differs is measured too. Use held-out prompts of the target's task.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,15 +39,15 @@ from longtail.system.device import set_threads
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 16
-_WIDE = 110
+_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One setting.
+class Measurement:
+    """Acceptance of drafts in one setting.
 
-    Example: Measured(temperature=1.0, coupled=True, strategy=Strategy(depth=6), acceptance=...,
-                      differing_share=0.0, calibration_error=0.02)
+    Example: Measurement(temperature=1.0, coupled=True, strategy=Strategy(depth=6), acceptance=...,
+                         differing_share=0.0, calibration_error=0.02)
     """
 
     temperature: float
@@ -55,16 +55,26 @@ class Measured:
     strategy: Strategy
     acceptance: Acceptance
     differing_share: float
-    """Of the texts, against plain decoding."""
+    """Share of texts that differ from plain decoding."""
     calibration_error: float
 
     @property
     def shape(self) -> str:
-        """Name the draft's shape."""
+        """Shape of the drafts: chain or tree."""
         return "chain" if self.strategy.width == 1 else "tree"
 
+    @property
+    def noise(self) -> str:
+        """Whether drafts use the target's noise: coupled or uncoupled."""
+        return "coupled" if self.coupled else "uncoupled"
+
+    def lengths(self) -> list[str]:
+        """Format the accept length by position; empty where nothing was verified."""
+        found = self.acceptance.by_position()
+        return [f"{at.mean:.2f}" if at.num_verified else "" for at in found]
+
     def as_json(self) -> dict[str, Any]:
-        """Return every figure."""
+        """Return all values, fit for JSON."""
         by_position = zip(POSITIONS, self.acceptance.by_position(), strict=True)
         return {
             "temperature": self.temperature,
@@ -83,8 +93,21 @@ class Measured:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Prompts, and their completions by plain decoding.
+
+    Example: decode(target, prompts, temperature=1.0, max_tokens=512)
+    """
+
+    target: Target
+    prompts: Sequence[tuple[int, ...]]
+    sampling: SamplingParams
+    plain: Sequence[Completion]
+
+
 def run(args: argparse.Namespace) -> int:
-    """Measure as the command line says; see `cli` for the options."""
+    """Run `longtail drafter eval`; the options are in `cli.parsers`."""
     set_threads(args.threads)
     temperatures = numbers("--temperatures", args.temperatures)
     strategies = (
@@ -92,23 +115,17 @@ def run(args: argparse.Namespace) -> int:
         Strategy(depth=args.depth, width=args.width, size=args.size),
     )
     target, prompts = open_target(args)
-    found: list[Measured] = []
+    found: list[Measurement] = []
     for temperature in temperatures:
-        sampling = SamplingParams(
-            temperature=temperature,
-            max_tokens=args.max_tokens,
-            stop_token_ids=target.tokenizer.eos_ids,
-        )
-        _say(f"temperature {temperature:g}: plain decoding")
-        plain = answer(target, prompts, sampling, None)[0]
+        _log(f"temperature {temperature:g}: plain decoding")
+        workload = decode(target, prompts, temperature, args.max_tokens)
         for strategy, coupled in product(strategies, (True, False) if temperature else (True,)):
-            own = open_drafter(args.drafter, target, _say)
-            measured = measure(own, target, prompts, sampling, strategy, coupled, plain)
-            found.append(measured)
-            _say(
-                f"temperature {temperature:g}, {measured.shape}, "
-                f"{'coupled' if coupled else 'uncoupled'}: accept length "
-                f"{measured.acceptance.overall.mean:.2f}"
+            drafter = open_drafter(args.drafter, target, _log)
+            each = measure(workload, drafter, strategy, coupled=coupled)
+            found.append(each)
+            _log(
+                f"temperature {temperature:g}, {each.shape}, {each.noise}: accept length "
+                f"{each.acceptance.overall.mean:.2f}"
             )
     result = {
         "drafter": args.drafter,
@@ -118,18 +135,20 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot(found, Path(args.plot), title=f"{args.drafter} for {args.target}")
     if not args.json:
-        _show(found, args.plot)
+        _print_tables(found)
+        if args.plot is not None:
+            print(f"plot: {args.plot}")
     print(json.dumps(result))
     return 0
 
 
-def _usual_target(drafter: str) -> str:
+def _default_target(drafter: str) -> str:
     place = run_drafters(Path(drafter))
     return TINY_REASONER if place is None else str(place.parent)
 
 
-def _usual_prompts(target: str) -> str:
-    """Return the prompts that a run was evaluated with, and for the embedded model its own."""
+def _default_prompts(target: str) -> str:
+    """Return the evaluation prompts of a run or of the embedded model."""
     source = target
     if target != TINY_REASONER:
         resolved = Path(target) / CONFIG_FILE
@@ -141,19 +160,19 @@ def _usual_prompts(target: str) -> str:
 
 
 def open_target(args: argparse.Namespace) -> tuple[Target, list[tuple[int, ...]]]:
-    """Open the target and its prompts; what cannot be is said before anything is measured.
+    """Open the target, its prompts and, as a check, the drafter; raise ConfigError if one fails.
 
-    Of the arguments: target, drafter, prompts, n, max_tokens, dtype, seed. Where no target is given
-    it is the policy of the run that the drafter is from, and is filled in.
+    Reads target, drafter, prompts, n, max_tokens, dtype and seed. A missing target is set to the
+    policy of the drafter's run.
     """
     for option, value in (("--n", args.n), ("--max-tokens", args.max_tokens)):
         if value < 1:
             raise ConfigError(f"{option} = {value}: it must be at least 1")
-    args.target = args.target or _usual_target(args.drafter)
+    args.target = args.target or _default_target(args.drafter)
     directory = locate_model(args.target)
     tokenizer = load_tokenizer(directory)
     target = open_model(args.target, directory, tokenizer, args.dtype)
-    source = args.prompts or _usual_prompts(args.target)
+    source = args.prompts or _default_prompts(args.target)
     render = tokenizer.render if tokenizer.has_chat_template else None
     prompts = make_prompts(
         load_rows(source, args.n, args.seed, field="--prompts"),
@@ -162,40 +181,53 @@ def open_target(args: argparse.Namespace) -> tuple[Target, list[tuple[int, ...]]
         max_prompt_len=target.model.config.max_positions - args.max_tokens,
         drop_long=True,
     )
-    open_drafter(args.drafter, target, _say)
+    open_drafter(args.drafter, target, _log)
     return target, [prompt.tokens for prompt in prompts.prompts[: args.n]]
 
 
+def sampling_of(target: Target, temperature: float, max_tokens: int) -> SamplingParams:
+    """Return sampling up to the target's end of text."""
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=target.tokenizer.eos_ids,
+    )
+
+
+def decode(
+    target: Target, prompts: Sequence[tuple[int, ...]], temperature: float, max_tokens: int
+) -> Workload:
+    """Complete the prompts by plain decoding."""
+    sampling = sampling_of(target, temperature, max_tokens)
+    plain = complete(target, prompts, sampling, None)[0]
+    return Workload(target=target, prompts=prompts, sampling=sampling, plain=plain)
+
+
 def measure(
-    own: Drafter,
-    target: Target,
-    prompts: Sequence[tuple[int, ...]],
-    sampling: SamplingParams,
-    strategy: Strategy,
-    coupled: bool,
-    plain: Sequence[Completion],
-) -> Measured:
-    """Answer with a fresh drafter and compare with what plain decoding wrote."""
-    speculation = Speculation.fixed(own, strategy, coupled=coupled)
-    written, acceptance = answer(target, prompts, sampling, speculation)
-    different = sum(a.tokens != b.tokens for a, b in zip(plain, written, strict=True))
-    return Measured(
+    workload: Workload, drafter: Drafter, strategy: Strategy, *, coupled: bool = True
+) -> Measurement:
+    """Complete the prompts with a new drafter and compare with plain decoding."""
+    speculation = Speculation.fixed(drafter, strategy, coupled=coupled)
+    sampling, plain = workload.sampling, workload.plain
+    done, acceptance = complete(workload.target, workload.prompts, sampling, speculation)
+    different = sum(a.tokens != b.tokens for a, b in zip(plain, done, strict=True))
+    return Measurement(
         temperature=sampling.temperature,
         coupled=coupled,
         strategy=strategy,
         acceptance=acceptance,
         differing_share=different / len(plain),
-        calibration_error=own.calibration_error,
+        calibration_error=drafter.calibration_error,
     )
 
 
-def answer(
+def complete(
     target: Target,
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingParams,
     speculation: Speculation | None,
 ) -> tuple[list[Completion], Acceptance]:
-    """Complete the prompts, always with the same keys; plainly without `speculation`."""
+    """Complete the prompts with the same noise keys in every call; None: plain decoding."""
     longest = max(map(len, prompts)) + sampling.max_tokens
     limits = EngineLimits(max_running=_MAX_RUNNING, max_step_tokens=1024, max_len=longest)
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits, speculation=speculation)
@@ -204,7 +236,7 @@ def answer(
             request_id=str(index),
             prompt_tokens=prompt,
             noise_key=noise_key(0, "drafter eval", index),
-            sampling=replace(sampling),
+            sampling=sampling,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -213,8 +245,7 @@ def answer(
     return completions, acceptance
 
 
-def _show(found: Sequence[Measured], plotted: str | None) -> None:
-    """Print the tables."""
+def _print_tables(found: Sequence[Measurement]) -> None:
     deepest = max(len(each.acceptance.rates()) for each in found)
     setting = ("T", "draft", "noise")
     depths = [f"d{depth}" for depth in range(1, deepest + 1)]
@@ -227,25 +258,20 @@ def _show(found: Sequence[Measured], plotted: str | None) -> None:
         (*setting, *(f"{start}+" for start in POSITIONS)),
     )
     for each in found:
-        who = [f"{each.temperature:g}", each.shape, "coupled" if each.coupled else "uncoupled"]
+        cells = [f"{each.temperature:g}", each.shape, each.noise]
         rates = [f"{rate:.2f}" for rate in each.acceptance.rates()]
         table.add_row(
-            *who,
+            *cells,
             f"{each.acceptance.overall.mean:.2f}",
             *rates,
             *([""] * (deepest - len(rates))),
             f"{each.calibration_error:.3f}",
             f"{each.differing_share:.1%}",
         )
-        lengths = [
-            f"{at.mean:.2f}" if at.num_verified else "" for at in each.acceptance.by_position()
-        ]
-        positions.add_row(*who, *lengths)
-    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+        positions.add_row(*cells, *each.lengths())
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
     console.print(positions)
-    if plotted is not None:
-        console.print(f"picture: {plotted}")
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -255,25 +281,24 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def plot(found: Sequence[Measured], path: Path, *, title: str) -> None:
-    """Draw accept length, acceptance rate by depth and accept length by position into a PNG.
+def plot(found: Sequence[Measurement], path: Path, *, title: str) -> None:
+    """Plot accept length, acceptance rate by depth and accept length by position as PNG.
 
-    Raises ConfigError where matplotlib is not installed.
+    Raises ConfigError if matplotlib is not installed.
     """
     figure = blank(13.0, 4.2)
     bars, depths, positions = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
     for index, each in enumerate(found):
-        noise = "coupled" if each.coupled else "uncoupled"
-        label = f"T {each.temperature:g}, {each.shape}, {noise}"
+        label = f"T {each.temperature:g}, {each.shape}, {each.noise}"
         style = {"color": f"C{index}", "linestyle": "-" if each.coupled else "--"}
         bars.barh(label, each.acceptance.overall.mean, color=f"C{index}")
         rates = each.acceptance.rates()
         depths.plot(range(1, len(rates) + 1), rates, marker="o", **style)
         by_position = zip(POSITIONS, each.acceptance.by_position(), strict=True)
-        spots = [(start, at.mean) for start, at in by_position if at.num_verified >= 20]
-        positions.plot([s for s, _ in spots], [mean for _, mean in spots], marker="o", **style)
+        points = [(start, at.mean) for start, at in by_position if at.num_verified >= 20]
+        positions.plot([s for s, _ in points], [mean for _, mean in points], marker="o", **style)
     bars.invert_yaxis()
-    bars.set(title="accept length", xlabel="tokens a verify step", xlim=(1, None))
+    bars.set(title="accept length", xlabel="tokens per verify step", xlim=(1, None))
     depths.set(title="acceptance rate by depth", xlabel="depth", ylim=(0, 1))
     positions.set(
         title="accept length by position", xlabel="generated tokens before", ylim=(1, None)
@@ -283,13 +308,12 @@ def plot(found: Sequence[Measured], path: Path, *, title: str) -> None:
 
 
 def numbers(option: str, text: str) -> list[float]:
-    """Read numbers joined by commas; ConfigError naming the option."""
+    """Parse comma-separated numbers; ConfigError naming the option."""
     try:
-        found = [float(part) for part in text.split(",")]
+        return [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"{option} = {text!r}: it must be numbers, as in 0,0.6,1") from None
-    return found
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"drafter eval: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`longtail drafter import`: a published drafter as a drafter directory of ours, for one target."""
+"""`longtail drafter import`: convert a published drafter to a drafter directory for one target."""
 
 import argparse
 from pathlib import Path
@@ -11,18 +11,18 @@ from longtail.system.device import set_threads
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import as the command line says; see `cli` for the options."""
+    """Run `longtail drafter import`; the options are in `cli.parsers`."""
     set_threads(args.threads)
     path, out = Path(args.directory), Path(args.out)
     if out.exists():
         raise ConfigError(f"--out = {args.out!r} exists; remove it or choose another directory")
     if args.window is not None and args.window < 0:
-        raise ConfigError(f"--window = {args.window}: it must be at least 0; 0 is all before")
+        raise ConfigError(f"--window = {args.window}: it must be at least 0; 0 is unbounded")
     if not is_published(path):
         raise ConfigError(
-            f"{path}: no drafter lies there in a layout of vLLM, SGLang or speculators (it would "
-            "have the tensor fc.weight in model.safetensors; pickles are never opened): download "
-            "it whole, as safetensors"
+            f"{path}: it holds no drafter in a layout of vLLM, SGLang or speculators (the tensor "
+            "fc.weight in model.safetensors is missing; pickles are never opened): download all "
+            "files, as safetensors"
         )
     directory = locate_model(args.target)
     tokenizer = load_tokenizer(directory)
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         f"{config.recipe}: {size:,} parameters{reads}; window "
         f"{config.window or 'unbounded'}; draft vocabulary "
         f"{config.draft_vocab_size or config.target.vocab_size:,} of {config.target.vocab_size:,}; "
-        + ("a head of its own" if loaded.head is not None else "the target's head")
+        + ("its own head" if loaded.head is not None else "the target's head")
     )
-    print(f"drafter: {out}\nmeasure it: longtail drafter eval {out} --target {args.target}")
+    print(f"drafter: {out}\nto measure it: longtail drafter eval {out} --target {args.target}")
     return 0

@@ -1,14 +1,13 @@
-"""Who computes a learner step together: how the work is dealt out, how the results are added up.
+"""Collective operations of the processes that compute one learner step together.
 
-    member 0   its micro-batches --> gradients --.              .--> the same sum, the same update
-    member 1   its micro-batches --> gradients --+-- Team.sum --+--> the same sum, the same update
-    member 2   none left for it --> zeros -------'              '--> the same sum, the same update
+    rank 0   its micro-batches --> gradients --.                .--> same sum, same update
+    rank 1   its micro-batches --> gradients --+-- all_reduce --+--> same sum, same update
+    rank 2   no micro-batch left --> zeros ----'                '--> same sum, same update
 
-It knows gradients and processes, but no batch and no loss. A member that is gone or late loses the
-team for everyone: all waits are bounded, and whoever supervises the members forms a new team.
+A rank that is gone or late ends the process group for every rank: all waits are bounded, and the
+supervisor of the processes forms a new group. Batches and losses are unknown here.
 """
 
-import abc
 import os
 import socket
 import traceback
@@ -22,128 +21,78 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longtail.errors import ConfigError, TeamError
+from longtail.errors import ConfigError, ProcessGroupError
 
 _LOOPBACK = "127.0.0.1"
-_BUNDLE = 2**20
-"""Numbers that travel together; a larger tensor travels alone, without being copied for it."""
+_BUCKET = 2**20
+"""Numbers that are reduced in one message; a larger tensor is sent alone, without a copy."""
 
 
-def spread(tokens: Sequence[int], members: int) -> list[tuple[int, ...]]:
-    """Deal micro-batches of so many tokens out: the longest next, to whoever has least to do.
+def balance(tokens: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+    """Assign micro-batches of the given tokens to ranks: the longest next, to the least loaded.
 
-    The busiest member gets at most 4/3 - 1/(3 members) times what it would if the tokens were dealt
-    out as evenly as can be (Graham 1969, theorem 2). Deterministic; every share is in ascending
-    order, and some are empty where there are fewer micro-batches than members.
+    The busiest rank gets at most 4/3 - 1/(3 ranks) times its load in the best assignment (Graham
+    1969, theorem 2). Deterministic; indices of a rank are ascending, and a rank may have none.
 
-    Example: spread([5, 9, 3], members=2) -> [(1,), (0, 2)]
+    Example: balance([5, 9, 3], ranks=2) -> [(1,), (0, 2)]
     """
-    shares: list[list[int]] = [[] for _ in range(members)]
-    load = [0] * members
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
     for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
-        member = min(range(members), key=lambda m: (load[m], m))
-        shares[member].append(index)
-        load[member] += tokens[index]
-    return [tuple(sorted(share)) for share in shares]
+        rank = min(range(ranks), key=lambda r: (load[r], r))
+        assigned[rank].append(index)
+        load[rank] += tokens[index]
+    return [tuple(sorted(indices)) for indices in assigned]
 
 
-class Team(abc.ABC):
-    """Members that call `sum` in the same order, with tensors of the same shapes."""
+class ProcessGroup:
+    """Processes that call the same operations in the same order; this class is a group of one.
 
-    @property
-    @abc.abstractmethod
-    def rank(self) -> int:
-        """Which member this is, from 0."""
+    Every operation raises ProcessGroupError if a rank is gone or late, or the group is closed; the
+    tensors it was to fill then hold anything.
+    """
 
-    @property
-    @abc.abstractmethod
-    def size(self) -> int:
-        """How many members there are."""
+    def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu") -> None:
+        self.rank = rank
+        """Number of this process in the group, from 0."""
+        self.size = size
+        """Number of processes."""
+        self.device = torch.device(device)
+        """Device of the tensors that `all_gather` and `reduce_scatter` take."""
 
-    @property
-    @abc.abstractmethod
-    def device(self) -> torch.device:
-        """Where what travels lies: `gather` and `scatter_sum` take no tensors of elsewhere."""
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all ranks, the same bits on every rank."""
 
-    @abc.abstractmethod
-    def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all members, the same bits on every member.
+    def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by that of rank `source`, bit for bit."""
 
-        Raises TeamError if that cannot be done; the tensors then hold anything.
-        """
-
-    @abc.abstractmethod
-    def take(self, owner: int, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by that of member `owner`, bit for bit.
-
-        Raises TeamError if that cannot be done; the tensors then hold anything, but the owner's.
-        """
-
-    @abc.abstractmethod
-    def gather(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `whole` with what every member gives, by rank; `own` may be its place in there.
-
-        Raises TeamError if that cannot be done; `whole` then holds anything.
-        """
-
-    @abc.abstractmethod
-    def scatter_sum(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `own` with this member's part, by rank, of the sum of everyone's `whole`.
-
-        Raises TeamError if that cannot be done; `own` then holds anything.
-        """
-
-
-@final
-class Alone(Team):
-    """A team of one, which has nothing to add."""
-
-    @property
-    def rank(self) -> int:
-        """Return 0."""
-        return 0
-
-    @property
-    def size(self) -> int:
-        """Return 1."""
-        return 1
-
-    @property
-    def device(self) -> torch.device:
-        """Return main memory."""
-        return torch.device("cpu")
-
-    def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the tensors as they are."""
-
-    def take(self, owner: int, tensors: Sequence[Tensor]) -> None:
-        """Leave the tensors as they are: they are the owner's."""
-
-    def gather(self, whole: Tensor, own: Tensor) -> None:
-        """Copy what is all there is."""
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `whole` with the parts of all ranks, in order; `own` may be a view into it."""
         whole.copy_(own)
 
-    def scatter_sum(self, whole: Tensor, own: Tensor) -> None:
-        """Copy what is all there is."""
+    def reduce_scatter(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `own` with this rank's part of the sum of `whole` over all ranks."""
         own.copy_(whole)
 
 
-ALONE = Alone()
+SINGLE_PROCESS = ProcessGroup()
 
 
-def tell(team: Team, number: float) -> list[float]:
-    """Tell the others a number; return everyone's, by rank."""
-    row = torch.zeros(team.size, dtype=torch.float64)
-    row[team.rank] = number
-    team.sum([row])  # all other rows are zeros here
+def all_gather_scalar(group: ProcessGroup, number: float) -> list[float]:
+    """Return the number of every rank, by rank."""
+    row = torch.zeros(group.size, dtype=torch.float64)
+    row[group.rank] = number
+    group.all_reduce([row])
     return row.tolist()
 
 
-def sum_gradients(team: Team, model: nn.Module, *, computed: bool, void: bool) -> list[int]:
-    """Add the gradients of all members up, in place; return the ranks of those that are void.
+def reduce_gradients(
+    group: ProcessGroup, model: nn.Module, *, computed: bool, void: bool
+) -> list[int]:
+    """Sum the gradients of all ranks in place; return the ranks whose gradients are void.
 
-    A member that computed none adds zeros, and so does one that had to stop (`void`): it must not
-    keep the others waiting. A sum with a void member in it is of no use.
+    A rank that computed no gradient adds zeros, and so does one whose loss failed (`void`), so that
+    the others need not wait for it. A sum with a void rank must not be used.
     """
     gradients = []
     for name, parameter in model.named_parameters():
@@ -151,19 +100,18 @@ def sum_gradients(team: Team, model: nn.Module, *, computed: bool, void: bool) -
             parameter.grad = torch.zeros_like(parameter)
         assert parameter.grad is not None, f"no gradient reached {name}: was the model packed?"
         gradients.append(parameter.grad)
-    flags = gradients[0].new_zeros(team.size)
-    flags[team.rank] = void
-    team.sum([*gradients, flags])
+    flags = gradients[0].new_zeros(group.size)
+    flags[group.rank] = void
+    group.all_reduce([*gradients, flags])
     return flags.nonzero()[:, 0].tolist()
 
 
 @final
-class TorchTeam(Team):
-    """Processes joined by torch.distributed, in a group of their own.
+class TorchProcessGroup(ProcessGroup):
+    """Processes connected by torch.distributed, outside of its global default group.
 
-    Lifecycle: constructing waits for all members; `sum` in turn; `close`. An error closes the team,
-    so that the others notice at once instead of waiting for this member. A process may form
-    another team afterwards, at another address or the same one.
+    The constructor waits for all ranks. An error closes the group, so that the other ranks fail at
+    once instead of waiting. A process may form another group afterwards, at any address.
     """
 
     def __init__(
@@ -175,157 +123,134 @@ class TorchTeam(Team):
         backend: Literal["gloo", "nccl"],
         timeout_s: float,
     ) -> None:
-        """Meet the other members at `address`.
+        """Connect to the other ranks at `address`.
 
-        That is tcp://host:port, where member 0 listens, or file://path, a file that no team has
-        used before: then all members are on this machine, and listen on loopback only.
+        The address is tcp://host:port, where rank 0 listens, or file://path, a file that no group
+        has used before: then all ranks are on this machine, and listen on loopback only.
 
-        Every wait ends after `timeout_s`; to meet takes several, at worst five to connect to a
-        member that came and hangs. `gloo` adds up in main memory, `nccl` on the current GPU.
+        Every wait ends after `timeout_s`; connecting takes several, at worst five to a rank that
+        came and hangs. `gloo` reduces in main memory, `nccl` on the current GPU.
         """
         if backend == "nccl" and not dist.is_nccl_available():
             raise ConfigError("backend 'nccl': this PyTorch is built without it; use 'gloo'")
-        self._rank, self._size = rank, size
-        self._name = f"member {rank} of {size} at {address}"
+        super().__init__(rank, size, "cpu" if backend == "gloo" else "cuda")
+        self._name = f"rank {rank} of {size} at {address}"
         self._timeout = timedelta(seconds=timeout_s)
-        self._device = torch.device("cpu" if backend == "gloo" else "cuda")
         self._group: dist.ProcessGroup | None = None
-        with self._waiting_for("the other members to come"):
-            self._group = self._meet(address, backend)
+        with self._failing("connecting to the other ranks"):
+            self._group = self._connect(address, backend)
 
-    @property
-    def rank(self) -> int:
-        """Which member this is, from 0."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """How many members there are."""
-        return self._size
-
-    @property
-    def device(self) -> torch.device:
-        """Main memory, or the current GPU."""
-        return self._device
-
-    def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all members, the same bits on every member.
-
-        Small tensors of one dtype travel together. Raises TeamError if a member is gone or late, or
-        if the team is closed; the tensors then hold anything.
-        """
-        for bundle in _bundles([tensor.detach() for tensor in tensors]):
-            is_copied = len(bundle) > 1 or not bundle[0].is_contiguous()
-            flat = torch.cat([each.flatten() for each in bundle]) if is_copied else bundle[0]
-            flat = flat.to(self._device)
-            with self._waiting_for(f"the sum of {flat.numel():,} numbers"):
-                # NOTE: named, the work would live on in the error's traceback, and with it the
-                # connections: others would wait for a member that has left.
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum; small tensors of one dtype share a message."""
+        for bucket in _buckets([tensor.detach() for tensor in tensors]):
+            is_copied = len(bucket) > 1 or not bucket[0].is_contiguous()
+            flat = torch.cat([each.flatten() for each in bucket]) if is_copied else bucket[0]
+            flat = flat.to(self.device)
+            with self._failing(f"the sum of {flat.numel():,} numbers"):
+                # NOTE: a local variable for the work would keep it alive in the traceback, and
+                # with it the connections: other ranks would wait for a rank that has left.
                 self._open_group().allreduce([flat]).wait(self._timeout)
-            if flat is not bundle[0]:
-                parts = torch.split(flat.view(-1), [each.numel() for each in bundle])
-                for each, part in zip(bundle, parts, strict=True):
+            if flat is not bucket[0]:
+                parts = torch.split(flat.view(-1), [each.numel() for each in bucket])
+                for each, part in zip(bucket, parts, strict=True):
                     each.copy_(part.view(each.shape))
 
-    def take(self, owner: int, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by that of member `owner`, bit for bit; errors are those of `sum`."""
+    def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by that of rank `source`, bit for bit."""
         for tensor in tensors:
-            flat = tensor.detach().contiguous().to(self._device)
-            with self._waiting_for(f"{flat.numel():,} numbers of member {owner}"):
-                self._open_group().broadcast(flat, owner).wait(self._timeout)
-            if self._rank != owner:
+            flat = tensor.detach().contiguous().to(self.device)
+            with self._failing(f"the broadcast of {flat.numel():,} numbers from rank {source}"):
+                self._open_group().broadcast(flat, source).wait(self._timeout)
+            if self.rank != source:
                 tensor.detach().copy_(flat)
 
-    def gather(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `whole` with what every member gives, by rank; errors are those of `sum`."""
-        with self._waiting_for(f"{whole.numel():,} gathered numbers"):
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `whole` with the parts of all ranks, in order."""
+        with self._failing(f"the gathering of {whole.numel():,} numbers"):
             self._open_group()._allgather_base(whole, own).wait(self._timeout)
 
-    def scatter_sum(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `own` with this member's part of the sum; errors are those of `sum`."""
-        with self._waiting_for(f"its part of the sum of {whole.numel():,} numbers"):
+    def reduce_scatter(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `own` with this rank's part of the sum."""
+        with self._failing(f"the scattered sum of {whole.numel():,} numbers"):
             options = dist.ReduceScatterOptions()
             self._open_group()._reduce_scatter_base(own, whole, options).wait(self._timeout)
 
-    def _open_group(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise TeamError(f"{self._name}: the team is closed; form another one")
-        return self._group
-
     def close(self) -> None:
-        """Leave the team; members that still wait for this one raise TeamError."""
+        """Disconnect; ranks that wait for this one raise ProcessGroupError."""
         self._group = None
 
+    def _open_group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise ProcessGroupError(f"{self._name}: the process group is closed; form another one")
+        return self._group
+
     @contextmanager
-    def _waiting_for(self, what: str) -> Iterator[None]:
-        """Turn what torch raises, RuntimeErrors of many kinds, into the end of the team."""
+    def _failing(self, operation: str) -> Iterator[None]:
+        """Close the group and raise ProcessGroupError if torch raises any RuntimeError."""
         try:
             yield
         except RuntimeError as error:
             self.close()
             traceback.clear_frames(error.__traceback__)  # which would keep connections open
             reason = str(error).partition("\n")[0]
-            raise TeamError(f"{self._name} waited in vain for {what}: {reason}") from error
+            raise ProcessGroupError(f"{self._name}: {operation} failed: {reason}") from error
 
-    def _meet(self, address: str, backend: str) -> dist.ProcessGroup:
-        """Build a group that torch.distributed's globals know nothing of."""
+    def _connect(self, address: str, backend: str) -> dist.ProcessGroup:
+        """Build a group that is not registered in torch.distributed's globals."""
         store, own = self._store(address)
-        group = dist.ProcessGroup(store, self._rank, self._size)
+        group = dist.ProcessGroup(store, self.rank, self.size)
         if backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._timeout = self._timeout
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-            joined: Any = dist.ProcessGroupGloo(store, self._rank, self._size, gloo)
+            connected: Any = dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
-            # Without it a watchdog ends the whole process where we want an error.
+            # Otherwise a watchdog ends the whole process instead of raising an error.
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
             if own == _LOOPBACK:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = self._timeout
-            joined = dist.ProcessGroupNCCL(store, self._rank, self._size, nccl)
+            connected = dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
             kind = dist.ProcessGroup.BackendType.NCCL
         group._set_default_backend(kind)
-        group._register_backend(self._device, kind, joined)
+        group._register_backend(self.device, kind, connected)
         return group
 
     def _store(self, address: str) -> tuple[Any, str]:
-        """Return where members leave word for each other, and this one's address for them.
-
-        That is on loopback if all of them are there.
-        """
+        """Return the store in which ranks find each other, and this rank's own host address."""
         where = urlsplit(address)
         if where.scheme == "file":
-            file = dist.FileStore(where.path, self._size)  # type: ignore[attr-defined]
+            file = dist.FileStore(where.path, self.size)  # type: ignore[attr-defined]
             file.set_timeout(self._timeout)
             return file, _LOOPBACK
         assert where.hostname, f"{self._name}: there is no host"
         assert where.port, f"{self._name}: there is no port"
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            where.hostname, where.port, self._size, self._rank == 0, self._timeout
+            where.hostname, where.port, self.size, self.rank == 0, self._timeout
         )
         return store, _own_address(where.hostname, where.port)
 
 
 def _own_address(host: str, port: int) -> str:
-    """Find the address by which `host` would see this machine; nothing is sent."""
+    """Return the address of this machine as `host` sees it; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
-def _bundles(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype, one after the other, in bundles of at most _BUNDLE numbers or one."""
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors of one dtype, in order, in lists of at most _BUCKET numbers or one tensor."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bundle: list[Tensor] = []
-        room = _BUNDLE
+        bucket: list[Tensor] = []
+        room = _BUCKET
         for tensor in tensors:
             if tensor.dtype != dtype:
                 continue
-            if bundle and tensor.numel() > room:
-                yield bundle
-                bundle, room = [], _BUNDLE
-            bundle.append(tensor)
+            if bucket and tensor.numel() > room:
+                yield bucket
+                bucket, room = [], _BUCKET
+            bucket.append(tensor)
             room -= tensor.numel()
-        yield bundle
+        yield bucket

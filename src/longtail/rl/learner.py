@@ -1,74 +1,78 @@
 """The learner: packed rollouts in, new policy weights out.
 
-It owns the training copy of the policy, its optimizer and its version. It does not know where
-rollouts come from, who reads its weights, or where a checkpoint lies.
+It owns the training copy of the policy, its optimizer and its version. Rollouts, checkpoints and
+readers of the weights are unknown here.
 
-    step([batch, ...]):   old logprobs ---> for each mini-batch: [micro-batches: forward, backward]
-                          (a pass of its own      `-> optimizer update            version + 1
-                          if several updates)
+    step([batch, ...]):   old logprobs ---> for each mini-batch: [micro-batches: score, loss,
+                          (only if there are several updates)     backward], reduce, update
 
-In a team every member is given the same batches, computes its share of the micro-batches, and makes
-the update of the whole batch: gradients are summed, so that weights stay the same bits everywhere.
-With `sharding = "full"` each member updates its shard (`rl.sharded.py`), and a step ends by
-gathering the whole policy. Recovery from a lost member is described in `rl.recovery`.
+In a process group every rank is given the same batches, computes its part of the micro-batches, and
+makes the update of the whole batch: gradients are summed, so weights have the same bits on all
+ranks. With `sharding = "full"` each rank updates its shard (`rl.sharded`), and a step ends by
+gathering the whole policy. `rl.recovery` describes what follows the loss of a rank.
 """
 
 import copy
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from longtail.errors import CheckpointError, ClusterError, ConfigError, NonFiniteError, TeamError
+from longtail.errors import ClusterError, ConfigError, NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl import recovery
-from longtail.rl.collectives import ALONE, Team, spread, sum_gradients
+from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance, reduce_gradients
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
 from longtail.rl.optim import Optimizer, OptimizerSettings
-from longtail.rl.packing import lay_out, moved
+from longtail.rl.packing import lay_out
+from longtail.rl.parameters import load_parameters, loss_error
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
     from longtail.rl.sharded import Shards
 
-_NOTHING = lay_out([(0, 0)], prompt_lens=[1])
-"""What a member passes over that has no micro-batch left while others need its shard."""
+OnProgress = Callable[[bool], None]
+"""Called after every micro-batch, and with True when this rank begins to wait for the others."""
+
+_EMPTY = lay_out([(0, 0)], prompt_lens=[1])
+"""Input of passes that a rank makes only because others need its shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """How a learner updates; None takes the constant of the loss's own paper.
+    """Settings of the updates; None is the constant of the loss's own paper.
 
     Example: LearnerSettings(loss="dapo", optimizer=OptimizerSettings(learning_rate=1e-5))
     """
 
     loss: str = "grpo"
-    """A key of `rl.loss.LOSSES`."""
+    """Key of `rl.loss.LOSSES`."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     clip_low: float | None = None
     clip_high: float | None = None
     kl_coef: float = 0.0
-    """Above 0, a frozen copy of the weights at construction is kept as the reference."""
+    """Weight of the KL term; above 0, a frozen copy of the initial weights is the reference."""
     tis_cap: float | None = None
+    """Cap of the truncated importance weights; None applies none."""
     recompute: bool = False
-    """Gradient checkpointing of the decoder's layers."""
+    """Whether the decoder's layers are recomputed in the backward pass."""
     autocast: bool = False
-    """bfloat16 matrix products over float32 weights."""
+    """Whether matrix products run in bfloat16 over float32 weights."""
     max_logits: int = MAX_LOGITS
+    """Largest number of logits held at the same time."""
     sharding: Literal["none", "full"] = "none"
-    """`full`: members of a team hold a shard each of weights, gradients and moments."""
+    """`full`: each rank of a group holds a shard of weights, gradients and moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
-    """What a resumed learner needs beside the weights: tensors (safetensors) and numbers (JSON)."""
+    """State of a learner beside its weights: tensors (safetensors) and numbers (JSON)."""
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, int]
@@ -79,11 +83,11 @@ class Learner:
     """Owns the policy's training copy; the model given becomes the learner's, and is not packed.
 
     Lifecycle: construct with the *initial* weights (they are the KL reference), `restore` if the
-    run goes on from a checkpoint, then `step` and `weights` in turn. An update whose loss or
-    gradient is not finite is not made and raises NonFiniteError, on all members of the team;
-    earlier updates of the same step, if it has several, stand. A step that loses its team raises
-    TeamError and changes nothing: `join` another team, and make the step again unless the version
-    shows that another member has made it. A sharded learner cannot join another team.
+    run continues from a checkpoint, then `step` and `weights` in turn. An update whose loss or
+    gradient is not finite is not made and raises NonFiniteError on all ranks; earlier updates of
+    the same step stand. A step that loses its process group raises ProcessGroupError and changes
+    nothing: `join` another group, and repeat the step unless the version shows that another rank
+    has made it. A sharded learner cannot join another group.
     """
 
     def __init__(self, model: Transformer, settings: LearnerSettings) -> None:
@@ -97,7 +101,7 @@ class Learner:
             )
         self._model = self._trained = model.requires_grad_(True)
         self._settings = settings
-        self._team: Team = ALONE
+        self._group: ProcessGroup = SINGLE_PROCESS
         self._shards: Shards | None = None
         self._spec = LOSSES[settings.loss]
         self._optimizer = Optimizer(model.named_parameters(), settings.optimizer)
@@ -111,131 +115,122 @@ class Learner:
 
     @property
     def version(self) -> int:
-        """Steps done, which is the version of the present weights."""
+        """Number of steps made, which is the version of the present weights."""
         return self._version
 
     def step(
-        self,
-        batches: Sequence[TrainBatch],
-        on_progress: Callable[[bool], None] = lambda is_waiting: None,
+        self, batches: Sequence[TrainBatch], on_progress: OnProgress = lambda is_waiting: None
     ) -> LearnerReport:
-        """Make one optimizer update for each mini-batch that generated a token.
+        """Make one optimizer update for each mini-batch that has a generated token.
 
-        Logprobs of the old policy come from a pass of their own only where there are several
-        updates; before the first, the current logprobs are the old ones. `on_progress` is called
-        after every micro-batch, and with True when this member has to wait for the others.
+        Old log-probabilities need a pass of their own only if there are several updates; before the
+        first update, the current ones are the old ones.
         """
         batches = [batch for batch in batches if batch.num_generated]
         for batch in batches:
             _refuse_greedy(batch.sampling)
-        can_undo = self._team.size > 1 < len(batches) and self._shards is None
-        undo = (self.state(), self.weights()) if can_undo else None
-        tally = LearnerMetrics()
+        metrics, several = LearnerMetrics(), len(batches) > 1
+        # A single update happens after the last reduction, so it needs no undo.
+        can_undo = several and self._group.size > 1 and self._shards is None
+        undo = partial(self.restore, self.state(), self.weights().tensors) if can_undo else None
         try:
-            self._updates(batches, tally, on_progress)
-        except TeamError:
-            if undo is not None:
-                self.restore(undo[0], undo[1].tensors)
-            raise
-        self._version += 1
-        return tally.report(self._version, batches)
-
-    def _updates(
-        self,
-        batches: Sequence[TrainBatch],
-        tally: LearnerMetrics,
-        on_progress: Callable[[bool], None],
-    ) -> None:
-        several = len(batches) > 1
-        old = [
-            self._old_logprobs(batch, tally, on_progress) if several else None for batch in batches
-        ]
-        try:
-            for index, batch in enumerate(batches):
-                self._gradient(batch, old[index], tally, on_progress)
-                if index == len(batches) - 1:
-                    # NOTE: before the last update, so that a member that loses the team here has
-                    # not made a step that others lack.
-                    tally.pool(self._team)
-                start = self._now()
-                update = self._optimizer.update(self._version)
-                tally.update_seconds += self._now() - start
-                tally.grad_norms.append(update.grad_norm)
-                tally.learning_rate = update.learning_rate
-            if self._shards is not None:
-                self._shards.gather()
+            with recovery.undone_on_loss(undo):
+                old = [self._old(batch, metrics, on_progress) for batch in batches if several]
+                for index, batch in enumerate(batches):
+                    failure = self._backward(batch, old[index] if old else {}, metrics, on_progress)
+                    on_progress(True)
+                    self._reduce(batch, failure, metrics)
+                    if index == len(batches) - 1:
+                        # NOTE: before the last update, so that a rank that loses the group here
+                        # has not made a step that other ranks lack.
+                        metrics.all_reduce(self._group)
+                    self._update(metrics)
+                if self._shards is not None:
+                    self._shards.gather()
         finally:
-            self._optimizer.discard()  # what a failure left behind
+            self._optimizer.discard()  # gradients left by a failure
+        self._version += 1
+        return metrics.report(self._version, batches)
 
-    def _deal(self, batch: TrainBatch) -> list[tuple[int, ...]]:
-        """Which micro-batches are whose."""
-        return spread([one.packed.num_tokens for one in batch.micro_batches], self._team.size)
+    def _assigned(self, batch: TrainBatch) -> tuple[Sequence[int], int]:
+        """Return this rank's micro-batches, and its number of extra passes for others' sake."""
+        tokens = [one.packed.num_tokens for one in batch.micro_batches]
+        assigned = balance(tokens, self._group.size)
+        own = assigned[self._group.rank]
+        return own, 0 if self._shards is None else max(map(len, assigned)) - len(own)
 
-    def _old_logprobs(
-        self, batch: TrainBatch, tally: LearnerMetrics, on_progress: Callable[[bool], None]
+    def _old(
+        self, batch: TrainBatch, metrics: LearnerMetrics, on_progress: OnProgress
     ) -> dict[int, Tensor]:
-        """Score this member's micro-batches under the policy before this step's first update."""
-        start, dealt = self._now(), self._deal(batch)
+        """Score this rank's micro-batches under the policy before this step's first update."""
+        own, extra = self._assigned(batch)
         logprobs: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for index in dealt[self._team.rank]:
+        with torch.no_grad(), metrics.timed("logprob_seconds", self._trained.device):
+            for index in own:
                 packed = batch.micro_batches[index].packed
                 logprobs[index] = self._score(packed, batch.sampling).logprobs
                 on_progress(False)
-            for _ in range(self._spare_passes(dealt)):
-                self._score(_NOTHING, batch.sampling)
-        tally.logprob_seconds += self._now() - start
+            for _ in range(extra):
+                self._score(_EMPTY, batch.sampling)
         return logprobs
 
-    def _gradient(
+    def _backward(
         self,
         batch: TrainBatch,
-        old: dict[int, Tensor] | None,
-        tally: LearnerMetrics,
-        on_progress: Callable[[bool], None],
-    ) -> None:
-        """Accumulate the gradient of this member's share, then of everyone's."""
-        dealt = self._deal(batch)
-        share = dealt[self._team.rank]
+        old: Mapping[int, Tensor],
+        metrics: LearnerMetrics,
+        on_progress: OnProgress,
+    ) -> NonFiniteError | None:
+        """Accumulate the gradient of this rank's micro-batches; return the first bad loss."""
+        (own, extra), device = self._assigned(batch), self._trained.device
         failure: NonFiniteError | None = None
-        for index in share:
-            start = self._now()
-            before = None if old is None else old[index]
-            output = self._loss(batch, batch.micro_batches[index], before, tally)
-            failure = failure or self._non_finite(output.loss, index)
-            forwarded = self._now()
-            torch.autograd.backward(output.loss)
-            tally.logprob_seconds += forwarded - start
-            tally.update_seconds += self._now() - forwarded
+        for index in own:
+            with metrics.timed("logprob_seconds", device):
+                output = self._loss(batch, batch.micro_batches[index], old.get(index), metrics)
+                failure = failure or loss_error(
+                    self._model, output.loss, self._version, f"the loss (micro-batch {index})"
+                )
+            with metrics.timed("update_seconds", device):
+                torch.autograd.backward(output.loss)
             on_progress(False)
-        for _ in range(self._spare_passes(dealt)):
-            logprobs = self._score(_NOTHING, batch.sampling).logprobs
-            self._of_reference(_NOTHING, batch.sampling)
+        for _ in range(extra):
+            logprobs = self._score(_EMPTY, batch.sampling).logprobs
+            self._reference_logprobs(_EMPTY, batch.sampling)
             torch.autograd.backward(0.0 * logprobs.sum())
-        on_progress(True)
-        start = self._now()
-        computed, void = bool(share), failure is not None
-        if self._shards is None:
-            void_at = sum_gradients(self._team, self._model, computed=computed, void=void)
-        else:
-            void_at = self._shards.sum_gradients(computed=computed, void=void)
-        tally.update_seconds += self._now() - start
+        return failure
+
+    def _reduce(
+        self, batch: TrainBatch, failure: NonFiniteError | None, metrics: LearnerMetrics
+    ) -> None:
+        """Sum the gradients of all ranks; NonFiniteError if a loss of any rank is not finite."""
+        computed, void = bool(self._assigned(batch)[0]), failure is not None
+        with metrics.timed("update_seconds", self._trained.device):
+            if self._shards is None:
+                void_ranks = reduce_gradients(
+                    self._group, self._model, computed=computed, void=void
+                )
+            else:
+                void_ranks = self._shards.reduce_gradients(computed=computed, void=void)
         if failure is not None:
             raise failure
-        if void_at:
+        if void_ranks:
             raise NonFiniteError(
-                f"step {self._version}: the loss is not finite on members {void_at} of the team; "
-                "no update was made"
+                f"step {self._version}: the loss is not finite on ranks {void_ranks} of the "
+                "group; no update was made"
             )
 
-    def _spare_passes(self, dealt: Sequence[Sequence[int]]) -> int:
-        """Return the number of passes made only because other members have micro-batches left."""
-        if self._shards is None:
-            return 0
-        return max(map(len, dealt)) - len(dealt[self._team.rank])
+    def _update(self, metrics: LearnerMetrics) -> None:
+        with metrics.timed("update_seconds", self._trained.device):
+            update = self._optimizer.update(self._version)
+        metrics.grad_norms.append(update.grad_norm)
+        metrics.learning_rate = update.learning_rate
 
     def _loss(
-        self, batch: TrainBatch, micro_batch: MicroBatch, old: Tensor | None, tally: LearnerMetrics
+        self,
+        batch: TrainBatch,
+        micro_batch: MicroBatch,
+        old: Tensor | None,
+        metrics: LearnerMetrics,
     ) -> LossOutput:
         """Run the policy, and the reference if there is one, over a micro-batch."""
         scores = self._score(micro_batch.packed, batch.sampling)
@@ -244,7 +239,7 @@ class Learner:
             logprobs=logprobs,
             old_logprobs=logprobs.detach() if old is None else old,
             rollout_logprobs=micro_batch.rollout_logprobs.to(logprobs)[rows],
-            reference_logprobs=self._of_reference(micro_batch.packed, batch.sampling),
+            reference_logprobs=self._reference_logprobs(micro_batch.packed, batch.sampling),
             advantages=micro_batch.advantages.to(logprobs)[rows],
             sequence=micro_batch.packed.sequence.to(rows.device)[rows],
             num_here=micro_batch.packed.num_sequences,
@@ -252,10 +247,12 @@ class Learner:
             num_generated=batch.num_generated,
         )
         output = self._spec.function(inputs, self._loss_settings(batch.sampling.max_tokens))
-        tally.add(inputs, output, scores)
+        metrics.add(inputs, output, scores)
         return output
 
-    def _of_reference(self, packed: PackedSequences, sampling: SamplingParams) -> Tensor | None:
+    def _reference_logprobs(
+        self, packed: PackedSequences, sampling: SamplingParams
+    ) -> Tensor | None:
         if self._reference is None:
             return None
         with torch.no_grad():
@@ -274,32 +271,15 @@ class Learner:
     def _score(
         self, packed: PackedSequences, sampling: SamplingParams, model: Transformer | None = None
     ) -> TokenScores:
-        """Score on the model's device, under autocast if that is set."""
-        model = self._trained if model is None else model
-        device = model.device
-        here = moved(packed, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._settings.autocast):
-            return score(
-                model,
-                here,
-                sampling,
-                recompute=self._settings.recompute,
-                max_logits=self._settings.max_logits,
-            )
-
-    def _non_finite(self, loss: Float[Tensor, ""], micro_batch: int) -> NonFiniteError | None:
-        """Return the refusal of a loss, naming the broken weights if it is they."""
-        if loss.isfinite():
-            return None
-        broken = (n for n, p in self._model.named_parameters() if not p.isfinite().all())
-        culprit = next(broken, f"the loss (micro-batch {micro_batch})")
-        return NonFiniteError(f"step {self._version}: {culprit} is not finite; no update was made")
-
-    def _now(self) -> float:
-        """Read the clock once the device has done what was asked of it."""
-        if self._trained.device.type == "cuda":
-            torch.cuda.synchronize(self._trained.device)
-        return time.perf_counter()
+        own = self._settings
+        return score(
+            self._trained if model is None else model,
+            packed,
+            sampling,
+            autocast=own.autocast,
+            recompute=own.recompute,
+            max_logits=own.max_logits,
+        )
 
     def weights(self) -> PolicyWeights:
         """Copy the present policy; a tied head appears once, as the embedding."""
@@ -316,48 +296,42 @@ class Learner:
             digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
-    def join(self, team: Team) -> int:
-        """Learn with another team from now on, from its newest version; return that version.
+    def join(self, group: ProcessGroup) -> int:
+        """Continue in another process group, from its newest version; return that version.
 
-        Raises TeamError if a member is lost meanwhile, ClusterError if the policy is lost.
+        Raises ProcessGroupError if a rank is lost meanwhile, ClusterError if the policy is lost.
         """
         if self._shards is not None:
             raise ClusterError(
-                "the team that held the policy in shards is lost (learner.sharding); start again: "
-                "the run resumes from its newest checkpoint"
+                "the process group that held the policy in shards is lost (learner.sharding); "
+                "start again: the run resumes from its newest checkpoint"
             )
-        versions = recovery.versions(team, self._version)
-        self._team, newest = team, max(versions)
+        versions = recovery.gather_versions(group, self._version)
+        self._group, newest = group, max(versions)
         if self._version < newest:
             self._version = recovery.INCOMPLETE  # until all tensors have come
-        recovery.synchronize(team, versions, self._model, self._optimizer)
+        recovery.synchronize(group, versions, self._model, self._optimizer)
         self._version = newest
-        if self._settings.sharding == "full" and team.size > 1:
+        if self._settings.sharding == "full" and group.size > 1:
             from longtail.rl.sharded import Shards  # importing FSDP2 takes most of a second
 
             optimizer, moments = self._settings.optimizer, self._optimizer.tensors()
-            shards = Shards(team, self._model, optimizer, moments, self._reference)
+            shards = Shards(group, self._model, optimizer, moments, self._reference)
             self._shards, self._trained, self._optimizer = shards, shards.model, shards.optimizer
         return self._version
 
     def state(self) -> LearnerState:
-        """Copy what the next step depends on beside the weights; sharded, this member's rows."""
+        """Copy the state of the next step beside the weights; sharded, this rank's rows of it."""
         return LearnerState(tensors=self._optimizer.tensors(), numbers={"version": self._version})
 
     def restore(self, state: LearnerState, weights: Mapping[str, Tensor]) -> None:
-        """Go on exactly where `state` and the weights saved with it were taken.
+        """Continue where `state` and the weights saved with it were taken.
 
-        Raises CheckpointError if it is of another model.
+        Raises CheckpointError if they are another model's.
         """
         assert self._shards is None, "restored before it is sharded"
-        parameters = dict(self._model.named_parameters())
-        for name, parameter in parameters.items():
-            if name not in weights or weights[name].shape != parameter.shape:
-                raise CheckpointError(f"weights of another model: {name} is missing or misshapen")
         self._optimizer.load(state.tensors)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(weights[name])
+        load_parameters(self._model, weights)
         self._version = state.numbers["version"]
 
 

@@ -1,14 +1,14 @@
-"""What a learner step reports, and the sums it is made of.
+"""Metrics of a learner step: sums over its micro-batches, and the report made from them."""
 
-Counts are kept as plain floats across micro-batches and mini-batches; nothing here touches a model.
-"""
-
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
-from longtail.rl.collectives import Team
+from longtail.rl.collectives import ProcessGroup
 from longtail.rl.logprobs import TokenScores
 from longtail.rl.loss import LossInputs, LossOutput
 from longtail.types import TrainBatch
@@ -16,47 +16,47 @@ from longtail.types import TrainBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerReport:
-    """What one step did. Means are over scored tokens, or over updates where there are several.
+    """Report of one step. Means are over scored tokens, or over updates if there are several.
 
     The rollout gap compares the learner's logprobs before the update with the rollout engine's.
-    All members of a team report the same, of the whole batch; only seconds may differ.
+    All ranks of a process group report the same values, of the whole batch, except for seconds.
     """
 
     step: int
     version: int
-    """Of the weights after this step."""
+    """Version of the weights after this step."""
     num_updates: int
     num_tokens: int
-    """Prompts included."""
+    """Number of scored sequences' tokens, prompts included."""
     num_generated: int
     num_scored: int
-    """Of those, the ones that the learner has computed; the others' advantage is 0."""
+    """Number of generated tokens that were computed; the others have advantage 0."""
     loss: float
     grad_norm: float
-    """Before clipping."""
+    """Global gradient norm before clipping."""
     learning_rate: float
     entropy: float
     clip_fraction: float
     old_kl: float
-    """From the policy before this step, as each update's forward pass saw it (k3 estimate)."""
+    """KL from the policy before this step, at each update's forward pass (k3 estimate)."""
     reference_kl: float
     capped_fraction: float
-    """Tokens (gspo, rloo: of sequences) whose importance weight met its cap."""
+    """Share of tokens whose importance weight (gspo, rloo: their sequence's) met its cap."""
     gap_mean: float
     """Mean of |learner - rollout| logprob."""
     gap_max: float
     rollout_ratio_mean: float
-    """Of p(learner) / p(rollout); 1 where the two agree."""
+    """Mean of p(learner) / p(rollout); 1 if the two agree."""
     rollout_ratio_min: float
     rollout_ratio_max: float
     logprob_seconds: float
-    """Forward passes: of the policy, before and during updates, and of the reference."""
+    """Seconds of forward passes of the policy, before and during updates, and of the reference."""
     update_seconds: float
-    """Backward passes and optimizer updates."""
+    """Seconds of backward passes, reductions and optimizer updates."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Named values for the metrics file, in verl's names where it has one."""
+        """Values for the metrics file, by verl's name if it has one."""
         return {
             "actor/loss": self.loss,
             "actor/nonzero_advantage_share": self.num_scored / max(self.num_generated, 1),
@@ -77,7 +77,7 @@ class LearnerReport:
 
 @dataclass(slots=True, kw_only=True)
 class LearnerMetrics:
-    """Sums over the micro-batches of a step, on their way to the report."""
+    """Sums over the micro-batches of a step, as plain floats."""
 
     loss: float = 0.0
     entropy: float = 0.0
@@ -115,18 +115,27 @@ class LearnerMetrics:
         self.ratio_min = min(self.ratio_min, ratio.min().item())
         self.ratio_max = max(self.ratio_max, ratio.max().item())
 
-    def pool(self, team: Team) -> None:
-        """Take in what every other member counted: sums add up, and extremes are of all members.
+    @contextmanager
+    def timed(
+        self, section: Literal["logprob_seconds", "update_seconds"], device: torch.device
+    ) -> Iterator[None]:
+        """Add the seconds until the device has finished its work to `section`."""
+        start = _now(device)
+        yield
+        setattr(self, section, getattr(self, section) + _now(device) - start)
 
-        Seconds become the slowest member's. Gradient norms and the rate are the same for all.
+    def all_reduce(self, group: ProcessGroup) -> None:
+        """Combine the metrics of all ranks: counts are summed, extremes are of all ranks.
+
+        Seconds become the slowest rank's. Gradient norms and the rate are the same on all ranks.
         """
         sums = [self.loss, self.entropy, self.clipped, self.capped]
         sums += [self.old_kl, self.reference_kl, self.gap, self.ratio, self.num_scored]
         most = [self.gap_max, self.ratio_max, -self.ratio_min]
         most += [self.logprob_seconds, self.update_seconds]
-        rows = torch.zeros(team.size, len(sums) + len(most), dtype=torch.float64)
-        rows[team.rank] = torch.tensor([*sums, *most], dtype=torch.float64)
-        team.sum([rows])  # all other rows are zeros here: now everyone has all of them
+        rows = torch.zeros(group.size, len(sums) + len(most), dtype=torch.float64)
+        rows[group.rank] = torch.tensor([*sums, *most], dtype=torch.float64)
+        group.all_reduce([rows])  # the other rows are zeros here, so this gathers all rows
         sums, most = rows[:, : len(sums)].sum(0).tolist(), rows[:, len(sums) :].amax(0).tolist()
         self.loss, self.entropy, self.clipped, self.capped = sums[:4]
         self.old_kl, self.reference_kl, self.gap, self.ratio, self.num_scored = sums[4:]
@@ -134,7 +143,7 @@ class LearnerMetrics:
         self.logprob_seconds, self.update_seconds = most[3:]
 
     def report(self, version: int, batches: Sequence[TrainBatch]) -> LearnerReport:
-        """Turn sums into means; a step that had nothing to learn reports zeros and a ratio of 1."""
+        """Return the means; a step without scored tokens reports zeros and a ratio of 1."""
         generated = sum(batch.num_generated for batch in batches)
         updates, scored = max(len(batches), 1), int(self.num_scored)
         tokens = max(scored, 1)
@@ -161,3 +170,9 @@ class LearnerMetrics:
             logprob_seconds=self.logprob_seconds,
             update_seconds=self.update_seconds,
         )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,7 +1,7 @@
 """AdamW with a schedule, global-norm clipping, a check for NaN, and a state that needs no pickle.
 
-Used by the policy learner and by supervised warm-up alike. It knows parameters by name and nothing
-of losses or batches.
+The learners of the policy, of supervised examples and of drafters use it. It knows parameters by
+name; losses and batches are unknown here.
 """
 
 import math
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.errors import CheckpointError, NonFiniteError
-from longtail.rl.collectives import ALONE, Team, tell
+from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, all_gather_scalar
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -23,7 +23,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW (Loshchilov and Hutter 2019) and its schedule.
+    """Settings of AdamW (Loshchilov and Hutter 2019) and its schedule.
 
     Example: OptimizerSettings(learning_rate=1e-5, schedule="cosine", total_steps=100)
     """
@@ -32,9 +32,9 @@ class OptimizerSettings:
     schedule: Schedule = "constant"
     warmup_steps: int = 0
     total_steps: int = 0
-    """Where linear and cosine reach 0; constant ignores it."""
+    """Step at which linear and cosine schedules reach 0; constant ignores it."""
     weight_decay: float = 0.0
-    """On matrices only: never on norms and biases."""
+    """Decoupled decay of matrices; norms and biases have none."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float = 1.0
@@ -62,10 +62,10 @@ def scheduled_rate(step: int, settings: OptimizerSettings) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one optimizer update did."""
+    """Result of one optimizer update."""
 
     grad_norm: float
-    """Before clipping."""
+    """Global norm of the gradient before clipping."""
     learning_rate: float
 
 
@@ -73,9 +73,9 @@ class Update:
 class Optimizer:
     """Updates parameters from their accumulated gradients.
 
-    Invariant: an update happens whole or, on a gradient that is not finite, not at all. Gradients
-    are freed by every update, done or refused. Where the parameters are shards, `team` has the
-    other ones: the norm is then of all, and who refuses does so with everybody.
+    Invariant: an update happens whole or, on a gradient that is not finite, not at all. Every
+    update frees the gradients, whether it is made or refused. If the parameters are shards, `group`
+    has the others: the norm is global, and all ranks refuse an update together.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Optimizer:
         parameters: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerSettings,
         *,
-        team: Team = ALONE,
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self._settings, self._team = settings, team
+        self._settings, self._group = settings, group
         self._parameters = dict(parameters)
         matrices = [p for p in self._parameters.values() if p.dim() >= 2]
         others = [p for p in self._parameters.values() if p.dim() < 2]
@@ -119,16 +119,16 @@ class Optimizer:
         return Update(grad_norm=float(norm), learning_rate=rate)
 
     def _grad_norm(self, step: int) -> Float[Tensor, ""]:
-        """Global norm; refuse gradients that are not finite, by name."""
+        """Return the global norm; NonFiniteError names a gradient that is not finite."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        # NOTE: a model packed for inference computes without gradients, in silence.
+        # NOTE: a model packed for inference computes without gradients and raises nothing.
         missing = self._parameters.keys() - gradients.keys()
         assert not missing, f"no gradient reached {min(missing)}: was the model packed?"
         own = torch.nn.utils.get_total_norm(gradients.values())
-        norm = own.new_tensor(math.hypot(*tell(self._team, own.item())))
+        norm = own.new_tensor(math.hypot(*all_gather_scalar(self._group, own.item())))
         if not norm.isfinite():
             broken = torch.tensor([not g.isfinite().all() for g in gradients.values()]).float()
-            self._team.sum([broken])
+            self._group.all_reduce([broken])
             for name, is_broken in zip(gradients, broken.tolist(), strict=True):
                 if is_broken:
                     raise NonFiniteError(
@@ -150,10 +150,10 @@ class Optimizer:
             for moment in _MOMENTS
         }
 
-    def broadcast_moments(self, team: Team, source: int) -> None:
-        """Replace the moments of all other members by those of member `source`, bit for bit."""
+    def broadcast_moments(self, group: ProcessGroup, source: int) -> None:
+        """Replace the moments of all other ranks by those of rank `source`, bit for bit."""
         state = self._adamw.state
-        if not tell(team, bool(state))[source]:
+        if not all_gather_scalar(group, bool(state))[source]:
             state.clear()
             return
         for parameter in self._parameters.values():
@@ -163,7 +163,7 @@ class Optimizer:
                     "exp_avg": torch.zeros_like(parameter.detach()),
                     "exp_avg_sq": torch.zeros_like(parameter.detach()),
                 }
-            team.take(source, [state[parameter][moment] for moment in _MOMENTS])
+            group.broadcast(source, [state[parameter][moment] for moment in _MOMENTS])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy moments as `tensors` gave them; CheckpointError if they are another model's."""

@@ -1,9 +1,8 @@
 """Supervised learning of completions: packed examples in, better weights out.
 
 It owns the training copy of a model and its optimizer. The loss is the mean negative log-likelihood
-of the completions' tokens over the whole batch, so how a batch is cut into micro-batches cannot
-change the gradient. Where examples come from is `rl.data.examples`'s business, files are the
-caller's.
+of the completions' tokens over the whole batch, so the gradient does not depend on the division
+into micro-batches. `rl.data.examples` makes the examples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,48 +10,48 @@ from dataclasses import dataclass, field
 from typing import final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from longtail.errors import CheckpointError, ConfigError, NonFiniteError
+from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
 from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.muon import MuonOptimizer
 from longtail.rl.optim import Optimizer, OptimizerSettings
-from longtail.rl.packing import moved, pack
+from longtail.rl.packing import pack
+from longtail.rl.parameters import load_parameters, loss_error
 from longtail.types import PackedSequences, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftSettings:
-    """How examples are learned.
+    """Settings of supervised learning.
 
     Example: SftSettings(optimizer=OptimizerSettings(learning_rate=1e-5), autocast=True)
     """
 
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     matrix_rate: float | None = None
-    """Muon's learning rate of the matrices inside layers; None learns them by AdamW, too."""
+    """Learning rate of Muon for the matrices inside layers; None uses AdamW for them, too."""
     tokens_per_micro_batch: int = 8192
     recompute: bool = False
-    """Gradient checkpointing of the decoder's layers."""
+    """Whether the decoder's layers are recomputed in the backward pass."""
     autocast: bool = False
-    """bfloat16 matrix products over float32 weights."""
+    """Whether matrix products run in bfloat16 over float32 weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftReport:
-    """What one step did.
+    """Report of one step.
 
-    Example: SftReport(loss=0.31, entropy=0.29, num_tokens=2040, num_trained=1820,
-                             grad_norm=0.8, learning_rate=1e-3)
+    Example: SftReport(loss=0.31, entropy=0.29, num_tokens=2040, num_trained=1820, grad_norm=0.8,
+                       learning_rate=1e-3)
     """
 
     loss: float
-    """Nats a completion token."""
+    """Mean over completion tokens, in nats."""
     entropy: float
-    """Of the model's own next-token distribution, nats a completion token."""
+    """Mean entropy of the model's next-token distribution, in nats per completion token."""
     num_tokens: int
     num_trained: int
     grad_norm: float
@@ -81,18 +80,20 @@ class SftLearner:
 
     @property
     def steps(self) -> int:
-        """Updates made."""
+        """Number of updates made."""
         return self._steps
 
     def step(self, examples: Sequence[Example]) -> SftReport:
-        """Make one update towards the completions of `examples`."""
+        """Make one update that raises the likelihood of the completions."""
         num_trained = sum(len(e.tokens) - e.prompt_len for e in examples)
         loss = entropy = 0.0
         try:
             for packed in self._packs(examples):
                 scores = self._score(packed)
                 part = -scores.logprobs.sum() / num_trained
-                self._refuse_non_finite(part)
+                failure = loss_error(self._model, part, self._steps, "the loss")
+                if failure is not None:
+                    raise failure
                 torch.autograd.backward(part)
                 loss += float(part.detach())
                 entropy += float(scores.entropy.sum()) / num_trained
@@ -111,7 +112,7 @@ class SftLearner:
         )
 
     def loss(self, examples: Sequence[Example]) -> float:
-        """Return the mean negative log-likelihood of the completions' tokens, learning nothing."""
+        """Return the mean negative log-likelihood of the completions' tokens, without an update."""
         with torch.no_grad():
             parts = [
                 -self._score(packed).logprobs.double().sum() for packed in self._packs(examples)
@@ -125,15 +126,9 @@ class SftLearner:
     def restore(
         self, steps: int, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]
     ) -> None:
-        """Go on exactly where `steps` updates had led; CheckpointError if of another model."""
-        parameters = dict(self._model.named_parameters())
-        for name, parameter in parameters.items():
-            if name not in weights or weights[name].shape != parameter.shape:
-                raise CheckpointError(f"weights of another model: {name} is missing or misshapen")
+        """Continue after `steps` updates; CheckpointError if the tensors are another model's."""
         self._optimizer.load(tensors)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(weights[name])
+        load_parameters(self._model, weights)
         self._steps = steps
 
     def _packs(self, examples: Sequence[Example]) -> list[PackedSequences]:
@@ -145,14 +140,7 @@ class SftLearner:
         return [one.packed for one in packs]
 
     def _score(self, packed: PackedSequences) -> TokenScores:
-        device = self._model.device
-        here = moved(packed, device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._settings.autocast):
-            return score(self._model, here, SamplingParams(), recompute=self._settings.recompute)
-
-    def _refuse_non_finite(self, loss: Float[Tensor, ""]) -> None:
-        if loss.isfinite():
-            return
-        broken = (n for n, p in self._model.named_parameters() if not p.isfinite().all())
-        culprit = next(broken, "the loss")
-        raise NonFiniteError(f"step {self._steps}: {culprit} is not finite; no update was made")
+        own = self._settings
+        return score(
+            self._model, packed, SamplingParams(), autocast=own.autocast, recompute=own.recompute
+        )

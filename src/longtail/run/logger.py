@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from longtail.cluster import timeline
+from longtail.cluster import trace
 from longtail.cluster.publisher import Decision
-from longtail.cluster.timeline import Timeline, TraceFile
+from longtail.cluster.timeline import Timeline
+from longtail.cluster.trace import TraceFile
 from longtail.config.rl import RunConfig
 from longtail.engine import rollout_log
 from longtail.engine.rollout_log import LoggedRollout
@@ -45,7 +46,7 @@ class RunLogger:
         self._drafter: JsonLines | None = None
         if (directory / DRAFTER_FILE).exists():
             self._drafter = JsonLines(directory / DRAFTER_FILE, last_step=last_step)
-        self._trace = TraceFile(directory / timeline.FILE, last_step=last_step)
+        self._trace = TraceFile(directory / trace.FILE, last_step=last_step)
 
     def write(
         self,

@@ -147,7 +147,7 @@ class EngineThread:
         for state in states:
             try:
                 engine.submit(state.request)
-            except Exception as error:  # a failed request must not end the engine
+            except Exception as error:  # noqa: BLE001 - a failed request must not end the engine
                 self._fail(engine, state, error)
                 continue
             state.restart()
@@ -167,7 +167,7 @@ class EngineThread:
                 self._metrics.aborted.inc()
                 try:
                     engine.abort(request_id)
-                except Exception as error:  # raised while decoding its text; it is aborted
+                except Exception as error:  # noqa: BLE001 - raised while decoding its text; it is aborted
                     _log.error("a completion failed while it was aborted", exc_info=error)
 
     def _step(self, engine: RolloutEngine) -> None:
@@ -210,7 +210,7 @@ class EngineThread:
             self._metrics.first_token.observe(now - state.submitted_at)
         try:
             chunk = state.chunk(emitted, completion)
-        except Exception as error:  # raised while decoding its text
+        except Exception as error:  # noqa: BLE001 - raised while decoding its text
             self._fail(engine, state, error)
             return None
         if completion is not None:

@@ -78,6 +78,7 @@ def other_weights(model: Transformer) -> dict[str, Tensor]:
     return copy_parameters(layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [eagle1, eagle3, ModelDrafter], ids=["eagle1", "eagle3", "model"])
 def test_captured_passes_draft_the_same(make: Callable[[Transformer], Drafter], monkeypatch):
     """Requests come, grow and leave: rows are taken over, and moved when there are too few; windows

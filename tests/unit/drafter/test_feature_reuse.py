@@ -109,6 +109,7 @@ def train(
     return report, measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_training_with_reuse_is_training_without(recipe: Recipe) -> None:
     """Updates, moments and measurements; texts of others and windows of long ones among them."""
@@ -137,6 +138,7 @@ def test_training_with_reuse_is_training_without(recipe: Recipe) -> None:
         assert other.accept_len == pytest.approx(one.accept_len, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_target_computes_only_texts_that_are_not_there() -> None:
     place = Workplace.at("eagle3")
     spot = place.spot("eagle3", reuses=True)
@@ -150,6 +152,7 @@ def test_the_target_computes_only_texts_that_are_not_there() -> None:
         assert report.num_trained - report.num_reused == learned_anew
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_a_reading_is_the_same_row_by_row_whoever_computed_it(recipe: Recipe) -> None:
     """Of each pair that is learned: feature of its first token, final state of its second."""
@@ -172,6 +175,7 @@ def test_a_reading_is_the_same_row_by_row_whoever_computed_it(recipe: Recipe) ->
     assert torch.equal(kept.after[last].isnan().all(1), kept.reused[last])
 
 
+@pytest.mark.slow
 def test_after_the_weights_have_changed_nothing_is_reused() -> None:
     """Texts of the step before are learned again, with the features of the new policy."""
     place = Workplace.at("eagle1")
@@ -183,6 +187,7 @@ def test_after_the_weights_have_changed_nothing_is_reused() -> None:
     assert train(spot, buffer_of(*place.own), 3)[0].num_reused == 0
 
 
+@pytest.mark.slow
 def test_in_float32_what_is_learned_is_the_same_up_to_rounding() -> None:
     """A state differs by some 1e-6; ten updates at most at the rate of 1e-2 tell no more."""
     place = Workplace.at("eagle3", torch.float32)

@@ -389,6 +389,7 @@ def test_what_is_known_better_is_drafted_deeper():
             assert draft(drafter, asked, strategy=strategy).tokens == tokens
 
 
+@pytest.mark.slow
 @given(TEXTS, st.integers(1, 6))
 def test_text_counts_the_same_in_whatever_pieces_it_is_seen(texts, piece):
     whole, cut = drafter_that_saw(*texts), HistoryDrafter()

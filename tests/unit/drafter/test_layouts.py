@@ -13,8 +13,8 @@ from longtail.drafter.formats.layout_reader import LayoutReader
 from longtail.drafter.formats.layouts import (
     LAYOUTS,
     Layout,
+    engine_window,
     layers_of,
-    own_window,
     to_config,
     to_tensors,
 )
@@ -25,8 +25,7 @@ from longtail.model.hf.model import read_fields
 from longtail.model.hf.weights import read_tensors, write_tensors
 from longtail.model.rope import RopeConfig
 from longtail.model.transformer import Transformer
-from longtail.programs import drafter_export
-from longtail.programs.drafter_export import rounded, self_check, write
+from longtail.programs.drafter_export import rounded, self_check, write_layout
 from longtail.rl.packing import lay_out
 from support.published import DRAFT_IDS, RECORD, folded, our_drafter, target_of_six
 from support.tiny_models import tiny_tokenizer
@@ -42,14 +41,9 @@ def target() -> Target:
     )
 
 
-@pytest.fixture(autouse=True)
-def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_export, "_REPLAYED_TOKENS", 16)
-
-
 def export(path: Path, layout: Layout, target: Target, recipe, dtype=torch.float32, **more):
     loaded = rounded(our_drafter(target.model, target.tokenizer, recipe, **more), dtype)
-    write(path, layout, loaded, target, dtype, verifier="org/six", depth=3)
+    write_layout(path, layout, loaded, target, verifier="org/six", depth=3)
     return loaded
 
 
@@ -74,7 +68,7 @@ def test_what_is_exported_comes_back_bit_for_bit(tmp_path, target, recipe, layou
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     # and out again: the same files
-    write(tmp_path / "e", layout, again, target, torch.float32, verifier="org/six", depth=3)
+    write_layout(tmp_path / "e", layout, again, target, verifier="org/six", depth=3)
     first, second = read_tensors(path), read_tensors(tmp_path / "e")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -112,7 +106,7 @@ def test_an_independent_reader_finds_the_same_scores_and_features(
 ):
     loaded = export(tmp_path / "d", layout, target, recipe, reduced=reduced)
     config = loaded.layer.config
-    loaded.layer.config = replace(config, window=own_window(layout, config))
+    loaded.layer.config = replace(config, window=engine_window(layout, config))
     theirs, mine, features = both_scores(tmp_path / "d", loaded, target.model)
     drafted = torch.ones(128, dtype=torch.bool)
     if reduced:
@@ -137,13 +131,14 @@ def test_a_residual_that_is_normed_first_is_read_alike(tmp_path, target):
 PROMPTS = [tuple(range(5, 40)), (9, 8, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "layout"), [("eagle1", "sglang"), ("eagle3", "vllm")])
 def test_the_self_check_passes_what_is_right_and_refuses_any_tensor_that_is_not(
     tmp_path, target, recipe, layout
 ):
     path = tmp_path / "d"
     loaded = export(path, layout, target, recipe)
-    found = self_check(path, loaded, target, PROMPTS)
+    found = self_check(path, loaded, target, PROMPTS, 16)
     assert found.score_error < 1e-12
     assert found.num_verified > 0
     right = read_tensors(path)
@@ -152,14 +147,15 @@ def test_the_self_check_passes_what_is_right_and_refuses_any_tensor_that_is_not(
         spoiled.view(-1)[0] += 1
         write_tensors({**right, name: spoiled}, path)
         with pytest.raises((CheckpointError, ConfigError)):
-            self_check(path, loaded, target, PROMPTS)
+            self_check(path, loaded, target, PROMPTS, 16)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_checked_against_the_drafter_as_it_was_rounded(tmp_path, target):
     loaded = export(tmp_path / "d", "hf", target, "eagle3", torch.bfloat16, reduced=True)
     assert read_tensors(tmp_path / "d")["fc.weight"].dtype == torch.bfloat16
     assert read_tensors(tmp_path / "d")["d2t"].dtype == torch.int64
-    assert self_check(tmp_path / "d", loaded, target, PROMPTS).score_error < 1e-12
+    assert self_check(tmp_path / "d", loaded, target, PROMPTS, 16).score_error < 1e-12
 
 
 def test_offsets_lead_from_draft_ids_to_target_ids(target):
@@ -290,8 +286,9 @@ def test_a_head_that_is_the_targets_rows_changes_nothing_in_training(target):
     assert not torch.equal(score_rows(scored, other).cross_entropy, mine.cross_entropy)
 
 
+@pytest.mark.slow
 def test_a_drafter_with_the_targets_rows_as_its_own_head_drafts_the_same(target, tmp_path):
     loaded = export(tmp_path / "d", "vllm", target, "eagle3", reduced=True)
     again = replace(loaded, head=target.model.head.weight[list(DRAFT_IDS)].detach().clone())
-    assert self_check(tmp_path / "d", again, target, PROMPTS).num_verified > 0
+    assert self_check(tmp_path / "d", again, target, PROMPTS, 16).num_verified > 0
     assert at_work(again, target).taps.layers == (1, 2, 4)

@@ -17,8 +17,7 @@ from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import ConfigError
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.weights import read_tensors, write_tensors
-from longtail.programs import drafter_export
-from longtail.programs.drafter_export import self_check, write
+from longtail.programs.drafter_export import self_check, write_layout
 from longtail.rl.packing import lay_out
 from support.published import DRAFT_IDS, HIDDEN, fields, published_eagle3, target_of_six
 from support.tiny_models import tiny_tokenizer
@@ -30,11 +29,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(
         model=target_of_six(), tokenizer=tiny_tokenizer(), directory=directory, name="six"
     )
-
-
-@pytest.fixture(autouse=True)
-def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_export, "_REPLAYED_TOKENS", 16)
 
 
 def lay(path, config: dict[str, Any], tensors: dict[str, Tensor]):
@@ -99,6 +93,7 @@ def test_its_scale_is_moved_by_a_power_of_two_and_nothing_is_lost(tmp_path, targ
     assert torch.equal(loaded.layer.fc.weight, tensors["fc.weight"])
 
 
+@pytest.mark.slow
 def test_it_drafts_learns_is_saved_and_goes_out_again(tmp_path, target, three_taps):
     path = lay(tmp_path / "p", *three_taps)
     (drafter,) = open_drafters(str(path), target, print)
@@ -120,8 +115,8 @@ def test_it_drafts_learns_is_saved_and_goes_out_again(tmp_path, target, three_ta
         out = load(path, target, dtype=torch.float32)
         out.layer.fold()
         place = tmp_path / layout
-        write(place, layout, out, target, torch.float32, verifier="six", depth=3)
-        assert self_check(place, out, target, [tuple(range(5, 30))]).score_error < 1e-12
+        write_layout(place, layout, out, target, verifier="six", depth=3)
+        assert self_check(place, out, target, [tuple(range(5, 30))], 16).score_error < 1e-12
         kept = read_tensors(place)
         assert torch.equal(kept["lm_head.weight"], before.float())
 

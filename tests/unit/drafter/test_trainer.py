@@ -63,6 +63,7 @@ def _weights(layer: EagleLayer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in layer.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("matrix_rate", [None, 0.02])
 def test_a_drafter_learns_to_follow_the_target(recipe: Recipe, matrix_rate: float | None) -> None:
@@ -128,6 +129,7 @@ def test_how_a_batch_is_cut_does_not_change_the_update(recipe: Recipe) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("matrix_rate", [None, 0.02])
 def test_a_restored_trainer_goes_on_bit_for_bit(recipe: Recipe, matrix_rate: float | None) -> None:
@@ -155,6 +157,7 @@ def test_a_state_of_another_drafter_is_refused_before_anything_changes() -> None
     assert all(torch.equal(v, before[n]) for n, v in _weights(trainer.layer).items())
 
 
+@pytest.mark.slow
 def test_a_reduced_vocabulary_is_learned_and_its_ceiling_counted() -> None:
     ids = commonest_tokens(_texts(), 40)
     trainer = _trainer(draft_ids=ids)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner, LearnerSettings
-from support.team_members import Plan
+from support.rank_processes import Plan
 from support.tiny_models import tiny_config
 
 VOCAB = 150_000

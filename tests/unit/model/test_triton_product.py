@@ -64,6 +64,7 @@ def test_batch_invariance_changes_nothing_on_a_cpu():
         assert layer(x).equal(before)
 
 
+@pytest.mark.slow
 def test_speculation_changes_no_bit_with_gpu_kernels(monkeypatch):
     """Tokens and logprobs are compared, with all GPU kernels and right and wrong drafts."""
     multiply_in_order(monkeypatch)

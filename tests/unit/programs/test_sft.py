@@ -64,6 +64,7 @@ def metrics(place: Path, name: str) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k != clocked} for line in lines]
 
 
+@pytest.mark.slow
 def test_it_learns_says_so_and_leaves_a_model(place, capsys):
     assert sft.run(settings(place, "run", "--train.steps=30", "--run.log_every=10")) == 0
     rows = metrics(place, "run")
@@ -79,6 +80,7 @@ def test_it_learns_says_so_and_leaves_a_model(place, capsys):
     assert load_tokenizer(policy).encode("1+1=") == tiny_tokenizer().encode("1+1=")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_not_stopped(place):
     assert sft.run(settings(place, "whole")) == 0
     assert sft.run(settings(place, "parts", "--train.steps=3")) == 0
@@ -138,6 +140,7 @@ def test_the_warm_start_is_taught_once_and_kept(tmp_path):
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
+@pytest.mark.slow
 def test_another_recipe_is_another_model(tmp_path):
     other = warmstart.Recipe(num_examples=64, steps=1, batch_tokens=256, autocast=False, seed=1)
     assert warmstart.ensure(tmp_path, None, RECIPE) != warmstart.ensure(tmp_path, None, other)
@@ -156,6 +159,7 @@ def test_a_warm_start_that_fails_leaves_nothing(tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.slow
 def test_of_two_that_teach_at_once_one_result_stays(tmp_path):
     inner = []
 

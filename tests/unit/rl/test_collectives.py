@@ -1,4 +1,4 @@
-"""Dealing work out, and adding up: in threads here, in processes in test_parallel_learner.py."""
+"""Collective operations, between threads here and between processes in test_parallel_learner.py."""
 
 import os
 import re
@@ -16,73 +16,81 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from longtail.errors import ConfigError, TeamError
-from longtail.rl.collectives import ALONE, Team, TorchTeam, spread, sum_gradients, tell
+from longtail.errors import ConfigError, ProcessGroupError
+from longtail.rl.collectives import (
+    SINGLE_PROCESS,
+    ProcessGroup,
+    TorchProcessGroup,
+    all_gather_scalar,
+    balance,
+    reduce_gradients,
+)
 from longtail.system.listening import Listening, listening
-from support.team_members import PATIENCE_S, free_address
+from support.rank_processes import PATIENCE_S, free_address
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 9))
-def test_every_micro_batch_is_dealt_out_exactly_once(tokens, members):
-    shares = spread(tokens, members)
-    assert len(shares) == members
+def test_every_micro_batch_is_assigned_exactly_once(tokens, ranks):
+    shares = balance(tokens, ranks)
+    assert len(shares) == ranks
     assert sorted(index for share in shares for index in share) == list(range(len(tokens)))
     assert all(list(share) == sorted(share) for share in shares)
 
 
 @given(st.lists(st.integers(1, 5000), max_size=40), st.integers(1, 9))
-def test_nobody_has_more_to_do_than_another_by_over_one_micro_batch(tokens, members):
-    loads = [sum(tokens[index] for index in share) for share in spread(tokens, members)]
+def test_loads_differ_by_at_most_one_micro_batch(tokens, ranks):
+    loads = [sum(tokens[index] for index in share) for share in balance(tokens, ranks)]
     assert max(loads) - min(loads) <= max(tokens, default=0)
-    if len(tokens) >= members:
+    if len(tokens) >= ranks:
         assert min(loads) > 0
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 3))
-def test_the_busiest_member_is_within_the_bound_of_the_best_deal(tokens, members):
-    busiest = max(sum(tokens[index] for index in share) for share in spread(tokens, members))
+def test_the_busiest_rank_is_within_the_bound_of_the_best_assignment(tokens, ranks):
+    busiest = max(sum(tokens[index] for index in share) for share in balance(tokens, ranks))
 
     def most(owners: Sequence[int]) -> int:
-        loads = [0] * members
+        loads = [0] * ranks
         for owner, count in zip(owners, tokens, strict=True):
             loads[owner] += count
         return max(loads)
 
-    best = min(map(most, product(range(members), repeat=len(tokens))))
-    assert 3 * members * busiest <= (4 * members - 1) * best
+    best = min(map(most, product(range(ranks), repeat=len(tokens))))
+    assert 3 * ranks * busiest <= (4 * ranks - 1) * best
 
 
-def test_one_member_computes_everything_in_order():
-    assert spread([5, 9, 3], members=1) == [(0, 1, 2)]
-    assert spread([5, 9, 3], members=2) == [(1,), (0, 2)]
-    assert spread([4, 4], members=4) == [(0,), (1,), (), ()]
+def test_one_rank_computes_all_micro_batches_in_order():
+    assert balance([5, 9, 3], ranks=1) == [(0, 1, 2)]
+    assert balance([5, 9, 3], ranks=2) == [(1,), (0, 2)]
+    assert balance([4, 4], ranks=4) == [(0,), (1,), (), ()]
 
 
 def together(
     size: int,
-    deed: Callable[[Team], object],
+    run: Callable[[ProcessGroup], object],
     *,
     address: str | None = None,
     timeout_s: float = PATIENCE_S,
 ) -> list:
-    """Form a team of threads, let each member do the deed, and return what came of it."""
+    """Run a function on each rank of a group of threads; return results or error messages."""
     address = free_address() if address is None else address
 
-    def member(rank: int) -> object:
-        team = TorchTeam(rank, size, address, backend="gloo", timeout_s=timeout_s)
+    def run_rank(rank: int) -> object:
+        group = TorchProcessGroup(rank, size, address, backend="gloo", timeout_s=timeout_s)
         try:
-            return deed(team)
-        except TeamError as error:
+            return run(group)
+        except ProcessGroupError as error:
             return str(error)
         finally:
-            team.close()
+            group.close()
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(member, range(size)))
+        return list(pool.map(run_rank, range(size)))
 
 
 def tensors_of(rank: int) -> list[torch.Tensor]:
-    """Of several shapes and dtypes, one of them no contiguous piece of memory."""
+    """Return tensors of several shapes and dtypes, one of them not contiguous."""
     generator = torch.Generator().manual_seed(rank)
     matrix = torch.randn(5, 7, generator=generator, dtype=torch.float64)
     vector = torch.randn(3, generator=generator)
@@ -91,193 +99,174 @@ def tensors_of(rank: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("numbers", [2**20, 6, 1], ids="{} together".format)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_sum_is_over_all_members_and_the_same_on_each(size, numbers, monkeypatch):
-    monkeypatch.setattr("longtail.rl.collectives._BUNDLE", numbers)
+def test_a_sum_has_the_same_bits_on_all_ranks(size, numbers, monkeypatch):
+    monkeypatch.setattr("longtail.rl.collectives._BUCKET", numbers)
 
-    def deed(team: Team) -> list[torch.Tensor]:
-        tensors = tensors_of(team.rank)
-        team.sum(tensors)
+    def run(group: ProcessGroup) -> list[torch.Tensor]:
+        tensors = tensors_of(group.rank)
+        group.all_reduce(tensors)
         return tensors
 
-    sums = together(size, deed)
+    sums = together(size, run)
     expected = [sum(of_rank) for of_rank in zip(*map(tensors_of, range(size)), strict=True)]
     for tensors in sums:
         for ours, others, theirs in zip(tensors, sums[0], expected, strict=True):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, others)
-            # Up to two additions, in any order: each errs by half a unit of what it adds up to.
+            # Up to two additions, in any order: each errs by half a unit in the last place.
             eps = 2 * torch.finfo(ours.dtype).eps
             torch.testing.assert_close(ours, theirs, rtol=0.0, atol=10 * eps)
 
 
-def test_members_on_one_machine_meet_in_a_file_and_listen_on_loopback_only(tmp_path):
-    def deed(team: Team) -> list[Listening]:
-        team.sum([torch.ones(3)])
+def test_ranks_that_connect_through_a_file_listen_on_loopback_only(tmp_path):
+    def run(group: ProcessGroup) -> list[Listening]:
+        group.all_reduce([torch.ones(3)])
         return listening([os.getpid()])
 
     known = set(listening([os.getpid()]))
-    address = f"file://{tmp_path}/team-1"
-    for found in together(3, deed, address=address):
-        assert set(found) - known, "gloo's pairs connect to somewhere"
+    address = f"file://{tmp_path}/group"
+    for found in together(3, run, address=address):
+        assert set(found) - known, "gloo listens for its pairs"
         assert all(each.is_loopback for each in set(found) - known)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_members_that_never_come_to_a_file_are_not_waited_for_for_ever(rank, tmp_path):
-    with pytest.raises(TeamError, match=r"waited in vain for the other members to come"):
-        TorchTeam(rank, 2, f"file://{tmp_path}/team-1", backend="gloo", timeout_s=0.5)
+def test_the_wait_for_missing_ranks_at_a_file_is_bounded(rank, tmp_path):
+    with pytest.raises(ProcessGroupError, match=r"connecting to the other ranks failed"):
+        TorchProcessGroup(rank, 2, f"file://{tmp_path}/group", backend="gloo", timeout_s=0.5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_parts_are_gathered_and_sums_are_dealt_out_by_rank(size):
-    def deed(team: Team) -> tuple[list[float], list[float], list[float]]:
+def test_parts_are_gathered_and_sums_are_scattered_by_rank(size):
+    def run(group: ProcessGroup) -> tuple[list[float], list[float], list[float]]:
         whole, part = torch.zeros(size, 2), torch.zeros(1, 2)
-        team.gather(whole, torch.full((1, 2), float(team.rank)))
-        team.scatter_sum(whole + 10 * team.rank, part)
-        return tell(team, team.rank + 0.5), whole[:, 1].tolist(), part[0].tolist()
+        group.all_gather(whole, torch.full((1, 2), float(group.rank)))
+        group.reduce_scatter(whole + 10 * group.rank, part)
+        return all_gather_scalar(group, group.rank + 0.5), whole[:, 1].tolist(), part[0].tolist()
 
     made = 10.0 * sum(range(size))
-    for rank, (told, gathered, part) in enumerate(together(size, deed)):
-        assert told == [other + 0.5 for other in range(size)]
+    for rank, (numbers, gathered, part) in enumerate(together(size, run)):
+        assert numbers == [other + 0.5 for other in range(size)]
         assert gathered == list(range(size))
         assert part == [size * rank + made] * 2
     whole, part = torch.zeros(3), torch.zeros(3)
-    ALONE.gather(whole, torch.ones(3))
-    ALONE.scatter_sum(whole, part)
+    SINGLE_PROCESS.all_gather(whole, torch.ones(3))
+    SINGLE_PROCESS.reduce_scatter(whole, part)
     assert part.tolist() == [1.0] * 3
 
 
-def test_whoever_is_alone_sums_nothing_up():
+def test_a_single_process_leaves_tensors_as_they_are():
     tensors = tensors_of(4)
-    ALONE.sum(tensors)
-    assert (ALONE.rank, ALONE.size) == (0, 1)
+    SINGLE_PROCESS.all_reduce(tensors)
+    assert (SINGLE_PROCESS.rank, SINGLE_PROCESS.size) == (0, 1)
     assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_of(4), strict=True))
 
 
-def test_a_member_that_is_late_loses_the_team_for_all():
+def test_a_late_rank_ends_the_group_for_all_ranks():
     given_up = threading.Event()
 
-    def deed(team: Team) -> None:
-        if team.rank == 1:
+    def run(group: ProcessGroup) -> None:
+        if group.rank == 1:
             assert given_up.wait(PATIENCE_S)
         try:
-            team.sum([torch.zeros(3), torch.zeros(4)])
+            group.all_reduce([torch.zeros(3), torch.zeros(4)])
         finally:
             given_up.set()
 
-    first, second = together(2, deed, timeout_s=3.0)
-    assert re.match(r"member 0 of 2 at tcp://\S+ waited in vain for the sum of 7 numbers: ", first)
-    assert re.match(r"member 1 of 2 at tcp://\S+ waited in vain for the sum of 7 numbers: ", second)
+    first, second = together(2, run, timeout_s=3.0)
+    assert re.match(r"rank 0 of 2 at tcp://\S+: the sum of 7 numbers failed: ", first)
+    assert re.match(r"rank 1 of 2 at tcp://\S+: the sum of 7 numbers failed: ", second)
 
 
-def test_members_notice_at_once_that_another_has_left():
-    def deed(team: Team) -> None:
-        if team.rank != 1:
-            team.sum([torch.zeros(7)])
+def test_ranks_fail_at_once_if_another_has_left():
+    def run(group: ProcessGroup) -> None:
+        if group.rank != 1:
+            group.all_reduce([torch.zeros(7)])
 
-    first, second, third = together(3, deed)
+    first, second, third = together(3, run)
     assert second is None
     for message in (first, third):
-        assert "waited in vain for the sum of 7 numbers" in message
+        assert "the sum of 7 numbers failed" in message
         assert "timed out" not in message.lower()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_members_that_never_come_are_not_waited_for_for_ever(rank):
+def test_the_wait_for_missing_ranks_is_bounded(rank):
     with pytest.raises(
-        TeamError, match=rf"^member {rank} of 2 at tcp://\S+ waited in vain for the other members"
+        ProcessGroupError,
+        match=rf"^rank {rank} of 2 at tcp://\S+: connecting to the other ranks failed",
     ):
-        TorchTeam(rank, 2, free_address(), backend="gloo", timeout_s=0.5)
+        TorchProcessGroup(rank, 2, free_address(), backend="gloo", timeout_s=0.5)
 
 
-@pytest.mark.parametrize("somebody", [False, True])
-def test_a_place_where_no_team_came_about_can_be_used_again(somebody):
+@pytest.mark.parametrize("has_visitor", [False, True])
+def test_an_address_where_connecting_failed_can_be_used_again(has_visitor):
     address = free_address()
     with ThreadPoolExecutor(1) as pool:
-        if somebody:  # looks in, and is gone before the team is formed
+        if has_visitor:  # connects, and is gone before the group is formed
             where = urlsplit(address)
             pool.submit(dist.TCPStore, where.hostname, where.port, 2, False)
-        with pytest.raises(TeamError, match="in vain for the other members to come") as kept:
-            TorchTeam(0, 2, address, backend="gloo", timeout_s=1.0)
-    assert together(2, lambda team: team.rank, address=address, timeout_s=10.0) == [0, 1]
-    assert kept.value.__cause__ is not None  # alive, but it holds no connection
+        with pytest.raises(ProcessGroupError, match="connecting to the other ranks failed") as kept:
+            TorchProcessGroup(0, 2, address, backend="gloo", timeout_s=1.0)
+    assert together(2, lambda group: group.rank, address=address, timeout_s=10.0) == [0, 1]
+    assert kept.value.__cause__ is not None  # the traceback is alive, but holds no connection
 
 
-def test_after_an_error_the_team_is_closed():
-    def deed(team: Team) -> str:
-        with pytest.raises(TeamError):
-            team.sum([torch.zeros(3)])
-        team.sum([torch.zeros(3)])
+def test_an_error_closes_the_group():
+    def run(group: ProcessGroup) -> str:
+        with pytest.raises(ProcessGroupError):
+            group.all_reduce([torch.zeros(3)])
+        group.all_reduce([torch.zeros(3)])
         return "a sum"
 
-    first, second = together(2, lambda team: deed(team) if team.rank == 0 else "left")
-    assert "the team is closed; form another one" in first
+    first, second = together(2, lambda group: run(group) if group.rank == 0 else "left")
+    assert "the process group is closed; form another one" in first
     assert second == "left"
 
 
-def test_a_team_that_is_closed_sums_nothing():
-    team = TorchTeam(0, 1, free_address(), backend="gloo", timeout_s=PATIENCE_S)
-    team.close()
-    team.close()
-    with pytest.raises(TeamError, match="the team is closed; form another one"):
-        team.sum([torch.zeros(2)])
+def test_a_closed_group_refuses_to_reduce():
+    group = TorchProcessGroup(0, 1, free_address(), backend="gloo", timeout_s=PATIENCE_S)
+    group.close()
+    group.close()
+    with pytest.raises(ProcessGroupError, match="the process group is closed; form another one"):
+        group.all_reduce([torch.zeros(2)])
 
 
 def test_a_backend_that_is_not_built_in_is_refused(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     with pytest.raises(ConfigError, match="use 'gloo'"):
-        TorchTeam(0, 1, free_address(), backend="nccl", timeout_s=1.0)
+        TorchProcessGroup(0, 1, free_address(), backend="nccl", timeout_s=1.0)
 
 
 @final
-class Scripted(Team):
-    """Member 1 of 3; what members 0 and 2 bring is given."""
+class Scripted(ProcessGroup):
+    """Rank 1 of 3, with given tensors of ranks 0 and 2."""
 
     def __init__(self, *others: Sequence[torch.Tensor]) -> None:
+        super().__init__(rank=1, size=3)
         self._others = others
         self.sums = 0
 
-    @property
-    def rank(self) -> int:
-        return 1
-
-    @property
-    def size(self) -> int:
-        return 3
-
-    @property
-    def device(self) -> torch.device:
-        raise AssertionError("gradients are where they are")
-
-    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         self.sums += 1
-        for brought in self._others:
-            for tensor, other in zip(tensors, brought, strict=True):
+        for gradients in self._others:
+            for tensor, other in zip(tensors, gradients, strict=True):
                 tensor += other
 
-    def take(self, owner: int, tensors: Sequence[torch.Tensor]) -> None:
-        raise AssertionError("gradients are added up, nothing else")
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        raise AssertionError("gradients are added up, nothing else")
-
-    def scatter_sum(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        raise AssertionError("gradients are added up, nothing else")
-
-
-def brought(*values: float, void_rank: int | None = None) -> list[torch.Tensor]:
-    """Gradients of a linear layer, all of one value, and the flags behind them."""
+def gradients_of(*values: float, void_rank: int | None = None) -> list[torch.Tensor]:
+    """Return gradients of a linear layer, and the flags that follow them."""
     flags = torch.zeros(3)
     if void_rank is not None:
         flags[void_rank] = 1.0
     return [torch.full((2, 4), values[0]), torch.full((2,), values[1]), flags]
 
 
-def test_gradients_of_all_members_are_added_up():
+def test_gradients_of_all_ranks_are_summed():
     model = nn.Linear(4, 2)
     model(torch.ones(4)).sum().backward()
-    team = Scripted(brought(2.0, 3.0), brought(10.0, 20.0))
-    assert sum_gradients(team, model, computed=True, void=False) == []
+    group = Scripted(gradients_of(2.0, 3.0), gradients_of(10.0, 20.0))
+    assert reduce_gradients(group, model, computed=True, void=False) == []
     assert model.weight.grad is not None
     assert model.bias.grad is not None
     assert model.weight.grad.tolist() == [[13.0] * 4] * 2
@@ -285,17 +274,17 @@ def test_gradients_of_all_members_are_added_up():
 
 
 @pytest.mark.parametrize(("void", "expected"), [(False, [2]), (True, [1, 2])])
-def test_a_member_without_gradients_adds_zeros_and_says_if_it_had_to_stop(void, expected):
+def test_a_rank_without_gradients_adds_zeros_and_flags_a_failure(void, expected):
     model = nn.Linear(4, 2)
-    team = Scripted(brought(2.0, 3.0), brought(0.0, 1.0, void_rank=2))
-    assert sum_gradients(team, model, computed=void, void=void) == expected
+    group = Scripted(gradients_of(2.0, 3.0), gradients_of(0.0, 1.0, void_rank=2))
+    assert reduce_gradients(group, model, computed=void, void=void) == expected
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[2.0] * 4] * 2
 
 
-def test_a_gradient_that_should_be_there_is_missed_before_anything_is_summed():
-    # Tensors of different lengths would be added up, and the others would go on with nonsense.
-    team = Scripted(brought(2.0, 3.0), brought(2.0, 3.0))
+def test_a_missing_gradient_is_refused_before_any_sum():
+    # Otherwise tensors of different lengths would be summed, with wrong results on the other ranks.
+    group = Scripted(gradients_of(2.0, 3.0), gradients_of(2.0, 3.0))
     with pytest.raises(AssertionError, match="no gradient reached weight: was the model packed"):
-        sum_gradients(team, nn.Linear(4, 2), computed=True, void=False)
-    assert team.sums == 0
+        reduce_gradients(group, nn.Linear(4, 2), computed=True, void=False)
+    assert group.sums == 0

@@ -133,6 +133,7 @@ def test_steps_that_are_done_again_without_speculation_leave_no_old_lines(tmp_pa
     assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [1]
 
 
+@pytest.mark.slow
 def test_what_speculation_did_is_bounded_and_what_is_kept_is_whole(tmp_path: Path) -> None:
     steps = 4000
     long = replace(

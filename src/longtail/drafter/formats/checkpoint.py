@@ -1,14 +1,14 @@
-"""A drafter on disk: its own tensors, and a description of the target it belongs to.
+"""Drafter directories: the drafter's own tensors, and a description of its target.
 
     drafter/
       drafter.json             recipe, taps, window; the target's shape, tokenizer and weights;
-                               how it was trained and how it did on held-out text
+                               the training record and the held-out measurements
       drafter.safetensors      the layer, `draft_ids` with a reduced vocabulary, and the `head` of
                                a published drafter that has its own
 
-The target's embedding and head are never written: whoever loads a drafter has them. A drafter is of
-one shape and one tokenizer for good. Weights are another matter: during RL the policy moves on, and
-the drafter of a moment ago is still a good one, so whether they must match is the caller's choice.
+The target's embedding and head are not written. Shape and tokenizer must always match the target;
+weights need not, because during RL a drafter stays useful after a policy update. The caller chooses
+whether they must match.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
 _FORMAT = 1
 _DRAFT_IDS, _HEAD = "draft_ids", "head"
 _SAMPLE = 4096
-"""Values of a tensor, and tokens of a vocabulary, that its digest reads, evenly spread."""
+"""Number of values of a tensor, or tokens of a vocabulary, that its digest reads, evenly spread."""
 _MAY_DIFFER = ("max_positions",)
 _FIELDS = ("recipe", "layers", "window", "draft_vocab_size", "feature_scale")
 _LATER_FIELDS = ("own_shape", "norm_before_residual")
@@ -50,26 +50,28 @@ _SIZES = (
 _MALFORMED = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""What making a drafter of impossible numbers raises."""
+"""Errors that malformed descriptions raise."""
 _REMEDY = "give the drafter of this target, or train one: longtail drafter train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetIdentity:
-    """Which model a drafter was trained on.
+    """Identity of the model that a drafter was trained on.
 
     Example: TargetIdentity(name="tiny-reasoner", tokenizer="1f0c...", weights="77ab...")
     """
 
     name: str
-    """For people: where the target lay."""
+    """Name or path of the target, for messages."""
     tokenizer: str
+    """Digest of the tokenizer."""
     weights: str
+    """Digest of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecord:
-    """How a drafter was trained and how it did on text that was held out, by depth.
+    """Training of a drafter, and its measurements on held-out text by depth.
 
     Example: TrainingRecord(steps=400, tokens=800_000, unroll_steps=4, agreement=(0.8, 0.7),
                             overlap=(0.8, 0.7), accept_len=2.36)
@@ -79,37 +81,37 @@ class TrainingRecord:
     tokens: int
     unroll_steps: int
     agreement: tuple[float, ...] = ()
-    """Empty where nothing was held out."""
+    """Share of equal most likely tokens; empty without held-out text."""
     overlap: tuple[float, ...] = ()
     accept_len: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedDrafter:
-    """What a directory holds."""
+    """Contents of a drafter directory."""
 
     layer: EagleLayer
     draft_ids: Int[Tensor, "draft"] | None
-    """Target tokens the drafter can propose; None: all."""
+    """Target tokens that the drafter can propose; None: all."""
     head: Float[Tensor, "draft hidden"] | None = None
-    """What scores them, where that is not the target's head."""
+    """Head of the drafter; None: the target's."""
     trained_on: TargetIdentity
     training: TrainingRecord
 
     def save(self, path: Path) -> None:
-        """Write it as `save_drafter` does."""
+        """Write the drafter with `save_drafter`."""
         save_drafter(path, self.layer, self.draft_ids, self.trained_on, self.training, self.head)
 
 
 def identity(name: str, target: Transformer, tokenizer: Tokenizer) -> TargetIdentity:
-    """Name a target by its tokenizer and its present weights."""
+    """Return the identity of a target with its present weights."""
     return TargetIdentity(
         name=name, tokenizer=tokenizer_digest(tokenizer), weights=weights_digest(target)
     )
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Digest a vocabulary: its size, what ends a text, and the text of tokens spread over it."""
+    """Digest a vocabulary: its size, its end-of-text ids, and tokens spread over it."""
     size = tokenizer.vocab_size
     stride = -(-size // _SAMPLE)
     content = [size, tokenizer.eos_ids, [tokenizer.decode([i]) for i in range(0, size, stride)]]
@@ -117,7 +119,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 
 
 def weights_digest(target: Transformer) -> str:
-    """Digest values spread over every parameter, rounded to bfloat16: whatever dtype is loaded."""
+    """Digest values spread over every parameter, in bfloat16 so that dtypes agree."""
     digest = hashlib.sha256()
     for name, parameter in target.named_parameters():
         flat = parameter.detach().flatten()
@@ -135,9 +137,9 @@ def save_drafter(
     training: TrainingRecord,
     head: Float[Tensor, "draft hidden"] | None = None,
 ) -> None:
-    """Write a drafter directory, whole or not at all; one that lies there is replaced.
+    """Write a drafter directory atomically, replacing an existing one.
 
-    Raises CheckpointError when the disk refuses.
+    Raises CheckpointError if it cannot be written.
     """
     config = layer.config
     description = {
@@ -157,7 +159,7 @@ def save_drafter(
         save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
         text = json.dumps(description, indent=1, allow_nan=False) + "\n"
         (temporary / DESCRIPTION).write_text(text, encoding="utf-8")
-        _put(temporary, path)
+        _replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the drafter cannot be written to {path}: {error}; free space or choose another path"
@@ -174,10 +176,10 @@ def load_drafter(
     strict_weights: bool,
     dtype: torch.dtype | None = None,
 ) -> LoadedDrafter:
-    """Read the drafter of `target`, onto its device, in the dtype stored or in `dtype`.
+    """Read a drafter of `target` onto its device, in `dtype` (default: as stored).
 
-    Raises ConfigError where it is no drafter, or of a target of another shape or tokenizer; with
-    `strict_weights`, also of other weights.
+    Raises ConfigError if it is malformed or its target had another shape or tokenizer; with
+    `strict_weights`, also if it had other weights.
     """
     description = _read(path)
     try:
@@ -244,24 +246,24 @@ def _shape(described: Mapping[str, Any] | None) -> ModelConfig | None:
 
 
 def read_record(record: Mapping[str, Any]) -> TrainingRecord:
-    """Make a record of what JSON holds of one; KeyError or TypeError if it is none."""
+    """Read a training record from JSON; KeyError or TypeError if malformed."""
     fields: dict[str, Any] = dict(record)
     fields |= {name: tuple(record[name]) for name in ("agreement", "overlap")}
     return TrainingRecord(**fields)
 
 
 def is_drafter(path: Path) -> bool:
-    """Tell whether a directory holds a drafter."""
+    """Return whether a directory holds a drafter."""
     return (path / DESCRIPTION).is_file()
 
 
-def _put(temporary: Path, path: Path) -> None:
-    """Rename into place; what lies there steps aside first."""
-    aside = path.with_name(f".old-{path.name}-{os.getpid()}")
+def _replace(temporary: Path, path: Path) -> None:
+    """Rename into place and remove the old directory, if there is one."""
+    old = path.with_name(f".old-{path.name}-{os.getpid()}")
     if path.exists():
-        path.rename(aside)
+        path.rename(old)
     temporary.rename(path)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -288,9 +290,9 @@ def _require_target(
     *,
     strict_weights: bool,
 ) -> None:
-    """Refuse a drafter of another target, naming what differs."""
-    mine = json.loads(json.dumps(asdict(target.config)))
-    for name, value in mine.items():
+    """Raise ConfigError, naming the difference, if the drafter is of another target."""
+    shape = json.loads(json.dumps(asdict(target.config)))
+    for name, value in shape.items():
         if name not in _MAY_DIFFER and theirs.get(name) != value:
             raise ConfigError(
                 f"drafter {path}: it was trained on {found.name}, with {name} = "
@@ -333,7 +335,7 @@ def _require_draft_ids(path: Path, config: EagleConfig, draft_ids: Tensor | None
 
 def _layer(path: Path, config: EagleConfig, tensors: Mapping[str, Tensor]) -> EagleLayer:
     try:
-        with torch.device("meta"):  # a shape from outside: memory only once the tensors bear it out
+        with torch.device("meta"):  # an untrusted shape: allocate only after the tensors match it
             outline = EagleLayer(config)
     except _MALFORMED as error:
         raise _malformed(path, error) from error

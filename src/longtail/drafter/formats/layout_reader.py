@@ -1,8 +1,7 @@
-"""A second reader of the engines' layouts, for checking the first: plain PyTorch, no shared code.
+"""A second, independent reader of the engines' layouts, to check exports: plain PyTorch, float64.
 
-It follows the layouts' own description tensor by tensor, as an engine would: nothing is stacked,
-nothing is renamed, and `EagleLayer` is not used. Slow, float64, one text at a time. Frequencies of
-the rotation are the model's (their parity with transformers is tested apart).
+It computes tensor by tensor as an engine would, without `EagleLayer`, stacking or renaming. Only
+the rotary frequencies are the model's (their parity with transformers is tested separately).
 
     pair i of a text      feature of token i, embedding of token i + 1, position i
 """
@@ -20,7 +19,7 @@ from longtail.model.rope import Rope, RopeConfig
 
 @final
 class LayoutReader:
-    """One drafter as its files say. `config` is config.json, `tensors` are the files' own."""
+    """A drafter from its config.json and its tensors."""
 
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], rope: RopeConfig
@@ -41,9 +40,9 @@ class LayoutReader:
         embeddings: Float[Tensor, "tokens hidden"],
         target_head: Float[Tensor, "vocab hidden"],
     ) -> tuple[Float[Tensor, "pairs vocab"], Float[Tensor, "pairs hidden"]]:
-        """Return the scores of the target's tokens behind each pair, and the feature handed on.
+        """Return the logits of the target's tokens after each pair, and the output feature.
 
-        Tokens that cannot be drafted score -inf.
+        Tokens outside the draft vocabulary have -inf.
         """
         features, embedded = features[:-1].double(), embeddings[1:].double()
         features = self._linear("fc", features) if self._eagle3 else features
@@ -75,15 +74,12 @@ class LayoutReader:
 
     def _attention(self, x: Float[Tensor, "pairs inputs"]) -> Float[Tensor, "pairs hidden"]:
         config, length = self._config, len(x)
-        dim, heads, groups = (
-            config["head_dim"],
-            config["num_attention_heads"],
-            config["num_attention_heads"] // config["num_key_value_heads"],
-        )
-        place = f"{self._prefix}.self_attn"
-        queries = self._rotated(self._linear(f"{place}.q_proj", x).view(length, -1, dim))
-        keys = self._rotated(self._linear(f"{place}.k_proj", x).view(length, -1, dim))
-        values = self._linear(f"{place}.v_proj", x).view(length, -1, dim)
+        dim, heads = config["head_dim"], config["num_attention_heads"]
+        groups = heads // config["num_key_value_heads"]
+        prefix = f"{self._prefix}.self_attn"
+        queries = self._rotated(self._linear(f"{prefix}.q_proj", x).view(length, -1, dim))
+        keys = self._rotated(self._linear(f"{prefix}.k_proj", x).view(length, -1, dim))
+        values = self._linear(f"{prefix}.v_proj", x).view(length, -1, dim)
         back = torch.arange(length)[:, None] - torch.arange(length)
         visible = back >= 0
         if config.get("layer_types") == ["sliding_attention"]:
@@ -93,7 +89,7 @@ class LayoutReader:
             scores = queries[:, head] @ keys[:, head // groups].T * dim**-0.5
             weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
             out.append(weights @ values[:, head // groups])
-        return self._linear(f"{place}.o_proj", torch.cat(out, -1))
+        return self._linear(f"{prefix}.o_proj", torch.cat(out, -1))
 
     def _rotated(self, x: Float[Tensor, "pairs heads head_dim"]) -> Tensor:
         rotation = self._rope.rotation(torch.arange(len(x)), torch.float64)

@@ -1,14 +1,14 @@
-"""Drafters under the names of the engines that serve them: the map between theirs and ours.
+"""Drafter layouts of the serving engines: names, tensors and config.json, as pure functions.
 
-    vllm          config.json of a Llama of one layer; EAGLE-1 or EAGLE-3, nothing of the target
+    vllm          config.json of a one-layer Llama; EAGLE-1 or EAGLE-3, no tensors of the target
     sglang        the same tensors, other architecture names, tapped layers counted differently
-    speculators   EAGLE-3 with the embedding, as the library of that name and vLLM read it
-    hf            with embedding and head: whole by itself, as heads are published
+    speculators   EAGLE-3 with the embedding, as the library speculators and vLLM read it
+    hf            with embedding and head: self-contained, as published on the hub
 
 The layer is `layers.0` in EAGLE-1 and speculators, `midlayer` in EAGLE-3. `d2t` is an offset
-(target id = draft id + d2t[draft id]), `t2d` tells which target tokens can be drafted. A layout
-that cannot express a drafter refuses it: the engines skip what they do not know without a word.
-Pure: files are `model.hf.model`'s business. Read in the sources of vLLM 0.32 and SGLang 0.5.
+(target id = draft id + d2t[draft id]), `t2d` marks the target tokens that can be drafted. Engines
+silently ignore unknown fields, so a layout that cannot express a drafter raises ConfigError.
+Sources: vLLM 0.32 and SGLang 0.5.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ Layout = Literal["vllm", "sglang", "speculators", "hf"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 SECTION = "longtail"
-"""Of config.json: what no engine reads, but we do when such a directory comes back."""
+"""Section of config.json that only `longtail drafter import` reads."""
 SPECULATORS_VERSION = "0.3.0"
 _ARCHITECTURE: Mapping[tuple[str, str], str] = {
     ("eagle1", "vllm"): "LlamaForCausalLM",
@@ -42,7 +42,7 @@ _ARCHITECTURE: Mapping[tuple[str, str], str] = {
 
 
 def parts(config: EagleConfig, prefix: str) -> dict[str, tuple[Part, ...]]:
-    """Tell, for each parameter of `EagleLayer`, the tensors that are stacked to make it."""
+    """Return, for each parameter of `EagleLayer`, the layout's tensors that are stacked to it."""
     shape = config.shape
     hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
     queries, keys = shape.num_heads * dim, shape.num_kv_heads * dim
@@ -77,14 +77,14 @@ def parts(config: EagleConfig, prefix: str) -> dict[str, tuple[Part, ...]]:
     return table
 
 
-def own_window(layout: Layout, config: EagleConfig) -> int:
-    """Return the window that an engine keeps to: only vLLM's EAGLE-3 has one; else 0, unbounded."""
+def engine_window(layout: Layout, config: EagleConfig) -> int:
+    """Return the attention window that an engine applies; 0: unbounded."""
     return config.window if layout in ("vllm", "speculators") and config.recipe == "eagle3" else 0
 
 
 def check(layout: Layout, config: EagleConfig) -> None:
-    """Raise ConfigError, with a way out, where a layout cannot express a drafter."""
-    usual = "; vllm and hf can hold it: --to vllm"
+    """Raise ConfigError, with a remedy, if a layout cannot express a drafter."""
+    remedy = "; vllm and hf can hold it: --to vllm"
     if (config.recipe, layout) not in _ARCHITECTURE:
         raise ConfigError(
             f"--to {layout}: it has no {config.recipe} that an engine loads: export with --to vllm "
@@ -95,11 +95,11 @@ def check(layout: Layout, config: EagleConfig) -> None:
     if len(config.layers) != 3 or 0 in config.layers:
         raise ConfigError(
             f"--to sglang: the drafter reads the layers {list(config.layers)}, but SGLang taps "
-            f"three, of which none is the first{usual}, or train with three drafter.layers"
+            f"three, of which none is the first{remedy}, or train with three drafter.layers"
         )
     if config.norm_before_residual:
         raise ConfigError(
-            f"--to sglang: the drafter has norm_before_residual, which SGLang ignores{usual}"
+            f"--to sglang: the drafter has norm_before_residual, which SGLang ignores{remedy}"
         )
 
 
@@ -111,7 +111,7 @@ def to_tensors(
     head: Float[Tensor, "draft hidden"] | None,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Rename and unstack a drafter, `feature_scale` folded into `fc`, beside what goes with it.
+    """Return a drafter's tensors in a layout, with `feature_scale` folded into `fc`.
 
     Raises ConfigError as `check` does.
     """
@@ -128,7 +128,7 @@ def to_tensors(
             group, state[name].split_with_sizes([part.shape[0] for part in group]), strict=True
         )
     }
-    if not eagle3 and layout == "sglang":  # its fc has a bias, drawn at random unless it is read
+    if not eagle3 and layout == "sglang":  # its fc has a bias, random unless loaded
         tensors["fc.bias"] = torch.zeros(config.target.hidden_size, dtype=dtype)
     if layout in ("speculators", "hf"):
         tensors["embed_tokens.weight"] = target.embedding.weight.detach().cpu().to(dtype)
@@ -147,7 +147,7 @@ def to_tensors(
 def to_config(
     layout: Layout, config: EagleConfig, dtype: torch.dtype, *, verifier: str, depth: int
 ) -> dict[str, Any]:
-    """Write down config.json. `verifier` names the target, `depth` a chain; speculators wants both.
+    """Return config.json; only speculators uses `verifier` (the target's name) and `depth`.
 
     Raises ConfigError as `check` does.
     """
@@ -169,30 +169,35 @@ def to_config(
     content = emit(as_llama, dtype, ())
     del content["eos_token_id"], content["bos_token_id"]
     content["architectures"] = [_ARCHITECTURE[config.recipe, layout]]
-    window = own_window(layout, config)
+    window = engine_window(layout, config)
     if window:
         content |= {"sliding_window": window, "layer_types": ["sliding_attention"]}
     content |= {"bias": layout == "sglang" and config.recipe == "eagle1"}
     section = {"layers": list(config.layers), "window": config.window, "layout": layout}
     if config.recipe == "eagle1":
         return content | {SECTION: section}
-    named = _layer_ids(layout, config)
-    theirs: dict[str, Any] = {"draft_vocab_size": config.draft_vocab_size or target.vocab_size}
-    theirs |= {"norm_before_residual": config.norm_before_residual}
+    layer_ids = _layer_ids(layout, config)
+    eagle3: dict[str, Any] = {
+        "draft_vocab_size": config.draft_vocab_size or target.vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+    }
     if layout == "speculators":
-        of_target = {"name_or_path": verifier, "architectures": _architectures(target, dtype)}
-        return _speculators(content, theirs, named, of_target, depth) | {SECTION: section}
-    theirs |= {"target_hidden_size": target.hidden_size}
-    if named is not None:
-        eagle = {"eagle_aux_hidden_state_layer_ids": named, "use_aux_hidden_state": True}
-        theirs |= {"eagle_config": eagle}
-    return content | theirs | {SECTION: section}
+        if layer_ids is not None:
+            eagle3["eagle_aux_hidden_state_layer_ids"] = layer_ids
+        architectures = emit(target, dtype, ())["architectures"]
+        named = {"name_or_path": verifier, "architectures": architectures}
+        return _speculators(content, eagle3, named, depth) | {SECTION: section}
+    eagle3 |= {"target_hidden_size": target.hidden_size}
+    if layer_ids is not None:
+        eagle = {"eagle_aux_hidden_state_layer_ids": layer_ids, "use_aux_hidden_state": True}
+        eagle3 |= {"eagle_config": eagle}
+    return content | eagle3 | {SECTION: section}
 
 
 def _layer_ids(layout: Layout, config: EagleConfig) -> list[int] | None:
-    """Name the tapped layers as an engine counts them; None where it taps them by itself.
+    """Return the tapped layers as an engine counts them; None if they are its default.
 
-    vLLM means the input of a layer, as we do; SGLang the output of the one before.
+    vLLM counts the layer whose input is read, as we do; SGLang the one whose output is read.
     """
     if config.layers == _engines_default(config.target.num_layers):
         return None
@@ -203,28 +208,17 @@ def _engines_default(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-def _architectures(target: ModelConfig, dtype: torch.dtype) -> list[str]:
-    names: list[str] = emit(target, dtype, ())["architectures"]
-    return names
-
-
 def _speculators(
-    layer: Mapping[str, Any],
-    theirs: Mapping[str, Any],
-    layer_ids: list[int] | None,
-    verifier: Mapping[str, Any],
-    depth: int,
+    layer: Mapping[str, Any], eagle3: Mapping[str, Any], verifier: Mapping[str, Any], depth: int
 ) -> dict[str, Any]:
     method = {"proposal_type": "greedy", "speculative_tokens": depth}
-    inner = {**layer, "architectures": ["LlamaForCausalLM"]}
     return {
         "architectures": layer["architectures"],
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
         "dtype": layer["dtype"],
-        **theirs,
-        **({} if layer_ids is None else {"eagle_aux_hidden_state_layer_ids": layer_ids}),
-        "transformer_layer_config": inner,
+        **eagle3,
+        "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"]},
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -235,18 +229,17 @@ def _speculators(
 
 
 def layers_of(layer_ids: Sequence[int] | None, num_layers: int, convention: str) -> tuple[int, ...]:
-    """Return the layers whose input is tapped, from ids counted by either convention.
+    """Return the layers whose input is tapped, from ids in either convention.
 
-    `input` is vLLM's, `output` SGLang's; `auto` tells them apart by the usual three layers, and
-    takes all others as vLLM does. None is what engines do without ids.
+    `input` is vLLM's, `output` SGLang's; `auto` means SGLang's if the ids are its default three
+    layers, else vLLM's. Without ids (None) the engines' default is returned.
 
     Example: layers_of([1, 15, 28], 32, "auto") == (2, 16, 29) == layers_of(None, 32, "auto")
     """
-    usual = _engines_default(num_layers)
     if layer_ids is None:
         return default_layers(num_layers)
     found = tuple(layer_ids)
     after = convention == "output"
     if convention == "auto":
-        after = found == tuple(layer - 1 for layer in usual)
+        after = found == tuple(layer - 1 for layer in _engines_default(num_layers))
     return tuple(layer + after for layer in found)

@@ -1,12 +1,12 @@
-"""A published drafter becomes ours: a directory in a layout of the engines, and its target.
+"""Import of published drafters from the layouts of the engines.
 
     names        midlayer., layers.0., model. -> the parameters of `EagleLayer`, stacked
     d2t          target id = draft id + d2t[draft id]
-    lm_head      the drafter's own, unless it is the target's rows: then nothing is kept of it
-    layer ids    counted as vLLM or as SGLang does
+    lm_head      kept only if it differs from the target's rows
+    layer ids    counted as in vLLM or as in SGLang
 
-What this layer has no place for (biases, norms of queries and keys, more layers) is refused by the
-tensor's or the field's name: left out, it would draft badly and nobody would know why.
+Tensors and fields that `EagleLayer` does not support (biases, norms of queries and keys, more
+layers) raise ConfigError with their name; ignoring them would silently give bad drafts.
 """
 
 import math
@@ -43,12 +43,12 @@ _PREFIX = "layers.0"
 _ASIDE = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
 _REMEDY = "longtail has no place for it; train one: longtail drafter train"
 _SAMPLE_TEXT = "Let me think about this step by step. First, we need to find what is asked. " * 8
-"""Any text: it only tells how large the target's features are."""
+"""Sample on which the size of the target's features is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What a directory says, before it met its target's weights.
+    """Contents of a published directory, translated but not compared with the target's weights.
 
     Example: Published(config=config, tensors={"fc.weight": ...}, draft_ids=None, head=None,
                        embedding=None)
@@ -56,14 +56,14 @@ class Published:
 
     config: EagleConfig
     tensors: Mapping[str, Tensor]
-    """By the names of `EagleLayer`."""
+    """Tensors by their name in `EagleLayer`."""
     draft_ids: Int[Tensor, "draft"] | None
     head: Float[Tensor, "draft hidden"] | None
     embedding: Float[Tensor, "vocab hidden"] | None
 
 
 def is_published(path: Path) -> bool:
-    """Tell whether a directory holds a drafter in a layout of the engines, by its tensors."""
+    """Return whether a directory holds a drafter in a layout of the engines."""
     return any(_plain(name) == "fc.weight" for name in tensor_names(path))
 
 
@@ -77,10 +77,10 @@ def load_published(
     layer_ids: LayerIds = "auto",
     window: int | None = None,
 ) -> LoadedDrafter:
-    """Read a published drafter for `target` (called `name`), onto its device.
+    """Read a published drafter for `target`, whose name is `name`, onto its device.
 
-    The scale of `fc` is moved into `feature_scale` by a power of two, so no bit is lost and it can
-    be trained on. Raises ConfigError naming the tensor or field that does not fit.
+    A power of two is moved from `fc` to `feature_scale`, without loss, so that training can
+    continue. Raises ConfigError with the name of the tensor or field that does not fit.
     """
     fields = read_fields(path)
     tensors = {_plain(each): tensor for each, tensor in read_tensors(path).items()}
@@ -110,7 +110,7 @@ def translate(
     layer_ids: LayerIds = "auto",
     window: int | None = None,
 ) -> Published:
-    """Map config.json and tensors (`model.` and `midlayer.` gone from their names) to ours."""
+    """Translate config.json and tensors (named as by `_plain`) to ours."""
     outer = fields
     if fields.get("speculators_model_type") is not None:
         fields = Fields(
@@ -154,7 +154,7 @@ def _refuse_variants(outer: Fields, fields: Fields) -> None:
 
 
 def _own_shape(fields: Fields, target: ModelConfig) -> ModelConfig | None:
-    """Read the layer's shape; None where it is the target's."""
+    """Read the layer's shape; None if it is the target's."""
     read = parse(
         Fields(
             fields.everything() | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -196,7 +196,7 @@ def _taps(outer: Fields, target: ModelConfig, convention: LayerIds) -> tuple[int
 
 
 def _window(outer: Fields, fields: Fields) -> int:
-    """Return our own note, else the layer's sliding window, else 0: all before."""
+    """Return the window of our section, else the layer's sliding window, else 0 (unbounded)."""
     kept = outer.section(SECTION).get("window")
     if type(kept) is int and kept >= 0:
         return kept
@@ -207,7 +207,7 @@ def _window(outer: Fields, fields: Fields) -> int:
 def _draft_ids(
     outer: Fields, tensors: Mapping[str, Tensor], target: ModelConfig
 ) -> Int[Tensor, "draft"] | None:
-    """Turn offsets into target ids; None where the whole vocabulary is drafted."""
+    """Convert offsets to target ids; None if the whole vocabulary can be drafted."""
     size = outer.optional_integer("draft_vocab_size") or target.vocab_size
     offsets = tensors.get("d2t")
     if offsets is None:
@@ -233,7 +233,7 @@ def _draft_ids(
 def _stacked(
     outer: Fields, tensors: Mapping[str, Tensor], config: EagleConfig
 ) -> dict[str, Tensor]:
-    """Stack rows into our parameters, all of the dtype of `fc`; every tensor must be of use."""
+    """Stack rows to our parameters in the dtype of `fc`; ConfigError for unused tensors."""
     table = parts(config, _PREFIX)
     wanted = {part.name: part.shape for group in table.values() for part in group}
     for name, shape in wanted.items():
@@ -274,7 +274,7 @@ def _require_embedding(fields: Fields, embedding: Tensor | None, target: Transfo
 
 
 def _own_head(fields: Fields, found: Published, target: Transformer) -> Tensor | None:
-    """Return the drafter's head where it is not the target's."""
+    """Return the drafter's head; None if it is the target's."""
     if found.head is None:
         return None
     rows = target.head.weight.detach().cpu()
@@ -290,13 +290,13 @@ def _own_head(fields: Fields, found: Published, target: Transformer) -> Tensor |
 
 
 def _is_same(theirs: Tensor, mine: Tensor) -> bool:
-    """Compare in the coarser of two dtypes."""
+    """Return whether two tensors are equal in the coarser of their dtypes."""
     coarser = theirs.dtype if theirs.dtype.itemsize <= mine.dtype.itemsize else mine.dtype
     return theirs.shape == mine.shape and torch.equal(theirs.to(coarser), mine.to(coarser))
 
 
 def _scaled(config: EagleConfig, target: Transformer, tokenizer: Tokenizer) -> EagleConfig:
-    """Choose the power of two by which features come to a size of about 1."""
+    """Choose the power of two that scales features to a size of about 1."""
     if config.recipe == "eagle1":
         return config
     tokens = tokenizer.encode(_SAMPLE_TEXT) or tuple(range(min(64, target.config.vocab_size)))
@@ -311,7 +311,7 @@ def _history(
     tokenizer: Tokenizer,
     config: EagleConfig,
 ) -> tuple[TargetIdentity, TrainingRecord]:
-    """Read what we noted when we exported it; of others' drafters nothing is known."""
+    """Read the record of our export; a drafter from elsewhere gets an empty record."""
     section: dict[str, Any] = fields.section(SECTION).everything()
     digest = tokenizer_digest(tokenizer)
     if "target" not in section or "training" not in section:

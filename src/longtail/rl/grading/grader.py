@@ -96,7 +96,7 @@ def _take_channel() -> socket.socket:
 
 def _answer(reward: Reward, kind: str, payload: bytes) -> float:
     """Do one task; raises whatever the reward raises."""
-    asked = pickle.loads(payload)
+    asked = pickle.loads(payload)  # noqa: S301 - from the parent process
     if kind == CHECK:
         reward.check(asked)
         return 0.0
@@ -108,7 +108,7 @@ def _answer(reward: Reward, kind: str, payload: bytes) -> float:
 def _try(reward: Reward, kind: str, number: int, payload: bytes) -> list[Any]:
     try:
         return [number, _answer(reward, kind, payload), None]
-    except BaseException as error:  # the supervisor's boundary: sys.exit() in a reward is no exit
+    except BaseException as error:  # noqa: BLE001 - sys.exit() in a reward ends this task alone
         return [number, None, describe(error) or type(error).__name__]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left set is not the next task's
@@ -135,13 +135,13 @@ def serve(reward_name: str, path: list[str]) -> None:
         _say(channel, {"loading": True})
         try:
             reward = resolve_reward(reward_name)
-        except BaseException as error:  # whatever the user's module does when imported
+        except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
             named = "" if isinstance(error, LongtailError) else f"reward.name = {reward_name!r}: "
             _say(channel, {"refused": named + describe(error)})
             return
         _say(channel, {"ready": True})
         while (batch := read_frame(channel)) is not None:
             _say(channel, {"begun": True})  # dying before this is no task's fault
-            kind, tasks = pickle.loads(batch)
+            kind, tasks = pickle.loads(batch)  # noqa: S301 - from the parent process
             for number, payload in tasks:
                 _say(channel, _try(reward, kind, number, payload))

@@ -1,4 +1,4 @@
-"""Processes that learn as one team, told over pipes what to do; they may die of it."""
+"""Processes that each run one rank of a learner's process group; tests call them over pipes."""
 
 import multiprocessing
 import os
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from longtail.errors import LongtailError, TeamError
+from longtail.errors import LongtailError, ProcessGroupError
 from longtail.model.transformer import Transformer
-from longtail.rl.collectives import Team, TorchTeam
+from longtail.rl.collectives import ProcessGroup, TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.rl.optim import OptimizerSettings
@@ -21,7 +21,7 @@ from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingPa
 from support.tiny_models import tiny_model
 
 PATIENCE_S = 60.0
-"""How long a process may take over anything, before a test gives up."""
+"""Seconds after which a test gives up waiting for a process."""
 _CONTEXT = multiprocessing.get_context("spawn")
 
 # eps = 1 makes an update smooth in the gradient, as in test_learner.py; here clipping takes part.
@@ -42,26 +42,26 @@ SETTINGS = LearnerSettings(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What batches a step is made of; small enough to tell every member.
+    """Description of a step's batches, small enough to send to every process.
 
     Example: Plan(seed=3, mini_batches=2)
     """
 
     seed: int
     lengths: tuple[tuple[int, int], ...] = ((3, 5), (2, 9), (4, 1), (1, 7), (2, 3), (5, 6), (1, 1))
-    """Prompt and completion of each rollout."""
+    """Prompt and completion length of each rollout."""
     budget: int = 12
     mini_batches: int = 1
     bad_advantage: int | None = None
-    """The rollout whose advantage is not a number."""
+    """Index of a rollout whose advantage is not a number."""
     bad_logprob: int | None = None
-    """The rollout whose first logprob is not a number."""
+    """Index of a rollout whose first logprob is not a number."""
     idle: tuple[int, ...] = ()
-    """Rollouts whose advantage is 0."""
+    """Indices of rollouts with advantage 0."""
     keep_idle: bool = True
 
     def batches(self) -> list[TrainBatch]:
-        """Make the batches, the same everywhere."""
+        """Return the batches, equal in every process."""
         generator = torch.Generator().manual_seed(self.seed)
         advantages = torch.randn(len(self.lengths), generator=generator, dtype=torch.float64)
         made = []
@@ -104,24 +104,24 @@ def _rollout(
 
 
 def new_learner(settings: LearnerSettings = SETTINGS, **model: Any) -> Learner:
-    """A learner as every member begins: the same random weights, float64 unless said."""
+    """Return a learner with the initial weights of every rank, in float64 by default."""
     return Learner(tiny_model(**{"dtype": torch.float64, **model}), settings)
 
 
 def arrays(tensors: Any) -> dict[str, np.ndarray]:
-    """What goes through a pipe in place of tensors."""
+    """Return arrays, which go through a pipe, in place of tensors."""
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def free_address() -> str:
-    """A place on this machine where nobody listens yet."""
+    """Return an address of this machine at which no socket listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-class Member:
-    """A process of its own: `tell` it what to do, then `hear` what came of it."""
+class RankProcess:
+    """A process with a learner: `send` a call, then `receive` its result."""
 
     def __init__(self) -> None:
         self._pipe, far = _CONTEXT.Pipe()
@@ -129,12 +129,12 @@ class Member:
         self.process.start()
         far.close()
 
-    def tell(self, what: str, *arguments: Any, **named: Any) -> None:
-        self._pipe.send((what, arguments, named))
+    def send(self, name: str, *arguments: Any, **named: Any) -> None:
+        self._pipe.send((name, arguments, named))
 
-    def hear(self) -> Any:
-        """The answer, or the error that it raised; EOFError if the process is gone."""
-        assert self._pipe.poll(PATIENCE_S), "a member does not answer"
+    def receive(self) -> Any:
+        """Return the result, or the error that was raised; EOFError if the process is gone."""
+        assert self._pipe.poll(PATIENCE_S), "a process does not answer"
         return self._pipe.recv()
 
     def end(self) -> None:
@@ -143,30 +143,30 @@ class Member:
         self._pipe.close()
 
 
-def ask(members: Sequence[Member], what: str, *arguments: Any, **named: Any) -> list[Any]:
-    """Tell all members the same thing, then hear them all."""
-    for member in members:
-        member.tell(what, *arguments, **named)
-    return [member.hear() for member in members]
+def call_all(ranks: Sequence[RankProcess], name: str, *arguments: Any, **named: Any) -> list[Any]:
+    """Send all processes the same call, then return all results."""
+    for each in ranks:
+        each.send(name, *arguments, **named)
+    return [each.receive() for each in ranks]
 
 
-def form(members: Sequence[Member], *, timeout_s: float = PATIENCE_S) -> None:
-    """Make a team of the members, in this order."""
+def connect(ranks: Sequence[RankProcess], *, timeout_s: float = PATIENCE_S) -> None:
+    """Form a process group of the processes, in this order."""
     address = free_address()
-    for rank, member in enumerate(members):
-        member.tell("form", rank, len(members), address, timeout_s)
-    assert [member.hear() for member in members] == [None] * len(members)
+    for rank, each in enumerate(ranks):
+        each.send("connect", rank, len(ranks), address, timeout_s)
+    assert [each.receive() for each in ranks] == [None] * len(ranks)
 
 
 def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
-    served = _Served()
-    deeds: dict[str, Callable[..., Any]] = {
-        "form": served.form,
+    served = _Rank()
+    calls: dict[str, Callable[..., Any]] = {
+        "connect": served.connect,
         "begin": served.begin,
         "step": served.step,
-        "lose_sight": served.lose_sight,
-        "look": served.look,
+        "lose_group": served.lose_group,
+        "digest": served.digest,
         "copy": served.copy,
         "restore": served.restore,
         "break_gradients": served.break_gradients,
@@ -176,28 +176,28 @@ def _serve(pipe: Any) -> None:
     }
     while True:
         try:
-            what, arguments, named = pipe.recv()
+            name, arguments, named = pipe.recv()
         except EOFError:  # the test is over
             return
         try:
-            answer = deeds[what](*arguments, **named)
+            answer = calls[name](*arguments, **named)
         except LongtailError as error:
             answer = error
         pipe.send(answer)
 
 
-class _Served:
-    """A learner and its team, inside a member's process."""
+class _Rank:
+    """The learner and its process group, inside a process."""
 
     def __init__(self) -> None:
-        self._team: TorchTeam | None = None
+        self._group: TorchProcessGroup | None = None
         self.begin(SETTINGS)
 
-    def form(self, rank: int, size: int, address: str, timeout_s: float) -> None:
-        if self._team is not None:
-            self._team.close()
-        self._team = TorchTeam(rank, size, address, backend="gloo", timeout_s=timeout_s)
-        self._learner.join(self._team)
+    def connect(self, rank: int, size: int, address: str, timeout_s: float) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = TorchProcessGroup(rank, size, address, backend="gloo", timeout_s=timeout_s)
+        self._learner.join(self._group)
 
     def begin(self, settings: LearnerSettings, **model: Any) -> None:
         self._model = tiny_model(**{"dtype": torch.float64, **model})
@@ -205,29 +205,29 @@ class _Served:
         self._passes_left: int | None = None
 
     def step(self, plan: Plan) -> Any:
-        return self._learner.step(plan.batches(), self._note)
+        return self._learner.step(plan.batches(), self._count_pass)
 
-    def _note(self, is_waiting: bool) -> None:
+    def _count_pass(self, is_waiting: bool) -> None:
         if self._passes_left is not None:
             self._passes_left -= 1
             if self._passes_left < 0:
                 os._exit(9)
 
-    def lose_sight(self) -> None:
-        """Have this member leave its team at the very end of its next step, when all have come."""
-        pool = LearnerMetrics.pool
+    def lose_group(self) -> None:
+        """Close this rank's group in its next step, between last reduction and update."""
+        all_reduce = LearnerMetrics.all_reduce
 
-        def torn(tally: LearnerMetrics, team: Team) -> None:
-            LearnerMetrics.pool = pool  # type: ignore[method-assign]
-            pool(tally, team)
-            assert self._team is not None
-            self._team.close()
-            raise TeamError("the sum never came")
+        def interrupted(metrics: LearnerMetrics, group: ProcessGroup) -> None:
+            LearnerMetrics.all_reduce = all_reduce  # type: ignore[method-assign]
+            all_reduce(metrics, group)
+            assert self._group is not None
+            self._group.close()
+            raise ProcessGroupError("the sum is lost")
 
-        LearnerMetrics.pool = torn  # type: ignore[method-assign]
+        LearnerMetrics.all_reduce = interrupted  # type: ignore[method-assign]
 
-    def look(self) -> tuple[str, int]:
-        """A digest of everything that this member's next step depends on, and the version."""
+    def digest(self) -> tuple[str, int]:
+        """Return a digest of all state of the next step, and the version."""
         state = self._learner.state()
         moments = {name: tensor.sum().item() for name, tensor in sorted(state.tensors.items())}
         return f"{self._learner.digest()} {moments}", self._learner.version
@@ -245,7 +245,7 @@ class _Served:
         )
 
     def break_gradients(self) -> None:
-        """Make this member's next gradient of one matrix infinite, and no other."""
+        """Make the next gradient of one matrix infinite on this rank."""
         weight = self._model.layers[0].attention.qkv.weight
 
         def broken(gradient: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ class _Served:
         handle = weight.register_hook(broken)
 
     def break_backward(self) -> None:
-        """Make all of this member's gradients of its next pass infinite."""
+        """Make all gradients of this rank's next pass infinite."""
         logits = Transformer.logits
 
         def broken(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
@@ -267,17 +267,17 @@ class _Served:
         Transformer.logits = broken  # type: ignore[method-assign]
 
     def die_after_passes(self, passes: int) -> None:
-        """End the process after so many more passes, and one."""
+        """End the process after `passes` more passes and one."""
         self._passes_left = passes
 
     def die_after(self, backwards: int) -> None:
-        """End the process in the backward pass after so many more."""
+        """End the process in the backward pass that follows `backwards` more."""
         left = backwards
 
-        def fall(gradient: torch.Tensor) -> None:
+        def end(gradient: torch.Tensor) -> None:
             nonlocal left
             if left == 0:
                 os._exit(9)
             left -= 1
 
-        self._model.norm.weight.register_hook(fall)
+        self._model.norm.weight.register_hook(end)

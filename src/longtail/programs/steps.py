@@ -1,0 +1,140 @@
+"""The loop of `longtail sft` and `longtail drafter train`: steps, checkpoints, metrics, resume."""
+
+import abc
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from longtail.config import files as configfile
+from longtail.config.drafter import DrafterTrainConfig
+from longtail.config.sections import OptimizerSection
+from longtail.config.sft import SftConfig
+from longtail.rl.optim import OptimizerSettings
+from longtail.run.checkpoint import Checkpoint, RunDirectory
+from longtail.run.console import Console
+from longtail.run.metrics import open_writers
+from longtail.system.device import set_threads
+from longtail.system.interrupt import Interrupted, Interruption
+
+
+class Components(abc.ABC):
+    """Model, batches and held-out data of a training program."""
+
+    @property
+    @abc.abstractmethod
+    def steps(self) -> int:
+        """Number of updates made."""
+
+    @abc.abstractmethod
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Restore model, optimizer and data cursor."""
+
+    @abc.abstractmethod
+    def step(self) -> dict[str, float]:
+        """Make one update and return its metrics, among them `train/tokens`."""
+
+    @abc.abstractmethod
+    def measure(self) -> dict[str, float]:
+        """Measure on held-out data; {} if there is none."""
+
+    @abc.abstractmethod
+    def save(self, directory: RunDirectory) -> None:
+        """Write a checkpoint, with the measurement of this step if there is one."""
+
+    @abc.abstractmethod
+    def log_start(self, console: Console) -> None:
+        """Print what is trained on what."""
+
+    @abc.abstractmethod
+    def lines(self, metrics: dict[str, float], *, is_due: bool) -> list[str]:
+        """Return the console lines of a step; the usual one only if it is due."""
+
+    @abc.abstractmethod
+    def log_end(self, console: Console, policy: Path) -> None:
+        """Print the result and its path."""
+
+
+def run(
+    config: SftConfig | DrafterTrainConfig,
+    assemble: Callable[[RunDirectory, Checkpoint | None, Console], Components],
+) -> int:
+    """Train to the last step, resuming from the newest checkpoint; 130 if interrupted."""
+    console = Console()
+    set_threads(config.run.threads)
+    with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as directory:
+        checkpoint = directory.start(configfile.render(config), resume=config.run.resume)
+        if checkpoint is not None and checkpoint.step >= config.train.steps:
+            console.log(f"{checkpoint.policy}: its steps are done; raise train.steps to go on")
+            return 0
+        try:
+            components = assemble(directory, checkpoint, console)
+        except Interrupted:
+            console.log("stopped before the first step; start again to go on")
+            return 130
+        if checkpoint is not None:
+            components.restore(checkpoint)
+        components.log_start(console)
+        return _train(config, directory, components, console)
+
+
+def _train(
+    config: SftConfig | DrafterTrainConfig,
+    directory: RunDirectory,
+    components: Components,
+    console: Console,
+) -> int:
+    """Step until all steps are done or the user interrupts, and end with a checkpoint."""
+    own, steps, began = config.run, config.train.steps, time.perf_counter()
+    saved, tokens = components.steps, 0.0
+    writer = open_writers(
+        own.writers,
+        directory.path,
+        last_step=saved or None,
+        config=config.model_dump(mode="json"),
+    )
+    interruption = Interruption()
+    try:
+        with interruption:
+            while components.steps < steps:
+                interruption.check()
+                metrics = components.step()
+                step, tokens = components.steps, tokens + metrics["train/tokens"]
+                metrics["perf/tokens_per_s"] = tokens / (time.perf_counter() - began)
+                if step % own.checkpoint_every == 0 or step == steps:
+                    metrics |= components.measure()
+                    components.save(directory)
+                    saved = step
+                writer.write(step, metrics)
+                is_due = step % own.log_every == 0 or step == steps
+                for line in components.lines(metrics, is_due=is_due):
+                    console.log(line)
+    except Interrupted:
+        if saved < components.steps:
+            components.save(directory)
+        console.log(f"stopped after step {components.steps}; start again to go on")
+        return 130
+    finally:
+        writer.close()
+    components.log_end(console, directory.checkpoints / f"step_{steps:06d}" / "policy")
+    return 0
+
+
+def step_label(step: int, steps: int) -> str:
+    """Return the beginning of a step's line, aligned.
+
+    Example: step_label(7, 100) == "step   7/100"
+    """
+    return f"step {step:>{len(str(steps))}}/{steps}"
+
+
+def optimizer_settings(section: OptimizerSection, steps: int) -> OptimizerSettings:
+    """Return the optimizer's settings for a schedule of `steps` steps."""
+    return OptimizerSettings(
+        learning_rate=section.learning_rate,
+        schedule=section.schedule,
+        warmup_steps=section.warmup_steps,
+        total_steps=steps,
+        weight_decay=section.weight_decay,
+        betas=section.betas,
+        max_grad_norm=section.max_grad_norm,
+    )

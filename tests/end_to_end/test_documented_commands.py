@@ -1,0 +1,110 @@
+"""The commands and the Python of README and docs run as they are written, with a tiny model.
+
+`tiny-reasoner` and the Hugging Face directories of the pages stand for a tiny model here. Trainings
+are shortened by further options. Benchmarks and servers are not started: their words are parsed.
+"""
+
+import re
+import runpy
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from end_to_end.workshop import Workshop, build, save_untaught, say, write_lines
+from longtail.cli import parsers
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    if page.name not in ("CHANGELOG.md", "cli.md")
+)
+
+SHORT = {
+    "train": (
+        "--run.steps=1 --data.heldout_size=4 --rollout.prompts_per_step=2 --rollout.group_size=2 "
+        "--rollout.max_tokens=8 --run.threads=1 --cluster.workers=1 "
+        "--reward.name=end_to_end.rewards:sevens --data.source=prompts.jsonl"
+    ),
+    "drafter train": "--train.steps=1 --run.threads=1 --data.max_tokens=8",
+    "drafter eval": "--n=2 --max-tokens=8",
+    "drafter export": "--no-measure --max-tokens=8 --n=2",
+    "generate": "--max-tokens=8 --threads=1",
+}
+"""Options that shorten a command, by its verb."""
+
+PARSED_ONLY = ("serve", "bench")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with every file and run that the pages name."""
+    shop = build(tmp_path_factory.mktemp("documented"))
+    path = shop.path
+    for name in ("MODEL", "models/Qwen2.5-0.5B-Instruct"):
+        shutil.copytree(shop.model, path / name)
+    write_lines(path / "heldout.jsonl", {"prompt": "say 1"}, {"prompt": "say 2"})
+    model = f'[model]\npath = "{path / "MODEL"}"\n'
+    for name in ("run.toml", "RUN.toml"):
+        (path / name).write_text(model)
+    drafter = save_untaught(shop.model, path / "untaught")
+    _train(shop, "runs/first", drafter)
+    shutil.copytree(path / "runs/first", path / "runs/quickstart")
+    said = say(
+        *f"drafter export {drafter} --target {shop.model} --to hf --no-measure".split(),
+        f"--out={path / 'DOWNLOADED'}",
+        f"--prompts={shop.prompts}",
+        "--max-tokens=8",
+    )
+    assert said.code == 0, said.err
+    return path
+
+
+def _train(shop: Workshop, run: str, drafter: Path) -> None:
+    fixed = ("--speculation.tuner=fixed", "--speculation.depth=2", "--run.steps=1")
+    said = shop.train(run, f"--speculation.drafter={drafter}", *fixed)
+    assert said.code == 0, said.err
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of a page's console blocks that begin with `longtail`."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:console|sh|bash)\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("longtail ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_run(
+    page: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    for number, line in enumerate(commands(page)):
+        words = [
+            str(place / "MODEL") if word == "tiny-reasoner" else word
+            for word in shlex.split(line, comments=True)[1:]
+        ]
+        verb = " ".join(words[:2]) if words[0] in ("drafter", "bench") else words[0]
+        if words[0] in PARSED_ONLY:
+            parsers.parsers()[verb]().parse_args(words[verb.count(" ") + 1 :])
+            continue
+        if verb.endswith("train") and "--run.dir" not in words:
+            words.append(f"--run.dir=runs/{page.stem}-{number}")
+        said = say(*words, *SHORT.get(verb, "").split())
+        assert said.code == 0, f"{line}: {said.err}"
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_the_python_of_the_readme_runs(
+    place: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (block,) = python_blocks(ROOT / "README.md")
+    script = tmp_path / "readme.py"
+    script.write_text(block.replace("tiny-reasoner", str(place / "MODEL")))
+    runpy.run_path(str(script))
+    assert capsys.readouterr().out.strip()
