@@ -14,7 +14,7 @@ from end_to_end import processes
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.cluster import tasks
 from longtail.cluster.supervisor import WorkerSupervisor
-from longtail.cluster.timeline import read_trace
+from longtail.cluster.trace import read_trace
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.timeline import Timeline, TraceFile, read_trace
+from longtail.cluster.timeline import Timeline
+from longtail.cluster.trace import TraceFile, read_trace
 from longtail.config import files as configfile
 from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import read_rollout

@@ -17,7 +17,7 @@ from longtail.bench.common.textmodel import (
     write_tokenizer,
 )
 from longtail.bench.rollout.coupling import coupling
-from longtail.bench.rollout.measure import Subject
+from longtail.bench.rollout.subjects import Subject
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.formats.checkpoint import load_drafter
 from longtail.model.hf.model import load_model

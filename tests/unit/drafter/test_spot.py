@@ -12,7 +12,15 @@ from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.spot import Replica, SpotEnd, merge
 from longtail.errors import CheckpointError
 from longtail.rl.data.examples import Example
-from support.spot_training import SETTINGS, TEACHING, Room, counting, make_buffer, same, stop_at
+from support.spot_training import (
+    SETTINGS,
+    TEACHING,
+    SpotSetup,
+    counting,
+    make_buffer,
+    same,
+    stop_at,
+)
 
 
 def _replica(value: float | Tensor, num_tokens: int, *, version: int = 1) -> Replica:
@@ -51,7 +59,7 @@ def test_the_digest_tells_names_dtypes_shapes_and_values_apart() -> None:
 
 @pytest.mark.slow
 def test_a_replica_holds_what_gained_most_on_held_out_text() -> None:
-    room = Room()
+    room = SpotSetup()
     report = room.train(lambda: len(room.measured) == 6)
     assert report.reason is SpotEnd.STOPPED
     assert report.num_steps == 18
@@ -70,7 +78,7 @@ def test_a_replica_holds_what_gained_most_on_held_out_text() -> None:
 def test_training_ends_when_it_no_longer_pays() -> None:
     """No learning rate, no gain: the patience is used up at the second measurement."""
     idle = replace(TEACHING, optimizer=replace(TEACHING.optimizer, learning_rate=0.0))
-    room = Room(replace(SETTINGS, trainer=idle, min_gain=0.01, patience=2))
+    room = SpotSetup(replace(SETTINGS, trainer=idle, min_gain=0.01, patience=2))
     report = room.train(lambda: False)
     assert report.reason is SpotEnd.NO_GAIN
     assert report.num_steps == 2 * SETTINGS.measure_every
@@ -79,7 +87,7 @@ def test_training_ends_when_it_no_longer_pays() -> None:
 
 
 def test_without_held_out_text_a_replica_is_unmeasured_and_above_nothing() -> None:
-    room = Room()
+    room = SpotSetup()
     held = {text.tokens for text in make_buffer().heldout(10**6)}
     room.buffer = DrafterBuffer(10**6, seed=4)
     room.buffer.add(t for t in (counting(n, 9 + n % 20) for n in range(30)) if t.tokens not in held)
@@ -91,7 +99,7 @@ def test_without_held_out_text_a_replica_is_unmeasured_and_above_nothing() -> No
 
 
 def test_with_nothing_to_learn_a_stretch_ends_at_once() -> None:
-    room = Room()
+    room = SpotSetup()
     short = replace(counting(1, 3), prompt_len=1)  # a draft of two tokens needs four
     for texts in ([], [counting(1, 3)], [short]):
         room.buffer = DrafterBuffer(10**6, seed=4)
@@ -102,7 +110,7 @@ def test_with_nothing_to_learn_a_stretch_ends_at_once() -> None:
 
 
 def test_the_same_version_is_gone_on_with_and_another_starts_from_its_weights() -> None:
-    room = Room()
+    room = SpotSetup()
     room.train(lambda: room.spot._trainer.steps == 2)
     trained = room.tensors()
     room.spot.begin(room.published)
@@ -122,7 +130,7 @@ def test_the_same_version_is_gone_on_with_and_another_starts_from_its_weights() 
 
 @pytest.mark.slow
 def test_what_was_learned_is_counted_from_the_base_over_all_stretches() -> None:
-    room = Room()
+    room = SpotSetup()
     for _ in range(3):  # each too short to measure in
         report = room.train(stop_at(10))
         assert report.num_steps < SETTINGS.measure_every
@@ -136,7 +144,7 @@ def test_what_was_learned_is_counted_from_the_base_over_all_stretches() -> None:
 
 
 def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays() -> None:
-    room = Room()
+    room = SpotSetup()
     before = room.tensors()
     wrong = {n: t[:1] for n, t in room.published.tensors.items()}
     with pytest.raises(CheckpointError, match="another drafter"):
@@ -147,7 +155,7 @@ def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays()
 
 @pytest.mark.parametrize("where", ["target", "replica", "published"])
 def test_nan_discards_the_replica_and_is_never_raised(where: str) -> None:
-    room = Room(replace(SETTINGS, measure_every=1 if where == "replica" else 100))
+    room = SpotSetup(replace(SETTINGS, measure_every=1 if where == "replica" else 100))
     room.train(lambda: room.spot._trainer.steps == 2)
     with torch.no_grad():
         if where == "target":
@@ -169,7 +177,7 @@ def test_nan_discards_the_replica_and_is_never_raised(where: str) -> None:
 
 @pytest.mark.slow
 def test_a_probe_tells_a_broken_drafter_from_a_sound_one_and_leaves_no_trace() -> None:
-    room = Room()
+    room = SpotSetup()
     room.train(lambda: room.spot._trainer.steps == 20)
     trained = room.spot._trainer.weights()
     before = room.tensors()
@@ -207,7 +215,7 @@ def test_broken_and_outdated_replicas_are_left_out() -> None:
 
 
 def test_a_stretch_reports_what_it_did() -> None:
-    room = Room()
+    room = SpotSetup()
     report = room.train(lambda: room.spot._trainer.steps == 2)
     assert report.num_steps == 2
     assert report.num_tokens > 0
