@@ -28,7 +28,7 @@ from support.fakes import do_without
 
 
 def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
-    """Steps of so many seconds of rollout, and some of everything else."""
+    """Steps of the given seconds of rollout, and `others` seconds of everything else."""
     rows = [
         {
             "timing_s/rollout": rollout,
