@@ -1,4 +1,4 @@
-"""Several workers on Ray: the texts and the learning of one, whoever is killed.
+"""Several workers on Ray write and learn what one does, also when workers are killed.
 
 In float64, where the sum of two workers' gradients is one worker's as far as texts can tell.
 """
