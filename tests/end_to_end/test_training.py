@@ -146,7 +146,9 @@ def test_the_summary_is_shown_again_and_nothing_is_done_when_all_steps_are(
     before = _files(workshop.path / "done")
     said = workshop.train("done", *DONE)
     assert said.code == 0
-    assert said.err == f"{workshop.path / 'done'}: its 3 steps are done; raise run.steps to go on\n"
+    assert (
+        said.err == f"{workshop.path / 'done'}: its 3 steps are done; raise run.steps to continue\n"
+    )
     assert f"{workshop.summary('done')['reward_after']:.3f} after 3 steps" in said.out
     assert str(workshop.policy("done", STEPS)) in said.out
     assert _files(workshop.path / "done") == before

@@ -11,7 +11,7 @@ from end_to_end.workshop import Workshop, build, write_lines
 from longtail.model.hf.model import load_model
 from longtail.run.checkpoint import RunDirectory
 
-BEFORE_A_STEP = "stopped before the first step was complete; the same command begins again"
+BEFORE_A_STEP = "stopped before the first step was complete; the same command starts again"
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_error(workshop: Works
     assert said.code == 1
     assert "all 8 completions" in said.err
     assert "ValueError: this reward is broken (rewards.py" in said.err
-    assert "mend reward.name = 'end_to_end.rewards:hopeless'" in said.err
+    assert "fix reward.name = 'end_to_end.rewards:hopeless'" in said.err
     assert "Traceback" not in said.err
     assert not (workshop.path / "hopeless" / "summary.json").exists()
 

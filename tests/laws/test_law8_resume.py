@@ -88,7 +88,7 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     _interrupt_at(EVALUATED + 2 * GRADED + 5)  # in step 3, which then completes
     stopped = workshop.train("parts", *words)
     assert stopped.code == 130
-    assert "stopped after step 3; the same command goes on from there" in stopped.err
+    assert "stopped after step 3; the same command continues from there" in stopped.err
     assert workshop.steps_saved("parts") == [3]
     resumed = workshop.train("parts", *words)
     assert resumed.code == 0

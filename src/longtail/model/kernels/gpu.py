@@ -1,46 +1,39 @@
-"""The decoder's small operations on a GPU: PyTorch's, but for the cache of a drafter.
+"""The decoder's small operations on a GPU: PyTorch's, except for a drafter's cache.
 
-A drafter's window is a row of a contiguous cache. A row is a page, so whoever writes and reads
-pages does so with rows; nothing waits for the host, and a whole draft is launched without a look
-at it.
+A drafter's window is a row of a contiguous cache. Each row is one page, so the page kernels store
+and attend. Nothing waits for the device, so a whole draft is launched without synchronising.
 """
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from longtail.model.kernels.ops import Places, TorchKernels
+from longtail.model.attention import Heads, KVHeads
+from longtail.model.kernels.ops import Indices, Places, Rows, TorchKernels
 from longtail.model.kernels.pages import PageKernels, Pages, Tiles
 
 
 class GpuKernels(TorchKernels):
-    """No gradients; dtypes are those of the pages. `triton_small` does the rest faster."""
+    """Kernels without gradients, for the dtypes of the page kernels."""
 
     def __init__(self, pages: PageKernels) -> None:
         self._pages = pages
 
     def store_rows(
         self,
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        rows: Int[Tensor, "tokens"],
-        slots: Int[Tensor, "tokens"],
+        keys: KVHeads,
+        values: KVHeads,
+        key_rows: Rows,
+        value_rows: Rows,
+        rows: Indices,
+        slots: Indices,
     ) -> None:
-        """Write into one page a row."""
+        """Store into pages of one row each."""
         addresses = rows * key_rows.shape[1] + slots
         self._pages.store(keys, values, Pages(key_rows, value_rows), addresses)
 
     def attend_rows(
-        self,
-        queries: Float[Tensor, "tokens heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        places: Places,
-        window: int,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Attend over one page a row, every token by itself."""
+        self, queries: Heads, key_rows: Rows, value_rows: Rows, places: Places, window: int
+    ) -> Heads:
+        """Attend over pages of one row each, in tiles of one token."""
         device = queries.device
         tables = torch.arange(len(key_rows), dtype=torch.int32, device=device)[:, None]
         tokens = torch.arange(len(queries), device=device)
