@@ -73,6 +73,7 @@ chaos: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/house/language.py
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 

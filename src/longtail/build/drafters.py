@@ -88,7 +88,7 @@ def read_drafter(
     if name == HISTORY:
         return None
     if embedded == TINY_REASONER:
-        path = taught(target, recipe or "eagle1", log, field=field)
+        path = trained_drafter(target, recipe or "eagle1", log, field=field)
     else:
         path = Path(name)
     if not path.is_dir():
@@ -170,7 +170,7 @@ def _is_model(path: Path) -> bool:
         return False
 
 
-def taught(
+def trained_drafter(
     target: Target,
     recipe: str,
     log: Callable[[str], None],
@@ -187,7 +187,7 @@ def taught(
     if recipe not in ("eagle1", "eagle3"):
         raise ConfigError(f"{field} = '{TINY_REASONER}:{recipe}': the recipes are eagle1, eagle3")
 
-    def report(progress: tiny_drafter.Lesson) -> None:
+    def report(progress: tiny_drafter.TrainingProgress) -> None:
         if progress.step % _LOG_EVERY == 0:
             log(progress.line())
 

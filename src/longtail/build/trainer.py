@@ -84,7 +84,7 @@ def model_directory(path: str, log: Callable[[str], None] = to_stderr) -> Path:
     if path != TINY_REASONER:
         return Path(path)
 
-    def report(progress: warmstart.Lesson) -> None:
+    def report(progress: warmstart.TrainingProgress) -> None:
         if progress.step == 1:
             log(f"training the tiny reasoner, once; cached in {cache_directory()}")
         if progress.step % _LOG_EVERY == 0 or progress.step == progress.steps:

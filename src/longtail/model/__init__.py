@@ -1,1 +1,1 @@
-"""The target model: one decoder for every supported family, and its Hugging Face door."""
+"""The target model: one decoder for every supported family, its kernels and Hugging Face files."""

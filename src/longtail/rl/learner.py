@@ -165,7 +165,7 @@ class Learner:
         """Score this rank's micro-batches under the policy before this step's first update."""
         own, extra = self._assigned(batch)
         logprobs: dict[int, Tensor] = {}
-        with torch.no_grad(), metrics.timed("logprob_seconds", self._trained.device):
+        with torch.no_grad(), metrics.timed("logprob", self._trained.device):
             for index in own:
                 packed = batch.micro_batches[index].packed
                 logprobs[index] = self._score(packed, batch.sampling).logprobs
@@ -185,12 +185,12 @@ class Learner:
         (own, extra), device = self._assigned(batch), self._trained.device
         failure: NonFiniteError | None = None
         for index in own:
-            with metrics.timed("logprob_seconds", device):
+            with metrics.timed("logprob", device):
                 output = self._loss(batch, batch.micro_batches[index], old.get(index), metrics)
                 failure = failure or loss_error(
                     self._model, output.loss, self._version, f"the loss (micro-batch {index})"
                 )
-            with metrics.timed("update_seconds", device):
+            with metrics.timed("update", device):
                 torch.autograd.backward(output.loss)
             on_progress(False)
         for _ in range(extra):
@@ -204,7 +204,7 @@ class Learner:
     ) -> None:
         """Sum the gradients of all ranks; NonFiniteError if a loss of any rank is not finite."""
         computed, void = bool(self._assigned(batch)[0]), failure is not None
-        with metrics.timed("update_seconds", self._trained.device):
+        with metrics.timed("update", self._trained.device):
             if self._shards is None:
                 void_ranks = reduce_gradients(
                     self._group, self._model, computed=computed, void=void
@@ -220,7 +220,7 @@ class Learner:
             )
 
     def _update(self, metrics: LearnerMetrics) -> None:
-        with metrics.timed("update_seconds", self._trained.device):
+        with metrics.timed("update", self._trained.device):
             update = self._optimizer.update(self._version)
         metrics.grad_norms.append(update.grad_norm)
         metrics.learning_rate = update.learning_rate

@@ -13,6 +13,8 @@ from longtail.rl.logprobs import TokenScores
 from longtail.rl.loss import LossInputs, LossOutput
 from longtail.types import TrainBatch
 
+Section = Literal["logprob", "update"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerReport:
@@ -93,8 +95,7 @@ class LearnerMetrics:
     num_scored: float = 0.0
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
-    logprob_seconds: float = 0.0
-    update_seconds: float = 0.0
+    seconds: dict[Section, float] = field(default_factory=lambda: {"logprob": 0.0, "update": 0.0})
 
     def add(self, inputs: LossInputs, output: LossOutput, scores: TokenScores) -> None:
         """Count one micro-batch."""
@@ -116,13 +117,11 @@ class LearnerMetrics:
         self.ratio_max = max(self.ratio_max, ratio.max().item())
 
     @contextmanager
-    def timed(
-        self, section: Literal["logprob_seconds", "update_seconds"], device: torch.device
-    ) -> Iterator[None]:
+    def timed(self, section: Section, device: torch.device) -> Iterator[None]:
         """Add the seconds until the device has finished its work to `section`."""
         start = _now(device)
         yield
-        setattr(self, section, getattr(self, section) + _now(device) - start)
+        self.seconds[section] += _now(device) - start
 
     def all_reduce(self, group: ProcessGroup) -> None:
         """Combine the metrics of all ranks: counts are summed, extremes are of all ranks.
@@ -132,7 +131,7 @@ class LearnerMetrics:
         sums = [self.loss, self.entropy, self.clipped, self.capped]
         sums += [self.old_kl, self.reference_kl, self.gap, self.ratio, self.num_scored]
         most = [self.gap_max, self.ratio_max, -self.ratio_min]
-        most += [self.logprob_seconds, self.update_seconds]
+        most += [self.seconds["logprob"], self.seconds["update"]]
         rows = torch.zeros(group.size, len(sums) + len(most), dtype=torch.float64)
         rows[group.rank] = torch.tensor([*sums, *most], dtype=torch.float64)
         group.all_reduce([rows])  # the other rows are zeros here, so this gathers all rows
@@ -140,7 +139,7 @@ class LearnerMetrics:
         self.loss, self.entropy, self.clipped, self.capped = sums[:4]
         self.old_kl, self.reference_kl, self.gap, self.ratio, self.num_scored = sums[4:]
         self.gap_max, self.ratio_max, self.ratio_min = most[0], most[1], -most[2]
-        self.logprob_seconds, self.update_seconds = most[3:]
+        self.seconds = {"logprob": most[3], "update": most[4]}
 
     def report(self, version: int, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Return the means; a step without scored tokens reports zeros and a ratio of 1."""
@@ -167,8 +166,8 @@ class LearnerMetrics:
             rollout_ratio_mean=self.ratio / tokens if scored else 1.0,
             rollout_ratio_min=self.ratio_min if scored else 1.0,
             rollout_ratio_max=self.ratio_max if scored else 1.0,
-            logprob_seconds=self.logprob_seconds,
-            update_seconds=self.update_seconds,
+            logprob_seconds=self.seconds["logprob"],
+            update_seconds=self.seconds["update"],
         )
 
 

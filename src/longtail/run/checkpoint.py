@@ -2,8 +2,7 @@
 
     runs/example/
       config.toml                     resolved configuration, of the newest start
-      metrics.jsonl  rollouts.jsonl  speculation.jsonl
-                                      log files; cut back to the checkpoint on resume
+      metrics.jsonl, rollouts.jsonl   logs, as speculation.jsonl; cut back on resume
       cost.json  report.html          replaced as a whole
       checkpoints/
         step_000010/
@@ -13,9 +12,8 @@
         .new-step_000020/             being written; removed at the next start
       earlier-1/                      logs of an earlier run without a checkpoint
 
-A checkpoint is written under a temporary name, every file and directory is synced, and one rename
-makes it exist. It is complete if all its files have the digests in `state.json`. The contents of
-`tensors` and `state` are the caller's. Nothing is unpickled.
+A checkpoint is written under a temporary name, synced, and renamed. It is complete if its files
+have the digests in `state.json`. Nothing is unpickled.
 """
 
 import errno
@@ -65,9 +63,7 @@ _LOGS = (
     "summary.json", "cost.json", "rollout.png", "report.html",
 )  # fmt: skip
 _FOLDERS = ("checkpoints", "drafter", "tensorboard")
-"""Folders and files of a run besides its configuration."""
-UNWRITABLE = (OSError, SafetensorError)
-"""Exceptions of a failed write of tensors."""
+UNWRITABLE = (OSError, SafetensorError)  # a failed write of tensors
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -103,7 +99,7 @@ class Checkpoint:
     state: Mapping[str, Any]
     """JSON values; floats are exact."""
     run_format: int | None = RUN_FORMAT
-    """`RUN_FORMAT` of the writer; None for versions that recorded none."""
+    """`RUN_FORMAT` of the writer; None if it recorded none."""
 
     @property
     def policy(self) -> Path:

@@ -33,8 +33,8 @@ _MEASURED_DEPTHS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lessons:
-    """Hyperparameters of the training; see LESSONS."""
+class TrainingPlan:
+    """Hyperparameters of the training; see PLANS."""
 
     recipe: Recipe
     layers: tuple[int, ...] = (2, 4, 5)
@@ -52,9 +52,9 @@ class Lessons:
     seed: int = 0
 
 
-LESSONS = {
-    "eagle1": Lessons(recipe="eagle1", unroll_steps=2, steps=400),
-    "eagle3": Lessons(recipe="eagle3", unroll_steps=5, steps=300),
+PLANS = {
+    "eagle1": TrainingPlan(recipe="eagle1", unroll_steps=2, steps=400),
+    "eagle3": TrainingPlan(recipe="eagle3", unroll_steps=5, steps=300),
 }
 """Best settings found for each recipe within half a minute of training.
 
@@ -64,10 +64,10 @@ after training on two. Features of eagle3 drift beyond the trained depths.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class TrainingProgress:
     """Progress of the training after one step.
 
-    Example: Lesson(step=10, steps=240, seconds=21.4, report=report)
+    Example: TrainingProgress(step=10, steps=240, seconds=21.4, report=report)
     """
 
     step: int
@@ -85,41 +85,43 @@ class Lesson:
 
 
 def train(
-    lessons: Lessons,
+    plan: TrainingPlan,
     target_directory: Path,
     place: Path,
-    on_progress: Callable[[Lesson], None] | None = None,
+    on_progress: Callable[[TrainingProgress], None] | None = None,
 ) -> None:
     """Train a drafter of the model in `target_directory` and write it to `place`."""
     began = time.perf_counter()
     tokenizer = load_tokenizer(target_directory)
-    texts = _write(lessons, target_directory, tokenizer)
-    learned, heldout = texts[lessons.heldout :], texts[: lessons.heldout]
+    texts = _write(plan, target_directory, tokenizer)
+    learned, heldout = texts[plan.heldout :], texts[: plan.heldout]
     target = load_model(target_directory, torch.float32)  # not the engine's, which is packed
     target.fuse()
     config = EagleConfig(
-        recipe=lessons.recipe,
+        recipe=plan.recipe,
         target=target.config,
-        layers=lessons.layers if lessons.recipe == "eagle3" else (),
-        window=lessons.window,
+        layers=plan.layers if plan.recipe == "eagle3" else (),
+        window=plan.window,
     )
-    sample = pack_texts(learned[:16], lessons.batch_tokens)[0]
-    generator = torch.Generator().manual_seed(lessons.seed)
+    sample = pack_texts(learned[:16], plan.batch_tokens)[0]
+    generator = torch.Generator().manual_seed(plan.seed)
     layer = fresh_drafter(config, target, sample, generator)
-    trainer = DrafterTrainer(layer, target, _settings(lessons))
-    batches = TextBatches(learned, lessons.batch_tokens, lessons.seed)
+    trainer = DrafterTrainer(layer, target, _settings(plan))
+    batches = TextBatches(learned, plan.batch_tokens, plan.seed)
     num_tokens = 0
-    for step in range(1, lessons.steps + 1):
-        report = trainer.step(pack_texts(batches.take(), lessons.batch_tokens))
+    for step in range(1, plan.steps + 1):
+        report = trainer.step(pack_texts(batches.take(), plan.batch_tokens))
         num_tokens += report.num_tokens
         if on_progress is not None:
             seconds = time.perf_counter() - began
-            on_progress(Lesson(step=step, steps=lessons.steps, seconds=seconds, report=report))
+            on_progress(
+                TrainingProgress(step=step, steps=plan.steps, seconds=seconds, report=report)
+            )
     depths = trainer.evaluate(pack_texts(heldout, 4096), _MEASURED_DEPTHS)
     record = TrainingRecord(
-        steps=lessons.steps,
+        steps=plan.steps,
         tokens=num_tokens,
-        unroll_steps=lessons.unroll_steps,
+        unroll_steps=plan.unroll_steps,
         agreement=depths.agreement,
         overlap=depths.overlap,
         accept_len=depths.accept_len,
@@ -129,7 +131,7 @@ def train(
 
 def ensure(
     target_directory: Path,
-    on_progress: Callable[[Lesson], None] | None = None,
+    on_progress: Callable[[TrainingProgress], None] | None = None,
     cache_dir: Path | str | None = None,
     recipe: str = "eagle1",
 ) -> Path:
@@ -137,45 +139,45 @@ def ensure(
 
     It lies under `cache_dir`, else in the user's cache.
     """
-    lessons = LESSONS[recipe]
+    plan = PLANS[recipe]
     return build_once(
         _NAME,
-        f"{recipe}-{_digest(lessons, target_directory)}",
-        lambda path: train(lessons, target_directory, path, on_progress),
+        f"{recipe}-{_digest(plan, target_directory)}",
+        lambda path: train(plan, target_directory, path, on_progress),
         cache_dir,
     )
 
 
-def _write(lessons: Lessons, directory: Path, tokenizer: Tokenizer) -> list[Example]:
+def _write(plan: TrainingPlan, directory: Path, tokenizer: Tokenizer) -> list[Example]:
     """Return completions of the tiny reasoner, those of held-out problems first."""
     rows: Sequence[dict] = [
-        *task.problems(lessons.heldout, lessons.seed, "heldout"),
-        *task.problems(lessons.problems, lessons.seed, "train"),
+        *task.problems(plan.heldout, plan.seed, "heldout"),
+        *task.problems(plan.problems, plan.seed, "train"),
     ]
     prompts = [tokenizer.chat(row["prompt"]) for row in rows]
-    longest = max(map(len, prompts)) + lessons.max_tokens
+    longest = max(map(len, prompts)) + plan.max_tokens
     limits = EngineLimits(max_running=128, max_step_tokens=512, max_len=longest)
     engine = RolloutEngine(load_model(directory, torch.float32), tokenizer.decode, limits)
-    sampling = SamplingParams(max_tokens=lessons.max_tokens, stop_token_ids=tokenizer.eos_ids)
-    return write_texts(engine.generate, prompts, sampling, samples=1, seed=lessons.seed)
+    sampling = SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=tokenizer.eos_ids)
+    return write_texts(engine.generate, prompts, sampling, samples=1, seed=plan.seed)
 
 
-def _settings(lessons: Lessons) -> TrainerSettings:
+def _settings(plan: TrainingPlan) -> TrainerSettings:
     return TrainerSettings(
-        unroll_steps=lessons.unroll_steps,
+        unroll_steps=plan.unroll_steps,
         optimizer=OptimizerSettings(
-            learning_rate=lessons.learning_rate,
+            learning_rate=plan.learning_rate,
             schedule="cosine",
-            warmup_steps=lessons.warmup_steps,
-            total_steps=lessons.steps,
+            warmup_steps=plan.warmup_steps,
+            total_steps=plan.steps,
         ),
-        matrix_rate=lessons.matrix_rate,
+        matrix_rate=plan.matrix_rate,
         autocast=True,
     )
 
 
-def _digest(lessons: Lessons, target_directory: Path) -> str:
+def _digest(plan: TrainingPlan, target_directory: Path) -> str:
     """Return a digest of what determines the weights: settings, target, source of the task."""
-    digest = hashlib.sha256(repr((asdict(lessons), target_directory.name)).encode())
+    digest = hashlib.sha256(repr((asdict(plan), target_directory.name)).encode())
     digest.update(Path(task.__file__).read_bytes())
     return digest.hexdigest()[:16]

@@ -43,10 +43,10 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class TrainingProgress:
     """Progress of the warm start after one step.
 
-    Example: Lesson(step=10, steps=600, num_tokens=19_000, seconds=1.4, report=report)
+    Example: TrainingProgress(step=10, steps=600, num_tokens=19_000, seconds=1.4, report=report)
     """
 
     step: int
@@ -79,8 +79,8 @@ def load_tokenizer() -> hf_tokenizer.Tokenizer:
         return hf_tokenizer.load_tokenizer(directory)
 
 
-def teach(
-    recipe: Recipe, directory: Path, on_progress: Callable[[Lesson], None] | None = None
+def train(
+    recipe: Recipe, directory: Path, on_progress: Callable[[TrainingProgress], None] | None = None
 ) -> None:
     """Train a fresh model and write it as a Hugging Face directory."""
     words = load_tokenizer()
@@ -100,7 +100,7 @@ def teach(
         num_tokens += report.num_tokens
         if on_progress is not None:
             on_progress(
-                Lesson(
+                TrainingProgress(
                     step=step,
                     steps=recipe.steps,
                     num_tokens=num_tokens,
@@ -114,7 +114,7 @@ def teach(
 
 def ensure(
     cache_dir: Path | str | None = None,
-    on_progress: Callable[[Lesson], None] | None = None,
+    on_progress: Callable[[TrainingProgress], None] | None = None,
     recipe: Recipe | None = None,
 ) -> Path:
     """Return the directory of the trained model in `cache_dir`, by default the user's cache.
@@ -123,7 +123,7 @@ def ensure(
     """
     recipe = recipe or Recipe()
     return build_once(
-        SOURCE, _digest(recipe), lambda path: teach(recipe, path, on_progress), cache_dir
+        SOURCE, _digest(recipe), lambda path: train(recipe, path, on_progress), cache_dir
     )
 
 

@@ -117,10 +117,10 @@ def test_the_model_and_its_drafter_are_made_once_and_drafts_change_no_text(
         sampling=SamplingParams(),
         drafters={"eagle3": make_drafter},
     )
-    rows = coupling(subject, prompts, temperatures=(0.0, 1.0), max_tokens=8, depth=3)
+    rows = coupling(subject, prompts, temperatures=(0.0, 1.0), max_tokens=8)
     assert [row.temperature for row in rows] == [0.0, 1.0]
     assert rows[0].entropy == 0.0
-    assert rows[0].coupled == rows[0].uncoupled, "greedy decoding hears no noise"
+    assert rows[0].coupled == rows[0].uncoupled, "greedy decoding has no noise"
     assert rows[1].entropy > 1.0
     for row in rows:
         assert row.differing_share == 0.0

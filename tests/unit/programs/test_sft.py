@@ -129,12 +129,12 @@ RECIPE = warmstart.Recipe(num_examples=64, steps=2, batch_tokens=256, autocast=F
 
 
 def test_the_warm_start_is_taught_once_and_kept(tmp_path):
-    lessons = []
-    first = warmstart.ensure(tmp_path, lessons.append, RECIPE)
-    assert [lesson.step for lesson in lessons] == [1, 2]
-    assert "1/2" in lessons[0].line()
-    assert warmstart.ensure(tmp_path, lessons.append, RECIPE) == first
-    assert len(lessons) == 2
+    plan = []
+    first = warmstart.ensure(tmp_path, plan.append, RECIPE)
+    assert [each.step for each in plan] == [1, 2]
+    assert "1/2" in plan[0].line()
+    assert warmstart.ensure(tmp_path, plan.append, RECIPE) == first
+    assert len(plan) == 2
     assert load_config(first) == tiny.model_config()
     assert load_tokenizer(first).vocab_size == tiny.model_config().vocab_size
     assert [path.name for path in first.parent.iterdir()] == [first.name]
@@ -150,7 +150,7 @@ def test_a_warm_start_that_fails_leaves_nothing(tmp_path):
     class Stopped(Exception):  # noqa: N818
         pass
 
-    def stop(_: warmstart.Lesson) -> None:
+    def stop(_: warmstart.TrainingProgress) -> None:
         raise Stopped
 
     with pytest.raises(Stopped):
@@ -163,8 +163,8 @@ def test_a_warm_start_that_fails_leaves_nothing(tmp_path):
 def test_of_two_that_teach_at_once_one_result_stays(tmp_path):
     inner = []
 
-    def meanwhile(lesson: warmstart.Lesson) -> None:
-        if lesson.step == 1:  # another process begins and is faster
+    def meanwhile(progress: warmstart.TrainingProgress) -> None:
+        if progress.step == 1:  # another process begins and is faster
             inner.append(warmstart.ensure(tmp_path, None, RECIPE))
 
     outer = warmstart.ensure(tmp_path, meanwhile, RECIPE)

@@ -8,18 +8,18 @@ from longtail.drafter.formats.checkpoint import load_drafter
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.tiny import drafter, warmstart
-from longtail.tiny.drafter import Lesson, Lessons
+from longtail.tiny.drafter import TrainingPlan, TrainingProgress
 
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An untaught tiny reasoner, and lessons of a second."""
+    """An untaught tiny reasoner, and plan of a second."""
     short = {"problems": 6, "heldout": 2, "max_tokens": 24, "steps": 2}
-    lessons = {
-        "eagle1": Lessons(recipe="eagle1", unroll_steps=2, **short),
-        "eagle3": Lessons(recipe="eagle3", unroll_steps=3, **short),
+    plan = {
+        "eagle1": TrainingPlan(recipe="eagle1", unroll_steps=2, **short),
+        "eagle3": TrainingPlan(recipe="eagle3", unroll_steps=3, **short),
     }
-    monkeypatch.setattr(drafter, "LESSONS", lessons)
+    monkeypatch.setattr(drafter, "PLANS", plan)
     directory, tokenizer = tmp_path / "reasoner", warmstart.load_tokenizer()
     save_model(warmstart.fresh(0), directory, eos_ids=tokenizer.eos_ids)
     tokenizer.save(directory)
@@ -29,9 +29,9 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_it_is_trained_once_and_found_again(target: Path, tmp_path: Path, recipe: str) -> None:
-    told: list[Lesson] = []
+    told: list[TrainingProgress] = []
     first = drafter.ensure(target, told.append, cache_dir=tmp_path, recipe=recipe)
-    assert [lesson.step for lesson in told] == [1, 2]
+    assert [each.step for each in told] == [1, 2]
     assert "expected accept length" in told[0].line()
     assert drafter.ensure(target, told.append, cache_dir=tmp_path, recipe=recipe) == first
     assert len(told) == 2

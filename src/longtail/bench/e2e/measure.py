@@ -187,7 +187,7 @@ def measure(
 
 
 def differing_share(one: ArmResult, other: ArmResult) -> float:
-    """Share of the texts that differ."""
+    """Return the share of the texts that differ."""
     both = one.texts.keys() & other.texts.keys()
     return sum(one.texts[name] != other.texts[name] for name in both) / max(len(both), 1)
 
@@ -207,8 +207,8 @@ def grow(small: Path, place: Path) -> tuple[Path, Path]:
 
 def _random_drafter(model: Path, place: Path) -> Path:
     """Write a drafter with random weights."""
-    lessons = replace(tiny_drafter.LESSONS["eagle1"], problems=4, heldout=1, steps=0)
-    tiny_drafter.train(lessons, model, place)
+    plan = replace(tiny_drafter.PLANS["eagle1"], problems=4, heldout=1, steps=0)
+    tiny_drafter.train(plan, model, place)
     return place
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from longtail.bench.common import grown, textmodel
 from longtail.bench.common.process import Log
-from longtail.build.drafters import Target, taught
+from longtail.build.drafters import Target, trained_drafter
 from longtail.build.trainer import TINY_REASONER, model_directory
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleLayer
@@ -114,7 +114,7 @@ def tiny_reasoner(
     layers = {}
     for recipe in drafters:
         if recipe != "history":
-            path = taught(target, recipe, log)
+            path = trained_drafter(target, recipe, log)
             loaded = load_drafter(path, model, tokenizer, strict_weights=False, dtype=dtype)
             layers[recipe] = loaded.layer
     return target, layers
