@@ -7,7 +7,7 @@ to their next step.
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -164,10 +164,10 @@ class FakeWorker:
             if self._is_stopped:
                 raise Stopped
         completions = tuple(self._completion(request) for request in shard)
-        numbers = {"num_generated": float(sum(len(each.tokens) for each in completions))}
+        num_generated = sum(len(each.tokens) for each in completions)
         return ShardResult(
             completions=completions,
-            report=RolloutMeter(numbers).report(),
+            report=replace(RolloutMeter().report(), num_generated=num_generated),
             series=None,
             costs=None,
             initial_costs=None,
