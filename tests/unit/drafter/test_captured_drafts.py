@@ -1,4 +1,4 @@
-"""Drafts whose passes are replayed from graphs are those of passes that run as they are."""
+"""Drafts from captured passes equal those from eager passes."""
 
 import random
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def eagle3(model: Transformer) -> Drafter:
 
 
 def kept(drafter: Drafter) -> list[Tensor]:
-    """Keys and values of all that was ever drafted for; padding writes behind them."""
+    """Return all stored keys and values; padding writes after them."""
     if isinstance(drafter, EagleDrafter):
         return [each[:, :-1] for each in (drafter.windows.keys, drafter.windows.values)]
     assert isinstance(drafter, ModelDrafter)
@@ -68,7 +68,7 @@ def kept(drafter: Drafter) -> list[Tensor]:
 
 
 def num_replays(drafter: Drafter, depth: int) -> int:
-    """Pairs, roots, and each further level; a small model reads and scores in turn."""
+    """Return the number of captured functions: pairs, roots and levels, or reading and scoring."""
     return 2 + (depth - 1) if isinstance(drafter, EagleDrafter) else 2 * depth
 
 
@@ -79,8 +79,10 @@ def other_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("make", [eagle1, eagle3, ModelDrafter], ids=["eagle1", "eagle3", "model"])
-def test_captured_passes_draft_the_same(make: Callable[[Transformer], Drafter], monkeypatch):
-    """Requests come, grow and leave: rows are taken over, and moved when there are too few; windows
+def test_captured_and_eager_passes_draft_the_same(
+    make: Callable[[Transformer], Drafter], monkeypatch
+):
+    """Requests start, grow and end: rows are reused and reallocated; windows
     slide. Those that are new have most to catch up on. In the middle come other weights.
     """
     rng, backend = random.Random(1), FakeGraphs()

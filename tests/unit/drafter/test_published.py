@@ -1,4 +1,4 @@
-"""Published drafters become ours, or the tensor that does not fit is named."""
+"""Published drafters are imported exactly, or refused by the tensor that does not fit."""
 
 import json
 from collections.abc import Callable
@@ -49,7 +49,9 @@ def three_taps(tmp_path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-def test_a_head_of_another_shape_and_vocabulary_is_taken_as_it_is(tmp_path, target, three_taps):
+def test_a_drafter_of_another_shape_and_vocabulary_is_imported_unchanged(
+    tmp_path, target, three_taps
+):
     config, tensors = three_taps
     loaded = load(lay(tmp_path / "p", config, tensors), target)
     own = loaded.layer.config
@@ -62,7 +64,7 @@ def test_a_head_of_another_shape_and_vocabulary_is_taken_as_it_is(tmp_path, targ
     assert (shape.intermediate_size, shape.norm_eps, shape.rope.theta) == (40, 1e-5, 5e5)
 
 
-def test_it_scores_as_an_independent_reader_of_its_own_files(tmp_path, target, three_taps):
+def test_an_imported_drafter_scores_like_an_independent_reader(tmp_path, target, three_taps):
     config, tensors = three_taps
     loaded = load(lay(tmp_path / "p", config, tensors), target, dtype=torch.float64)
     text = lay_out([tuple(range(5, 45))], [1])
@@ -84,7 +86,7 @@ def test_it_scores_as_an_independent_reader_of_its_own_files(tmp_path, target, t
     torch.testing.assert_close(theirs[:, list(DRAFT_IDS)], mine, rtol=0, atol=1e-12)
 
 
-def test_its_scale_is_moved_by_a_power_of_two_and_nothing_is_lost(tmp_path, target, three_taps):
+def test_the_scale_is_moved_by_a_power_of_two_without_loss(tmp_path, target, three_taps):
     config, tensors = three_taps
     loaded = load(lay(tmp_path / "p", config, tensors), target)
     scale = torch.tensor(loaded.layer.config.feature_scale)
@@ -93,7 +95,7 @@ def test_its_scale_is_moved_by_a_power_of_two_and_nothing_is_lost(tmp_path, targ
     assert torch.equal(loaded.layer.fc.weight, tensors["fc.weight"])
 
 
-def test_it_drafts_learns_is_saved_and_goes_out_again(tmp_path, target, three_taps):
+def test_an_imported_drafter_drafts_trains_saves_and_exports(tmp_path, target, three_taps):
     path = lay(tmp_path / "p", *three_taps)
     (drafter,) = open_drafters(str(path), target, print)
     assert drafter.taps.layers == (1, 2, 4)
@@ -106,7 +108,7 @@ def test_it_drafts_learns_is_saved_and_goes_out_again(tmp_path, target, three_ta
     texts = [lay_out([tuple(range(5, 60)), tuple(range(90, 60, -1))], [3, 3])]
     losses = [trainer.step(texts).loss for _ in range(4)]
     assert losses[-1] < losses[0]
-    assert torch.equal(loaded.head, before)  # its head is never learned
+    assert torch.equal(loaded.head, before)  # its head is never trained
     loaded.save(tmp_path / "ours")
     (again,) = open_drafters(str(tmp_path / "ours"), target, print)
     assert again.taps == drafter.taps
@@ -120,7 +122,7 @@ def test_it_drafts_learns_is_saved_and_goes_out_again(tmp_path, target, three_ta
         assert torch.equal(kept["lm_head.weight"], before.float())
 
 
-def test_speculators_wrap_the_same_layer_and_norm_before_the_residual_unless_they_say(
+def test_speculators_norm_before_the_residual_unless_the_config_differs(
     tmp_path, target, three_taps
 ):
     config, tensors = three_taps
@@ -141,7 +143,7 @@ def test_speculators_wrap_the_same_layer_and_norm_before_the_residual_unless_the
     at_work(replace(usual, head=usual.head.float()), target)
 
 
-def test_biases_of_zero_and_tables_that_follow_are_passed_over(tmp_path, target, three_taps):
+def test_zero_biases_and_derived_tables_are_ignored(tmp_path, target, three_taps):
     config, tensors = three_taps
     tensors = {**tensors, "fc.bias": torch.zeros(HIDDEN)}
     tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
@@ -185,16 +187,14 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
         (lambda c, t: t.update({"lm_head.weight": torch.ones(5, HIDDEN)}), "lm_head.weight has"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
-    tmp_path, target, three_taps, change: Change, message: str
-):
+def test_a_misfit_is_refused_by_name(tmp_path, target, three_taps, change: Change, message: str):
     config, tensors = three_taps
     change(config, tensors)
     with pytest.raises(ConfigError, match=message):
         load(lay(tmp_path / "p", config, tensors), target)
 
 
-def test_an_eagle1_head_must_be_read_by_the_targets_own(tmp_path, target):
+def test_an_eagle1_drafter_must_have_the_targets_head(tmp_path, target):
     config, tensors = published_eagle3()
     del config["draft_vocab_size"]
     width = HIDDEN
@@ -213,7 +213,7 @@ def test_an_eagle1_head_must_be_read_by_the_targets_own(tmp_path, target):
         load(lay(tmp_path / "p", config, kept), target)
 
 
-def test_ids_of_layers_mean_what_the_caller_says_they_do(target, three_taps):
+def test_layer_ids_follow_the_given_convention(target, three_taps):
     config, tensors = three_taps
     plain = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
     for convention, layers in (("auto", (1, 2, 4)), ("input", (1, 2, 4)), ("output", (2, 3, 5))):
@@ -221,7 +221,7 @@ def test_ids_of_layers_mean_what_the_caller_says_they_do(target, three_taps):
         assert found.config.layers == layers
 
 
-def test_a_window_is_what_the_files_say_unless_another_is_asked_for(tmp_path, target, three_taps):
+def test_the_window_of_the_files_is_used_unless_another_is_given(tmp_path, target, three_taps):
     config, tensors = three_taps
     path = lay(tmp_path / "p", config, tensors)
     assert load(path, target).layer.config.window == 0
