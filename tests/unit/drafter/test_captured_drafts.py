@@ -20,7 +20,7 @@ from longtail.speculation.drafter import Draftable, Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree
 from longtail.types import SamplingParams
-from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, show, text
+from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, observe, text
 from support.fake_graphs import FakeGraphs
 from support.tiny_models import tiny_model
 
@@ -68,7 +68,7 @@ def kept(drafter: Drafter) -> list[Tensor]:
 
 
 def num_replays(drafter: Drafter, depth: int) -> int:
-    """Return the number of captured functions: pairs, roots and levels, or reading and scoring."""
+    """Return the replays of a round: prefill, root and levels, or read and score by level."""
     return 2 + (depth - 1) if isinstance(drafter, EagleDrafter) else 2 * depth
 
 
@@ -110,7 +110,7 @@ def test_captured_and_eager_passes_draft_the_same(
         for drafter in (plain, captured) if make is not ModelDrafter else ():
             for name, tokens in texts.items():
                 features = features_of(plain_model, plain, tokens[:-1])
-                show(drafter, name, tokens, features, told.get(name, 0), len(tokens) - 1)
+                observe(drafter, name, tokens, features, told.get(name, 0), len(tokens) - 1)
         shape, before = (CHAIN, BEAM)[number % 2], backend.num_replays
         found = propose(captured, texts, shape)
         assert_same_drafts(found, propose(plain, texts, shape))

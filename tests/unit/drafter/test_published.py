@@ -12,7 +12,7 @@ from torch import Tensor
 from longtail.build.drafters import Target, at_work, open_drafters
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.formats.layout_reader import LayoutReader
-from longtail.drafter.formats.published import load_published, translate
+from longtail.drafter.formats.published import ImportOptions, load_published, translate
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import ConfigError
 from longtail.model.attention import PackedAttention
@@ -217,7 +217,9 @@ def test_layer_ids_follow_the_given_convention(target, three_taps):
     config, tensors = three_taps
     plain = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
     for convention, layers in (("auto", (1, 2, 4)), ("input", (1, 2, 4)), ("output", (2, 3, 5))):
-        found = translate(fields(config), plain, target.model.config, layer_ids=convention)
+        found = translate(
+            fields(config), plain, target.model.config, ImportOptions(layer_ids=convention)
+        )
         assert found.config.layers == layers
 
 
@@ -225,6 +227,6 @@ def test_the_window_of_the_files_is_used_unless_another_is_given(tmp_path, targe
     config, tensors = three_taps
     path = lay(tmp_path / "p", config, tensors)
     assert load(path, target).layer.config.window == 0
-    assert load(path, target, window=24).layer.config.window == 24
+    assert load(path, target, options=ImportOptions(window=24)).layer.config.window == 24
     config |= {"layer_types": ["sliding_attention"], "sliding_window": 40}
     assert load(lay(tmp_path / "q", config, tensors), target).layer.config.window == 40
