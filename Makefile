@@ -7,11 +7,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MINUTES ?= 10
 
-.PHONY: help install quickstart test fuzz chaos lint format bench docs clean
+.PHONY: help install quickstart test test-fast test-min coverage fuzz chaos lint format bench docs clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
 	@echo "make test         the whole test suite"
+	@echo "make test-fast    the tests not marked slow, in about a minute"
+	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
+	@echo "make coverage     the whole test suite with its coverage, which has a floor"
 	@echo "make fuzz         random input to every reader for MINUTES=10"
 	@echo "make chaos        kill workers and drivers of small runs for MINUTES=20, compare texts"
 	@echo "make install      environment in $(VENV), package and development tools"
@@ -34,9 +37,29 @@ quickstart: install
 	$(BIN)/longtail train quickstart
 	$(BIN)/longtail bench e2e --arms off,spot --steps 3 --plot runs/quickstart/tail.png
 
-# One compute thread a test process: two of them and two OpenMP threads each would fight.
+# One OpenMP thread for each of two test processes. A process that has no test left takes over half
+# of the other's, so tests of one file mostly stay together and share their fixtures.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(PYTEST)
+
+test-fast: install
+	$(PYTEST) -m "not slow"
+
+coverage: install
+	$(PYTEST) --cov --cov-report=term:skip-covered
+
+# Its own environment, since the oldest versions must not replace those of $(VENV).
+test-min: BIN := $(VENV)-min/bin
+test-min: $(VENV)-min/.installed
+	$(PYTEST) -m "not slow"
+
+$(VENV)-min/.installed: pyproject.toml constraints-min.txt
+	test -x $(VENV)-min/bin/python || $(PYTHON) -m venv $(VENV)-min
+	$(VENV)-min/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints-min.txt -e '.[dev]'
+	@touch $@
 
 fuzz: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/campaign.py --minutes $(MINUTES)
@@ -70,4 +93,4 @@ docs: install
 	$(BIN)/python -m longtail.cli.docs docs/cli.md
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-min .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage build dist

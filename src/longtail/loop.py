@@ -1,70 +1,127 @@
-"""Reinforcement learning, the whole system on one page.
+"""Reinforcement learning: the training loop of `longtail train`.
 
-    source --Prompt--> workers --Completion--> grader --Rollout--> batches --> workers
-                       (generate)                                              (learn, publish)
+    prompts --> requests --> rollout --> grade --> batches --> learn --> publish --> next step
+                             engines     graders              learners   learner -> engines
 
-The `WorkerGroup` is one worker in this process or many in others: each has an engine and a share of
-the learner, and trains the drafter while it would be idle. Records flow one way; no part holds a
-reference to the next. A step is complete when its weights are published. A checkpoint is the state
-between two steps, so whatever interrupts a step costs that step only, and a resumed run is the run
-that was not interrupted.
+`TrainingStep.run` is the algorithm. `Trainer` repeats it, and records, evaluates and saves between
+steps. The engines and learners run on a group of workers, one in this process or several in others,
+which also train the drafter while they would be idle. A step is complete when its weights are
+published. A checkpoint is the state between two steps, so an interruption costs one step at most,
+and a resumed run continues exactly like an uninterrupted one.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
-from longtail.build.trainer import assemble, model_directory
+from longtail.build.trainer import TrainerComponents, assemble, model_directory
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutResult
 from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile
 from longtail.config.rl import RunConfig
-from longtail.engine.rollout_log import EVALUATION, TRAINING
-from longtail.errors import GradingError, NonFiniteError
+from longtail.errors import NonFiniteError
 from longtail.report.page import report_if_possible
 from longtail.rl.advantage import keep_informative, shaped_rewards
-from longtail.rl.data.requests import Asked, eval_requests, probe_requests, regroup, train_requests
+from longtail.rl.data.requests import RequestBatch, regroup, train_requests
 from longtail.rl.grading.pool import Graded, GraderPool
-from longtail.rl.learner import LearnerState
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_mini_batches
+from longtail.run import summary
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
-from longtail.run.drafter_store import INITIAL, DrafterStore
+from longtail.run.evaluation import Evaluator, grade
 from longtail.run.logger import RunLogger
 from longtail.run.metrics import Stopwatch
-from longtail.run.step_metrics import step_metrics
-from longtail.run.summary import finished_summary, read_metrics, summarize_run
+from longtail.run.state import StateSaver
+from longtail.run.step_metrics import StepRecord
 from longtail.system.device import set_threads, threads_each
 from longtail.system.interrupt import Interrupted, Interruption
-from longtail.types import Completion, Group, TrainBatch
+from longtail.types import Group, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerState:
-    """Where a run stands between two steps; with the learner's state, all that a resume needs."""
+class TrainingStep:
+    """The algorithm: one on-policy step from prompts to published weights."""
 
-    step: int
-    """Steps completed."""
-    cursor: Mapping[str, Any]
-    """Of the prompt source."""
-    seconds: float
-    """Wall time of earlier sittings."""
-    warm_start_s: float
+    config: RunConfig
+    components: TrainerComponents
+    grader: GraderPool
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def run(self, step: int) -> StepRecord:
+        """Make one training step and return its records."""
+        self.watch.lap()
+        requests = self._requests()
+        rollout = self._rollout(step, requests)
+        graded = self._grade(requests, rollout)
+        groups = regroup(graded.rollouts)
+        learned = self.components.workers.learn(self._batches(groups))
+        self._publish()
+        return StepRecord(
+            rollout=rollout,
+            graded=graded,
+            groups=groups,
+            learned=learned,
+            seconds=self.watch.lap(),
+        )
+
+    def _requests(self) -> RequestBatch:
+        """Return `group_size` requests for each of the next prompts."""
+        return train_requests(
+            self.components.source.take(self.config.rollout.prompts_per_step),
+            samples=self.config.rollout.group_size,
+            seed=self.config.run.seed,
+            sampling=self.components.sampling,
+        )
+
+    def _rollout(self, step: int, requests: RequestBatch) -> RolloutResult:
+        """Generate the completions; idle workers train the drafter on them."""
+        with self.watch.section("rollout"):
+            return self.components.workers.rollout(step, requests.requests)
+
+    def _grade(self, requests: RequestBatch, rollout: RolloutResult) -> Graded:
+        """Reward the completions, in the grader processes."""
+        with self.watch.section("reward"):
+            return grade(self.grader, self.config.reward.name, requests, rollout.completions)
+
+    def _batches(self, groups: Sequence[Group]) -> list[TrainBatch]:
+        """Return the rollouts with their advantages, packed into mini-batches."""
+        config, loss = self.config.learner, LOSSES[self.config.learner.loss]
+        sampling, dynamic = self.components.sampling, config.dynamic_sampling
+        if loss.dynamic_sampling if dynamic is None else dynamic:
+            groups = keep_informative(groups)
+        rewards = shaped_rewards(
+            groups, max_tokens=sampling.max_tokens, buffer=config.overlong_buffer
+        )
+        return pack_mini_batches(
+            [rollout for group in groups for rollout in group.rollouts],
+            [value for group in loss.advantages(rewards) for value in group],
+            sampling=sampling,
+            budget=config.tokens_per_micro_batch,
+            mini_batches=config.mini_batches,
+            keep_idle=config.kl_coef > 0,
+        )
+
+    def _publish(self) -> None:
+        """Copy the learners' weights to the engines, and offer the newly trained drafter."""
+        with self.watch.section("publish"):
+            self.components.workers.publish()
+        with self.watch.section("drafter"):
+            self.components.workers.offer_drafter()
 
 
 def train(config: RunConfig) -> int:
-    """Run `longtail train`: from the configuration to the card; 130 if interrupted."""
+    """Run `longtail train` and return its exit code, which is 130 after an interruption."""
     console = Console()
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as run:
         checkpoint = run.start(configfile.render(config), resume=config.run.resume)
-        if card := finished_summary(run.path, checkpoint, config.run.steps):
-            console.log(f"{run.path}: its {card.steps} steps are done; raise run.steps to go on")
-            console.summary(card, run.path)
+        if finished := summary.finished_summary(run.path, checkpoint, config.run.steps):
+            console.log(
+                f"{run.path}: its {finished.steps} steps are done; raise run.steps to continue"
+            )
+            console.summary(finished, run.path)
             return 0
         with GraderPool(
             config.reward.name, workers=config.reward.workers, timeout_s=config.reward.timeout_s
@@ -73,7 +130,7 @@ def train(config: RunConfig) -> int:
 
 
 class Trainer:
-    """One sitting of a run: owns the order of things and nothing else."""
+    """A run from its start, or its newest checkpoint, to its end or interruption."""
 
     def __init__(
         self,
@@ -84,267 +141,125 @@ class Trainer:
         console: Console,
     ) -> None:
         self._began = time.perf_counter()
-        self._config, self._run, self._grader, self._console = config, run, grader, console
+        self._config, self._run, self._console = config, run, console
         self._interruption = Interruption()
         self.timeline: Timeline | None = None
-        """What the workers did in the last step."""
+        """States of the workers in the last step."""
         threads = set_threads(threads_each(config.run.threads, config.cluster.workers))
         directory = model_directory(config.model.path, console.log)
         warm_start_s = time.perf_counter() - self._began
-        self._parts = assemble(config, directory, grader.check, console.log, self._listen)
-        self.workers = self._parts.workers
-        """All workers as one."""
+        parts = assemble(config, directory, grader.check, console.log, self._on_progress)
+        self.workers, self._source = parts.workers, parts.source
+        self._step = TrainingStep(config=config, components=parts, grader=grader)
+        self._evaluator = Evaluator(
+            config=config,
+            workers=parts.workers,
+            heldout=parts.heldout,
+            sampling=parts.sampling,
+            grader=grader,
+            console=console,
+        )
+        last_step = None if checkpoint is None else checkpoint.step
         try:
-            self._prepare(checkpoint, warm_start_s, threads)
+            self._saver = StateSaver(config, run, parts.workers, parts.source)
+            self._state = self._saver.begin(checkpoint, warm_start_s + parts.drafter_s)
+            if checkpoint is None and config.speculation.tuner != "off":
+                self._evaluator.probe_drafter(parts.heldout or parts.source.prompts)
+            grader.wait_ready()
+            self._logger = RunLogger(config, run.path, last_step=last_step)
         except BaseException:
             self.workers.close()
             raise
-
-    def _prepare(self, checkpoint: Checkpoint | None, warm_start_s: float, threads: int) -> None:
-        """Put everything where the run begins, or goes on."""
-        config, run, console = self._config, self._run, self._console
-        self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints)
-        if self.workers.published is not None:
-            self.workers.save_drafter(run.path / "drafter" / INITIAL)
-        if checkpoint is None and config.speculation.tuner != "off":
-            self._probe_drafter()
-        warm_start_s += self._parts.drafter_s
-        self._progress = TrainerState(
-            step=0,
-            cursor=self._parts.source.state(),
-            seconds=0.0,
-            warm_start_s=warm_start_s if warm_start_s > 1.0 else 0.0,
-        )
-        if checkpoint is not None:
-            self._restore(checkpoint)
-            kept = {name: checkpoint.state[name] for name in ("cursor", "seconds", "warm_start_s")}
-            self._progress = TrainerState(step=checkpoint.step, **kept)
-        self._saved_step = self._progress.step
-        self._grader.wait_ready()
-        last_step = None if checkpoint is None else checkpoint.step
-        self._journal = RunLogger(config, run.path, last_step=last_step)
-        console.log(
-            f"{config.model.path}: {self.workers.num_parameters:,} parameters, "
-            f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
-            f"{run.path}" + (f", resumed after step {last_step}" if last_step is not None else "")
-        )
-        if dropped := self._parts.num_dropped:
-            console.log(
-                f"{dropped} prompts over {config.data.max_prompt_len} tokens are left out "
-                "(data.drop_long_prompts)"
-            )
-        if ungradable := self._parts.num_ungradable:
-            console.log(f"{ungradable} prompts are left out (data.drop_ungradable)")
+        for line in parts.start_lines(config, threads, last_step):
+            console.log(line)
 
     def run(self) -> int:
-        """Step until all steps are done, evaluate, show the card."""
+        """Make all remaining steps, evaluate, and print the summary; return the exit code."""
+        steps, every = self._config.run.steps, self._config.run.checkpoint_every
         try:
             with self._interruption:
                 self.begin()
-                while self._progress.step < self._config.run.steps:
+                while self._state.step < steps:
                     self.advance()
-                    self._checkpoint_if_due()
-                self._finish(self._evaluate())
+                    if self._state.step % every == 0 or self._state.step == steps:
+                        self._checkpoint()
+                self._finish()
                 return 0
         except Interrupted:
+            self.workers.abandon()
             self._checkpoint()
-            self._console.log(_farewell(self._progress.step))
+            self._console.log(_farewell(self._state.step))
             return 130
         except NonFiniteError as error:
-            raise NonFiniteError(self._post_mortem(error)) from error
+            step = f"{self._state.step + 1} of {self._config.run.steps}"
+            source = self._saver.newest_policy() or self._config.model.path
+            raise NonFiniteError(
+                f"stopped in step {step}: {error}; checkpoints stay; begin another run.dir with "
+                f"model.path = {str(source)!r} and a lower learner.learning_rate"
+            ) from error
         finally:
             self.close()
 
     def begin(self) -> None:
-        """Hand the policy to everybody who writes."""
+        """Publish the policy to all engines."""
         self.workers.publish()
 
     def close(self) -> None:
-        """Write out what is pending and end the workers."""
-        self._journal.close()
+        """Write pending files and end the workers."""
+        self._logger.close()
         self.workers.close()
-        self._drafters.wait()
+        self._saver.close()
 
     def advance(self) -> dict[str, float]:
-        """Make one step: write, grade, learn, publish; return its numbers."""
-        config, parts, before = self._config, self._parts, self._progress
-        step = before.step + 1
-        evaluated = self._evaluate() if self._evaluation_is_due(before.step) else {}
-        self._journal.trace(step, self.workers.drain_timeline())
-        watch = Stopwatch()
-        asked = train_requests(
-            parts.source.take(config.rollout.prompts_per_step),
-            samples=config.rollout.group_size,
-            seed=config.run.seed,
-            sampling=parts.sampling,
-        )
-        with watch.section("rollout"):
-            rolled = self._generate(f"step {step}", asked, TRAINING)
-        with watch.section("reward"):
-            graded = self._grade(asked, rolled.completions)
-        groups = regroup(graded.rollouts)
-        learned = self.workers.learn(self._batches(groups))
-        with watch.section("publish"):
-            self.workers.publish()
-        with watch.section("drafter"):
-            self.workers.offer_drafter()
-        metrics = step_metrics(
-            rollout=rolled.report,
-            series=rolled.series,
-            completions=rolled.completions,
-            graded=graded,
-            groups=groups,
-            learned=learned,
-            seconds=watch.lap(),
-        )
-        self.timeline = timeline = self.workers.drain_timeline()
-        metrics |= timeline.metrics() | {"cluster/reused_share": rolled.reused_share}
-        self._journal.write(step, evaluated | metrics, graded.rollouts, rolled.costs)
-        self._journal.log_workers(step, timeline, self.workers.drain_decisions())
-        self._console.step(step, config.run.steps, metrics, rolled.series)
-        self._progress = replace(before, step=step, cursor=parts.source.state())
+        """Make one training step, record it, and return its metrics."""
+        done, every, rollout = self._state.step, self._config.eval.every, self._config.rollout
+        step = done + 1
+        evaluated = self._evaluate() if done == 0 or (every > 0 and done % every == 0) else {}
+        self._logger.trace(step, self.workers.drain_timeline())
+        self._console.begin_rollout(f"step {step}", rollout.prompts_per_step * rollout.group_size)
+        record = self._step.run(step)
+        self.timeline = self.workers.drain_timeline()
+        metrics = record.metrics() | self.timeline.metrics()
+        self._logger.write(step, evaluated | metrics, record)
+        self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
+        self._console.step(step, self._config.run.steps, metrics, record.rollout.series)
+        self._state = replace(self._state, step=step, cursor=self._source.state())
         return metrics
 
-    def _generate(self, label: str, asked: Asked, kind: str) -> RolloutResult:
-        """Write the completions; between two tokens is where a run may stop."""
-        self._console.begin_rollout(label, len(asked.requests))
-        step = self._progress.step + 1
-        try:
-            rolled = self.workers.rollout(step, asked.requests, trains=kind == TRAINING)
-        except Interrupted:
-            self.workers.abandon()
-            raise
-        for logged in rolled.logged(step, kind):
-            self._journal.log(logged)
-        return rolled
-
-    def _listen(self, progress: Progress) -> None:
-        """Hear how a rollout goes on; here it may be interrupted."""
+    def _on_progress(self, progress: Progress) -> None:
+        """Show the progress of a rollout. Raises Interrupted if the user stopped the run."""
         self._console.rollout_progress(progress)
         self._interruption.check()
 
-    def _grade(self, asked: Asked, completions: Sequence[Completion]) -> Graded:
-        graded = self._grader.grade(list(zip(asked.prompts, completions, strict=True)))
-        if not graded.rollouts:
-            raise GradingError(
-                f"all {len(completions)} completions failed to grade, the first with: "
-                f"{graded.failures[0].error}; mend reward.name = {self._config.reward.name!r}, "
-                "then start again: the run resumes from its newest checkpoint"
-            )
-        return graded
-
-    def _batches(self, groups: Sequence[Group]) -> list[TrainBatch]:
-        """Turn groups into packed mini-batches with advantages."""
-        config, spec = self._config.learner, LOSSES[self._config.learner.loss]
-        chosen = config.dynamic_sampling
-        if spec.dynamic_sampling if chosen is None else chosen:
-            groups = keep_informative(groups)
-        rewards = shaped_rewards(
-            groups, max_tokens=self._parts.sampling.max_tokens, buffer=config.overlong_buffer
-        )
-        return pack_mini_batches(
-            [rollout for group in groups for rollout in group.rollouts],
-            [value for group in spec.advantages(rewards) for value in group],
-            sampling=self._parts.sampling,
-            budget=config.tokens_per_micro_batch,
-            mini_batches=config.mini_batches,
-            keep_idle=config.kl_coef > 0,
-        )
-
-    def _evaluation_is_due(self, after: int) -> bool:
-        every = self._config.eval.every
-        return after == 0 or (every > 0 and after % every == 0)
-
     def _evaluate(self) -> dict[str, float]:
-        """Reward the present policy on held-out problems, always with the same noise."""
-        if not self._parts.heldout:
-            return {}
-        asked = eval_requests(
-            self._parts.heldout,
-            samples=self._config.eval.samples,
-            seed=self._config.run.seed,
-            sampling=self._parts.sampling,
-        )
-        rolled = self._generate("held-out evaluation", asked, EVALUATION)
-        graded = self._grade(asked, rolled.completions)
-        mean = fmean(rollout.reward for rollout in graded.rollouts)
-        self._console.log(
-            f"held-out reward after step {self._progress.step}: {mean:.3f} "
-            f"({len(self._parts.heldout)} problems x {self._config.eval.samples}"
-            + (f", {len(graded.failures)} ungraded)" if graded.failures else ")")
-        )
-        return {"eval/reward_mean": mean, "eval/failures": float(len(graded.failures))}
-
-    def _probe_drafter(self) -> None:
-        """Say what the drafter that was given is worth here."""
-        asked = probe_requests(
-            self._parts.heldout or self._parts.source.prompts,
-            seed=self._config.run.seed,
-            sampling=self._parts.sampling,
-        )
-        found = self.workers.probe_drafter(asked.requests)
-        for line in [] if found is None else found.lines(self._config.spot.train):
-            self._console.log(line)
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        """Put learners, prompt source and drafter where they were when it was taken."""
-        learner = LearnerState(tensors=checkpoint.tensors(), numbers=checkpoint.state["learner"])
-        self.workers.restore(checkpoint.policy, learner)
-        self._parts.source.restore(checkpoint.state["cursor"])
-        if self.workers.published is not None and (kept := self._drafters.load(checkpoint.step)):
-            self.workers.restore_drafter(kept)
-
-    def _checkpoint_if_due(self) -> None:
-        step = self._progress.step
-        if step % self._config.run.checkpoint_every == 0 or step == self._config.run.steps:
-            self._checkpoint()
+        """Return the metrics of a held-out evaluation of the present policy."""
+        evaluation = self._evaluator.evaluate(self._state.step)
+        self._logger.log(evaluation.logged)
+        return evaluation.metrics
 
     def _checkpoint(self) -> None:
-        """Save the state between two steps, unless that is on disk already."""
-        progress = self._progress
-        if progress.step == self._saved_step:
-            return
-        learner = self.workers.learner_state()
-        state = {
-            "cursor": dict(progress.cursor),
-            "seconds": self._seconds(),
-            "warm_start_s": progress.warm_start_s,
-            "learner": dict(learner.numbers),
-        }
-        self._run.save(progress.step, self.workers.save_policy, learner.tensors, state)
-        if (drafter := self.workers.drafter_state()) is not None:
-            self._drafters.save(progress.step, drafter)
-        self._saved_step = progress.step
+        self._saver.save(replace(self._state, seconds=self._seconds()))
 
     def _seconds(self) -> float:
-        """Wall time of all sittings so far."""
-        return self._progress.seconds + time.perf_counter() - self._began
+        """Return the wall time of the whole run, with the time before a resume."""
+        return self._state.seconds + time.perf_counter() - self._began
 
-    def _finish(self, evaluated: Mapping[str, float]) -> None:
-        """Make the card, keep it and show it."""
-        card = summarize_run(
-            read_metrics(self._run.path / "metrics.jsonl"),
-            steps=self._progress.step,
-            reward_after=evaluated.get("eval/reward_mean"),
+    def _finish(self) -> None:
+        """Evaluate the final policy, write summary and report, and print the summary."""
+        path = self._run.path
+        finished = summary.summarize_run(
+            summary.read_metrics(path / "metrics.jsonl"),
+            steps=self._state.step,
+            reward_after=self._evaluate().get("eval/reward_mean"),
             seconds=self._seconds(),
-            warm_start_s=self._progress.warm_start_s,
+            warm_start_s=self._state.warm_start_s,
         )
-        card.write(self._run.path / "summary.json")
-        report_if_possible(self._run.path, self._console.log)
-        self._console.summary(card, self._run.path)
-
-    def _post_mortem(self, error: NonFiniteError) -> str:
-        """Say when numbers broke, and what is left to go on from."""
-        saved = self._run.checkpoints / f"step_{self._saved_step:06d}" / "policy"
-        source = saved if self._saved_step else self._config.model.path
-        return (
-            f"stopped in step {self._progress.step + 1} of {self._config.run.steps}: {error}; "
-            f"checkpoints stay; begin another run.dir with model.path = {str(source)!r} and a "
-            "lower learner.learning_rate"
-        )
+        finished.write(path / summary.FILE)
+        report_if_possible(path, self._console.log)
+        self._console.summary(finished, path)
 
 
 def _farewell(step: int) -> str:
     if step == 0:
-        return "stopped before the first step was complete; the same command begins again"
-    return f"stopped after step {step}; the same command goes on from there"
+        return "stopped before the first step was complete; the same command starts again"
+    return f"stopped after step {step}; the same command continues from there"

@@ -22,10 +22,11 @@ from longtail.cluster.group import WorkerGroup
 from longtail.cluster.ray.pool import RayWorkerPool
 from longtail.cluster.states import State, WorkerStates
 from longtail.loop import Trainer
+from longtail.rl.grading.pool import GraderPool
 
 _PHASES: tuple[tuple[type, str, str], ...] = (
-    (Trainer, "_generate", "rollout"),
-    (Trainer, "_grade", "grading"),
+    (WorkerGroup, "rollout", "rollout"),
+    (GraderPool, "grade", "grading"),
     (WorkerGroup, "learn", "learning"),
     (WorkerGroup, "publish", "publishing"),
     (WorkerGroup, "offer_drafter", "offering a drafter"),
@@ -90,7 +91,7 @@ def observe(path: Path) -> None:
 
     def advances(self: Trainer) -> dict[str, float]:
         nonlocal step
-        step = self._progress.step + 1
+        step = self._state.step + 1
         return advance(self)
 
     init_pool, start, move = RayWorkerPool.__init__, RayWorkerPool.start, WorkerStates.move

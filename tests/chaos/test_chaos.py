@@ -27,6 +27,7 @@ STRIKES = (
 """A worker as it learns, one as it generates, and the driver while a successor starts."""
 
 
+@pytest.mark.slow
 def test_a_run_whose_workers_and_driver_are_killed_writes_what_it_would_have(tmp_path: Path):
     if "float32" not in exact_dtypes():
         pytest.skip("no native kernels: a text may depend on its batch")

@@ -29,6 +29,7 @@ def _assert_refused(said: Said, code: int, *parts: str) -> None:
         assert part in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -106,6 +107,7 @@ MODELS: dict[str, tuple[Change, int, list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS)
 def test_a_model_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: str) -> None:
     change, code, parts = MODELS[case]
@@ -190,6 +192,7 @@ def test_data_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: str)
     _assert_refused(workshop.train("unused", *words), 2, *parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -210,6 +213,7 @@ def test_settings_that_cannot_be_met(
     _assert_refused(said, 2, *parts)
 
 
+@pytest.mark.slow
 def test_a_used_directory_is_neither_overwritten_nor_gone_on_with_otherwise(
     workshop: Workshop,
 ) -> None:
@@ -222,6 +226,7 @@ def test_a_used_directory_is_neither_overwritten_nor_gone_on_with_otherwise(
     assert workshop.summary("used") == summary
 
 
+@pytest.mark.slow
 def test_a_top_p_that_is_zero_in_float32_trains_on_the_best_token(workshop: Workshop) -> None:
     """It left nothing to draw, and the run blamed the learning rate."""
     words = ("--run.steps=1", "--rollout.max_tokens=2", "--data.heldout_size=0")

@@ -14,7 +14,7 @@ from end_to_end import processes
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.cluster import tasks
 from longtail.cluster.supervisor import WorkerSupervisor
-from longtail.cluster.timeline import read_trace
+from longtail.cluster.trace import read_trace
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
 
@@ -25,6 +25,7 @@ from ray.exceptions import ObjectStoreFullError
 from longtail.cluster.ray import instance as own_ray
 from longtail.cluster.ray import pool as ray_pool
 
+pytestmark = pytest.mark.slow
 WORDS = (
     "--rollout.dtype=float64",
     "--learner.dtype=float64",

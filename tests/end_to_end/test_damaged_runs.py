@@ -50,6 +50,7 @@ def _newest(run: Path) -> Path:
     return run / "checkpoints" / "step_000004"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cursor", "seconds", "step"])
 def test_an_edited_state_is_not_used(
     workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture, name: str
@@ -70,6 +71,7 @@ def test_an_edited_state_is_not_used(
     assert [row["step"] for row in workshop.metrics(str(run))] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_under_the_name_of_another_step_is_not_used(
     workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,6 +81,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_used(
     assert "resumed after step 2" in said
 
 
+@pytest.mark.slow
 def test_logs_without_a_checkpoint_are_kept_aside(
     workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,6 +96,7 @@ def test_logs_without_a_checkpoint_are_kept_aside(
     assert (run / "earlier-2" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(
     workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,6 +175,7 @@ def _go_on(run: Path, config_text: str, steps: int) -> None:
         summarize_run(rows, steps=steps, reward_after=None, seconds=1.0, warm_start_s=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_any_file_that_is_damaged_leads_to_a_sentence_or_does_not_matter(

@@ -59,6 +59,7 @@ def card_of(shop: Workshop, name: str) -> tuple[dict, str]:
     return yaml.safe_load(front), body
 
 
+@pytest.mark.slow
 def test_a_card_holds_what_was_measured_and_where_it_came_from(workshop):
     more = ("--to", "sglang", "--temperatures", "0,1", "--base-model", "org/tiny", "--license")
     said = export(workshop, "out", *more, "apache-2.0", drafter="three-taps")
@@ -187,6 +188,7 @@ def test_auto_is_the_runs_own_drafter_for_its_policy_and_checkpoints(workshop):
     assert say("generate", str(run), *words, "--drafter", "none").out == said.out
 
 
+@pytest.mark.slow
 def test_a_drafter_goes_from_a_run_to_the_next_and_writes_the_same_texts(workshop):
     words = (f"--model.path={workshop.policy('first', 2)}", *DRAFTED)
     name = f"--speculation.drafter={workshop.path / 'first'}"

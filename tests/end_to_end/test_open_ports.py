@@ -16,6 +16,7 @@ from longtail.cli import doctor
 from longtail.system.listening import Listening, family, listening, process_of
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
 TWO = ("--cluster.workers=2", "--cluster.hang_s=40", "--speculation.drafter=history")
@@ -115,7 +116,7 @@ def test_a_run_listens_on_loopback_only_says_one_line_of_a_loss_and_leaves_nothi
     os.kill(process.pid, signal.SIGHUP)
     assert processes.finish(process) == 130, log.read_text()
     said = log.read_text()
-    assert re.search(r"stopped after step \d+; the same command goes on from there", said)
+    assert re.search(r"stopped after step \d+; the same command continues from there", said)
     assert len(re.findall("is gone", said)) == 1
     assert not RAYS_VOICE.search(said), said
     assert is_gone(pids, folder)

@@ -6,7 +6,7 @@ import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
 
-pytestmark = pytest.mark.shapes
+pytestmark = [pytest.mark.shapes, pytest.mark.slow]
 BRIEF = ("--run.steps=2", "--rollout.max_tokens=6", "--data.heldout_size=2")
 
 

@@ -38,6 +38,7 @@ def make_drafter(shop: Workshop, name: str, model: Path | None = None) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["history", "eagle", "model"])
 def test_rewards_texts_and_weights_are_those_of_the_run_without_a_drafter(workshop, drafter):
     names = {"history": "history", "model": str(workshop.model)}
@@ -59,6 +60,7 @@ def test_rewards_texts_and_weights_are_those_of_the_run_without_a_drafter(worksh
     assert workshop.summary(drafter)["accept_length"] is not None
 
 
+@pytest.mark.slow
 def test_a_run_may_be_resumed_with_another_drafter(workshop):
     assert workshop.train("changed", "--run.steps=1").code == 0
     words = ("--run.steps=3", "--speculation.drafter=history", "--speculation.max_running=4")
@@ -68,6 +70,7 @@ def test_a_run_may_be_resumed_with_another_drafter(workshop):
     assert mine["rollouts"] == plain["rollouts"]
 
 
+@pytest.mark.slow
 def test_what_speculation_did_is_kept_once_a_step_however_often_a_run_is_resumed(workshop):
     words = ("--speculation.drafter=history", "--run.checkpoint_every=1")
     assert workshop.train("logged", "--run.steps=2", *words).code == 0
@@ -90,6 +93,7 @@ def test_what_speculation_did_is_kept_once_a_step_however_often_a_run_is_resumed
     assert not (workshop.path / "plain" / "speculation.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_speculated_ends_with_a_report_and_the_card_says_where(workshop):
     said = workshop.train("reported", "--speculation.drafter=history", "--run.steps=1")
     assert said.code == 0
@@ -148,6 +152,7 @@ def test_a_draft_without_room_is_refused_before_any_work(workshop, words, expect
     assert not (workshop.path / "refused" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_evaluating_a_drafter_shows_tables_a_picture_and_one_line_of_json(workshop):
     picture = workshop.path / "acceptance.png"
     said = say(

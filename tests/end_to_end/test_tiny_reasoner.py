@@ -16,6 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return warmstart.ensure(tmp_path_factory.mktemp("cache"), recipe=BRIEF)
 
 
+@pytest.mark.slow
 def test_the_tiny_reasoner_is_trained_on_its_own_task_with_its_own_reward(
     model: Path, tmp_path: Path
 ) -> None:

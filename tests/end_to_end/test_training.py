@@ -29,6 +29,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return workshop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_reward_rises_under_every_loss(workshop: Workshop, loss: str) -> None:
     words = ("--run.steps=9", "--run.seed=1", "--rollout.group_size=8")
@@ -48,6 +49,7 @@ def test_the_reward_rises_under_every_loss(workshop: Workshop, loss: str) -> Non
         assert row["training/rollout_logprob_gap_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_in_double_precision_engine_and_learner_agree_to_the_last_digits(
     workshop: Workshop,
 ) -> None:
@@ -106,6 +108,7 @@ def test_checkpoints_are_bounded_in_number(workshop: Workshop) -> None:
     assert workshop.steps_saved("done") == [2, 3]
 
 
+@pytest.mark.slow
 def test_transformers_opens_a_checkpoint_and_computes_the_same(workshop: Workshop) -> None:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -143,7 +146,9 @@ def test_the_summary_is_shown_again_and_nothing_is_done_when_all_steps_are(
     before = _files(workshop.path / "done")
     said = workshop.train("done", *DONE)
     assert said.code == 0
-    assert said.err == f"{workshop.path / 'done'}: its 3 steps are done; raise run.steps to go on\n"
+    assert (
+        said.err == f"{workshop.path / 'done'}: its 3 steps are done; raise run.steps to continue\n"
+    )
     assert f"{workshop.summary('done')['reward_after']:.3f} after 3 steps" in said.out
     assert str(workshop.policy("done", STEPS)) in said.out
     assert _files(workshop.path / "done") == before
@@ -153,6 +158,7 @@ def _files(path: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 def test_a_lost_summary_is_made_again(workshop: Workshop) -> None:
     file = workshop.path / "done" / "summary.json"
     lost = json.loads(file.read_text())
@@ -165,6 +171,7 @@ def test_a_lost_summary_is_made_again(workshop: Workshop) -> None:
     }
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Workshop) -> None:
     words = ("--rollout.max_tokens=8", "--run.seed=1")
     assert workshop.train("short", *words, "--run.steps=4").code == 0
@@ -179,6 +186,7 @@ def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Wo
     assert evaluated[5] == workshop.summary("short")["reward_after"] > evaluated[1]
 
 
+@pytest.mark.slow
 def test_without_held_out_problems_the_reward_before_and_after_is_unknown_not_zero(
     workshop: Workshop,
 ) -> None:
@@ -197,6 +205,7 @@ def test_held_out_problems_are_never_trained_on(workshop: Workshop) -> None:
     assert trained == {f"prompts/{index}" for index in range(8)}
 
 
+@pytest.mark.slow
 def test_long_prompts_are_left_out_with_a_count_when_asked_for(workshop: Workshop) -> None:
     prompts = workshop.path / "mixed.jsonl"
     write_lines(prompts, *({"prompt": "x" * n} for n in (1, 2, 30, 40)))
@@ -207,6 +216,7 @@ def test_long_prompts_are_left_out_with_a_count_when_asked_for(workshop: Worksho
     assert {line["prompt_id"] for line in workshop.rollouts("mixed")} == {"mixed/0", "mixed/1"}
 
 
+@pytest.mark.slow
 def test_progress_goes_to_stderr_one_line_a_step_and_the_summary_to_stdout(
     workshop: Workshop,
 ) -> None:

@@ -11,7 +11,7 @@ from end_to_end.workshop import Workshop, build, write_lines
 from longtail.model.hf.model import load_model
 from longtail.run.checkpoint import RunDirectory
 
-BEFORE_A_STEP = "stopped before the first step was complete; the same command begins again"
+BEFORE_A_STEP = "stopped before the first step was complete; the same command starts again"
 
 
 @pytest.fixture
@@ -27,6 +27,7 @@ def _newest(workshop: Workshop, run: str) -> int:
     return checkpoint.step
 
 
+@pytest.mark.slow
 def test_completions_whose_reward_fails_are_left_out_and_counted(workshop: Workshop) -> None:
     troubles = ["raises", "hangs", "returns too many", "returns NaN", "writes everywhere"]
     troubles = ["none", "forks", *troubles]
@@ -54,6 +55,7 @@ def test_completions_whose_reward_fails_are_left_out_and_counted(workshop: Works
     assert workshop.metrics("troubled")[0]["reward/mean"] == pytest.approx(sum(first) / 4)
 
 
+@pytest.mark.slow
 def test_rows_without_an_answer_are_left_out_with_a_count_if_so_configured(
     workshop: Workshop,
 ) -> None:
@@ -74,11 +76,12 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_error(workshop: Works
     assert said.code == 1
     assert "all 8 completions" in said.err
     assert "ValueError: this reward is broken (rewards.py" in said.err
-    assert "mend reward.name = 'end_to_end.rewards:hopeless'" in said.err
+    assert "fix reward.name = 'end_to_end.rewards:hopeless'" in said.err
     assert "Traceback" not in said.err
     assert not (workshop.path / "hopeless" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoints(
     workshop: Workshop,
 ) -> None:
@@ -117,6 +120,7 @@ def test_logits_that_are_not_finite_name_the_request_and_the_policy(workshop: Wo
     assert _newest(workshop, "huge") == 1
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_new_checkpoint_only(workshop: Workshop) -> None:
     log = workshop.path / "log"
     words = workshop.words("full", "--run.steps=4", "--run.checkpoint_every=2")

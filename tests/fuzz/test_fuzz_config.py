@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli_w
 import torch
 from hypothesis import given
@@ -61,6 +62,7 @@ def _resolve(model: type[BaseModel], text: bytes | None, words: list[str]) -> No
         assert configfile.resolve(model, path, []) == config
 
 
+@pytest.mark.slow
 @given(st.sampled_from(MODELS), st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_any_bytes_are_a_run_file_or_refused(model: type[BaseModel], text: bytes) -> None:
     _resolve(model, text, [])
@@ -221,6 +223,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(PIECES | st.text("{}% ", max_size=5), max_size=6).map("".join))
 def test_any_chat_template_is_rendered_or_refused(template: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

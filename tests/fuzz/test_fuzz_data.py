@@ -130,6 +130,7 @@ def read_file(name: str, data: bytes) -> None:
         told(lambda: use(load_rows(str(path), 4, 0), str(path)), name, "data.")
 
 
+@pytest.mark.slow
 @given(ROWS, st.lists(CUTS, max_size=2))
 def test_rows_as_json_lines_are_examples_or_one_sentence(
     rows: list[dict[str, Any]], cuts: list[tuple[int, int, bytes]]
@@ -162,6 +163,7 @@ def parquet_of(rows: list[dict[str, Any]]) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 @given(ROWS, st.lists(CUTS, max_size=2))
 def test_rows_as_parquet_are_examples_or_one_sentence(
     rows: list[dict[str, Any]], cuts: list[tuple[int, int, bytes]]

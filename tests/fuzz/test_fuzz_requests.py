@@ -8,6 +8,7 @@ import json
 from functools import cache
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -171,6 +172,7 @@ async def asked(path: str, body: bytes, *, leaves: bool) -> tuple[int, bytes]:
     return status, b"".join(message.get("body", b"") for message in sent)
 
 
+@pytest.mark.slow
 @given(drawn=BODIES, leaves=st.booleans())
 def test_the_application_answers_or_refuses_and_keeps_nothing(
     drawn: tuple[str, bytes], leaves: bool

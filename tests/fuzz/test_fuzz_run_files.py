@@ -6,10 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.timeline import Timeline, TraceFile, read_trace
+from longtail.cluster.timeline import Timeline
+from longtail.cluster.trace import TraceFile, read_trace
 from longtail.config import files as configfile
 from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import read_rollout
@@ -69,6 +71,7 @@ def test_a_log_of_any_bytes_is_cut_back_and_gone_on_with(text: bytes, last: int 
         summarize_run(rows, steps=4, reward_after=None, seconds=1.0, warm_start_s=0.0).lines(path)
 
 
+@pytest.mark.slow
 @given(texts)
 def test_metrics_of_any_bytes_make_a_summary(text: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -93,6 +96,7 @@ def test_a_rollout_of_any_values_is_shown_or_refused(changes: dict[str, Any], te
             render(path.parent, read_rollout(path), "")
 
 
+@pytest.mark.slow
 @given(texts, st.none() | st.integers(0, 3))
 def test_a_trace_of_any_bytes_is_gone_on_with(text: bytes, last: int | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -115,6 +119,7 @@ def test_costs_of_any_bytes_are_read_or_refused(text: bytes) -> None:
             load_costs(path)
 
 
+@pytest.mark.slow
 @given(texts)
 def test_a_seal_of_any_bytes_is_opened_or_refused(text: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -123,6 +128,7 @@ def test_a_seal_of_any_bytes_is_opened_or_refused(text: bytes) -> None:
             open_sealed(Path(folder), "state.json")
 
 
+@pytest.mark.slow
 @given(texts)
 def test_a_run_with_any_configuration_is_gone_on_with_or_refused(text: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -67,6 +67,7 @@ def outcome(shop: Workshop, run: str, drafter: str, *words: str) -> dict[str, An
     return found
 
 
+@pytest.mark.slow
 def test_a_run_with_any_accelerator_is_the_run_without_one_bit_for_bit(shop, monkeypatch):
     # A lesson of a dozen updates after each rollout, whatever the clock says.
     monkeypatch.setattr(group, "_SERIAL_SHARE", math.inf)

@@ -5,6 +5,7 @@ In simulated time (tests/support/scripted_pool.py): a shift that waits for ever 
 
 from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -66,16 +67,18 @@ def two_steps(
         group.offer_drafter()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(lengths=lengths, siblings=st.integers(1, 3), workers=st.integers(1, 4))
 @example(lengths=[90, 1, 1, 1, 1, 1], siblings=1, workers=3)
-def test_any_number_of_workers_writes_and_learns_the_same(lengths, siblings, workers):
+def test_any_number_of_workers_generates_and_learns_the_same(lengths, siblings, workers):
     pool = ScriptedPool(workers)
     two_steps(begun(pool), requests(*lengths, siblings=siblings))
     assert [each.policy for each in pool.workers] == [(1, 2)] * workers
     assert not pool.log_lines
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(
     lengths=lengths,
@@ -89,7 +92,7 @@ def test_any_number_of_workers_writes_and_learns_the_same(lengths, siblings, wor
 @example([20] * 4, 2, [Fault(worker=1, task="learn", after_s=2.2)], [], {})
 @example([20] * 4, 3, [Fault(worker=1, task="learn", kind="frozen")], [], {})
 @example([20] * 4, 2, [], [1, 0, 1, 1, 1, 1], {})
-def test_whoever_is_lost_costs_time_and_nothing_else(lengths, workers, blows, idle_deaths, late):
+def test_lost_workers_cost_time_and_nothing_else(lengths, workers, blows, idle_deaths, late):
     pool = ScriptedPool(workers, faults=blows, late=late)
     dying = iter(idle_deaths)
 
@@ -103,9 +106,10 @@ def test_whoever_is_lost_costs_time_and_nothing_else(lengths, workers, blows, id
     assert len({each.engine for each in pool.workers}) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(lengths=lengths, blows=faults(0, 1, "frozen"), torn=st.sampled_from(((), (0,), (1,))))
-def test_when_all_are_lost_the_run_says_how_to_go_on(lengths, blows, torn):
+def test_a_run_that_loses_all_workers_ends_with_a_remedy(lengths, blows, torn):
     pool = ScriptedPool(2, faults=blows, torn=torn)
     reason = ""
     try:
@@ -120,6 +124,7 @@ def test_when_all_are_lost_the_run_says_how_to_go_on(lengths, blows, torn):
         assert [each.policy for each in pool.workers] == [(1, 2)] * 2
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     lengths=lengths,
@@ -137,7 +142,7 @@ def test_when_all_are_lost_the_run_says_how_to_go_on(lengths, blows, torn):
 )
 @example([9, 9], 2, "never", [Death(worker=0, at_s=3.5), Death(worker=1, at_s=5.0)])
 @example([9, 9], 2, "never", [Death(worker=0, at_s=3.5), Death(worker=1, at_s=5.0, kind="frozen")])
-def test_whenever_processes_die_the_run_is_the_same_or_says_how_to_go_on(
+def test_processes_that_die_at_any_time_change_nothing_or_end_the_run_with_a_remedy(
     lengths, workers, training, deaths
 ):
     """At any time: at work, while they start or stop, and idle, where no task ends with them."""
@@ -163,7 +168,7 @@ def test_whenever_processes_die_the_run_is_the_same_or_says_how_to_go_on(
     error=st.sampled_from((None, RuntimeError("out of memory"))),
     stop_s=st.sampled_from((0.05, 3.0, float("inf"))),
 )
-def test_whatever_becomes_of_the_drafter_the_texts_stay(lengths, gain, weight, error, stop_s):
+def test_the_drafter_never_changes_the_texts(lengths, gain, weight, error, stop_s):
     spot_script = SpotScript(gain=gain, weight=weight, error=error, stop_s=stop_s, ends_s=5.0)
     pool = ScriptedPool(3, spot_scripts=lambda worker, nth: spot_script)
     two_steps(begun(pool), requests(*lengths))

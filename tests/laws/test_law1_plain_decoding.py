@@ -38,6 +38,7 @@ def ask(name: str, key: int = 0, sampling: SamplingParams = SAMPLINGS[0]) -> Req
     return Request(request_id=name, prompt_tokens=prompt, noise_key=key, sampling=sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_writes_what_the_definition_writes(family):
     requests = [

@@ -87,6 +87,7 @@ def streamed(client: httpx.Client, asked: dict[str, Any]) -> list[str]:
     return [texts[index] for index in sorted(texts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_same_seed_is_the_same_text_drafted_alone_among_others_streamed_or_not(
     drafter: str, expected: list[list[str]]

@@ -166,6 +166,7 @@ DRAFTERS: dict[str, Script] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heedless", [False, True], ids=["", "past the end"])
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,6 +201,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all right", "ragged"])
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -219,6 +221,7 @@ def test_tight_limits_change_no_text(family, limits, name):
     assert counts.num_shared_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["silent", "all right", "ragged"])
 @pytest.mark.parametrize("limits", ["roomy", *LIMITS])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -244,6 +247,7 @@ def test_pages_change_no_text(family, limits, name, monkeypatch):
         assert (counts.num_preemptions > 0) == (limits == "little memory")
 
 
+@pytest.mark.slow
 def test_memory_lent_between_rollouts_changes_no_text(monkeypatch):
     """Graphs serve on where it comes back to its place, and are made anew where it does not."""
     given, caches = task("qwen3"), []
@@ -329,6 +333,7 @@ TURNS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=35, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
@@ -410,6 +415,7 @@ def multiplies_natively(family: Family, dtype: torch.dtype) -> bool:
     return all(each.native is not None for each in model.modules() if isinstance(each, Linear))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("max_running", [16, 5])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -194,6 +194,7 @@ def speculation(
     return Speculation(drafters=drafters, tuner=tuner, clock=clock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize(
     "names",
@@ -212,6 +213,7 @@ def test_no_tuner_changes_a_text(name, names, limits):
     assert drafted == (name != "off")
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     tuners=st.lists(st.sampled_from(sorted(TUNERS)), min_size=1, max_size=4),
@@ -265,6 +267,7 @@ def test_switching_computes_no_token_twice_and_frees_no_kv():
     assert 0 <= counted[1][0] - counted[0][0] <= 3 * len(texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("ragged", "right"), (FORESEEING,)])
 @pytest.mark.parametrize("name", ["budget", "beg-mab"])
 def test_a_run_is_decided_again_from_the_times_that_were_logged(name, names):

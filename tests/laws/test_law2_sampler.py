@@ -144,6 +144,7 @@ BELIEFS = {
 """What a drafter takes the chain for; it drafts argmax(log q + g), with the target's own noise."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("belief", BELIEFS)
 def test_the_whole_engine_samples_a_known_markov_chain(belief):
     """Through submit, prefill, decode and groups: transitions have their exact probabilities.

@@ -89,6 +89,7 @@ def gaps(
     return (mine - theirs).abs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float64_logprobs_are_equal(family, drafted):
@@ -99,6 +100,7 @@ def test_float64_logprobs_are_equal(family, drafted):
     assert float(gaps(tiny_model(family, dtype=torch.float64), written, PLAIN).max()) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", TRUNCATED, ids=str)
 def test_float64_logprobs_are_equal_under_temperature_and_truncation(sampling):
     written = write(tiny_model("mistral", dtype=torch.float64), sampling, drafted=True)
@@ -106,6 +108,7 @@ def test_float64_logprobs_are_equal_under_temperature_and_truncation(sampling):
     assert float(gap.max()) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "drafted"),
     [(PLAIN, False), (PLAIN, True), (TRUNCATED[3], False)],
@@ -124,6 +127,7 @@ def test_float32_logprobs_are_equal_up_to_rounding(family, sampling, drafted):
     assert float(gap.max()) < (1e-5 if sampling is PLAIN else 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("autocast", "drafted"),
     [(False, False), (False, True), (True, False)],

@@ -81,6 +81,7 @@ def ragged_drafts(family: str, dtype: torch.dtype, seed: int) -> Speculation:
     return Speculation.fixed(drafter, Strategy(depth=5, width=3, size=8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12, deadline=None)

@@ -126,6 +126,7 @@ def _ungrouped(request: Request) -> Request:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(schedule=SCHEDULES)
 def test_no_schedule_changes_a_text(schedule):
@@ -189,6 +190,7 @@ def test_a_draft_fares_alone_as_it_does_among_the_drafts_of_others(dtype):
         assert sum(each.num_accepted for each in expected) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_being_preempted_changes_no_text(family, grouped):
@@ -203,6 +205,7 @@ def test_being_preempted_changes_no_text(family, grouped):
     assert (engine.scheduler_counts().num_shared_tokens > 0) == grouped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "most", "tolerance"),
     [

@@ -250,6 +250,7 @@ def course(steps: Sequence[StepReport]) -> list[tuple[int, int, tuple[str, ...]]
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share_silent", [0.0, 0.5, 1.0], ids=["drafts", "some", "none"])
 def test_a_draft_takes_nothing_from_anybody(share_silent):
     """With drafts that are all wrong every step is the plain one: the same requests get on, are
@@ -265,6 +266,7 @@ def test_a_draft_takes_nothing_from_anybody(share_silent):
     assert any(step.verified for step in same_steps) == (share_silent < 1)
 
 
+@pytest.mark.slow
 def test_memory_is_conserved_while_drafts_come_true():
     """Free again when all is done; right drafts shorten the work and change no text."""
     _, texts, steps = write_under(None)

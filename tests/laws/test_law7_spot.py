@@ -15,7 +15,7 @@ from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.training.spot import SpotEnd
 from longtail.drafter.training.texts import pack_texts
 from longtail.rl.data.examples import Example
-from support.spot_training import SETTINGS, Room, counting, same, stop_at
+from support.spot_training import SETTINGS, SpotSetup, counting, same, stop_at
 
 NUM_STEPS = 4
 LEARNING = (None, 0.02)
@@ -29,12 +29,12 @@ def _packed():
     return pack_texts([*examples, Example(tokens=tuple(range(30)), prompt_len=30)], 30)
 
 
-def _after(room: Room, num_steps: int) -> Callable[[], bool]:
+def _after(room: SpotSetup, num_steps: int) -> Callable[[], bool]:
     """Stop between two updates, as soon as so many are made."""
     return lambda: room.spot._trainer.steps >= num_steps
 
 
-def _passes_more(room: Room, count: int) -> Callable[[], bool]:
+def _passes_more(room: SpotSetup, count: int) -> Callable[[], bool]:
     """Stop after so many more micro-batches."""
     limit = room.num_passes + count
     return lambda: room.num_passes >= limit
@@ -43,7 +43,7 @@ def _passes_more(room: Room, count: int) -> Callable[[], bool]:
 @pytest.mark.parametrize("matrix_rate", LEARNING)
 def test_an_update_stopped_anywhere_has_not_begun(matrix_rate) -> None:
     """Asked before each micro-batch and before the update: at none of these anything is kept."""
-    stopped, whole = (Room(matrix_rate=matrix_rate) for _ in range(2))
+    stopped, whole = (SpotSetup(matrix_rate=matrix_rate) for _ in range(2))
     batch = _packed()
     for room in (stopped, whole):
         room.spot._trainer.step(batch)  # so that there are moments to lose
@@ -61,18 +61,19 @@ def test_an_update_stopped_anywhere_has_not_begun(matrix_rate) -> None:
 
 
 def test_a_measurement_stopped_anywhere_says_nothing() -> None:
-    trainer, batch = Room().spot._trainer, _packed()
+    trainer, batch = SpotSetup().spot._trainer, _packed()
     for call in range(len(batch)):
         assert trainer.try_evaluate(batch, stop_at(call)) is None
     assert trainer.try_evaluate(batch, stop_at(len(batch))) == trainer.evaluate(batch)
 
 
+@pytest.mark.slow
 def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
     """Every call of `stopped` in the first updates and around a measurement, one after the other.
 
     The texts of an update that was not made are learned first thing in the next stretch.
     """
-    counted, calls = Room(), []
+    counted, calls = SpotSetup(), []
     ends = {}
 
     def done() -> bool:
@@ -83,7 +84,7 @@ def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
     counted.train(done)
     assert len(calls) > 4 * NUM_STEPS  # several micro-batches an update, and a measurement
     for call, steps in enumerate(calls):
-        room = Room()
+        room = SpotSetup()
         report = room.train(stop_at(call))
         assert (report.reason, report.num_steps) == (SpotEnd.STOPPED, steps)
         assert room.spot._trainer.steps == steps
@@ -92,10 +93,11 @@ def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
         assert same(room.tensors(), ends[NUM_STEPS]), f"went on from call {call}"
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8))
 def test_any_number_of_stretches_is_one_stretch(calls: list[int]) -> None:
-    apart, whole = Room(), Room()
+    apart, whole = SpotSetup(), SpotSetup()
     for call in calls:
         apart.train(stop_at(call))
     steps = apart.spot._trainer.steps
@@ -103,25 +105,26 @@ def test_any_number_of_stretches_is_one_stretch(calls: list[int]) -> None:
     assert same(apart.tensors(), whole.tensors())
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.integers(0, 20))
 def test_no_micro_batch_is_begun_after_the_stop(num_passes: int) -> None:
     """The word comes in the middle of some pass, of an update or a measurement: it is the last."""
-    room = Room()
+    room = SpotSetup()
     report = room.train(lambda: room.num_passes >= num_passes)
     assert room.num_passes == num_passes
     assert report.reason is SpotEnd.STOPPED
 
 
 def test_who_was_told_to_stop_once_is_not_asked_again() -> None:
-    room = Room()
+    room = SpotSetup()
     answers = iter([False, False, True])
     assert room.train(lambda: next(answers)).reason is SpotEnd.STOPPED
 
 
 def test_a_stop_while_the_published_drafter_is_measured_leaves_the_replica_in_place() -> None:
     """Then the layer holds other weights for a moment."""
-    room = Room()
+    room = SpotSetup()
     room.train(_after(room, SETTINGS.measure_every))
     before = room.tensors()
     for count in range(1, 4):  # two passes for each of the two drafters
@@ -132,7 +135,7 @@ def test_a_stop_while_the_published_drafter_is_measured_leaves_the_replica_in_pl
 
 def test_texts_that_arrive_while_a_stop_is_asked_for_disturb_nothing() -> None:
     """`stopped` is where a worker looks for messages, and messages bring texts."""
-    room, numbers = Room(), iter(range(100, 200))
+    room, numbers = SpotSetup(), iter(range(100, 200))
 
     def arriving() -> bool:
         room.buffer.add([counting(next(numbers), 20, step=1, is_finished=False)])

@@ -79,6 +79,7 @@ def _interrupt_at(call: int) -> None:
     Path("interrupt-at").write_text(f"{call} {os.getpid()}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     workshop: Workshop, variant: str
@@ -87,7 +88,7 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     _interrupt_at(EVALUATED + 2 * GRADED + 5)  # in step 3, which then completes
     stopped = workshop.train("parts", *words)
     assert stopped.code == 130
-    assert "stopped after step 3; the same command goes on from there" in stopped.err
+    assert "stopped after step 3; the same command continues from there" in stopped.err
     assert workshop.steps_saved("parts") == [3]
     resumed = workshop.train("parts", *words)
     assert resumed.code == 0
@@ -98,6 +99,7 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     assert last["reward/mean"] > 2 * first["reward/mean"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "left"),
     [
@@ -120,6 +122,7 @@ def test_an_evaluation_may_be_interrupted_too(
     assert workshop.outcome("parts", 4) == _uninterrupted(*words)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_finished_goes_on_when_more_steps_are_asked_for(
     workshop: Workshop,
 ) -> None:
@@ -129,6 +132,7 @@ def test_a_run_that_was_finished_goes_on_when_more_steps_are_asked_for(
     assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop, seed: int) -> None:
     words = [*QUICK, "--run.checkpoint_every=3"]
@@ -173,6 +177,7 @@ def test_a_checkpoint_killed_while_it_is_written_is_none(workshop: Workshop) -> 
     assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_a_long_rollout_stops_at_once_and_keeps_the_last_complete_step(
     workshop: Workshop, number: signal.Signals

@@ -29,6 +29,7 @@ def regret(tuner: Tuner, truth: Truth, num: int, machine: Machine = QUICK) -> li
     return [1 - run.rate(begin, begin + quarter) / best for begin in range(0, steps, quarter)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [QUICK, SLOW], ids=["quick", "slow"])
 @pytest.mark.parametrize("num", [1, 4, 16, 64])
 @pytest.mark.parametrize("truth", [GOOD, Truth(0.7, 0.3), BAD], ids=["good", "mediocre", "bad"])
@@ -37,6 +38,7 @@ def test_the_budget_is_as_good_as_the_oracle_within_three_percent(truth, num, ma
     assert regret(BudgetTuner(), truth, num, machine)[-1] < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 4, 16, 40])
 def test_the_regret_of_the_bandit_shrinks_to_what_it_explores(num):
     """With no exploring it plays one of its bucket's best arms, a tenth at random loses at most
@@ -61,6 +63,7 @@ def test_the_regret_of_the_bandit_shrinks_to_what_it_explores(num):
         assert sum(reached) / len(reached) > share * max(rates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TUNERS)
 @pytest.mark.parametrize("num", [1, 16])
 def test_a_shift_of_the_drafter_is_followed_both_ways(name, num):

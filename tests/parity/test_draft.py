@@ -83,6 +83,7 @@ def test_the_native_round_drafts_what_growing_level_by_level_drafts(recipe, redu
         assert [tree.size for tree in drafted] == [shape.width * n for n in (1, 3, 5, 5, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("shape", [CHAIN, SIBLINGS, replace(SIBLINGS, size=4)])
 @pytest.mark.parametrize("worth", WORTHS)

@@ -105,6 +105,7 @@ def open_with_transformers(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     theirs = build_theirs(case)
@@ -114,6 +115,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(our_logits(ours), their_logits(theirs), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_finds_the_same_model_in_what_we_saved(case: str, tmp_path: Path) -> None:
     theirs = build_theirs(case)

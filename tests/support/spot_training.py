@@ -51,7 +51,7 @@ def make_buffer(count: int = 30) -> DrafterBuffer:
 
 
 @final
-class Room:
+class SpotSetup:
     """A spot trainer begun from version 1 of a fresh drafter."""
 
     def __init__(self, settings: SpotSettings = SETTINGS, *, matrix_rate: float | None = None):
@@ -81,7 +81,7 @@ class Room:
 
 
 def stop_at(call: int) -> Callable[[], bool]:
-    """Say so at the call with this number, from 0 on, and ever after."""
+    """Return a function that is true from the call with this number on, counted from 0."""
     calls = iter(range(10**9))
     return lambda: next(calls) >= call
 

@@ -60,7 +60,24 @@ class TrainerComponents:
     num_ungradable: int
     """Prompts left out because the reward cannot grade any answer to them."""
     drafter_s: float
-    """Seconds that opening the drafter took: the embedded one may have been taught."""
+    """Seconds that opening the drafter took, with the training of the embedded one."""
+
+    def start_lines(self, config: RunConfig, threads: int, last_step: int | None) -> list[str]:
+        """Return what a run logs at its start: model, directory, and prompts left out."""
+        resumed = "" if last_step is None else f", resumed after step {last_step}"
+        lines = [
+            f"{config.model.path}: {self.workers.num_parameters:,} parameters, "
+            f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
+            f"{Path(config.run.dir)}{resumed}"
+        ]
+        if self.num_dropped:
+            lines.append(
+                f"{self.num_dropped} prompts over {config.data.max_prompt_len} tokens are left out "
+                "(data.drop_long_prompts)"
+            )
+        if self.num_ungradable:
+            lines.append(f"{self.num_ungradable} prompts are left out (data.drop_ungradable)")
+        return lines
 
 
 def model_directory(path: str, log: Callable[[str], None] = to_stderr) -> Path:

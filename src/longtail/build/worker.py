@@ -1,7 +1,7 @@
-"""From a configuration to what one worker drives: a learner, an engine that speculates, a trainer.
+"""Build a worker from the configuration: an engine that speculates, a learner, a drafter trainer.
 
-Runs in the worker's own process, where there are several. Like `assemble`, it translates
-configuration into numbers, and nothing else does.
+This runs in the worker's own process if there are several. Only `build` translates configuration
+into numbers.
 """
 
 import time
@@ -36,7 +36,7 @@ from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
 _MICRO_TOKENS = 384
-"""A stop waits for one micro-batch at most."""
+"""Tokens of a micro-batch of spot training, which a stop has to wait for."""
 _HELDOUT_TOKENS = 2048
 _MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 12, 3, 6
 _MIN_GAIN = 0.002
@@ -58,7 +58,7 @@ def build_worker(
     *,
     number: int = 0,
 ) -> Worker:
-    """Build a worker; `log` hears of a drafter being taught."""
+    """Build a worker; `log` receives the progress of a drafter that is trained first."""
     return Worker(build_components(config, directory, limits, log, number=number))
 
 
@@ -70,16 +70,16 @@ def build_components(
     *,
     number: int = 0,
 ) -> WorkerComponents:
-    """Build what one worker drives."""
+    """Build the components of a worker."""
     device, tokenizer = choose_device(config.run.device), load_tokenizer(directory)
-    home = "cpu" if config.is_sharded else device  # shards move where the team computes
+    home = "cpu" if config.is_sharded else device  # shards move to the device in the team
     policy = load_model(directory, DTYPES[config.learner.dtype], home)
     rollout_model = load_model(directory, DTYPES[config.rollout.dtype], device)
     rollout_model.batch_invariant = config.rollout.batch_invariant
     target = Target(
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
     )
-    if device.type == "cuda":  # KV takes what is free, but for what learning keeps later
+    if device.type == "cuda":  # the KV cache takes the free memory, less what learning needs later
         made_later = memory.estimate(config, policy.config).made_later
         limits = replace(limits, reserved_bytes=made_later)
     began = time.perf_counter()
@@ -105,7 +105,7 @@ def _drafting(
     log: Callable[[str], None],
     number: int,
 ) -> Drafting | None:
-    """Make the trainer of the first drafter that can be trained."""
+    """Build the trainer of the first drafter that can be trained."""
     if speculation is None or config.spot.train == "never":
         return None
     served = _eagles(speculation.drafters)
@@ -139,7 +139,7 @@ def _drafting(
             lookup=None if features is None else features.find,
         ),
         served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer)),
-        # Each worker draws in an order of its own, or all would train the same replica.
+        # Each worker has its own seed, or all would train the same replica.
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
     )
 
@@ -167,7 +167,7 @@ def _speculation(
 
 
 def _feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore | None:
-    """Make room for what the trainer reads while others write; later it is the old policy's."""
+    """Build the store of features that spot training reuses; later texts are of a newer policy."""
     eagles = _eagles(drafters)
     if not (eagles and own.train == "spot" and own.features_mb):
         return None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, metadata
 from types import MappingProxyType
 
+from longtail.bench.registry import BENCHES
 from longtail.cli import parsers as cli_parsers
 from longtail.errors import ConfigError, LongtailError
 from longtail.system.interrupt import signals_as_ctrl_c
@@ -178,11 +179,10 @@ def _serve(words: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
-    if not words or words[0] not in cli_parsers.BENCHES:
-        each = ",".join(cli_parsers.BENCHES)
+    if not words or words[0] not in BENCHES:
+        each = ",".join(BENCHES)
         return _usage(words, f"usage: longtail bench {{{each}}} [options]; see the --help of each")
-    args = cli_parsers.bench_parser(words[0]).parse_args(words[1:])
-    return cli_parsers.bench_module(words[0]).run(args) or 0
+    return BENCHES[words[0]].run(cli_parsers.bench_parser(words[0]).parse_args(words[1:]))
 
 
 def _report(words: list[str]) -> int:

@@ -3,23 +3,10 @@
 import argparse
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from types import ModuleType
+
+from longtail.bench.registry import BENCHES
 
 _WIDTH = 96
-
-BENCHES = {
-    "engine": "Compare the rollout engine with transformers, vLLM and the bare matrix products.",
-    "rollout": "Measure the speedup of speculative decoding with fixed strategies.",
-    "tuner": "Compare the adaptive strategy with every fixed strategy.",
-    "learner": "Compare packed with padded batches in the learner.",
-    "drafter": "Compare packed with padded batches in drafter training.",
-    "serve": "Measure serving over HTTP with and without drafts, or soak the server.",
-    "vllm": "Compare the acceptance of exported drafters in vLLM with longtail's.",
-    "gpu": "Measure kernels, steps and rollouts on a GPU against its peak.",
-    "e2e": "Compare whole training runs with and without drafting and spot training.",
-}
-"""Description of each benchmark, by name."""
 
 
 def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
@@ -374,15 +361,9 @@ def serve_parser() -> argparse.ArgumentParser:
 
 def bench_parser(name: str) -> argparse.ArgumentParser:
     """Build the parser of `longtail bench`."""
-    parser = _parser(f"bench {name}", BENCHES[name])
-    bench_module(name).add_arguments(parser)
+    parser = _parser(f"bench {name}", BENCHES[name].summary)
+    BENCHES[name].add_arguments(parser)
     return parser
-
-
-def bench_module(name: str) -> ModuleType:
-    """Import the benchmark of that name."""
-    place = f"training.{name}" if name in ("learner", "drafter") else f"{name}.run"
-    return import_module(f"longtail.bench.{place}")
 
 
 def report_parser() -> argparse.ArgumentParser:

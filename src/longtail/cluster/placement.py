@@ -1,15 +1,15 @@
-"""Which worker gets which requests, and in which order: long ones first, spread over the workers.
+"""Placement: which worker generates which requests, and in which order.
 
-A rollout ends with its longest completion, so whatever may become long should begin at once, and
-not all of it in one place. Prompts come again, epoch after epoch, and hard ones stay long: the
-length book remembers them.
+A rollout ends with its longest completion, so completions that may become long begin first, spread
+over the workers. Prompts come again in every epoch, and hard ones stay long: `LengthHistory` keeps
+the lengths of earlier epochs.
 
-    groups of 2, expected tokens a request    A: 900   B: 30   C: 200   D: 50
+    groups of 2, expected tokens per request  A: 900   B: 30   C: 200   D: 50
 
-    worker 0   A0 A1 B0 B1      longest first to whoever has the least to write; then both have
-    worker 1   C0 C1 D0 D1      had two groups, their even share
+    worker 0   A0 A1 B0 B1      longest first, to the worker with the fewest tokens; every worker
+    worker 1   C0 C1 D0 D1      gets its even share of requests
 
-Requests are indices into the list of all requests, group after group. Nothing here knows engines.
+Requests are indices into the list of all requests, group after group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,57 +21,56 @@ from typing import Any, final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGroup:
-    """A group of requests that ask the same prompt.
+    """A group of requests with the same prompt.
 
     Example: PromptGroup(size=8, expected=412.0)
     """
 
     size: int
     expected: float | None = None
-    """Tokens a request, by earlier visits; None where there were none."""
+    """Expected tokens per request, from earlier epochs; None if unknown."""
 
 
 @final
 class LengthHistory:
-    """Remembers, by prompt id, the longest completion there was. Kept in checkpoints."""
+    """Length of the longest completion of each prompt, by prompt id. Saved in checkpoints."""
 
     def __init__(self) -> None:
         self._longest: dict[str, int] = {}
 
     def record(self, prompt_id: str, length: int) -> None:
-        """Take note of a completion's length in tokens."""
+        """Record the length of a completion in tokens."""
         self._longest[prompt_id] = max(length, self._longest.get(prompt_id, 0))
 
     def expected(self, prompt_id: str) -> float | None:
-        """Return the tokens to expect; None of a prompt that was never noted."""
+        """Return the expected length in tokens; None for an unknown prompt."""
         longest = self._longest.get(prompt_id)
         return None if longest is None else float(longest)
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` reads; JSON."""
+        """Return the state for `restore`, as JSON."""
         return {"longest": dict(self._longest)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state."""
+        """Continue from a saved state."""
         self._longest = {str(name): int(length) for name, length in state["longest"].items()}
 
 
 def place(groups: Sequence[PromptGroup], num_workers: int) -> list[list[int]]:
     """Return the requests of each worker, in the order in which they should begin.
 
-    Groups are dealt by falling expected length, each to the worker with the fewest expected tokens
-    so far (ties: in the order given). Every worker gets its even share of requests, to a request:
-    whoever has it gets no more. PromptGroup share the KV of their prompt, so they stay together; a
-    group is cut only where no worker has room left for the whole, which happens less often than
-    there are workers. A group without an expectation counts like the median of the others, so
-    without any knowledge groups are dealt in turn.
+    Groups are placed by descending expected length, each on the worker with the fewest expected
+    tokens so far (ties: in the given order). Every worker gets its even share of requests, to
+    within one. The requests of a group share the KV of their prompt, so they stay together; a group
+    is split only if no worker has room for all of it, which happens less often than there are
+    workers. A group of unknown length counts like the median of the others.
 
-    Where groups are of one size and come out even, the loads (expected tokens) of two workers
-    differ by the longest group's at most, so the largest load is at most 2 - 1 / num_workers times
-    the least possible. (Of loads A and B, made of a and b groups, while x is dealt:
-    A - B + (b - a) x never exceeds the longest group. Where b <= a, because A - B does not: deals
-    go to the lesser. Where b > a, because a deal leaves it as it is and a smaller x lowers it. When
-    B has its share of k groups, A gets k - a more, none above x.)
+    For groups of one size that come out even, the loads (expected tokens) of two workers differ by
+    at most the longest group's, so the largest load is at most 2 - 1 / num_workers times the
+    optimum. (Consider loads A and B, of a and b groups, when x is placed: A - B + (b - a) x never
+    exceeds the longest group. If b <= a, because A - B does not: x goes to the smaller load. If
+    b > a, because a placement leaves it as it is and a smaller x lowers it. When B has its share of
+    k groups, A gets k - a more, none above x.)
     """
     known = [group.expected for group in groups if group.expected is not None]
     usual = median(known) if known else 1.0

@@ -12,14 +12,13 @@ place of an answer, busy or idle; an exception in a task is returned in its resu
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, final
+from typing import Any, Generic, TypeVar, cast, final
 
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError
 from longtail.system.interrupt import Interrupted
 
-P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T", covariant=True)
 
@@ -53,13 +52,7 @@ class WorkerPool(abc.ABC):
         """Number of workers."""
 
     @abc.abstractmethod
-    def start(
-        self,
-        worker: int,
-        task: Callable[Concatenate[Worker, P], object],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
+    def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
         """Start a task on an idle worker. Raises ClusterError if it cannot be sent."""
 
     @abc.abstractmethod
@@ -67,13 +60,7 @@ class WorkerPool(abc.ABC):
         """Return the tasks that have ended; wait for one for at most `timeout_s`."""
 
     @abc.abstractmethod
-    def ask(
-        self,
-        worker: int,
-        message: Callable[Concatenate[Worker, P], R],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R:
+    def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
         """Deliver a message and return the answer.
 
         Raises LostWorkerError if the worker is gone, ClusterError if no answer comes in time.
@@ -110,16 +97,10 @@ class LocalWorkerPool(WorkerPool):
         """Return 1."""
         return 1
 
-    def start(
-        self,
-        worker: int,
-        task: Callable[Concatenate[Worker, P], object],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
+    def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
         """Keep the task for `wait`."""
         assert self._task is None, "one task at a time"
-        self._task = lambda: task(self._worker, *args, **kwargs)
+        self._task = lambda: task(self._worker, *args)
 
     def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
         """Run the task."""
@@ -131,15 +112,9 @@ class LocalWorkerPool(WorkerPool):
         except (LongtailError, Interrupted, Stopped) as error:
             return [TaskResult(worker=0, error=error)]
 
-    def ask(
-        self,
-        worker: int,
-        message: Callable[Concatenate[Worker, P], R],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R:
+    def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
         """Call the message."""
-        return message(self._worker, *args, **kwargs)
+        return message(self._worker, *args)
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
         """Return the progress of the worker."""

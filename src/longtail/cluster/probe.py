@@ -1,7 +1,7 @@
-"""How well a drafter that was trained elsewhere does for the policy at hand, before a run begins.
+"""Acceptance of a given drafter on the policy at hand, measured before a run begins.
 
-A few texts are written plainly, by an engine of their own, so nothing of the run notices: no cost
-is learned, no noise drawn, no KV of the run's taken. Then the drafter is read on them.
+A few texts are generated without drafts, by an engine of their own, so that the run's cost model,
+noise and KV are untouched. Then the drafter is evaluated on them.
 """
 
 import math
@@ -18,33 +18,33 @@ from longtail.rl.data.examples import Example
 from longtail.types import Request
 
 PAYS_BELOW = 0.95
-"""Of the accept length where it was trained: with less, training is worth its time."""
+"""Share of the accept length in training below which further training is worth its time."""
 PROBED_DEPTHS = 6
-"""As deep as a drafter is measured when it is trained."""
+"""Depth to which a drafter is measured in training, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """How a drafter does on what the policy writes now, and how it did where it was trained.
+    """Acceptance of a drafter on new texts of the policy, and when it was trained.
 
     Example: Probe(accept_len=3.1, trained_accept_len=4.4, trained_on="base", num_tokens=512)
     """
 
     accept_len: float
-    """Expected, of a chain; NaN where no text was long enough."""
+    """Expected accept length of a chain; NaN if no text was long enough."""
     trained_accept_len: float | None
-    """Of the same, on held-out text when it was trained; None where that is not known."""
+    """Expected accept length on held-out texts in training; None if unknown."""
     trained_on: str
     num_tokens: int
 
     @property
     def would_pay(self) -> bool:
-        """Whether it has lost so much that training it would pay."""
+        """Whether the drafter has lost enough acceptance that training it would pay."""
         known = self.trained_accept_len
         return known is not None and self.accept_len < PAYS_BELOW * known
 
     def lines(self, training: str) -> list[str]:
-        """Say it; `training` is the run's spot.train."""
+        """Return the log lines; `training` is the run's spot.train."""
         if math.isnan(self.accept_len):
             return []
         known = self.trained_accept_len
@@ -66,14 +66,14 @@ class Probe:
 def probe(
     given: LoadedDrafter, engine: RolloutEngine, tokenizer: Tokenizer, requests: Sequence[Request]
 ) -> Probe:
-    """Write texts with the policy of an engine, not with the engine, and measure the drafter."""
+    """Measure a drafter on texts that another engine generates with the policy of `engine`."""
     model = engine.model
     longest = max(len(each.prompt_tokens) + each.sampling.max_tokens for each in requests)
     limits = EngineLimits(max_running=len(requests), max_step_tokens=512, max_len=longest)
-    written = RolloutEngine(model, tokenizer.decode, limits).generate(requests)
+    completions = RolloutEngine(model, tokenizer.decode, limits).generate(requests)
     texts = [
         Example(tokens=request.prompt_tokens + done.tokens, prompt_len=len(request.prompt_tokens))
-        for request, done in zip(requests, written, strict=True)
+        for request, done in zip(requests, completions, strict=True)
     ]
     reader = DrafterTrainer(
         given.layer, model, TrainerSettings(), draft_ids=given.draft_ids, head=given.head
@@ -83,5 +83,5 @@ def probe(
         accept_len=depths.accept_len if depths.overlap else math.nan,
         trained_accept_len=given.training.accept_len,
         trained_on=given.trained_on.name,
-        num_tokens=sum(len(done.tokens) for done in written),
+        num_tokens=sum(len(done.tokens) for done in completions),
     )

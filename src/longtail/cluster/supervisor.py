@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, TypeVar, final
 
 from longtail.cluster import tasks
 from longtail.cluster.pool import TaskResult, WorkerPool
@@ -29,7 +29,6 @@ from longtail.cluster.tasks import Task
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 READY_S = 600.0
@@ -55,7 +54,7 @@ class _Startup(enum.Enum):
 
 @dataclass(slots=True)
 class _Process:
-    """What the supervisor knows of a worker's process beside its state."""
+    """Signs of life, stop requests and startup of a worker's process."""
 
     seen_s: float
     """Time of its last sign of life, or of the start of its task."""
@@ -116,14 +115,14 @@ class WorkerSupervisor:
 
     # ---- tasks
 
-    def start(self, worker: int, task: Task[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def start(self, worker: int, task: Task[object], *args: object) -> None:
         """Start a task on an idle worker."""
         self._states.move(worker, task.state)
         process = self._processes[worker]
         process.stop_s = math.inf
         if process.must_clear_stop and self.tell(worker, Worker.clear_stop):
             process.must_clear_stop = False
-        self._send(worker, task, *args, **kwargs)
+        self._send(worker, task, *args)
 
     def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
         """Return the tasks that have ended: their workers are idle, or lost and being replaced."""
@@ -146,7 +145,7 @@ class WorkerSupervisor:
         return found
 
     def run(
-        self, task: Task[..., R], args: Mapping[int, tuple[object, ...]]
+        self, task: Task[R], args: Mapping[int, tuple[object, ...]]
     ) -> dict[int, TaskResult[R]]:
         """Run a task on idle workers, each with its own arguments, and return all results.
 
@@ -170,9 +169,7 @@ class WorkerSupervisor:
                     self.give_up(late, f"worker {late} is {self._hang_s:.0f} s later than others")
         return found
 
-    def run_on(
-        self, workers: Sequence[int], task: Task[P, R], *args: P.args, **kwargs: P.kwargs
-    ) -> list[R]:
+    def run_on(self, workers: Sequence[int], task: Task[R], *args: object) -> list[R]:
         """Run a task on some workers with the same arguments, again on those that are lost.
 
         Return the results in the order of `workers`. Raises what the task raises.
@@ -183,9 +180,9 @@ class WorkerSupervisor:
             found |= {worker: end.value() for worker, end in ends.items() if not end.is_lost}
         return [found[worker] for worker in workers]
 
-    def run_on_all(self, task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    def run_on_all(self, task: Task[R], *args: object) -> list[R]:
         """Run a task on all workers, and return the results by worker."""
-        return self.run_on(range(self.size), task, *args, **kwargs)
+        return self.run_on(range(self.size), task, *args)
 
     def wait_ready(self) -> None:
         """Wait until no worker is starting."""
@@ -201,50 +198,32 @@ class WorkerSupervisor:
             if not self.wait(_POLL_S):
                 self.check_progress()
 
-    def _send(self, worker: int, task: Task[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _send(self, worker: int, task: Task[object], *args: object) -> None:
         process = self._processes[worker]
         process.beats, process.seen_s = _NO_BEATS, self._clock()
         process.max_silence_s = self._hang_s if task.has_beats else READY_S
         try:
-            self._pool.start(worker, task.method, *args, **kwargs)
+            self._pool.start(worker, task.method, *args)
         except ClusterError as error:
             self.give_up(worker, str(error))
 
     # ---- messages
 
-    def ask(
-        self,
-        worker: int,
-        message: Callable[Concatenate[Worker, P], R],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R | None:
+    def ask(self, worker: int, message: Callable[..., R], *args: object) -> R | None:
         """Return a worker's answer to a message; None if it is gone or does not answer in time.
 
         A worker that is gone is given up, busy or idle: an idle one has no task that could end.
         """
-        answers = self._answers(worker, message, *args, **kwargs)
+        answers = self._answers(worker, message, *args)
         return answers[0] if answers else None
 
-    def tell(
-        self,
-        worker: int,
-        message: Callable[Concatenate[Worker, P], None],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> bool:
+    def tell(self, worker: int, message: Callable[..., None], *args: object) -> bool:
         """Send a message that has no answer; return whether the worker confirmed it in time."""
-        return bool(self._answers(worker, message, *args, **kwargs))
+        return bool(self._answers(worker, message, *args))
 
-    def _answers(
-        self,
-        worker: int,
-        message: Callable[Concatenate[Worker, P], R],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[R]:
+    def _answers(self, worker: int, message: Callable[..., R], *args: object) -> list[R]:
         try:
-            return [self._pool.ask(worker, message, *args, **kwargs)]
+            return [self._pool.ask(worker, message, *args)]
         except LostWorkerError as error:
             self.give_up(worker, str(error))
         except ClusterError:

@@ -7,23 +7,22 @@ all others       LEARNING     what all workers do between two rollouts
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Concatenate, Generic, ParamSpec, TypeVar
+from typing import Generic, TypeVar
 
 from longtail.cluster.states import State
 from longtail.cluster.worker import Worker
 
-P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Task(Generic[P, R]):
-    """A task that takes arguments P and has a result R.
+class Task(Generic[R]):
+    """A task with a result R.
 
     Example: Task(Worker.generate, State.GENERATING, has_beats=True)
     """
 
-    method: Callable[Concatenate[Worker, P], R]
+    method: Callable[..., R]
     state: State = State.LEARNING
     has_beats: bool = False
     """Whether the worker's `Progress.beats` rise during the task."""

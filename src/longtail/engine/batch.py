@@ -1,4 +1,4 @@
-"""A step as a flat list of tokens: plain decode, verification and chunked prefill are one shape.
+"""A step as a flat list of tokens, for decode, verification and chunked prefill alike.
 
 request   c | b  b  b  b | a  a  a       c decodes, b verifies a draft of three, a prefills
 token     t | t  n  n  n | t  t  t
@@ -21,22 +21,22 @@ from longtail.system.transfer import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The consecutive tokens of one request in a step, then the nodes of its draft.
+    """Consecutive tokens of one request in a step, followed by the nodes of its draft.
 
     Example: Segment(request_id="b", num_context=9, num_tokens=1): b decodes its token at position 9
     """
 
     request_id: str
     num_context: int
-    """Tokens of this request already in the cache."""
+    """Number of the request's tokens in the cache."""
     num_tokens: int
-    """Of the text; a draft's nodes come on top."""
+    """Number of text tokens, without the draft's nodes."""
     draft: DraftTree = EMPTY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled:
-    """A request and how many of its pending tokens this step computes, with a draft behind them.
+    """A request, the number of its pending tokens that this step computes, and its draft.
 
     Only a request whose last token is computed has a draft.
     """
@@ -47,7 +47,7 @@ class Scheduled:
 
     @property
     def draws(self) -> bool:
-        """Tell whether the step reaches the request's last token, hence draws the next."""
+        """Whether the step computes the request's last token, and so draws the next one."""
         return self.num_tokens == self.active.num_pending
 
 
@@ -59,11 +59,11 @@ class FlatBatch:
     positions: Int[Tensor, "tokens"]
     segments: tuple[Segment, ...]
     drawing: Int[Tensor, "drawing"] | None
-    """Index of the tokens whose successor is drawn; None when it is every token."""
+    """Indices of the tokens whose successor is drawn; None: all tokens."""
 
 
 def flatten(scheduled: Sequence[Scheduled], device: torch.device) -> FlatBatch:
-    """Lay the scheduled tokens and drafts end to end, in the order given."""
+    """Concatenate the scheduled tokens and drafts in the given order."""
     tokens: list[int] = []
     positions: list[int] = []
     segments: list[Segment] = []

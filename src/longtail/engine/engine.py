@@ -1,13 +1,12 @@
 """The rollout engine: requests in, completions out, one flat batch a step.
 
-    submit --> Scheduler --> Speculator --> flatten --> ModelRunner --> a draw at every node
-                  ^          (drafts)                   (meanwhile the       |  `accept`
-                  |                                     last step is learned |
-                  |                                     from)                |
-                  +--- finished? room freed <--------------------------------+--> StepReport
+    submit --> schedule --> draft --> flatten --> launch ------------> wait --> accept, commit
+                  ^                               (apply the previous               |
+                  |                                step's feedback)               append
+                  +--- finished: KV freed <-----------------------------------------+--> StepReport
 
-It owns the weights it generates with and the KV of what is in progress. It knows nothing of
-rewards, learning or files; it is told how to decode, and pulls published weights when idle.
+The engine owns the weights that generate and the KV of the requests in progress. It does not know
+rewards, learning or files. It takes new weights only while no request is in progress.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -95,71 +94,71 @@ class RolloutEngine:
 
     @property
     def model(self) -> Transformer:
-        """The weights that generate, for drafters to refer to; only `pull` changes them."""
+        """The model that generates; drafters refer to it, and only `pull` changes its weights."""
         return self._model
 
     def reset_estimates(self) -> None:
-        """Have drafting tried anew, since a drafter was changed; no token depends on it."""
+        """Estimate the gain of drafting anew, since a drafter was changed; tokens do not change."""
         self._speculator.reset_estimates()
 
     @property
     def speculation(self) -> Speculation | None:
-        """How the engine speculates now."""
+        """The speculation in use, if any."""
         return self._speculator.speculation
 
     @property
     def costs(self) -> CostModel | None:
-        """What steps and drafts cost, as known by now; None if nobody asked."""
+        """The cost model; None if no speculation has needed one."""
         return self._costs
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that generate now."""
+        """Version of the present weights."""
         return self._policy_version
 
     @property
     def num_unfinished(self) -> int:
-        """Requests waiting or running."""
+        """Number of waiting and running requests."""
         return len(self._active)
 
     def running(self) -> frozenset[str]:
-        """Name the requests that are being written, those of the last step among them."""
+        """Return the ids of the running requests."""
         return frozenset(self._scheduler.running)
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Tell whether the request waits or runs."""
+        """Return whether the request waits or runs."""
         return request_id in self._active
 
     def unfinished(self) -> list[tuple[str, tuple[int, ...], int]]:
-        """Copy what is in progress: id, all tokens so far, prompt length. Any thread may ask."""
+        """Return (id, tokens so far, prompt length) of each unfinished request; thread-safe."""
         return [
             (request_id, tuple(active.tokens), active.prompt_len)
             for request_id, active in list(self._active.items())
         ]
 
     def kv_usage(self) -> KVUsage:
-        """Count tokens of KV memory."""
+        """Return the free, owned and total tokens of KV memory."""
         return self._kv.usage()
 
     def scheduler_counts(self) -> SchedulerCounts:
-        """Preemptions and shared prompt tokens so far."""
+        """Return the numbers of preemptions and of shared prompt tokens so far."""
         return self._scheduler.counts()
 
     def pull(self, weights: PolicyWeights) -> None:
-        """Take over published weights; the engine must be idle, so that no text mixes policies."""
+        """Load published weights; the engine must be idle, so that no completion mixes policies."""
         if self._active:
             raise RequestError(
                 f"{self.num_unfinished} requests are unfinished: finish or abort them before "
                 f"pulling policy version {weights.version}"
             )
-        parameters = dict(self._model.named_parameters())  # a tied head is not a parameter twice
-        mine = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        theirs = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
-        if mine != theirs:
-            odd = min(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+        parameters = dict(self._model.named_parameters())  # lists a tied head once
+        own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        given = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+        if own != given:
+            odd = min(n for n in own.keys() | given.keys() if own.get(n) != given.get(n))
             raise RequestError(
                 f"policy version {weights.version} is of another model: {odd} has shape "
-                f"{theirs.get(odd)} there, {mine.get(odd)} here"
+                f"{given.get(odd)} there, {own.get(odd)} here"
             )
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -169,12 +168,12 @@ class RolloutEngine:
         self._policy_version = weights.version
 
     def sleep(self) -> None:
-        """Lend KV memory to whoever learns, until a request comes; the engine must be idle."""
+        """Free the KV memory until the next request; the engine must be idle."""
         assert not self._active, "requests in progress need their keys and values"
         self._kv.sleep()
 
     def submit(self, request: Request) -> None:
-        """Queue a request; RequestError if this engine can never serve it."""
+        """Queue a request. Raises RequestError if this engine can never serve it."""
         self._check(request)
         self._kv.wake()
         active = ActiveRequest(
@@ -186,7 +185,7 @@ class RolloutEngine:
         self._scheduler.add(active)
 
     def abort(self, request_id: str) -> Completion:
-        """Withdraw an unfinished request and return what it has so far."""
+        """Remove an unfinished request and return its completion so far."""
         if request_id not in self._active:
             raise RequestError(f"request {request_id!r} is not in progress")
         active = self._active[request_id]
@@ -213,7 +212,7 @@ class RolloutEngine:
         with timer.compute:
             launched = self._runner.launch(batch, sampled, speculator.taps)
             with timer.draft:
-                speculator.apply_feedback(hidden=launched.is_under_way)
+                speculator.apply_feedback(hidden=launched.is_running)
             out = launched.wait()
         with timer.draft:
             accepted, logprobs = accept_drafts(sampled, out.tokens, out.logprobs)
@@ -291,10 +290,10 @@ class RolloutEngine:
         requests: Sequence[Request],
         on_step: Callable[[StepReport], None] | None = None,
     ) -> list[Completion]:
-        """Serve the requests to the end and return their completions in the same order.
+        """Run until the requests are finished; return their completions in the same order.
 
-        Others in progress get on, too; `on_step` sees them finish. When anything raises, or one of
-        the requests fails, they are aborted.
+        Other requests in progress advance as well; `on_step` gets all reports. If anything raises,
+        or one of the requests fails, the requests are aborted.
         """
         for request in requests:
             self._check(request)
@@ -319,31 +318,31 @@ class RolloutEngine:
     def stream(
         self, request: Request, on_step: Callable[[StepReport], None] | None = None
     ) -> Iterator[Piece | Completion]:
-        """Yield the text of one request as it is written, then its completion.
+        """Yield the text of one request piece by piece, then its completion.
 
-        The pieces joined are the completion's `text`: nothing of a stop string is among them.
+        The pieces concatenated are the completion's `text`, without any stop string.
         """
         name, reader = request.request_id, Reader(self._decode, request.sampling.stop)
         self.submit(request)
         try:
-            while name in self._active:  # until it ends, or someone aborts it
+            while name in self._active:
                 report = self.step()
                 _raise_failure(report, {name})
                 if on_step is not None:
                     on_step(report)
-                mine = [each.token for each in report.emitted if each.request_id == name]
+                own = [each.token for each in report.emitted if each.request_id == name]
                 drafted = sum(
                     each.num_accepted for each in report.verified if each.request_id == name
                 )
-                for tokens, foretold in ((mine[:drafted], True), (mine[drafted:], False)):
+                for tokens, is_drafted in ((own[:drafted], True), (own[drafted:], False)):
                     if text := reader.feed(tokens):
-                        yield Piece(text=text, drafted=foretold)
+                        yield Piece(text=text, drafted=is_drafted)
                 for completion in report.finished:
                     if completion.request_id == name:
                         if text := reader.finish(completion.text):
                             yield Piece(text=text, drafted=False)
                         yield completion
-        finally:  # the reader went away
+        finally:  # also if the consumer stops reading
             if name in self._active:
                 self.abort(name)
 
@@ -354,10 +353,10 @@ class RolloutEngine:
             raise RequestError(f"request {request.request_id!r} is already in progress")
         if not request.prompt_tokens:
             raise RequestError(f"request {request.request_id!r} has an empty prompt")
-        strangers = [token for token in request.prompt_tokens if not 0 <= token < vocab_size]
-        if strangers:
+        outside = [token for token in request.prompt_tokens if not 0 <= token < vocab_size]
+        if outside:
             raise RequestError(
-                f"request {request.request_id!r} holds token {strangers[0]}, but the model's "
+                f"request {request.request_id!r} holds token {outside[0]}, but the model's "
                 f"vocabulary has {vocab_size}; use the model's own tokenizer"
             )
         if not -(2**63) <= request.noise_key < 2**63:
@@ -394,7 +393,7 @@ def _step_report(
 
 
 def _raise_failure(report: StepReport, awaited: Container[str]) -> None:
-    """Raise what the first of the awaited requests failed with, if one did."""
+    """Raise the error of the first awaited request that failed, if any."""
     for each in report.failed:
         if each.request_id in awaited:
             raise each.error

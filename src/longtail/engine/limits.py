@@ -1,4 +1,4 @@
-"""What one engine may hold."""
+"""Limits of one engine."""
 
 from dataclasses import dataclass
 
@@ -7,23 +7,23 @@ from longtail.errors import RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What one engine may hold.
+    """Limits of one engine.
 
     Example: EngineLimits(max_running=64, max_step_tokens=512, kv_tokens=0, max_len=2560)
     """
 
     max_running: int
     max_step_tokens: int
-    """Flat tokens of one step; at least `max_running`."""
+    """Maximum number of flat tokens in a step; at least `max_running`."""
     max_len: int
-    """Longest prompt plus completion, tokens."""
+    """Maximum number of tokens of prompt plus completion."""
     kv_tokens: int = 0
-    """Tokens of KV memory; 0 is enough for `max_running` requests of `max_len`, or what fits."""
+    """Tokens of KV memory; 0: enough for `max_running` requests of `max_len`, or all that fits."""
     reserved_bytes: int = 0
-    """Memory of a GPU that is to stay free for others in this process."""
+    """Bytes of GPU memory that stay free for other uses in this process."""
 
     def __post_init__(self) -> None:
-        """Refuse limits under which the engine could stall."""
+        """Refuse limits with which the engine could stall."""
         for name, value, least in (
             ("max_running", self.max_running, 1),
             ("max_len", self.max_len, 1),

@@ -1,9 +1,8 @@
-"""Measures what engine steps and drafts cost on this machine, before the first request.
+"""The profiler: it measures the costs of engine steps and drafts before the first request.
 
-Of repeated measurements the quickest counts: whatever else the machine did only made it slower.
-It runs the very step that the engine runs, on made-up requests with a KV cache of their own, so
-nothing of the engine's is touched. A second is enough: what it gets wrong is corrected by the first
-steps, and what it could not measure in time lies between what it could.
+It runs the engine's own step on synthetic requests with a separate KV cache. The fastest of
+repeated measurements counts, since other load only slows them. A second is enough: the first steps
+correct errors, and sizes that were not measured in time are interpolated.
 """
 
 import time
@@ -29,10 +28,10 @@ from longtail.types import Request, SamplingParams
 _SECONDS = 1.0
 _DRAFT_SECONDS = 0.3
 _COUNTS = (1, 512, 8, 64, 2, 32, 4, 128, 16, 256, 48, 96, 24, 192, 12, 384)
-"""Flat tokens, the most telling first."""
+"""Flat tokens of the measured steps, the most informative first."""
 _REPEATS = 3
 _SHORT, _LONG, _A_STEP = 32, 512, 4
-"""Tokens of context, and of a step that verified a draft."""
+"""Tokens of context, and tokens per step of a drafted request."""
 _SHAPES = (Strategy(depth=1), Strategy(depth=6, width=2, size=12, beam=1))
 
 
@@ -42,7 +41,7 @@ def measure_costs(
     drafters: Sequence[Drafter],
     known: CostModel | None,
 ) -> CostModel:
-    """Measure what is not known: steps at first, drafts of every set of drafters."""
+    """Measure step costs unless known, and the draft costs of all drafters."""
     costs = _measure_steps(model, limits) if known is None else known
     costs.drafts = [_measure_drafts(drafter, model, limits) for drafter in drafters]
     return costs
@@ -50,23 +49,23 @@ def measure_costs(
 
 @torch.inference_mode()
 def _measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
-    """Time steps of several sizes with short contexts, then some with long ones."""
-    bench = SyntheticSteps(model, min(limits.max_running, 32), limits.max_step_tokens)
+    """Time steps of several sizes with short contexts, and some with long ones."""
+    steps = SyntheticSteps(model, min(limits.max_running, 32), limits.max_step_tokens)
     deadline = time.perf_counter() + _SECONDS
-    most = min(limits.max_step_tokens, limits.max_running * (1 + MAX_NODES))
-    counts = [min(count, most) for count in _COUNTS]
-    bench.step(1, bench.short)  # whatever happens on a first call
+    largest = min(limits.max_step_tokens, limits.max_running * (1 + MAX_NODES))
+    counts = [min(count, largest) for count in _COUNTS]
+    steps.step(1, steps.short)  # warm-up
     seconds: dict[int, float] = {}
-    for _ in range(_REPEATS):  # apart in time, so that a stall does not spoil all of one size
+    for _ in range(_REPEATS):  # repeats apart in time, so that a stall affects only one
         for count in dict.fromkeys(counts):
             if len(seconds) < 2 or time.perf_counter() < deadline:
-                took = bench.step(count, bench.short)
+                took = steps.step(count, steps.short)
                 seconds[count] = min(took, seconds.get(count, took))
     knots = sorted(seconds)
     curve = TimeCurve(knots, without_stalls(knots, [seconds[count] for count in knots]))
-    num = max(1, min(bench.num_requests, most // 4))
-    requests_s, drafts_s = bench.longer(num), bench.longer(4 * num)
-    pairs = num * max(bench.long - bench.short, 1)
+    num = max(1, min(steps.num_requests, largest // 4))
+    requests_s, drafts_s = steps.context_s(num), steps.context_s(4 * num)
+    pairs = num * max(steps.long - steps.short, 1)
     return CostModel(
         curve,
         pair_s=max(requests_s, 0.0) / pairs,
@@ -75,7 +74,7 @@ def _measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
 
 
 def without_stalls(counts: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Lower what stands out above both neighbours: the machine was busy with something else.
+    """Lower measurements above both neighbours, which are stalls of the machine.
 
     Example: counts (1, 2, 3), seconds (1.0, 9.0, 2.0): the second is at most a tenth over 1.5
     """
@@ -90,19 +89,19 @@ def without_stalls(counts: Sequence[int], seconds: Sequence[float]) -> list[floa
 
 @torch.inference_mode()
 def _measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) -> DraftCost:
-    """Time proposals for few and many requests, shallow and deep."""
+    """Time proposals for few and many requests, with shallow and deep drafts."""
     deadline = time.perf_counter() + _DRAFT_SECONDS
     noise = make_sampler(model).noise
     rounds: list[tuple[int, int, int, float]] = []
     for num in dict.fromkeys((1, min(8, limits.max_running), min(32, limits.max_running))):
         actives = [synthetic_request(f"profile-{i}", 0) for i in range(num)]
         extend_texts(drafter, model, actives, _SHORT)
-        asked = [active.draftable(MAX_NODES) for active in actives]  # their texts grow
+        draftable = [active.draftable(MAX_NODES) for active in actives]  # their tokens grow
         for turn in range(1 + _REPEATS):
             for shape in _SHAPES:
                 extend_texts(drafter, model, actives, _A_STEP)
                 started = time.perf_counter()
-                trees = drafter.propose(asked, shape, noise.for_drafts(actives, shape.depth))
+                trees = drafter.propose(draftable, shape, noise.for_drafts(actives, shape.depth))
                 took = time.perf_counter() - started
                 deep = [tree.depth for tree in trees]
                 if (turn and time.perf_counter() < deadline) or len(rounds) < len(_SHAPES):
@@ -114,7 +113,7 @@ def _measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) 
 
 @final
 class SyntheticSteps:
-    """Steps of made-up requests."""
+    """Runs steps of synthetic requests."""
 
     def __init__(self, model: Transformer, num_requests: int, max_step_tokens: int) -> None:
         positions = model.config.max_positions - MAX_NODES - 1
@@ -128,22 +127,22 @@ class SyntheticSteps:
         self._kv = make_kv(model, own)
         self._model, self._runner = model, ModelRunner(model, self._kv)
 
-    def longer(self, num_tokens: int) -> float:
-        """Return the seconds that a step of so many tokens takes more with long contexts."""
-        far, near = (
+    def context_s(self, num_tokens: int) -> float:
+        """Return the additional seconds of a step of `num_tokens` with long contexts."""
+        long_s, short_s = (
             min(self.step(num_tokens, context) for _ in range(1 + _REPEATS))
             for context in (self.long, self.short)
         )
-        return far - near
+        return long_s - short_s
 
     def step(self, num_tokens: int, context: int) -> float:
-        """Return the seconds of a step of so many tokens, with drafts where requests are few."""
+        """Return the seconds of a step of `num_tokens`; drafts fill it if requests are too few."""
         num = min(num_tokens, self._num)
         sizes = [num_tokens // num - 1 + (i < num_tokens % num) for i in range(num)]
         scheduled = []
         for i, size in enumerate(sizes):
             active = synthetic_request(f"{i}", context)
-            assert self._kv.try_grow(active.request_id, context + 1 + size), "sized for this"
+            assert self._kv.try_grow(active.request_id, context + 1 + size), "the cache fits"
             scheduled.append(Scheduled(active=active, num_tokens=1, draft=_chain(size)))
         started = time.perf_counter()
         batch = flatten(scheduled, self._model.device)
@@ -156,7 +155,7 @@ def _chain(size: int) -> DraftTree:
 
 
 def synthetic_request(name: str, context: int) -> ActiveRequest:
-    """A request whose last token is to be computed behind `context` others."""
+    """Return a request with one pending token after `context` computed ones."""
     sampling = SamplingParams(max_tokens=4 * MAX_NODES)
     tokens = [0] * (context + 1)
     request = Request(request_id=name, prompt_tokens=(0,), noise_key=len(name), sampling=sampling)
@@ -166,7 +165,7 @@ def synthetic_request(name: str, context: int) -> ActiveRequest:
 def extend_texts(
     drafter: Drafter, model: Transformer, actives: Sequence[ActiveRequest], count: int
 ) -> None:
-    """Let each request grow by so many tokens, and the drafter know all but the last one."""
+    """Append `count` tokens to each request; the drafter observes all but the last."""
     taps = drafter.taps
     size = (len(taps.layers) + taps.final) * model.config.hidden_size
     features = torch.zeros(len(actives) * count, size, dtype=model.dtype, device=model.device)

@@ -1,14 +1,15 @@
-"""What a rollout cost and where its time went, counted step by step."""
+"""Reports of engine steps and rollouts: counts and seconds."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from longtail.types import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """One token as it is drawn, for those who stream."""
+    """One emitted token."""
 
     request_id: str
     token: int
@@ -17,36 +18,36 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some text of one completion, as it is streamed.
+    """A piece of a streamed completion.
 
     Example: Piece(text=" the same", drafted=True)
     """
 
     text: str
     drafted: bool
-    """A draft foretold it; the last token of every step is the target's own."""
+    """Whether the piece was drafted; the last token of every step is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """How the draft of one request fared in a step.
+    """Result of one verified draft.
 
-    Example: Verified(request_id="a", position=40, num_drafted=6, depth=4, num_accepted=2): of a
-    draft of six nodes, four deep, behind 40 generated tokens, two were accepted; accept length 3
+    Example: Verified(request_id="a", position=40, num_drafted=6, depth=4, num_accepted=2): two of
+    six nodes were accepted after 40 generated tokens; accept length 3
     """
 
     request_id: str
     position: int
-    """Generated tokens before the step."""
+    """Number of generated tokens before the step."""
     num_drafted: int
     depth: int
-    """Of the deepest node."""
+    """Depth of the deepest node."""
     num_accepted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A request that ended with an exception of its own; the engine and all others go on.
+    """A request that ended with an exception; all other requests continue.
 
     Example: Failed(request_id="a", error=NonFiniteError("logits of request 'a' ..."))
     """
@@ -57,7 +58,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """From this step on the engine drafts, or decodes plainly; what the guard stops, from the next.
+    """A change between drafting and plain decoding, from this step on; by the guard, from the next.
 
     Example: Switch(drafts=False, reason="predicted 0.93x of plain decoding at 64 running")
     """
@@ -75,97 +76,97 @@ class StepReport:
     """
 
     num_tokens: int
-    """Flat tokens computed, drafts included."""
+    """Number of computed flat tokens, drafts included."""
     num_running: int
     step_s: float
     forward_s: float
-    """Decoder and LM head."""
+    """Seconds of decoder and LM head."""
     sample_s: float
-    """Noise, for drafts too, and draws."""
+    """Seconds of noise, also for drafts, and of draws."""
     gap_s: float = 0.0
-    """Of the host alone: before the pass was launched and after its results were there, the
-    drafter's forward passes excluded. So long a GPU has at most drafts to compute."""
+    """Seconds of the host before the launch and after the results, without the drafters' forward
+    passes: the time in which a GPU computes at most drafts."""
     emitted: tuple[Emitted, ...]
     finished: tuple[Completion, ...]
     failed: tuple[Failed, ...] = ()
     draft_s: float = 0.0
-    """Asking for drafts, the drafter's forward passes included, following and keeping them, telling
-    the drafter how those of the step before fared."""
+    """Seconds of proposing, accepting and committing drafts and of the drafters' learning, with
+    the drafters' forward passes."""
     draft_forward_s: float = 0.0
-    """The drafter's forward passes alone."""
+    """Seconds of the drafters' forward passes."""
     verified: tuple[Verified, ...] = ()
-    """Requests that had a draft."""
+    """Results of the verified drafts."""
     tuner_s: float = 0.0
-    """Deciding how much to draft, and learning from the step before."""
+    """Seconds of planning, and of learning from the previous step."""
     readings: tuple[float, ...] = ()
-    """Of the clock that the tuner goes by: before the proposals and after each; on a CPU, where a
-    step before is learned from: before, when drafters have learned, and when all have; the end."""
+    """Readings of the tuner's clock: before the proposals and after each; on a CPU, if feedback is
+    applied, before it, after the drafters' learning and after it; at the end."""
     switch: Switch | None = None
 
 
 _PARTS_S = ("engine_s", "forward_s", "sample_s", "gap_s", "draft_s", "draft_forward_s", "tuner_s")
-"""Times of an engine's work and of its parts, which come one after the other."""
+"""Fields that are means over engines in `merge_reports`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutReport:
-    """A whole rollout phase."""
+    """Counts and seconds of a rollout."""
 
     seconds: float
     engine_s: float
-    """In engine steps: of several engines the mean one's, which then waited for the last."""
+    """Seconds of engine steps; the mean of several engines."""
     forward_s: float
     sample_s: float
     gap_s: float = 0.0
-    """Of the host alone, as in a step."""
+    """Seconds of the host alone, as in a step."""
     num_steps: int
     num_generated: int
     num_computed: int
-    """Flat tokens computed: generated ones, prompts, and recomputation after preemption."""
+    """Number of computed flat tokens: generated, prompt and recomputed ones."""
     num_drafted: int
-    """Draft nodes verified."""
+    """Number of verified nodes."""
     num_accepted: int
     num_verified: int
-    """Drafts verified; `num_accepted` + `num_verified` tokens came of them."""
+    """Number of verified drafts; they yield `num_accepted` + `num_verified` tokens."""
     draft_s: float
-    """Drafting, the drafter's forward passes included."""
+    """Seconds of drafting, with the drafters' forward passes."""
     draft_forward_s: float
     tuner_s: float
-    """Deciding how much to draft."""
+    """Seconds of the tuner."""
     max_running: int
-    """Most requests that ran at one time."""
+    """Largest number of running requests."""
     running_s: float
-    """Request-seconds: running requests summed over time."""
+    """Request-seconds: the number of running requests summed over time."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens a second."""
+        """Generated tokens per second."""
         return self.num_generated / self.seconds if self.seconds else 0.0
 
     @property
     def accept_length(self) -> float:
-        """Tokens emitted a verify step, the bonus token included; 0 without any verify step."""
+        """Mean tokens per verified draft, bonus token included; 0 without any."""
         verified = self.num_verified
         return (self.num_accepted + verified) / verified if verified else 0.0
 
     @property
     def draft_overhead_share(self) -> float:
-        """Share of the time that drafting and verification took beside all forward passes."""
+        """Share of the time for drafting without forward passes."""
         return self._share(self.draft_s - self.draft_forward_s)
 
     @property
     def draft_share(self) -> float:
-        """Share of the time that drafting took."""
+        """Share of the time for drafting."""
         return self._share(self.draft_s)
 
     @property
     def tuner_share(self) -> float:
-        """Share of the time that deciding took."""
+        """Share of the time for the tuner."""
         return self._share(self.tuner_s)
 
     @property
     def bookkeeping_share(self) -> float:
-        """Share of the time outside the sampler and all forward passes, the drafter's too."""
+        """Share of the time outside the sampler and all forward passes."""
         inside = self.forward_s + self.sample_s + self.draft_forward_s
         return self._share(self.engine_s - inside)
 
@@ -174,15 +175,15 @@ class RolloutReport:
 
     @property
     def tail_idle_share(self) -> float:
-        """Share of the engine's places that stood empty while the longest completions went on."""
+        """Share of the engine's slots that are idle while the longest completions finish."""
         capacity = self.max_running * self.seconds
         return 1 - self.running_s / capacity if capacity else 0.0
 
 
 def merge_reports(reports: Sequence[RolloutReport], seconds: float) -> RolloutReport:
-    """Sum up one rollout by several engines at once, which took so long in all.
+    """Merge the reports of engines that ran at the same time for `seconds` in all.
 
-    Counts and places are those of all; times of work are the mean engine's.
+    Counts and slots are sums; seconds of work are means.
     """
     rows = [asdict(report) for report in reports]
     totals = {name: sum(row[name] for row in rows) for name in rows[0]}
@@ -190,59 +191,52 @@ def merge_reports(reports: Sequence[RolloutReport], seconds: float) -> RolloutRe
     return RolloutReport(**totals | means | {"seconds": seconds})
 
 
+_ZERO: dict[str, Any] = {
+    "seconds": 0.0,
+    "forward_s": 0.0,
+    "sample_s": 0.0,
+    "gap_s": 0.0,
+    "draft_s": 0.0,
+    "draft_forward_s": 0.0,
+    "tuner_s": 0.0,
+    "running_s": 0.0,
+    "num_steps": 0,
+    "num_generated": 0,
+    "num_computed": 0,
+    "num_drafted": 0,
+    "num_accepted": 0,
+    "num_verified": 0,
+}
+
+
 @dataclass(slots=True)
 class RolloutMeter:
-    """Sums step reports into a rollout report."""
+    """Sums step reports to a rollout report."""
 
-    _sums: dict[str, float] = field(default_factory=dict)
+    _sums: dict[str, Any] = field(default_factory=_ZERO.copy)
     _max_running: int = 0
 
     def add(self, step: StepReport) -> None:
-        """Count one step."""
-        counts = {
-            "seconds": step.step_s,
-            "forward_s": step.forward_s,
-            "sample_s": step.sample_s,
-            "gap_s": step.gap_s,
-            "draft_s": step.draft_s,
-            "draft_forward_s": step.draft_forward_s,
-            "tuner_s": step.tuner_s,
-            "running_s": step.step_s * step.num_running,
-            "num_steps": 1,
-            "num_generated": len(step.emitted),
-            "num_computed": step.num_tokens,
-            "num_drafted": sum(each.num_drafted for each in step.verified),
-            "num_accepted": sum(each.num_accepted for each in step.verified),
-            "num_verified": len(step.verified),
-        }
-        for name, value in counts.items():
-            self._sums[name] = self._sums.get(name, 0) + value
+        """Add a step."""
+        sums = self._sums
+        sums["seconds"] += step.step_s
+        sums["forward_s"] += step.forward_s
+        sums["sample_s"] += step.sample_s
+        sums["gap_s"] += step.gap_s
+        sums["draft_s"] += step.draft_s
+        sums["draft_forward_s"] += step.draft_forward_s
+        sums["tuner_s"] += step.tuner_s
+        sums["running_s"] += step.step_s * step.num_running
+        sums["num_steps"] += 1
+        sums["num_generated"] += len(step.emitted)
+        sums["num_computed"] += step.num_tokens
+        sums["num_drafted"] += sum(each.num_drafted for each in step.verified)
+        sums["num_accepted"] += sum(each.num_accepted for each in step.verified)
+        sums["num_verified"] += len(step.verified)
         self._max_running = max(self._max_running, step.num_running)
 
     def report(self) -> RolloutReport:
-        """Sum what was counted so far."""
-
-        def seconds(name: str) -> float:
-            return float(self._sums.get(name, 0.0))
-
-        def count(name: str) -> int:
-            return int(self._sums.get(name, 0))
-
+        """Return the report of all steps so far."""
         return RolloutReport(
-            seconds=seconds("seconds"),
-            engine_s=seconds("seconds"),
-            forward_s=seconds("forward_s"),
-            sample_s=seconds("sample_s"),
-            gap_s=seconds("gap_s"),
-            draft_s=seconds("draft_s"),
-            draft_forward_s=seconds("draft_forward_s"),
-            tuner_s=seconds("tuner_s"),
-            running_s=seconds("running_s"),
-            num_steps=count("num_steps"),
-            num_generated=count("num_generated"),
-            num_computed=count("num_computed"),
-            num_drafted=count("num_drafted"),
-            num_accepted=count("num_accepted"),
-            num_verified=count("num_verified"),
-            max_running=self._max_running,
+            **self._sums, engine_s=self._sums["seconds"], max_running=self._max_running
         )

@@ -1,10 +1,9 @@
-"""What an engine did in one rollout, step by step: collected while it runs, kept as a line of JSON.
+"""The log of a rollout, step by step: one line of JSON per rollout.
 
-speculation.jsonl holds a line for every rollout, those of evaluations too, in the order in which
-they were made. The readings of the tuner's clock are kept to the last bit, and so is what steps
-were thought to cost when a sitting began: played back, they make the tuner decide again what it
-decided. The oldest lines of a long run are left out (`run.speculation_mb`); then only sittings that
-began later can be played back.
+speculation.jsonl has a line for every rollout, including evaluations, in order. The readings of the
+tuner's clock are exact, and so is the cost model at the start of a session (a start or resume of
+the run): replayed, they make the tuner repeat its decisions. The oldest lines of a long run are
+removed (`run.speculation_mb`); then only later sessions can be replayed.
 
     {"step": 3, "kind": "training", "worker": 0, "costs": null, "seconds": [0.004, 0.007],
      "running": [64, 64], "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],
@@ -33,7 +32,7 @@ _STEP = re.compile(rb'\{"step": (\d{1,18}), "kind": "training", ')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSeries:
-    """A rollout in columns, an entry an engine step.
+    """A rollout in columns with one entry per engine step.
 
     Example: RolloutSeries(seconds=(0.004, 0.007), running=(64, 64), drafts=(0, 64), nodes=(0, 190),
                            accepted=(0, 121), readings=((0.0041,), (0.0004, 0.0031)),
@@ -41,39 +40,39 @@ class RolloutSeries:
     """
 
     seconds: tuple[float, ...]
-    """From the rollout's begin to the end of each step, engine time only, to the microsecond."""
+    """Engine seconds from the start of the rollout to the end of each step, to the microsecond."""
     running: tuple[int, ...]
     drafts: tuple[int, ...]
-    """Requests whose draft was verified; 0 in a plain step."""
+    """Number of verified drafts; 0 in a plain step."""
     nodes: tuple[int, ...]
-    """Of those drafts."""
+    """Number of nodes of those drafts."""
     accepted: tuple[int, ...]
     readings: tuple[tuple[float, ...], ...]
-    """Of the tuner's clock."""
+    """Readings of the tuner's clock."""
     switches: tuple[tuple[int, Switch], ...]
-    """Steps from which on the engine drafts, or decodes plainly."""
+    """Step indices at which the engine starts or stops drafting."""
 
     @property
     def num_steps(self) -> int:
-        """Engine steps."""
+        """Number of engine steps."""
         return len(self.seconds)
 
     @property
     def mean_nodes(self) -> float:
-        """Nodes verified in a mean step."""
+        """Mean number of verified nodes per step."""
         return sum(self.nodes) / max(self.num_steps, 1)
 
     @property
     def last_switch(self) -> Switch | None:
-        """The switch that held at the end, if there was any."""
+        """The last switch, if any."""
         return self.switches[-1][1] if self.switches else None
 
     def begin_of(self, index: int) -> float:
-        """Seconds from the rollout's begin to that of a step."""
+        """Return the seconds from the start of the rollout to the start of a step."""
         return self.seconds[index - 1] if index else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `of_json` reads."""
+        """Return the series as JSON values."""
         return {
             "seconds": list(self.seconds),
             "running": list(self.running),
@@ -86,7 +85,7 @@ class RolloutSeries:
 
     @staticmethod
     def of_json(row: Mapping[str, Any]) -> "RolloutSeries":
-        """Read a line back; ArithmeticError, LookupError, TypeError or ValueError if not ours."""
+        """Restore a series; ArithmeticError, LookupError, TypeError or ValueError if damaged."""
         counts = {name: tuple(int(count) for count in row[name]) for name in _COUNTS}
         series = RolloutSeries(
             seconds=tuple(float(second) for second in row["seconds"]),
@@ -110,7 +109,7 @@ class RolloutSeries:
 
 @final
 class RolloutLog:
-    """Collects one rollout. `add` is in the engine's hot loop: it appends, and keeps no token."""
+    """Collects one rollout. `add` runs in the engine's hot loop: it only appends."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
@@ -119,7 +118,7 @@ class RolloutLog:
         self._switches: list[tuple[int, Switch]] = []
 
     def add(self, step: StepReport) -> None:
-        """Take note of one step; one of an engine that does not speculate says nothing."""
+        """Add a step; steps without speculation have no readings and are skipped."""
         if not step.readings:
             return
         if step.switch is not None:
@@ -133,7 +132,7 @@ class RolloutLog:
         self._readings.append(step.readings)
 
     def series(self) -> RolloutSeries | None:
-        """Return what was collected; None if the engine does not speculate."""
+        """Return the series; None if the engine does not speculate."""
         if not self._seconds:
             return None
         running, drafts, nodes, accepted = zip(*self._counts, strict=True)
@@ -150,22 +149,22 @@ class RolloutLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRollout:
-    """A rollout, as it is kept.
+    """A rollout in the log.
 
     Example: LoggedRollout(step=3, series=series)
     """
 
     step: int
-    """Of training; an evaluation belongs to the step that follows it."""
+    """Training step; an evaluation belongs to the step after it."""
     series: RolloutSeries
     kind: str = TRAINING
     worker: int = 0
-    """Of a training rollout, the worker that was done last comes last; its line is what is read."""
+    """Index of the worker. The slowest worker's line of a training step comes last and is read."""
     costs: Mapping[str, Any] | None = None
-    """What steps were thought to cost before a sitting's first rollout."""
+    """Cost model before the first rollout of a session."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the line, all but its step."""
+        """Return the line without its step."""
         first = {"kind": self.kind, "worker": self.worker, "costs": self.costs}
         return {**first, **self.series.as_json()}
 
@@ -173,8 +172,7 @@ class LoggedRollout:
 def read_rollout(path: Path, step: int | None = None) -> LoggedRollout:
     """Read one training step's rollout from speculation.jsonl, by default the last one.
 
-    Lines are told apart by how they begin, so that only the one that is wanted is parsed. A line
-    that is being written counts as not there. Raises ConfigError where there is none such.
+    Only the wanted line is parsed; incomplete lines are ignored. Raises ConfigError without it.
     """
     try:
         lines = _whole_lines(path)
@@ -202,19 +200,19 @@ def read_rollout(path: Path, step: int | None = None) -> LoggedRollout:
 
 
 def _whole_lines(path: Path) -> dict[int, int]:
-    """Return where the line of each step begins."""
-    places: dict[int, int] = {}
-    place = 0
+    """Return the file offset of each step's line."""
+    offsets: dict[int, int] = {}
+    offset = 0
     with path.open("rb") as file:
         for line in file:
             if (match := _STEP.match(line)) and line.endswith(b"\n"):
-                places[int(match[1])] = place
-            place += len(line)
-    return places
+                offsets[int(match[1])] = offset
+            offset += len(line)
+    return offsets
 
 
 def accept_lengths(series: RolloutSeries) -> Sequence[float]:
-    """Return tokens a draft of each step, the bonus token included; 1 in a plain step."""
+    """Return the accept length of each step, bonus token included; 1 in a plain step."""
     return [
         1 + accepted / drafts if drafts else 1.0
         for accepted, drafts in zip(series.accepted, series.drafts, strict=True)

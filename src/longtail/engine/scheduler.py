@@ -1,14 +1,14 @@
-"""Which requests run in the next step, and with how many tokens. Policy only: no tensor in sight.
+"""The scheduler: it chooses the requests of the next step, and their numbers of tokens.
 
     add ---> waiting ---admit---> running ---finish---> gone
                 ^                    |  |
-                +-----preempt--------+  +--> a waiting sibling takes the room over
+                +-----preempt--------+  +--> a waiting sibling takes over its KV
 
-One step: running requests with one pending token first (decode), then running requests in the
-middle of their prompt, then admissions, oldest first, all within a token budget. When KV runs short
-the youngest running request is preempted: it loses its KV, keeps its tokens, waits in front and is
-computed again. Requests of a group share a prompt: the first computes its KV, the others wait for
-it and start with it.
+The order of a step is: running requests with one pending token (decode), running requests with a
+part of their prompt pending, then admissions, oldest first, all within a token budget. When KV runs
+short the youngest running request is preempted: it loses its KV, keeps its tokens, moves to the
+front of the queue and is recomputed. Requests of a group share a prompt: the first computes its KV,
+the others wait for it and start with it.
 """
 
 from collections import deque
@@ -22,18 +22,18 @@ from longtail.engine.request import ActiveRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCounts:
-    """What the scheduler did since it was made."""
+    """Counts since the scheduler was created."""
 
     num_preemptions: int
     num_shared_tokens: int
-    """Prompt tokens whose KV came from a sibling instead of a forward pass."""
+    """Number of prompt tokens whose KV came from a sibling instead of a forward pass."""
 
 
 class Scheduler:
     """Holds every unfinished request, in exactly one of `waiting` and `running`.
 
-    Invariants: a waiting request owns no KV; a running one owns room for what it has computed; the
-    oldest running request is never preempted, so the engine always gets on.
+    Invariants: a waiting request owns no KV; a running request owns KV for its computed tokens; the
+    oldest running request is never preempted, so the engine always makes progress.
     """
 
     def __init__(self, kv: KVCache, *, max_running: int, max_step_tokens: int) -> None:
@@ -47,34 +47,34 @@ class Scheduler:
         self._num_shared_tokens = 0
 
     def counts(self) -> SchedulerCounts:
-        """Report since the scheduler was made."""
+        """Return the counts since the scheduler was created."""
         return SchedulerCounts(
             num_preemptions=self._num_preemptions, num_shared_tokens=self._num_shared_tokens
         )
 
     def add(self, active: ActiveRequest) -> None:
-        """Queue a request behind the others."""
+        """Queue a request last."""
         self.waiting.append(active)
 
     def schedule(self) -> list[Scheduled]:
-        """Choose this step's work; empty only when nothing is left."""
+        """Choose the requests of a step; empty only if none is unfinished."""
         preemptions = self._num_preemptions
         chosen: list[Scheduled] = []
         budget = self._max_step_tokens
         decoding_first = sorted(self.running.values(), key=lambda active: active.num_pending > 1)
         for active in decoding_first:
             num_tokens = min(active.num_pending, budget)
-            runs = active.request_id in self.running  # not preempted for an earlier one
-            if num_tokens and runs and self._make_room(active, num_tokens):
+            runs = active.request_id in self.running  # not preempted for an earlier request
+            if num_tokens and runs and self._reserve_preempting(active, num_tokens):
                 chosen.append(Scheduled(active=active, num_tokens=num_tokens))
                 budget -= num_tokens
         if self._num_preemptions == preemptions:
             self._admit(chosen, budget)
-        # A request may have been chosen and then preempted for the sake of another.
+        # A chosen request may have been preempted for a later one.
         return [each for each in chosen if each.active.request_id in self.running]
 
     def finish(self, active: ActiveRequest) -> None:
-        """Take a running request out; a waiting sibling inherits its prompt's KV."""
+        """Remove a running request; a waiting sibling inherits its prompt's KV."""
         del self.running[active.request_id]
         heir = next(self._siblings(active, self.waiting), None)
         shared = 0 if heir is None else _shareable(heir)
@@ -86,14 +86,14 @@ class Scheduler:
         self._start(heir, shared)
 
     def withdraw(self, active: ActiveRequest) -> None:
-        """Take an unfinished request out, wherever it is."""
+        """Remove a waiting or running request."""
         if active.request_id in self.running:
             self.finish(active)
         else:
             self.waiting.remove(active)
 
-    def _make_room(self, active: ActiveRequest, num_tokens: int) -> bool:
-        """Own room for the next tokens, preempting the youngest; False if that is `active`."""
+    def _reserve_preempting(self, active: ActiveRequest, num_tokens: int) -> bool:
+        """Reserve KV, preempting the youngest requests; False if `active` itself was preempted."""
         while not self._kv.try_grow(active.request_id, active.num_computed + num_tokens):
             youngest = next(reversed(self.running.values()))
             self._preempt(youngest)
@@ -110,30 +110,30 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _admit(self, chosen: list[Scheduled], budget: int) -> None:
-        """Start waiting requests in order while there is room; siblings wait for their prompt."""
-        passed_over: list[ActiveRequest] = []
+        """Start waiting requests in order while KV is free; siblings wait for their prompt."""
+        skipped: list[ActiveRequest] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_running:
             active = self.waiting.popleft()
             shared = _shareable(active)
             siblings = list(self._siblings(active, self.running.values())) if shared else []
             source = next((each for each in siblings if each.num_computed >= shared), None)
             if siblings and source is None:
-                passed_over.append(active)
+                skipped.append(active)
                 continue
             shared = shared if source is not None else 0
             num_tokens = min(len(active.tokens) - shared, budget)
-            if not self._has_room(active, source, shared, shared + num_tokens):
+            if not self._reserve(active, source, shared, shared + num_tokens):
                 self.waiting.appendleft(active)
                 break
             self._start(active, shared)
             chosen.append(Scheduled(active=active, num_tokens=num_tokens))
             budget -= num_tokens
-        self.waiting.extendleft(reversed(passed_over))
+        self.waiting.extendleft(reversed(skipped))
 
-    def _has_room(
+    def _reserve(
         self, active: ActiveRequest, source: ActiveRequest | None, num_shared: int, num_tokens: int
     ) -> bool:
-        """Own room for a newcomer, who starts with what a sibling has computed of their prompt."""
+        """Reserve KV for a new request, sharing the prompt that a sibling has computed."""
         if source is None:
             return self._kv.try_grow(active.request_id, num_tokens)
         return self._kv.try_share(
@@ -147,7 +147,7 @@ class Scheduler:
 
     @staticmethod
     def _siblings(active: ActiveRequest, among: Iterable[ActiveRequest]) -> Iterator[ActiveRequest]:
-        """Requests of the same group and prompt, in order."""
+        """Return the requests of the same group and prompt, in order."""
         group, prompt = active.request.group_id, active.request.prompt_tokens
         return (
             each
@@ -157,5 +157,5 @@ class Scheduler:
 
 
 def _shareable(active: ActiveRequest) -> int:
-    """Tokens of KV a request can take from a sibling; its last token is computed, to draw from."""
+    """Return the tokens of KV to take from a sibling; the last token is always computed."""
     return min(active.prompt_len, len(active.tokens) - 1)

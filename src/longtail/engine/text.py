@@ -1,8 +1,7 @@
-"""From tokens to text while they arrive: stop strings and streaming.
+"""Incremental decoding of tokens to text: stop strings and streaming.
 
-Decoding is a function `tokens -> str` handed in; a token need not be a whole character, and
-decoding may treat the first token specially, so both readers decode a short window with context in
-front.
+A token need not be a whole character, and a decoder may treat the first token specially. So both
+readers decode a short window with some context before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +10,11 @@ from typing import final
 Decode = Callable[[Sequence[int]], str]
 
 _CONTEXT = 8
-"""Tokens decoded in front of the news: enough for any multi-byte character or leading space."""
+"""Tokens of context before new ones: enough for any multi-byte character or leading space."""
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Index of the earliest stop string, None if there is none.
+    """Return the index of the earliest stop string; None without any.
 
     Example: find_stop("4 2</a> ok", ("</a>", "ok")) == 3
     """
@@ -24,7 +23,7 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def ends_in_stop(generated: Sequence[int], stops: Sequence[str], decode: Decode) -> bool:
-    """Tell whether the newest token completed a stop string.
+    """Return whether the newest token completes a stop string.
 
     Only a window at the end is decoded: each byte of a stop string takes at most one token.
     """
@@ -33,7 +32,7 @@ def ends_in_stop(generated: Sequence[int], stops: Sequence[str], decode: Decode)
     window = max(len(stop.encode()) for stop in stops) + _CONTEXT
     for start in range(-window, -window - 4, -1):
         text = decode(generated[start:])
-        if not text.startswith("\ufffd"):  # else it begins inside a character: look further back
+        if not text.startswith("\ufffd"):  # else the window begins inside a character
             break
     if find_stop(text, stops) is None:
         return False
@@ -41,34 +40,34 @@ def ends_in_stop(generated: Sequence[int], stops: Sequence[str], decode: Decode)
 
 
 def final_text(generated: Sequence[int], stops: Sequence[str], decode: Decode) -> str:
-    """Text of a finished completion, cut before the earliest stop string."""
+    """Return the text of a finished completion, cut before the earliest stop string."""
     text = decode(generated)
     return text[: find_stop(text, stops)]
 
 
 class Detokenizer:
-    """Turns tokens into text piece by piece; the pieces joined are the decoded whole.
+    """Decodes tokens piece by piece; the pieces concatenated are the decoded text.
 
-    A piece is held back while it ends in an unfinished character. Decoding starts at the end of a
-    whole character, too: some decoders spoil a whole run of bytes that begins or ends inside one.
+    A piece is held back while it ends in an unfinished character. Decoding also starts after a
+    whole character: some decoders garble a run of bytes that begins or ends inside a character.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._tokens: list[int] = []
         self._ends = [0]
-        """Where pieces ended: decoding starts at the first, text is handed out up to the last."""
+        """Ends of recent pieces; decoding starts at the first one, and output ends at the last."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Take new tokens, return the text they complete (maybe empty)."""
+        """Add tokens; return the text that they complete, possibly empty."""
         self._tokens += tokens
-        return self._news(unfinished=False)
+        return self._new_text(unfinished=False)
 
     def flush(self) -> str:
-        """Return what was held back, when no more tokens come."""
-        return self._news(unfinished=True)
+        """Return the held-back text after the last token."""
+        return self._new_text(unfinished=True)
 
-    def _news(self, *, unfinished: bool) -> str:
+    def _new_text(self, *, unfinished: bool) -> str:
         start, read = self._ends[0], self._ends[-1]
         before = self._decode(self._tokens[start:read])
         now = self._decode(self._tokens[start:])
@@ -82,10 +81,10 @@ class Detokenizer:
 
 @final
 class Reader:
-    """The text of one request as it may be shown while it is written: nothing of a stop string.
+    """Streams the text of one request without its stop strings.
 
-    What may be the beginning of a stop string is held back until it is known not to be one.
-    Lifecycle: feed* -> finish; the pieces joined are the text of the completion.
+    A possible beginning of a stop string is held back until it is known not to be one.
+    Lifecycle: feed* -> finish; the pieces concatenated are the text of the completion.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
@@ -96,7 +95,7 @@ class Reader:
         self._shown = 0
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Take new tokens, return the text that may be shown now (maybe empty)."""
+        """Add tokens; return the text that can be shown now, possibly empty."""
         self._held += self._detokenizer.feed(tokens)
         cut = find_stop(self._held, self._stops)
         end = max(len(self._held) - self._held_len, 0) if cut is None else cut
@@ -105,5 +104,5 @@ class Reader:
         return piece
 
     def finish(self, text: str) -> str:
-        """Return what was held back, given the text of the completion."""
+        """Return the held-back text, given the text of the completion."""
         return text[self._shown :]

@@ -1,11 +1,10 @@
-"""What a completion is worth compared with the others: rewards in, advantages out.
+"""Advantages from rewards.
 
-Every estimator has one signature: the rewards of each group (the completions of one prompt) give
-the advantages in the same shape. A group may be short where gradings failed. Sampling and losses
-are elsewhere; nothing here holds a tensor.
+Every estimator maps the rewards of each group (the completions of one prompt) to advantages of the
+same shape. A group is shorter if gradings failed. No tensors are used.
 
-NOTE: a group of one has nothing to be compared with, so the group-relative estimators give it 0; a
-failed grading must never turn a bare reward into a gradient.
+NOTE: the group-relative estimators give a group of one the advantage 0: a failed grading must never
+turn a reward without a baseline into a gradient.
 """
 
 import math
@@ -14,11 +13,11 @@ from collections.abc import Callable, Sequence
 from longtail.types import Group
 
 Rewards = Sequence[Sequence[float]]
-"""One sequence of rewards a group."""
+"""Rewards of each group."""
 Estimator = Callable[[Rewards], list[list[float]]]
 
 EPSILON = 1e-6
-"""Added to a standard deviation before division, as verl does."""
+"""Number added to a standard deviation before division, as in verl."""
 
 
 def grpo(rewards: Rewards) -> list[list[float]]:
@@ -33,7 +32,7 @@ def grpo(rewards: Rewards) -> list[list[float]]:
 
 
 def dr_grpo(rewards: Rewards) -> list[list[float]]:
-    """Subtract the group's mean and no more: r - mean.
+    """Subtract the group's mean: r - mean.
 
     Dr. GRPO, Liu et al. 2025 (arXiv 2503.20783), section 3.2: dividing by std would favour prompts
     that are nearly always solved or nearly never.
@@ -58,7 +57,7 @@ def rloo(rewards: Rewards) -> list[list[float]]:
 
 
 def reinforce_pp(rewards: Rewards) -> list[list[float]]:
-    """Normalise over the whole batch, whatever the groups: (r - mean) / (std + eps).
+    """Normalise over the whole batch, ignoring groups: (r - mean) / (std + eps).
 
     REINFORCE++, Hu 2025 (arXiv 2501.03262), the global advantage normalisation. The paper's return
     is the final reward less a discounted sum of per-token KL; here KL is a term of the loss
@@ -71,19 +70,18 @@ def reinforce_pp(rewards: Rewards) -> list[list[float]]:
 
 
 def keep_informative(groups: Sequence[Group]) -> list[Group]:
-    """Leave out the groups whose rewards are all equal: they have nothing to teach.
+    """Leave out groups with equal rewards, whose advantages are 0, and groups of fewer than two.
 
-    DAPO's dynamic sampling, Yu et al. 2025 (arXiv 2503.14476), equation 11, without the refilling:
-    the caller decides whether to write more completions. Groups of fewer than two go, too.
+    DAPO's dynamic sampling, Yu et al. 2025 (arXiv 2503.14476), equation 11, without refilling.
     """
     return [group for group in groups if len({rollout.reward for rollout in group.rollouts}) > 1]
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer: int) -> float:
-    """Return the soft punishment of a long completion, in [-1, 0], to be added to its reward.
+    """Return the soft length penalty of a completion, in [-1, 0], which is added to its reward.
 
-    DAPO, equation 13: 0 up to max_tokens - buffer tokens, then linear to -1 at max_tokens. A
-    buffer of 0 switches it off.
+    DAPO, equation 13: 0 up to max_tokens - buffer tokens, then linear to -1 at max_tokens. With a
+    buffer of 0 the penalty is 0.
 
     Example: max_tokens=100, buffer=20: lengths 80, 85, 100 -> 0, -0.25, -1
     """
@@ -93,7 +91,7 @@ def overlong_penalty(length: int, *, max_tokens: int, buffer: int) -> float:
 
 
 def shaped_rewards(groups: Sequence[Group], *, max_tokens: int, buffer: int) -> list[list[float]]:
-    """Collect the rewards of each group, with the overlong penalty added."""
+    """Return the rewards of each group with the overlong penalty added."""
     return [
         [
             rollout.reward
@@ -105,7 +103,7 @@ def shaped_rewards(groups: Sequence[Group], *, max_tokens: int, buffer: int) -> 
 
 
 def _centred(values: Sequence[float]) -> list[float]:
-    """Subtract the mean; exactly 0 where all are equal, which rounding would not give."""
+    """Subtract the mean; the result is exactly 0 if all values are equal, despite rounding."""
     if len(set(values)) <= 1:
         return [0.0] * len(values)
     mean = math.fsum(values) / len(values)

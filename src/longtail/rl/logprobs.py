@@ -1,9 +1,9 @@
-"""The learner's log-probabilities: of generated tokens only, under the distribution they came from.
+"""Log-probabilities of generated tokens under the distribution they were sampled from.
 
-The rollout engine draws from softmax(logits / temperature), truncated; a policy gradient must be
-taken under that same distribution. Hidden states are selected before the LM head, so no score is
-computed for a prompt token, and where the vocabulary is large the head runs in chunks of rows that
-are computed again in the backward pass: rows x vocab never exists whole.
+The rollout engine samples from softmax(logits / temperature), truncated; the policy gradient must
+use the same distribution. Only the hidden states of generated tokens reach the LM head. With a
+large vocabulary the head runs in chunks of rows that the backward pass recomputes, so the whole
+rows x vocab matrix never exists.
 """
 
 from dataclasses import dataclass, replace
@@ -20,22 +20,22 @@ from longtail.sampling import is_truncated, log_distribution
 from longtail.types import PackedSequences, SamplingParams
 
 MAX_LOGITS = 2**24
-"""Scores held at one time; 64 MiB of float32."""
+"""Largest number of logits held at the same time; 64 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """One row a generated token, in the order of the packed tokens.
+    """Scores with one row per generated token, in the order of the packed tokens.
 
     Example: loss_mask 0 0 1 1 | 0 1 gives rows = (2, 3, 5).
     """
 
     logprobs: Float[Tensor, "generated"]
-    """Differentiable, unless taken under `torch.no_grad`."""
+    """Log-probability of each token; differentiable, unless scored under `torch.no_grad`."""
     entropy: Float[Tensor, "generated"]
-    """Of the distribution the token was drawn from, in nats; detached."""
+    """Entropy of the distribution the token was sampled from, in nats; detached."""
     rows: Int[Tensor, "generated"]
-    """Where the token is in the packed sequences."""
+    """Position of the token in the packed sequences."""
 
 
 def score(
@@ -89,7 +89,7 @@ def _score_rows(
     targets: Int[Tensor, "rows"],
     sampling: SamplingParams,
 ) -> Float[Tensor, "2 rows"]:
-    """Log-probability of each target, then the entropy of its distribution."""
+    """Return the log-probability of each target, and the entropy of its distribution."""
     logprobs = _log_distribution_with(model.logits(hidden), targets[:, None], sampling)
     with torch.no_grad():
         entropy = torch.special.entr(logprobs.exp()).sum(-1)
@@ -99,11 +99,11 @@ def _score_rows(
 def _log_distribution_with(
     logits: Float[Tensor, "rows vocab"], targets: Int[Tensor, "rows 1"], sampling: SamplingParams
 ) -> Float[Tensor, "rows vocab"]:
-    """`sampling.log_distribution`, with the target never truncated away.
+    """Return `sampling.log_distribution`, with the target never truncated away.
 
-    NOTE: a token on the edge of a truncation may fall outside it by rounding, or after an update of
-    the weights; its logprob would be -inf and the run would end. Keeping it costs that token's own
-    mass in the normaliser and changes nothing where the token was inside.
+    NOTE: by rounding, or after an update of the weights, a sampled token may lie outside of the
+    truncation; its logprob would be -inf and end the run. Keeping it adds the token's own mass to
+    the normaliser and changes nothing if the token is inside.
     """
     if not is_truncated(sampling):
         return log_distribution(logits, sampling)

@@ -1,4 +1,4 @@
-"""The policy-gradient losses: one pure function each, a record in, a record out.
+"""The policy-gradient losses, each a pure function from a record to a record.
 
 Rows are the generated tokens of one micro-batch. Symbols, used by every equation here:
 
@@ -8,9 +8,9 @@ Rows are the generated tokens of one micro-batch. Symbols, used by every equatio
     surrogate(r, A) = min(r A, clip(r, 1 - low, 1 + high) A)                  PPO, equation 7
     kl_t = exp(ref_t - logprob_t) - (ref_t - logprob_t) - 1                   "k3" estimator
 
-A token's term is  l_t = -w_t surrogate(r_t, A_t) + kl_coef kl_t.  The losses differ in how terms
-are averaged, and whether the ratio belongs to a token or to a sequence. Averages are taken with
-counts of the *whole* batch: micro-batches' losses add up to it, however the batch was cut.
+A token's term is  l_t = -w_t surrogate(r_t, A_t) + kl_coef kl_t.  The losses differ in the average
+over terms, and in whether the ratio is a token's or a sequence's. Averages use counts of the
+*whole* batch, so the losses of micro-batches add up to the batch's, however it is divided.
 
 k3: Schulman 2020 (joschu.net/blog/kl-approx.html), unbiased under the policy's own samples, never
 negative. w: Yao et al. 2025 ("truncated importance sampling"), for the gap between the rollout
@@ -27,38 +27,38 @@ from torch import Tensor
 from longtail.rl import advantage
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are held below this, so that exp never overflows float32 (no gradient beyond)."""
+"""Largest log-ratio, so that exp never overflows float32; there is no gradient beyond it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What a loss reads: one row a generated token, and the counts of the whole batch.
+    """Input of a loss: one row per generated token, and the counts of the whole batch.
 
     Example: two sequences that generated 2 and 1 tokens: sequence = (0, 0, 1), num_here = 2.
     """
 
     logprobs: Float[Tensor, "tokens"]
-    """Under the policy being updated; the only input that carries a gradient."""
+    """Log-probabilities under the policy being updated; the only input with a gradient."""
     old_logprobs: Float[Tensor, "tokens"]
-    """Under the policy before this step's first update, by the learner's arithmetic."""
+    """Log-probabilities before this step's first update, computed by the learner."""
     rollout_logprobs: Float[Tensor, "tokens"]
-    """As the rollout engine reported them."""
+    """Log-probabilities reported by the rollout engine."""
     reference_logprobs: Float[Tensor, "tokens"] | None
-    """Under the initial policy; None without a KL term."""
+    """Log-probabilities under the initial policy; None without a KL term."""
     advantages: Float[Tensor, "tokens"]
     sequence: Int[Tensor, "tokens"]
-    """Which sequence of this micro-batch a token belongs to."""
+    """Index, in this micro-batch, of the token's sequence."""
     num_here: int
-    """Sequences in this micro-batch."""
+    """Number of sequences in this micro-batch."""
     num_sequences: int
-    """Sequences in the whole batch."""
+    """Number of sequences in the whole batch."""
     num_generated: int
-    """Generated tokens in the whole batch."""
+    """Number of generated tokens in the whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The numbers of a loss.
+    """Constants of a loss.
 
     Example: LossSettings(clip_low=0.2, clip_high=0.28, max_tokens=2048)
     """
@@ -66,27 +66,27 @@ class LossSettings:
     clip_low: float
     clip_high: float
     max_tokens: int
-    """Longest completion allowed; the constant of dr_grpo."""
+    """Longest completion in tokens; the constant of dr_grpo."""
     kl_coef: float = 0.0
     tis_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Detached sums over the tokens of a micro-batch, for the log."""
+    """Detached sums over the tokens of a micro-batch, for metrics."""
 
     clipped: Float[Tensor, ""]
-    """Tokens whose surrogate took the clipped branch, where the gradient is 0."""
+    """Number of tokens with a clipped surrogate, whose gradient is 0."""
     old_kl: Float[Tensor, ""]
     """k3 estimate of the KL from the policy before the update to the present one."""
     reference_kl: Float[Tensor, ""]
     capped: Float[Tensor, ""]
-    """Tokens whose importance weight met its cap."""
+    """Number of tokens whose importance weight met its cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """A micro-batch's share of the batch's loss, to be summed, and what to log."""
+    """A micro-batch's summand of the batch's loss, and sums for metrics."""
 
     loss: Float[Tensor, ""]
     sums: LossSums
@@ -107,7 +107,7 @@ def grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
 
 
 def dr_grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
-    """Sum over tokens and divide by a constant, so that length earns nothing.
+    """Sum over tokens and divide by a constant, so that the weight of a token ignores length.
 
     Liu et al. 2025 (arXiv 2503.20783), section 3.2, with their code's constant, the generation
     budget: L = 1/(num_sequences max_tokens) sum_i sum_t l_it
@@ -118,7 +118,7 @@ def dr_grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
 
 
 def dapo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
-    """Average over all generated tokens of the batch, with more room above than below.
+    """Average over all generated tokens of the batch, with a wider clip range above than below.
 
     Yu et al. 2025 (arXiv 2503.14476), equation 8: L = 1/num_generated sum_i sum_t l_it. The paper
     averages over one prompt's group; here, as in its code, over the batch.
@@ -129,7 +129,7 @@ def dapo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
 
 
 def reinforce_pp(inputs: LossInputs, settings: LossSettings) -> LossOutput:
-    """Average PPO's token terms over the batch; what differs from dapo is the advantage.
+    """Average PPO's token terms over the batch; only the advantage differs from dapo.
 
     Hu 2025 (arXiv 2501.03262): L = 1/num_generated sum_i sum_t l_it, with advantages normalised
     over the batch (`advantage.reinforce_pp`) and no critic.
@@ -154,7 +154,7 @@ def rloo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     after the first (as TRL does):
     s_i = pi(y_i) / pi_old(y_i),   L = -1/num_sequences sum_i w_i surrogate(s_i, A_i)
     On policy s_i = 1, nothing is clipped, and the gradient is REINFORCE's, A_i grad log pi(y_i).
-    KL and log w are summed over the tokens of a sequence, too.
+    KL and log w are also summed over the tokens of a sequence.
     """
     return _sequence_loss(inputs, settings, _sequence_sums)
 
@@ -184,14 +184,14 @@ LOSSES: dict[str, LossSpec] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Terms:
-    """One row a token or a sequence, before averaging."""
+    """Terms with one row per token or sequence, before averaging."""
 
     loss: Float[Tensor, "rows"]
     clipped: Float[Tensor, "rows"]
     capped: Float[Tensor, "rows"]
 
     def of(self, rows: Int[Tensor, "tokens"]) -> "_Terms":
-        """Give each token the row of its sequence."""
+        """Return one row per token: the row of its sequence."""
         return _Terms(loss=self.loss[rows], clipped=self.clipped[rows], capped=self.capped[rows])
 
 
@@ -200,7 +200,7 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 
 def _kl(inputs: LossInputs) -> Tensor:
-    """k3 estimate of KL(policy || reference), token by token; 0 without a reference."""
+    """Return the k3 estimate of KL(policy || reference) per token; 0 without a reference."""
     if inputs.reference_logprobs is None:
         return torch.zeros_like(inputs.logprobs)
     gap = inputs.reference_logprobs - inputs.logprobs
@@ -214,7 +214,7 @@ def _terms(
     kl: Float[Tensor, "rows"],
     settings: LossSettings,
 ) -> _Terms:
-    """-w surrogate(r, A) + kl_coef kl, row by row."""
+    """Return -w surrogate(r, A) + kl_coef kl for each row."""
     ratio = _exp(log_ratio)
     plain = ratio * advantages
     limited = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
@@ -245,7 +245,7 @@ def _sequence_sums(values: Float[Tensor, "tokens"], inputs: LossInputs) -> Tenso
 
 
 def _sequence_means(values: Float[Tensor, "tokens"], inputs: LossInputs) -> Tensor:
-    """Mean over the tokens of each sequence; 0 for one that generated none."""
+    """Return the mean over the tokens of each sequence; 0 for a sequence without tokens."""
     lengths = torch.bincount(inputs.sequence, minlength=inputs.num_here)
     return _sequence_sums(values, inputs) / lengths.clamp(min=1)
 
@@ -255,7 +255,7 @@ def _sequence_loss(
     settings: LossSettings,
     reduce: Callable[[Tensor, LossInputs], Tensor],
 ) -> LossOutput:
-    """One term a sequence; `reduce` makes its log-ratio, weight and KL from its tokens'."""
+    """Return the loss of one term per sequence; `reduce` combines the values of its tokens."""
     terms = _terms(
         reduce(inputs.logprobs - inputs.old_logprobs, inputs),
         reduce(inputs.old_logprobs - inputs.rollout_logprobs, inputs),
@@ -267,7 +267,7 @@ def _sequence_loss(
 
 
 def _output(loss: Tensor, terms: _Terms, inputs: LossInputs) -> LossOutput:
-    """Attach the sums to log, from terms that have one row a token."""
+    """Return the loss with the sums for metrics; `terms` has one row per token."""
     with torch.no_grad():
         log_ratio = inputs.logprobs - inputs.old_logprobs
         sums = LossSums(

@@ -1,8 +1,8 @@
 """Muon for the matrices inside decoder layers, AdamW for everything else.
 
-Momentum is orthogonalised before it is applied (Jordan et al. 2024), so every direction of a matrix
-is learned at the same pace. From fresh weights it needs a fraction of the tokens that AdamW does;
-to adjust a trained model AdamW alone, `rl.optim.Optimizer`, is the ordinary choice. Same interface.
+Momentum is orthogonalised before it is applied (Jordan et al. 2024), so all directions of a matrix
+are updated equally. From fresh weights Muon needs a fraction of AdamW's tokens; for a trained model
+AdamW alone, `rl.optim.Optimizer` with the same interface, is the usual choice.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ _MOMENTUM = "momentum"
 class MuonOptimizer:
     """Updates a model's parameters from their accumulated gradients; all of them or none.
 
-    `settings` speaks of AdamW's part; the matrices learn at `matrix_rate` under the same schedule
-    and decay. Muon ignores the scale of a gradient, so only AdamW's part is clipped.
+    `settings` are those of AdamW's part; the matrices have the learning rate `matrix_rate` and the
+    same schedule and decay. Muon ignores the scale of gradients, so only AdamW's are clipped.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MuonOptimizer:
             name: p for name, p in model.named_parameters() if p.dim() == 2 and "layers." in name
         }
         others = (
-            (name.replace(".", "/"), parameter)  # so they are named in checkpoints
+            (name.replace(".", "/"), parameter)  # the names in checkpoints
             for name, parameter in model.named_parameters()
             if name not in self._matrices
         )
@@ -83,7 +83,7 @@ class MuonOptimizer:
         return momentum | self._adamw.tensors()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over moments as `tensors` gave them; CheckpointError if they are another model's."""
+        """Copy moments as `tensors` gave them; CheckpointError if they are another model's."""
         own = {name: t for name, t in tensors.items() if name.startswith(f"{_MOMENTUM}/")}
         self._adamw.load({name: t for name, t in tensors.items() if name not in own})
         self._muon.state.clear()

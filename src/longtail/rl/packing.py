@@ -1,8 +1,8 @@
 """Lay sequences of very different lengths end to end under a token budget, without padding.
 
-A long tail makes padding expensive twice: in time and in memory. Here a micro-batch is a list of
-whole sequences whose tokens sum to at most the budget. It owns the layout only: who may see whom
-is `model.attention.PackedAttention`'s business, what a token is worth is `rl.advantage`'s.
+With a long tail, padding costs time and memory. Here a micro-batch is a list of whole sequences
+whose tokens sum to at most the budget. `model.attention.PackedAttention` keeps attention within
+each sequence.
 """
 
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ from longtail.types import MicroBatch, PackedSequences, Rollout, SamplingParams,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """One micro-batch of packed sequences, and which of the given sequences it holds.
+    """One micro-batch of packed sequences, and their indices in the caller's list.
 
     Example: sequences of lengths 2, 6, 3 under a budget of 8 give indices (1, 0), then (2,).
     """
 
     packed: PackedSequences
     indices: tuple[int, ...]
-    """indices[s] is the place in the caller's list of sequence s of `packed`."""
+    """Index in the caller's list of each sequence of `packed`."""
 
 
 def plan(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Choose which sequences share a micro-batch: first fit, longest first.
+    """Assign sequences to micro-batches: first fit, longest first.
 
-    Uses at most 11/9 of the fewest possible bins, plus one (Johnson 1973). A sequence longer than
-    the budget gets a bin of its own. Deterministic; within a bin the longest come first, so equal
-    lengths are neighbours, which attention batches.
+    Uses at most 11/9 of the fewest possible micro-batches, plus one (Johnson 1973). A sequence
+    longer than the budget gets its own. Deterministic; within a micro-batch the longest come first,
+    so sequences of equal length are neighbours, which attention batches.
 
     Example: plan([2, 6, 3, 9], budget=8) -> [(3,), (1, 0), (2,)]
     """
@@ -73,7 +73,7 @@ def lay_out(sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> P
 
 
 def moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
-    """Return the same sequences on a device."""
+    """Return the sequences with all tensors on a device."""
     return replace(
         packed,
         tokens=packed.tokens.to(device),
@@ -84,7 +84,7 @@ def moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
 
 
 def pack(sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], budget: int) -> list[Pack]:
-    """Pack sequences (prompt, then what is learned) into micro-batches of at most `budget` tokens.
+    """Pack sequences (prompt, then completion) into micro-batches of at most `budget` tokens.
 
     Example: pack([(7, 8, 9, 2), (7, 2)], prompt_lens=(2, 1), budget=8) gives one Pack whose
     `packed` is the example of `types.PackedSequences`, with indices (0, 1).
@@ -108,25 +108,24 @@ def pack_rollouts(
 ) -> TrainBatch:
     """Pack graded rollouts, each with its advantage, into one batch of the learner.
 
-    Without `keep_idle`, rollouts whose advantage is 0 are counted and not computed: no loss has a
-    gradient there, unless a KL term gives it one. They are those of groups in which all did equally
-    well, and often the longest of all. No rollouts make a batch without micro-batches.
+    Groups with equal rewards have zero advantage. Without `keep_idle` their tokens are counted but
+    not computed, which changes no gradient unless there is a KL term. They are often the longest.
     """
     assert len(rollouts) == len(advantages), (
         f"{len(rollouts)} rollouts with {len(advantages)} advantages"
     )
-    taught = [i for i, advantage in enumerate(advantages) if advantage or keep_idle]
+    kept = [i for i, advantage in enumerate(advantages) if advantage or keep_idle]
     packs = pack(
-        [rollouts[i].prompt.tokens + rollouts[i].completion.tokens for i in taught],
-        [len(rollouts[i].prompt.tokens) for i in taught],
+        [rollouts[i].prompt.tokens + rollouts[i].completion.tokens for i in kept],
+        [len(rollouts[i].prompt.tokens) for i in kept],
         budget,
     )
     return TrainBatch(
         micro_batches=tuple(
             _micro_batch(
                 one.packed,
-                [rollouts[taught[i]] for i in one.indices],
-                [advantages[taught[i]] for i in one.indices],
+                [rollouts[kept[i]] for i in one.indices],
+                [advantages[kept[i]] for i in one.indices],
             )
             for one in packs
         ),
@@ -145,10 +144,10 @@ def pack_mini_batches(
     mini_batches: int,
     keep_idle: bool = True,
 ) -> list[TrainBatch]:
-    """Cut a step's rollouts into runs of nearly equal number, one optimizer update each; pack each.
+    """Divide a step's rollouts into mini-batches of nearly equal number, and pack each.
 
-    Rollouts keep their order, so groups stay together where the numbers divide. There are never
-    more mini-batches than rollouts.
+    Rollouts keep their order, so groups stay together if the numbers divide. There are at most as
+    many mini-batches as rollouts.
 
     Example: 8 rollouts in 3 mini-batches are rollouts 0-1, 2-4 and 5-7.
     """
@@ -165,7 +164,7 @@ def pack_mini_batches(
 def _micro_batch(
     packed: PackedSequences, rollouts: Sequence[Rollout], advantages: Sequence[float]
 ) -> MicroBatch:
-    """Lay logprobs and advantages over the tokens they belong to; prompts hold 0."""
+    """Add one rollout logprob and advantage per token; they are 0 in prompts."""
     generated = packed.loss_mask.bool()
     logprobs = chain.from_iterable(rollout.completion.logprobs for rollout in rollouts)
     rollout_logprobs = torch.zeros(packed.num_tokens, dtype=torch.float64)

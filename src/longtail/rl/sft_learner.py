@@ -1,9 +1,8 @@
 """Supervised learning of completions: packed examples in, better weights out.
 
 It owns the training copy of a model and its optimizer. The loss is the mean negative log-likelihood
-of the completions' tokens over the whole batch, so how a batch is cut into micro-batches cannot
-change the gradient. Where examples come from is `rl.data.examples`'s business, files are the
-caller's.
+of the completions' tokens over the whole batch, so the gradient does not depend on the division
+into micro-batches. `rl.data.examples` makes the examples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,33 +25,33 @@ from longtail.types import PackedSequences, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftSettings:
-    """How examples are learned.
+    """Settings of supervised learning.
 
     Example: SftSettings(optimizer=OptimizerSettings(learning_rate=1e-5), autocast=True)
     """
 
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     matrix_rate: float | None = None
-    """Muon's learning rate of the matrices inside layers; None learns them by AdamW, too."""
+    """Learning rate of Muon for the matrices inside layers; None uses AdamW for them, too."""
     tokens_per_micro_batch: int = 8192
     recompute: bool = False
-    """Gradient checkpointing of the decoder's layers."""
+    """Whether the decoder's layers are recomputed in the backward pass."""
     autocast: bool = False
-    """bfloat16 matrix products over float32 weights."""
+    """Whether matrix products run in bfloat16 over float32 weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftReport:
-    """What one step did.
+    """Report of one step.
 
-    Example: SftReport(loss=0.31, entropy=0.29, num_tokens=2040, num_trained=1820,
-                             grad_norm=0.8, learning_rate=1e-3)
+    Example: SftReport(loss=0.31, entropy=0.29, num_tokens=2040, num_trained=1820, grad_norm=0.8,
+                       learning_rate=1e-3)
     """
 
     loss: float
-    """Nats a completion token."""
+    """Mean over completion tokens, in nats."""
     entropy: float
-    """Of the model's own next-token distribution, nats a completion token."""
+    """Mean entropy of the model's next-token distribution, in nats per completion token."""
     num_tokens: int
     num_trained: int
     grad_norm: float
@@ -81,11 +80,11 @@ class SftLearner:
 
     @property
     def steps(self) -> int:
-        """Updates made."""
+        """Number of updates made."""
         return self._steps
 
     def step(self, examples: Sequence[Example]) -> SftReport:
-        """Make one update towards the completions of `examples`."""
+        """Make one update that raises the likelihood of the completions."""
         num_trained = sum(len(e.tokens) - e.prompt_len for e in examples)
         loss = entropy = 0.0
         try:
@@ -113,7 +112,7 @@ class SftLearner:
         )
 
     def loss(self, examples: Sequence[Example]) -> float:
-        """Return the mean negative log-likelihood of the completions' tokens, learning nothing."""
+        """Return the mean negative log-likelihood of the completions' tokens, without an update."""
         with torch.no_grad():
             parts = [
                 -self._score(packed).logprobs.double().sum() for packed in self._packs(examples)
@@ -127,7 +126,7 @@ class SftLearner:
     def restore(
         self, steps: int, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]
     ) -> None:
-        """Go on exactly where `steps` updates had led; CheckpointError if of another model."""
+        """Continue after `steps` updates; CheckpointError if the tensors are another model's."""
         self._optimizer.load(tensors)
         load_parameters(self._model, weights)
         self._steps = steps

@@ -1,8 +1,10 @@
-"""What one step is summed up to: records in, named numbers out (verl's names where it has one)."""
+"""Metrics of one training step, under verl's names where verl has them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from longtail.cluster.rollout import RolloutResult
 from longtail.engine.report import RolloutReport
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.grading.pool import Graded
@@ -11,10 +13,35 @@ from longtail.run.metrics import summarize, summarize_lengths, timing
 from longtail.types import Completion, FinishReason, Group, Rollout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """Results of one training step."""
+
+    rollout: RolloutResult
+    graded: Graded
+    groups: Sequence[Group]
+    learned: LearnerReport
+    seconds: Mapping[str, float]
+    """Seconds by section, and of the whole `step`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return all metrics of the step; the learner's seconds join those by section."""
+        rollout, learned = self.rollout, self.learned
+        learning = {"logprob": learned.logprob_seconds, "update": learned.update_seconds}
+        return {
+            **group_metrics(self.graded, self.groups),
+            **rollout_metrics(rollout.report, rollout.completions, rollout.series),
+            **learned.metrics,
+            "training/policy_version": float(learned.version),
+            **timing({**self.seconds, **learning}),
+            "cluster/reused_share": rollout.reused_share,
+        }
+
+
 def rollout_metrics(
     report: RolloutReport, completions: Sequence[Completion], series: RolloutSeries | None = None
 ) -> dict[str, float]:
-    """Sum up the rollout phase; `series` is of an engine that speculates."""
+    """Return the metrics of a rollout; a speculating engine has `series`."""
     cut = sum(each.finish_reason is FinishReason.LENGTH for each in completions)
     lengths = summarize_lengths([len(each.tokens) for each in completions])
     return {
@@ -32,7 +59,7 @@ def rollout_metrics(
 
 
 def _draft_metrics(report: RolloutReport) -> dict[str, float]:
-    """Sum up drafting; absent from a step in which nothing was drafted."""
+    """Return the metrics of drafting, for a step that drafted."""
     return {
         "speculation/accept_length": report.accept_length,
         "speculation/accepted_share": report.num_accepted / max(report.num_drafted, 1),
@@ -43,7 +70,7 @@ def _draft_metrics(report: RolloutReport) -> dict[str, float]:
 
 
 def _tuner_metrics(report: RolloutReport, series: RolloutSeries) -> dict[str, float]:
-    """Sum up what was decided, also where that was to draft nothing."""
+    """Return the metrics of the tuner's decisions."""
     return {
         "speculation/tuner_share": report.tuner_share,
         "speculation/switches": float(len(series.switches)),
@@ -52,7 +79,7 @@ def _tuner_metrics(report: RolloutReport, series: RolloutSeries) -> dict[str, fl
 
 
 def group_metrics(graded: Graded, groups: Sequence[Group]) -> dict[str, float]:
-    """Sum up rewards; failures are counted beside them, never among them."""
+    """Return the metrics of rewards; failures are counted apart and have no reward."""
     informative = sum(len({r.reward for r in group.rollouts}) > 1 for group in groups)
     components: dict[str, list[float]] = {}
     for rollout in graded.rollouts:
@@ -66,29 +93,8 @@ def group_metrics(graded: Graded, groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def step_metrics(
-    *,
-    rollout: RolloutReport,
-    completions: Sequence[Completion],
-    graded: Graded,
-    groups: Sequence[Group],
-    learned: LearnerReport,
-    seconds: Mapping[str, float],
-    series: RolloutSeries | None = None,
-) -> dict[str, float]:
-    """Return every number of one step; `seconds` by section, the learner's own join them."""
-    learning = {"logprob": learned.logprob_seconds, "update": learned.update_seconds}
-    return {
-        **group_metrics(graded, groups),
-        **rollout_metrics(rollout, completions, series),
-        **learned.metrics,
-        "training/policy_version": float(learned.version),
-        **timing({**seconds, **learning}),
-    }
-
-
 def rollout_row(rollout: Rollout) -> dict[str, Any]:
-    """One line of rollouts.jsonl."""
+    """Return one line of rollouts.jsonl."""
     completion = rollout.completion
     return {
         "prompt_id": rollout.prompt.prompt_id,

@@ -1,15 +1,14 @@
-"""The draft budget: which of all proposed nodes are verified.
+"""The draft budget: the number of proposed nodes to verify, and their selection.
 
-Nodes of all running requests compete by their probability of being reached. The N likeliest are
-verified, with N such that tokens come quickest:
+Nodes of all running requests compete by their probability of being accepted. The N likeliest are
+verified, with N such that the token rate is highest:
 
     maximise over N    (tokens without drafts + expected accepted(N)) / seconds(N)
 
-Expected accepted nodes are the sum of the probabilities: a node is accepted if it is reached and
-right. N = 0, plain decoding, is always a candidate. At the best N the last node yields as many
-tokens as its seconds would yield otherwise, so N is a price too: the probability from which on a
-node is worth its seconds. The price is found on a sample of drafts, and then each step's drafts are
-bought at it, request by request.
+The expected number of accepted nodes is the sum of their probabilities. N = 0, plain decoding, is a
+candidate. At the optimum the marginal node yields as many tokens per second as the whole step. Its
+probability is the threshold: it is computed on a sample of drafts and then applied to each step's
+drafts, request by request.
 """
 
 import math
@@ -22,27 +21,27 @@ from jaxtyping import Float, Int
 from longtail.speculation.tree import EMPTY, MAX_NODES, DraftTree, keep_reached, prune, ranked
 
 Seconds = Callable[[Int[np.ndarray, "n"]], Float[np.ndarray, "n"]]
-"""Of the whole step, by the number of nodes verified."""
+"""Seconds of a step by its number of verified nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBudget:
-    """The best number of nodes.
+    """The optimal number of nodes.
 
     Example: DraftBudget(num_nodes=2, tokens_per_s=225.0)
     """
 
     num_nodes: int
     tokens_per_s: float
-    """Expected."""
+    """Expected rate at the optimum."""
 
 
 def optimal_budget(
     reach: Float[np.ndarray, "nodes"], scale: float, num_sampled: int, seconds: Seconds
 ) -> DraftBudget:
-    """Choose how many of the nodes to verify, given falling probabilities.
+    """Return the optimal number of nodes, given their probabilities in falling order.
 
-    Each listed node stands for `scale` nodes: a sample of requests speaks for a whole batch.
+    Each listed node stands for `scale` nodes: the sample of requests represents the batch.
 
     Example: probabilities (0.9, 0.8, 0.1), one request, steps of 10 ms + 1 ms a node: two nodes,
              2.7 tokens in 12 ms
@@ -54,16 +53,13 @@ def optimal_budget(
     tokens[1:] += num_sampled
     rates = tokens / seconds(np.rint(counts * scale).astype(np.int64))
     best = int(rates.argmax())
-    return DraftBudget(
-        num_nodes=best,
-        tokens_per_s=float(rates[best]),
-    )
+    return DraftBudget(num_nodes=best, tokens_per_s=float(rates[best]))
 
 
 def select_nodes(trees: Sequence[DraftTree], price: float, room: int) -> list[DraftTree]:
-    """Cut the ranked drafts of a step to nodes of at least this probability, `room` at most.
+    """Return the nodes of ranked drafts with at least probability `price`, the `room` likeliest.
 
-    A draft that does not say how likely its nodes are stays whole, as far as there is room.
+    A draft without probabilities is cut only where room ends.
     """
     kept = [keep_reached(tree, price) for tree in trees]
     beyond = sum(tree.size for tree in kept) - room
@@ -71,7 +67,7 @@ def select_nodes(trees: Sequence[DraftTree], price: float, room: int) -> list[Dr
         return kept
     reach = sorted((p for tree in kept for p in tree.reach), reverse=True)
     fitting = reach[max(len(reach) - beyond, 0) :]
-    if fitting:  # dearer than the dearest that has no room
+    if fitting:  # above the likeliest node without room
         kept = [keep_reached(tree, math.nextafter(fitting[0], 2.0)) for tree in kept]
     left = room
     for place, tree in enumerate(kept):
@@ -81,19 +77,19 @@ def select_nodes(trees: Sequence[DraftTree], price: float, room: int) -> list[Dr
 
 
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
-    """Join several drafters' drafts for one request; what several propose is there once.
+    """Merge several drafters' drafts for one request to the MAX_NODES likeliest nodes.
 
-    It is as likely as the surer of them says. Of more than MAX_NODES the likeliest stay.
+    A node proposed by several drafters gets the highest of its probabilities.
     """
-    speaking = [tree for tree in trees if tree.size]
-    if len(speaking) <= 1:
-        return speaking[0] if speaking else EMPTY
+    proposed = [tree for tree in trees if tree.size]
+    if len(proposed) <= 1:
+        return proposed[0] if proposed else EMPTY
     numbers: dict[tuple[int, int], int] = {}
     tokens: list[int] = []
     parents: list[int] = []
     margins: list[float] = []
     reach: list[float] = []
-    for tree in speaking:
+    for tree in proposed:
         renumbered = [0]
         likely = tree.reach or (1.0,) * tree.size
         for token, above, margin, sure in zip(

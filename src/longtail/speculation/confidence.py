@@ -1,15 +1,13 @@
-"""How sure a drafter may be of a node: a function of its margin, learned from verification.
+"""Calibrated confidences of draft nodes, learned from verification.
 
-With coupled drafting the chance that a child is right is not its probability q(v): the noise is
-known, so what matters is by how much the child's perturbed score leads the other candidates'. That
-function differs between drafters and drifts with the policy, so it is kept as a table of margins,
-counted online: whenever verification reaches a node's parent, it reveals whether the node is right.
+With coupled drafting the probability that a child is right is not q(v): the noise is known, so it
+depends on the margin by which the child's perturbed score exceeds the other candidates' scores.
+This function differs between drafters and changes with the policy. It is a table by margin, counted
+online: when verification reaches a node's parent, it shows whether the node is right.
 
-The prior of every bin is hierarchical: sigmoid(margin), times the trust that the drafter has earned
-over all bins. So a drafter that is sure and wrong is found out after some ten outcomes in all, and
-a bin that was never met is believed no more than its drafter.
-
-It owns counts. Whether the margin was taken with or without noise is the drafter's business.
+The prior of every bin is hierarchical: sigmoid(margin), times the drafter's trust over all bins.
+So about ten outcomes in all reveal an overconfident drafter, and an empty bin uses its drafter's
+trust. Drafters choose whether margins include noise.
 """
 
 import math
@@ -25,15 +23,15 @@ EDGES = (-8.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 
 """Bounds of the bins of margins, nats."""
 _CENTERS = (-10.0, *((a + b) / 2 for a, b in pairwise(EDGES)), 14.0)
 _HIGHEST = 0.999
-"""Nothing is surer than this: a draft is as deep as its confidences allow."""
+"""Maximum confidence: it limits the depth of drafts."""
 _SIGMOID = tuple(min(1.0 / (1.0 + math.exp(-center)), _HIGHEST) for center in _CENTERS)
 _BINS = range(len(_CENTERS))
 _PRIOR_WEIGHT = 8.0
-"""Observations that a bin's prior counts as."""
+"""Weight of a bin's prior, in observations."""
 _TRUST_WEIGHT = 2.0
-"""Right nodes, as many as predicted, that trust begins with."""
+"""Weight of the initial trust 1, in right nodes."""
 _MEMORY = 1000.0
-"""Observations that a bin, and trust, remember: with each one more, all older fade a little."""
+"""Maximum weight of a bin's observations, and of the trust's; older ones fade."""
 
 
 @final
@@ -43,17 +41,17 @@ class ConfidenceCurve:
         confidence = (hits + w * sigmoid * trust) / (trials + w)                       of the bin
         trust      = (hits + 2) / (sum of sigmoid over trials + 2)                 over all bins
 
-    Learning only counts; the table is computed when it is next asked for. `calibration_error` is
-    taken of the table before each outcome is learned, so it is honest: the mean of
-    |predicted - observed| over the bins of what was predicted, weighted by their counts (expected
-    calibration error, Naeini et al. 2015), with ten bins.
+    `learn` only counts; the table is computed at the next use. `calibration_error` compares each
+    outcome with the table before the outcome was learned: the mean of |predicted - observed| over
+    ten bins of predictions, weighted by their counts (expected calibration error, Naeini et al.
+    2015).
     """
 
     def __init__(self) -> None:
         self._table = list(_SIGMOID)
         self._hits, self._trials = [0.0] * len(_BINS), [0.0] * len(_BINS)
-        self._all_hits = self._all_trials = self._all_foreseen = 0.0
-        # What came in since the table was computed.
+        self._all_hits = self._all_trials = self._all_expected = 0.0
+        # Counts since the table was computed.
         self._new_hits, self._new_trials = [0] * len(_BINS), [0] * len(_BINS)
         self._is_stale = False
         self._predicted = [0.0] * 10
@@ -61,19 +59,20 @@ class ConfidenceCurve:
         self._counts = [0] * 10
 
     def table(self) -> list[float]:
-        """Confidence of each bin; bin i holds margins from EDGES[i - 1] up to EDGES[i]."""
+        """Return the confidence of each bin; bin i holds margins from EDGES[i - 1] to EDGES[i]."""
         if self._is_stale:
             self._update()
         return self._table
 
     def confidences(self, margins: Sequence[float]) -> list[float]:
-        """Confidence of each node given that its parent is right."""
+        """Return the confidence of each node given that its parent is right."""
         table = self.table()
         return [table[bisect_right(EDGES, margin)] for margin in margins]
 
     def learn(self, tree: DraftTree, accepted: Accepted) -> None:
-        """Count every node of which is known whether it is right: its parent is, and so is said
-        what came after (`verify.follow` says so of nodes that were not verified, too).
+        """Count every node whose parent is right and whose next token is known.
+
+        `verify.follow` also judges nodes that were not verified.
         """
         if not tree.margins or not accepted.tokens:
             return
@@ -88,7 +87,7 @@ class ConfidenceCurve:
             hits[place(EDGES, margins[node - 1])] += 1
 
     def calibration_error(self) -> float:
-        """Expected calibration error of what was predicted so far; 0 before anything was."""
+        """Return the expected calibration error of all predictions so far; 0 without any."""
         if self._is_stale:
             self._update()
         total = sum(self._counts)
@@ -98,7 +97,7 @@ class ConfidenceCurve:
         return math.fsum(gaps) / total
 
     def _update(self) -> None:
-        """Set what came in against what was predicted of it, then learn from it."""
+        """Compare new counts with their predictions, then compute a new table."""
         for index in _BINS:
             trials, hits = self._new_trials[index], self._new_hits[index]
             if not trials:
@@ -114,11 +113,11 @@ class ConfidenceCurve:
             self._trials[index] = (self._trials[index] + trials) * fade
             self._all_hits += hits
             self._all_trials += trials
-            self._all_foreseen += _SIGMOID[index] * trials
+            self._all_expected += _SIGMOID[index] * trials
         fade = _fade(self._all_trials)
         self._all_hits, self._all_trials = self._all_hits * fade, self._all_trials * fade
-        self._all_foreseen *= fade
-        trust = (self._all_hits + _TRUST_WEIGHT) / (self._all_foreseen + _TRUST_WEIGHT)
+        self._all_expected *= fade
+        trust = (self._all_hits + _TRUST_WEIGHT) / (self._all_expected + _TRUST_WEIGHT)
         self._table = [
             min(
                 (hits + _PRIOR_WEIGHT * min(prior * trust, _HIGHEST)) / (trials + _PRIOR_WEIGHT),
@@ -130,5 +129,5 @@ class ConfidenceCurve:
 
 
 def _fade(trials: float) -> float:
-    """Factor that brings `trials` back to what is remembered."""
+    """Return the factor that reduces `trials` to at most _MEMORY."""
     return min(1.0, _MEMORY / trials) if trials else 1.0

@@ -1,9 +1,8 @@
-"""How deep a draft goes: whether one level more is worth a pass of the drafter.
+"""The depth of drafts: whether another level pays for a pass of the drafter.
 
-What a level promises beyond its price, its gain, is known as soon as its parents are: on the
-device. On a CPU a look at it is free. Elsewhere a look stalls the queue of launches; there it is
-foreseen from what the levels of earlier drafts turned out to be worth, which is read with the
-drafts, at their end.
+The gain of a level is its expected benefit minus its cost, known on the device as soon as its
+parents are. Reading it is free on a CPU but stalls the launch queue of a GPU. There it is predicted
+from the gains of earlier rounds, which are read together with the finished drafts.
 
     gain of a pass below depth      1     2     3     4
     three rounds ago                  0.9   0.5   0.1  -0.2
@@ -11,8 +10,8 @@ drafts, at their end.
     the last one                      1.0   0.4  -0.1
     sum                               2.7   1.1  -0.3             this round goes to depth 3
 
-A round learns of its deepest level, too, whether one below it would have been worth it: so depth
-rises by a level a round while that pays, and no level is drafted only to find out.
+Each round also computes the gain of the level below its deepest one. So the depth rises by a level
+per round while that pays, and no level is drafted only to measure it.
 """
 
 import abc
@@ -25,45 +24,42 @@ from jaxtyping import Float
 from torch import Tensor
 
 REMEMBERED = 8
-"""Rounds. Behind a change of what levels are worth, that many later at the latest, each round goes
-a level deeper until the depth is that of a look."""
+"""Number of rounds in a prediction, and of rounds until it follows a change of the gains."""
 
 
 class DepthPolicy(abc.ABC):
-    """Decides, level by level, how deep the drafts of a round go."""
+    """Decides after each level whether a round of drafts goes deeper."""
 
     @abc.abstractmethod
     def should_extend(self, gains: Sequence[Float[Tensor, ""]]) -> bool:
-        """Tell whether to draft below the last level; of each so far, what that promises."""
+        """Return whether to draft below the last level, given the gains of each level so far."""
 
     @abc.abstractmethod
     def learn(self, gains: Sequence[float]) -> None:
-        """Take note of a round's gains, those of its last level among them."""
+        """Record the gains of a round, including that of its last level."""
 
 
 @final
 class ExactDepth(DepthPolicy):
-    """Looks at every level, and needs to remember nothing."""
+    """Reads the gain of each level."""
 
     def should_extend(self, gains: Sequence[Float[Tensor, ""]]) -> bool:
-        """Read the last one."""
+        """Return whether the last gain is not negative."""
         return bool(gains[-1] >= 0)
 
     def learn(self, gains: Sequence[float]) -> None:
-        """What was seen is seen again."""
+        """Do nothing: gains are read, not predicted."""
 
 
 @final
 class PredictedDepth(DepthPolicy):
-    """Looks at nothing: goes by the sum over the last rounds that got as deep. The first goes on
-    as long as it may.
-    """
+    """Predicts gains by their sum over the last rounds that got as deep; the first has no limit."""
 
     def __init__(self) -> None:
         self._rounds: deque[Sequence[float]] = deque(maxlen=REMEMBERED)
 
     def should_extend(self, gains: Sequence[Float[Tensor, ""]]) -> bool:
-        """Go one level beyond what lately paid."""
+        """Return whether the level paid in the last rounds."""
         if not self._rounds:
             return True
         level = len(gains) - 1
@@ -71,10 +67,10 @@ class PredictedDepth(DepthPolicy):
         return bool(known) and sum(known) >= 0
 
     def learn(self, gains: Sequence[float]) -> None:
-        """Remember them."""
+        """Keep the gains of the round."""
         self._rounds.append(gains)
 
 
 def select_depth_policy(device: torch.device) -> DepthPolicy:
-    """Look where a look is free."""
+    """Return the exact policy where reading a gain is free."""
     return ExactDepth() if device.type == "cpu" else PredictedDepth()

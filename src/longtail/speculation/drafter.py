@@ -1,18 +1,17 @@
-"""The seam between the rollout engine and whatever proposes drafts.
+"""The interface of drafters.
 
     engine                                       drafter
       propose(requests, strategy, noise)  --->   a tree for each request
       (verifies them in one target pass)
-      observe(seen, features)             --->   what the target has now computed for good
-      forget(request_id)                  --->   the request is gone
+      observe(seen, features)             --->   tokens that the target has computed
+      forget(request_id)                  --->   the request has left the engine
 
-Order: `observe` for the tokens of a step comes before the next `propose`, and every token of a
-request but its last (the root) has been observed when a draft is asked, in order, unless its KV
-came from a sibling or the drafter was handed in later. A request that is computed anew (after
-preemption) is observed anew from position 0. `learn` of a step comes while the next one is
-computed, after its `propose`; requests may be gone by then. A drafter may be handed in, changed or
-set aside between any two steps: nothing it says or fails to say changes a token. One that is set
-aside is told to forget all requests, one that is handed in to refresh.
+Order: before `propose` every token of a request except its last (the root) is observed, in order,
+unless its KV came from a sibling or the drafter was added later. A request that is recomputed after
+preemption is observed again from position 0. `learn` of a step comes while the next one is
+computed, after its `propose`; requests may have left by then. A drafter may be added, changed or
+removed between any two steps: drafters never change a token. A removed drafter gets `forget` for
+all requests, an added one gets `refresh`.
 """
 
 import abc
@@ -31,23 +30,23 @@ from longtail.types import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draftable:
-    """A request for which a draft is asked.
+    """A request that a drafter proposes for.
 
     Example: Draftable(request_id="a", tokens=[3, 9, 4, 7], prompt_len=3, sampling=s, max_depth=5)
     """
 
     request_id: str
     tokens: Sequence[int]
-    """Prompt and completion; the last token is the root. The engine's own list: only to be read."""
+    """Prompt and completion; the last token is the root. The engine's list, read-only."""
     prompt_len: int
     sampling: SamplingParams
     max_depth: int
-    """Deeper nodes could not be used; at least 1."""
+    """Depth of the deepest useful node; at least 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Consecutive tokens of one request that the target computed and that stay.
+    """Consecutive accepted tokens of one request that the target has computed.
 
     Example: Observed(request_id="a", tokens=[3, 9, 4, 7], start=1, num_tokens=2, prompt_len=3): the
     target now has features of the tokens 9 and 4
@@ -55,26 +54,26 @@ class Observed:
 
     request_id: str
     tokens: Sequence[int]
-    """The whole text so far, as in `Draftable`."""
+    """All tokens so far, as in `Draftable`."""
     start: int
     num_tokens: int
     prompt_len: int
 
 
 class Noise(abc.ABC):
-    """Keyed noise of the places that drafted tokens would take."""
+    """Keyed noise of the positions of drafted tokens."""
 
     @abc.abstractmethod
     def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
-        """g[key, position, v] for nodes of `depth` (1: the root's successor), of each request."""
+        """Return g[key, position, v] for each request's nodes of `depth` (from 1)."""
 
     @abc.abstractmethod
     def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        """`at_depth` of every depth from 1 on, dense."""
+        """Return `at_depth` of the depths 1 to `depth`, contiguous."""
 
 
 class Drafter(abc.ABC):
-    """Proposes drafts; owns whatever it remembers of the requests in progress."""
+    """Proposes drafts; owns its state of the requests in progress."""
 
     @property
     @abc.abstractmethod
@@ -83,9 +82,9 @@ class Drafter(abc.ABC):
 
     @property
     def lookback(self) -> int:
-        """Tokens before the root that it reads at most; 0: all it can get.
+        """Maximum number of tokens before the root that it reads; 0: all.
 
-        What is older need not be observed.
+        Older tokens need not be observed.
         """
         return 0
 
@@ -93,34 +92,34 @@ class Drafter(abc.ABC):
     def propose(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Return a tree for each request, at most `strategy.num_nodes` nodes each, maybe none.
+        """Return a tree of at most `strategy.num_nodes` nodes, possibly empty, for each request.
 
-        With noise, nodes are what a target that agreed with the drafter would draw (coupled
-        drafting); without, what it would find likeliest.
+        With noise, nodes are the draws of a target that agrees with the drafter (coupled drafting);
+        without noise, its likeliest tokens.
         """
 
     @abc.abstractmethod
     def observe(
         self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
     ) -> None:
-        """Take note of what the target computed; rows of `features` are the tokens of `seen`."""
+        """Observe computed tokens; the rows of `features` are the tokens of `seen`."""
 
     @abc.abstractmethod
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Take note of how drafts fared: those of the last `propose`, or of the one before."""
+        """Learn from the results of the last or the next-to-last `propose`."""
 
     @abc.abstractmethod
     def forget(self, request_id: str) -> None:
-        """Free what is kept for a request, known or not: it finished or was withdrawn."""
+        """Free the state of a request, known or not, that finished or was withdrawn."""
 
     @abc.abstractmethod
     def refresh(self) -> None:
-        """Follow the target: its weights have changed in place; no request is in progress."""
+        """Follow the target's weights, which changed in place; no request is in progress."""
 
     @property
     @abc.abstractmethod
     def forward_s(self) -> float:
-        """Seconds spent in the drafter's own forward passes so far."""
+        """Seconds of the drafter's own forward passes so far."""
 
     @property
     @abc.abstractmethod

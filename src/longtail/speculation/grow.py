@@ -1,16 +1,16 @@
 """Growing drafts level by level, for every drafter that scores a whole vocabulary.
 
-Nodes of one depth take the same place of the text, hence meet the same noise. With it, a node's
-children are the tokens that a target which agreed with the drafter would draw there (coupled):
+Nodes of one depth have the same position and therefore the same noise. With noise, the children of
+a node are the tokens that a target which agrees with the drafter would draw there (coupled):
 
     children = top-W_v ( log q(v) + g[r, t, v] )        greedy, or not coupled: top-W_v log q(v)
 
-log q need not be normalised: neither the order nor a margin depends on it. Each level, the nodes
-likeliest to be reached are drafted on (`Strategy.beam`), those that promise enough
-(`DraftThresholds`); all nodes seen compete for the draft's size.
+log q need not be normalised: neither order nor margins depend on it. In each level the likeliest
+nodes are expanded (`Strategy.beam`) if they reach their threshold (`DraftThresholds`); all
+candidates compete for the draft's size.
 
-What the host knows goes to the device before the first pass, and what was drafted comes back in one
-transfer at the end: between the two the device is only told what to do, unless the policy looks.
+Inputs go to the device before the first pass, and drafts come back in one transfer at the end.
+Between the two nothing waits for the device, unless the depth policy reads a gain.
 """
 
 import abc
@@ -29,25 +29,25 @@ from longtail.speculation.drafter import Draftable, Noise
 from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked
 
-_THERE = sys.float_info.min
-"""Reach 0 marks a place in a tensor where no node is; nodes have more, for confidences do."""
+_MIN_REACH = sys.float_info.min
+"""Smallest probability of a node: 0 marks an entry of a tensor that is not a node."""
 
 
 class Walker(abc.ABC):
-    """A drafter's model on its way down the drafts of several requests at once."""
+    """A drafter's model, evaluated level by level for several requests at once."""
 
     @abc.abstractmethod
     def root(self) -> Float[Tensor, "requests vocab"]:
-        """Score the tokens that may follow each request's root."""
+        """Return scores of the tokens after each request's root."""
 
     @abc.abstractmethod
     def descend(self, frontier: "Frontier") -> Float[Tensor, "nodes vocab"]:
-        """Score the tokens that may follow each node of the next level."""
+        """Return scores of the tokens after each node of the frontier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """The nodes of one depth that are drafted on, `per_request` of each request, in order.
+    """The expanded nodes of one depth, `per_request` of each request, in order.
 
     Example: two requests, two nodes each: tokens (5, 6, 9, 9), parents (0, 0, 0, 1), depth 2
     """
@@ -56,45 +56,45 @@ class Frontier:
     per_request: int
     tokens: Int[Tensor, "nodes"]
     parents: Int[Tensor, "nodes"]
-    """Which of its request's nodes of the frontier above is the parent."""
+    """Index of the parent among its request's nodes of the previous frontier."""
 
 
 class _Level(NamedTuple):
-    """Every candidate of one depth."""
+    """All candidates of one depth."""
 
     tokens: Int[Tensor, "requests candidates"]
     margins: Float[Tensor, "requests candidates"]
     parents: Int[Tensor, "requests candidates"]
-    """Candidates of all levels above, counted from 1 in order; 0 is the root."""
+    """Number of the parent among all earlier candidates, counted from 1; 0: the root."""
     reach: Float[Tensor, "requests candidates"]
-    """Probability of being reached and right; 0 below a node that is not drafted on."""
+    """Probability of acceptance; 0 below a node that is not expanded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sureness:
-    """A confidence curve in tensors, as it is when drafting begins."""
+class _ConfidenceTable:
+    """A confidence curve as tensors, copied when drafting begins."""
 
     table: Float[Tensor, "bins"]
     edges: Float[Tensor, "edges"]
 
     @staticmethod
-    def of(curve: ConfidenceCurve, device: torch.device) -> "_Sureness":
-        """Take the table; in float64, so that a product is the same wherever it is taken."""
+    def of(curve: ConfidenceCurve, device: torch.device) -> "_ConfidenceTable":
+        """Copy the table, in float64, so that products are the same on all devices."""
         table, edges = (
             torch.tensor(of, dtype=torch.float64, device=device) for of in (curve.table(), EDGES)
         )
-        return _Sureness(table=table, edges=edges)
+        return _ConfidenceTable(table=table, edges=edges)
 
-    def confidences(
+    def at(
         self, margins: Float[Tensor, "requests candidates"]
     ) -> Float[Tensor, "requests candidates"]:
-        """Look margins up."""
+        """Return the confidence of each margin."""
         return self.table[torch.bucketize(margins.double(), self.edges, right=True)]
 
 
 @final
 class Scoring:
-    """How a drafter's logits, on `device`, become scores of tokens.
+    """Converts a drafter's logits to scores of tokens.
 
     `draft_ids` maps a reduced draft vocabulary to the target's tokens; None where it is the same.
     """
@@ -111,7 +111,7 @@ class Scoring:
         temperatures = [each.sampling.temperature for each in requests]
         self._noise = noise if any(temperatures) else None
         self._uneven: Float[Tensor, "2 requests 1"] | None = None
-        """What logits are divided by, and noise multiplied; a greedy request hears none."""
+        """Divisor of the logits and factor of the noise, 0 for greedy requests."""
         if any(temperature != 1.0 for temperature in temperatures):
             uneven = [[t or 1.0 for t in temperatures], [float(t > 0) for t in temperatures]]
             self._uneven = torch.tensor(uneven, dtype=torch.float64, device=device)[:, :, None]
@@ -119,7 +119,7 @@ class Scoring:
     def scores(
         self, logits: Float[Tensor, "nodes vocab"], depth: int, per_request: int
     ) -> Float[Tensor, "nodes vocab"]:
-        """Divide by the temperature and add the noise of the place, where there is any."""
+        """Divide by the temperature and add the noise of the position, if any."""
         if self._uneven is not None:
             logits = logits / self._uneven[0].to(logits.dtype).repeat_interleave(per_request, 0)
         if self._noise is None:
@@ -132,12 +132,12 @@ class Scoring:
         return logits + (noise if per_request == 1 else noise.repeat_interleave(per_request, 0))
 
     def tokens(self, chosen: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Name chosen entries of the draft vocabulary by the target's tokens."""
+        """Map entries of the draft vocabulary to the target's tokens."""
         return chosen if self._draft_ids is None else self._draft_ids[chosen]
 
 
 def deepest(requests: Sequence[Draftable], strategy: Strategy) -> int:
-    """Return the depth of the longest draft that some request can use."""
+    """Return the depth of the deepest draft that any request can use."""
     return min(strategy.depth, strategy.num_nodes, max(each.max_depth for each in requests))
 
 
@@ -148,13 +148,13 @@ def grow(
     curve: ConfidenceCurve,
     policy: DepthPolicy,
 ) -> list[DraftTree]:
-    """Draft for every request; one pass of the walker a level, as deep as the policy says.
+    """Draft for every request with one pass of the walker per level, as deep as the policy allows.
 
-    Requests that stop early stay in the passes, but nothing more is proposed for them.
+    Requests that end early stay in the passes, without further proposals.
     """
     requests, thresholds = scoring.requests, strategy.thresholds
     last, device = deepest(requests, strategy), scoring.device
-    sure = _Sureness.of(curve, device)
+    confidences = _ConfidenceTable.of(curve, device)
     limits = torch.tensor([[each.max_depth] for each in requests], device=device)
     logits = walker.root()
     numbers = torch.zeros_like(limits)
@@ -163,13 +163,14 @@ def grow(
     gains: list[Tensor] = []
     total = 0
     for depth in range(1, last + 1):
-        level = _children(scoring, logits, depth, (numbers, reach), strategy.width, sure)
+        level = _children(scoring, logits, depth, (numbers, reach), strategy.width, confidences)
         levels.append(level)
         if depth == last:
             break
         reach, best = level.reach.sort(dim=1, descending=True, stable=True)
         reach, best = reach[:, : strategy.num_expanded], best[:, : strategy.num_expanded]
-        follows = (reach >= max(thresholds.expand, thresholds.verify, _THERE)) & (limits > depth)
+        floor = max(thresholds.expand, thresholds.verify, _MIN_REACH)
+        follows = (reach >= floor) & (limits > depth)
         if thresholds.level or thresholds.expand:
             gains.append(_gain(reach, follows, thresholds))
             if not policy.should_extend(gains):
@@ -198,11 +199,11 @@ def _gain(
     follows: Bool[Tensor, "requests followed"],
     thresholds: DraftThresholds,
 ) -> Float[Tensor, ""]:
-    """By how much the nodes to be drafted on promise more, together, than a pass costs.
+    """Return the expected benefit of the nodes to be expanded minus the cost of a pass.
 
-    Below zero if there are none, even where a pass costs nothing.
+    Negative without such nodes, even if a pass is free.
     """
-    return ((reach - thresholds.expand) * follows).sum() - max(thresholds.level, _THERE)
+    return ((reach - thresholds.expand) * follows).sum() - max(thresholds.level, _MIN_REACH)
 
 
 def _children(
@@ -211,9 +212,9 @@ def _children(
     depth: int,
     above: tuple[Int[Tensor, "requests per_request"], Float[Tensor, "requests per_request"]],
     width: int,
-    sure: _Sureness,
+    confidences: _ConfidenceTable,
 ) -> _Level:
-    """Take the best `width` children of every node, and by how much each leads its best rival."""
+    """Return the best `width` children of every node, with their margins."""
     numbers, reach = above
     num, per_request = numbers.shape
     scores = scoring.scores(logits, depth, per_request)
@@ -225,24 +226,24 @@ def _children(
         tokens=scoring.tokens(chosen[:, :width]).reshape(num, -1),
         margins=margins,
         parents=numbers.repeat_interleave(width, 1),
-        reach=reach.repeat_interleave(width, 1) * sure.confidences(margins),
+        reach=reach.repeat_interleave(width, 1) * confidences.at(margins),
     )
 
 
 def _read(*tensors: Shaped[Tensor, "..."]) -> list[Float[Tensor, "..."]]:
-    """Bring all to the host in one transfer; float64 holds tokens, and float32, as they are."""
+    """Copy all tensors to the host in one transfer; float64 holds tokens and float32 exactly."""
     flat = torch.cat([each.double().flatten() for each in tensors]).cpu()
     parts = torch.split(flat, [each.numel() for each in tensors])
     return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
 def _trees(found: _Level, strategy: Strategy) -> list[DraftTree]:
-    """Cut each request's candidates to its draft."""
+    """Return the draft of each request: its likeliest candidates."""
     trees = []
-    for some, margins, above, likely in zip(*(each.tolist() for each in found), strict=True):
+    for tokens, margins, parents, reach in zip(*(each.tolist() for each in found), strict=True):
         tree = DraftTree(
-            tokens=tuple(some), parents=tuple(above), margins=tuple(margins), reach=tuple(likely)
+            tokens=tuple(tokens), parents=tuple(parents), margins=tuple(margins), reach=tuple(reach)
         )
-        tree = keep_reached(ranked(tree), max(strategy.thresholds.verify, _THERE))
+        tree = keep_reached(ranked(tree), max(strategy.thresholds.verify, _MIN_REACH))
         trees.append(prune(tree, strategy.num_nodes))
     return trees

@@ -1,4 +1,4 @@
-"""The shape of a draft, and what a node must promise to be in it.
+"""The shape of a draft, and the thresholds for its nodes.
 
     depth 3, width 2, beam 1                depth 3, width 2 (beam 2)
 
@@ -6,11 +6,11 @@
          / \\                                      / \
         1   2                                    1   2
        / \\                                     / |   | \
-      3   4                                   3  4   5  6      two of these are drafted on
+      3   4                                   3  4   5  6      two of these are expanded
      / \\                                     ...
 
-A beam of 1 costs one row of the drafter a level, whatever the width: the second-best token is
-known anyway, so it costs its verification only.
+A beam of 1 costs one row of the drafter per level for any width: the second-best token is known
+anyway, and costs only its verification.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from longtail.speculation.tree import MAX_NODES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftThresholds:
-    """What a node must promise, as probabilities of being reached; 0 demands nothing.
+    """Minimum probabilities of nodes; 0: no threshold.
 
     Example: DraftThresholds(verify=0.3, expand=0.4, level=1.5)
     """
 
     verify: float = 0.0
-    """Nodes less likely than this are left out of the draft."""
+    """Minimum probability of a node of the draft."""
     expand: float = 0.0
-    """Nodes less likely than this are not drafted on."""
+    """Minimum probability of a node whose children are drafted."""
     level: float = 0.0
-    """Another level is drafted if what its parents' probabilities have over `extend` sums to this,
-    over all requests: a pass of the drafter has a price of its own."""
+    """Minimum of the sum of (probability - `expand`) over the parents of another level, in all
+    requests: the fixed cost of a drafter pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +43,17 @@ class Strategy:
     """
 
     depth: int
-    """Longest path; one drafter pass a level."""
+    """Length of the longest path; each level takes one drafter pass."""
     width: int = 1
-    """Children of a node; 1 is a chain."""
+    """Number of children of a node; 1: a chain."""
     size: int = 0
-    """Nodes of a draft, the likeliest to be reached; 0 is `depth`."""
+    """Maximum number of nodes, the likeliest ones; 0: `depth`."""
     beam: int = 0
-    """Nodes of a level that are drafted on, the likeliest; 0 is `width`."""
+    """Maximum number of nodes of a level that are expanded, the likeliest ones; 0: `width`."""
     thresholds: DraftThresholds = DraftThresholds()
 
     def __post_init__(self) -> None:
-        """Refuse shapes that have no room: a draft's nodes are bits of one mask, and slots."""
+        """Refuse shapes with more than MAX_NODES nodes: each node is a bit of a mask."""
         for name, value, least in (
             ("depth", self.depth, 1),
             ("width", self.width, 1),
@@ -67,15 +67,15 @@ class Strategy:
         if self.num_expanded * (self.depth - 1) > MAX_NODES:
             raise ConfigError(
                 f"speculation.width = {self.num_expanded} with depth = {self.depth}: width x "
-                f"(depth - 1) nodes are drafted on, at most {MAX_NODES}; lower one of them"
+                f"(depth - 1) nodes are expanded, at most {MAX_NODES}; lower one of them"
             )
 
     @property
     def num_nodes(self) -> int:
-        """Most nodes of a draft."""
+        """Maximum number of nodes of a draft."""
         return self.size or self.depth
 
     @property
     def num_expanded(self) -> int:
-        """Most nodes of a level that are drafted on."""
+        """Maximum number of nodes of a level that are expanded."""
         return self.beam or self.width

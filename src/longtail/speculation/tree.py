@@ -1,7 +1,7 @@
-"""Draft trees: what a drafter proposes for one request, and what attention must know of it.
+"""Draft trees: the proposal of a drafter for one request.
 
-One running example. The root is the request's last token, whose successor nobody knows yet; it is
-node 0 and no part of the draft. Nodes are numbered so that a parent comes before its children.
+The root is the request's last token. It is node 0 and not part of the draft. Nodes are numbered so
+that a parent comes before its children. The example is used throughout:
 
     node      1   2   3   4             0 root
     token     a   b   c   d            / \
@@ -11,7 +11,7 @@ node 0 and no part of the draft. Nodes are numbered so that a parent comes befor
                                       |              (a node sees itself and its ancestors)
                                       4d
 
-A chain is the tree whose every node is the parent of the next; nothing treats it apart.
+A chain is a tree in which each node is the parent of the next.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from functools import lru_cache
 from itertools import pairwise
 
 MAX_NODES = 62
-"""Visibility is a signed 64-bit mask."""
+"""Maximum number of nodes: visibility is a signed 64-bit mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTree:
-    """A proposal for one request; the root is not among the nodes.
+    """A draft for one request; the root is not among its nodes.
 
     Example: DraftTree(tokens=(5, 6, 7, 8), parents=(0, 0, 1, 3), margins=(2.0, -2.0, 0.7, 1.1))
     """
@@ -34,15 +34,15 @@ class DraftTree:
     parents: tuple[int, ...]
     """parents[i] is the parent of node i + 1: a smaller node number, 0 for the root."""
     margins: tuple[float, ...]
-    """Score of the node less that of its best rival for the same place, nats; what its confidence
-    is a function of (`speculation.confidence`)."""
+    """Score of each node minus that of its best alternative, in nats; the argument of its
+    confidence (`speculation.confidence`)."""
     reach: tuple[float, ...] = ()
-    """Probability, when it was drafted, that verification reaches the node and finds it right, in
-    falling order (`ranked`). Empty: the drafter does not say."""
+    """Estimated probability that each node is accepted, in falling order (`ranked`). Empty if the
+    drafter has no estimate."""
 
     @property
     def size(self) -> int:
-        """Nodes, the root excluded."""
+        """Number of nodes without the root."""
         return len(self.tokens)
 
     @property
@@ -56,7 +56,7 @@ EMPTY = DraftTree(tokens=(), parents=(), margins=())
 
 @lru_cache(maxsize=4096)
 def depths(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Distance of each node from the root. Shapes recur, so they are remembered.
+    """Return the distance of each node from the root. Results are cached, since shapes recur.
 
     Example: depths((0, 0, 1, 3)) == (1, 1, 2, 3)
     """
@@ -68,7 +68,9 @@ def depths(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def visible_nodes(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Mask of the nodes that each node sees: its ancestors and itself; bit i - 1 is node i.
+    """Return a mask for each node of the nodes that it sees: its ancestors and itself.
+
+    Bit i - 1 stands for node i.
 
     Example: visible_nodes((0, 0, 1, 3)) == (0b1, 0b10, 0b101, 0b1101)
     """
@@ -79,7 +81,7 @@ def visible_nodes(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def reach_probabilities(parents: Sequence[int], confidences: Sequence[float]) -> list[float]:
-    """Probability that verification gets as far as each node: the product along its path.
+    """Return the probability that each node is accepted: the product along its path.
 
     Example: reach_probabilities((0, 0, 1), (0.9, 0.1, 0.5)) == [0.9, 0.1, 0.45]
     """
@@ -90,10 +92,10 @@ def reach_probabilities(parents: Sequence[int], confidences: Sequence[float]) ->
 
 
 def ranked(tree: DraftTree) -> DraftTree:
-    """Put nodes in falling order of probability, of equals the earlier first.
+    """Sort nodes by falling probability, equal ones by number.
 
-    A node is never likelier than its parent and comes after it, so this is a tree, and so is every
-    beginning of it: whatever is to be left out for being unlikely is at the end.
+    A node is never likelier than its parent, so the result is a tree, and so is every prefix of
+    it: the unlikeliest nodes are at the end.
 
     Example: the running example with reach (0.9, 0.1, 0.8, 0.7) is nodes 1, 3, 4, 2.
     """
@@ -104,7 +106,7 @@ def ranked(tree: DraftTree) -> DraftTree:
 
 
 def prune(tree: DraftTree, size: int) -> DraftTree:
-    """Keep the first `size` nodes: of a ranked tree, those likeliest to be reached."""
+    """Keep the first `size` nodes: the likeliest ones of a ranked tree."""
     if tree.size <= size:
         return tree
     return DraftTree(
@@ -116,10 +118,7 @@ def prune(tree: DraftTree, size: int) -> DraftTree:
 
 
 def keep_reached(tree: DraftTree, floor: float) -> DraftTree:
-    """Keep nodes of a ranked tree that are reached with probability `floor` or more.
-
-    A tree that does not say stays whole.
-    """
+    """Keep the nodes of a ranked tree with at least probability `floor`; all without `reach`."""
     size = len(tree.reach)
     while size and tree.reach[size - 1] < floor:
         size -= 1
@@ -127,8 +126,8 @@ def keep_reached(tree: DraftTree, floor: float) -> DraftTree:
 
 
 def cut_depth(tree: DraftTree, depth: int) -> DraftTree:
-    """Keep the nodes down to `depth`."""
-    if tree.size <= depth:  # no deeper than it has nodes
+    """Keep the nodes of at most `depth`."""
+    if tree.size <= depth:  # a tree is no deeper than its number of nodes
         return tree
     deep = depths(tree.parents)
     if max(deep) <= depth:
@@ -137,7 +136,7 @@ def cut_depth(tree: DraftTree, depth: int) -> DraftTree:
 
 
 def _select(tree: DraftTree, kept: Sequence[int]) -> DraftTree:
-    """Take the nodes at `kept` (indices), every one behind its parent, and renumber them."""
+    """Return the nodes at the indices `kept`, each after its parent, renumbered."""
     number = {0: 0} | {old + 1: new + 1 for new, old in enumerate(kept)}
     return DraftTree(
         tokens=tuple(tree.tokens[i] for i in kept),

@@ -1,8 +1,8 @@
 """Sample-and-match verification: follow the target's own draws while the draft agrees.
 
 The target draws a token at the root and at every node of a draft, each from its own distribution
-and with the keyed noise of the place that the token would take. Those draws are what the request
-will read, whatever was drafted; a draft only decides how many of them one pass reveals.
+with the keyed noise of the token's position. The request gets these draws with any draft; the draft
+only decides how many of them one pass yields.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from longtail.speculation.tree import DraftTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """What verification found in one draft.
+    """Result of verifying one draft.
 
     Example: Accepted(path=(1, 3), tokens=(5, 7, 8)): two nodes accepted, accept length 3
     """
 
     path: tuple[int, ...]
-    """Accepted nodes, from the root on."""
+    """Accepted nodes, from the root down."""
     tokens: tuple[int, ...]
     """Draws along the path, the root's first: the accepted nodes' tokens, then the bonus token."""
 
@@ -27,10 +27,9 @@ class Accepted:
 def accept(tree: DraftTree, drawn: Sequence[int]) -> Accepted:
     """Walk from the root, following the target's own draws while the draft agrees.
 
-    `drawn[i]` is the target's draw at node i, `drawn[0]` that at the root. Lossless for any draft,
-    however made: the draws are fixed by the target and the keyed noise alone (Gumbel-max), so the
-    draft only decides how many of them are reached in one pass. PromptGroup with the same token are
-    one: the first is followed.
+    `drawn[i]` is the target's draw at node i, `drawn[0]` that at the root. Lossless for any draft:
+    target and keyed noise alone determine the draws (Gumbel-max). Of siblings with the same token
+    the first is followed.
 
     Example: tokens (5, 6, 7), parents (0, 0, 1), drawn (5, 7, 9, 8):
              path (1, 3), tokens (5, 7, 8), the last of them the bonus token.
@@ -50,9 +49,9 @@ def accept(tree: DraftTree, drawn: Sequence[int]) -> Accepted:
 
 
 def follow(tree: DraftTree, tokens: Sequence[int]) -> Accepted:
-    """Say how far `tree` foresaw what was written: `tokens`, from the root's successor on.
+    """Return the path of `tree` that agrees with `tokens`, the tokens after the root.
 
-    It need not be the tree that was verified, so what any draft would have yielded is known.
+    The tree need not be the verified one: the result of any draft is known.
 
     Example: follow(DraftTree(tokens=(5, 6, 7), parents=(0, 0, 1), ...), [5, 7]) has path (1, 3)
     """

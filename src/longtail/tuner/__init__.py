@@ -1,1 +1,1 @@
-"""How much to draft, and whether at all: what it costs on this machine, and who decides."""
+"""The cost model of steps and drafts, and the tuners that decide how much to draft."""

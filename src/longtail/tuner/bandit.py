@@ -1,13 +1,12 @@
 """BEG-MAB, the bucketed epsilon-greedy bandit of TLT (arXiv 2511.16665, section 4.3).
 
-Strategies are grouped by what they send to verification; the more requests run, the smaller the
-group's drafts. Within a group the reward of an arm is the median over a sliding window of
+Strategies are grouped in buckets by the number of running requests: the more requests run, the
+smaller the drafts. Within a bucket the reward of an arm is the median over a sliding window of
 
     accept length x requests / seconds
 
-and an arm that was never tried counts as infinitely good. It needs no confidences and no cost
-model, so it serves drafters and engines that give none. Unlike the paper's, every group has several
-arms, and decoding plainly is always among them.
+and an arm that was never tried has infinite reward. The bandit needs neither confidences nor a cost
+model. Unlike the paper's, each bucket has several arms, and plain decoding is one of them.
 """
 
 import random
@@ -25,7 +24,7 @@ from longtail.tuner.tuner import PLAIN, Tuner, fit_strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Strategies for steps with at most `max_requests` requests; decoding plainly joins them.
+    """Strategies for steps with at most `max_requests` requests; plain decoding is added.
 
     Example: Bucket(max_requests=4, strategies=(Strategy(depth=8), Strategy(depth=4)))
     """
@@ -41,12 +40,12 @@ def _chains(max_requests: int, *depths: int) -> Bucket:
 
 BUCKETS = (_chains(1, 12, 8, 6, 4), _chains(4, 8, 6, 4, 3), _chains(20, 6, 4, 3, 2),
            _chains(1 << 30, 4, 3, 2, 1))  # fmt: skip
-"""The paper's thresholds; chains, which are what pays on a CPU."""
+"""The paper's thresholds, with chains, which are best on a CPU."""
 
 
 @final
 class _Window:
-    """The last rewards of one arm, with their median."""
+    """Recent rewards of one arm, with their median."""
 
     def __init__(self, size: int) -> None:
         self._recent: deque[float] = deque(maxlen=size)
@@ -66,7 +65,7 @@ class _Window:
 
 @final
 class BanditTuner(Tuner):
-    """Plays arms; choices follow from the seed and the outcomes it was told."""
+    """Plays arms; equal seeds and outcomes lead to equal choices."""
 
     def __init__(
         self,
@@ -89,40 +88,40 @@ class BanditTuner(Tuner):
         ]
 
     def plan(self, batch: Batch) -> Plan:
-        """Play a random arm with probability epsilon, else the best one."""
-        place = self._place(batch)
-        windows = self._windows[place]
+        """Play a random arm with probability epsilon, else the arm with the highest median."""
+        index = self._bucket_of(batch)
+        windows = self._windows[index]
         if self._random.random() < self._epsilon:
             arm = self._random.randrange(len(windows))
         else:
             arm = max(range(len(windows)), key=lambda i: windows[i].median())
-        return self._plan(place, arm, batch)
+        return self._plan(index, arm, batch)
 
     def learn(self, outcome: Outcome) -> None:
-        """Count the reward of what was played, whoever wanted it; of steps that read no prompts.
+        """Add the reward of a step that reads no prompts, whether or not this tuner planned it.
 
-        It is told later than it plans, so the outcome says which arm it was: where room is short
-        several come down to the same chain, and all of them learn.
+        Arms that come down to the strategy of the outcome all get the reward: with little room
+        several arms are cut to the same chain.
         """
         batch, played = outcome.batch, outcome.plan.strategy
         if batch.num_tokens > batch.num_sampled:
             return
-        place = self._place(batch)
-        for arm, window in enumerate(self._windows[place]):
+        index = self._bucket_of(batch)
+        for arm, window in enumerate(self._windows[index]):
             is_plain = arm == 0
-            if is_plain == (played is None) and self._plan(place, arm, batch).strategy == played:
+            if is_plain == (played is None) and self._plan(index, arm, batch).strategy == played:
                 window.add(outcome.num_emitted / outcome.seconds)
 
-    def _place(self, batch: Batch) -> int:
-        """Return the first bucket that takes so many requests; the last one takes the rest."""
+    def _bucket_of(self, batch: Batch) -> int:
+        """Return the index of the step's bucket; the last one has no limit."""
         limits = (bucket.max_requests for bucket in self._buckets[:-1])
         return next(
             (i for i, limit in enumerate(limits) if batch.num_sampled <= limit),
             len(self._buckets) - 1,
         )
 
-    def _plan(self, place: int, arm: int, batch: Batch) -> Plan:
-        """Say what an arm of a bucket comes down to in a step; arm 0 decodes plainly."""
+    def _plan(self, index: int, arm: int, batch: Batch) -> Plan:
+        """Return the plan of an arm, cut to the step's room; arm 0 is plain decoding."""
         if arm == 0:
             return PLAIN
-        return fit_strategy(self._buckets[place].strategies[arm - 1], batch, self._num_drafters)
+        return fit_strategy(self._buckets[index].strategies[arm - 1], batch, self._num_drafters)

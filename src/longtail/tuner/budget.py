@@ -1,25 +1,23 @@
-"""The default tuner: everything is predicted, nothing is tried that is not expected to pay.
+"""The default tuner. It predicts the gain of drafting, and drafts only where a gain is predicted.
 
-    now and then      do drafts pay at all, whose, from what probability on is a node worth it
-    each step         `speculation.budget`: nodes are bought at that price
-    after the step    the cost model and the drafters' confidences have learned; what is kept here
-                      is a sample of the latest drafts, and how much of what was expected came:
-                      a drafter that goes bad is noticed sooner so than node by node
+    from time to time  compare drafting with plain decoding, and find the price of a node
+    each step          verify the nodes whose probability is at least that price
+    after a step       keep a sample of recent drafts, and the ratio of accepted to expected nodes:
+                       it detects a drafter that became worse sooner than single nodes do
 
-Time is priced at the rate that is reached anyway: with `rate` tokens a second, s seconds are worth
-rate x s tokens. So a node is worth verifying if it is reached with a probability over rate x (its
-share of the verification), worth drafting on if it also pays its row of the drafter's next pass,
-and another pass is made if all that is gained by it pays what a pass costs by itself. A node's
-descendants are never likelier than it, so what does not pay now does not pay later.
+Time is converted to tokens at the predicted rate: at `rate` tokens per second, s seconds cost
+rate x s tokens. A node is verified if its probability exceeds the cost of verifying it, and
+expanded if its probability also pays for its row of the drafter's next pass. Another pass is made
+if its nodes together pay for the pass. A descendant is never likelier than its ancestors, so
+nothing below a node that does not pay can pay.
 
-Roads not taken are looked at now and then, so that what is believed of them stays true: a draft for
-a few requests while decoding plainly (again at once if it did well, ever more rarely if not), a
-plain step while drafting, all drafters where one is preferred.
+Alternatives are probed from time to time so that their estimates stay valid: a few drafts while
+decoding plainly, a plain step while drafting, all drafters while one of them is preferred.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -33,80 +31,129 @@ from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner, merge_proposals
 
 SHAPE = Strategy(depth=16, width=2, size=32, beam=1)
-"""The largest draft; what is worth it is decided node by node."""
-_ON, _OFF = 1.02, 0.99
-"""Predicted gains over plain decoding from which drafting begins, and below which it ends."""
-_LIFE, _SHORT_LIFE = 48, 6
-"""Steps for which a decision holds while the batch stays about as large; the second while little
-is known, and while drafts do worse than expected."""
-_HASTE = 4
-"""Times as great a change of the batch that makes a young decision void."""
-_UNLUCKY = 0.75
-_SAMPLES, _A_STEP, _SAMPLED_EVERY = 48, 16, 4
-"""Requests whose latest drafts are remembered, how many of one step, and of which steps."""
-_PROBE, _FEW = replace(SHAPE, depth=3, size=3, width=1), 4
-"""A look at drafting while decoding plainly, and for how many requests."""
-_WAIT, _LONGEST_WAIT = 32, 1024
-_HOLDS = 7
-"""Plain steps that follow one without a question. What they take is learned of one in eight."""
-_PLAIN_EVERY, _ALL_EVERY, _UNCUT_EVERY = 128, 192, 32
-_LENIENT, _SUREST = 0.6, 0.95
-"""Nodes are proposed from this share of what they cost on: which of them are verified is decided
-when all are known. Nothing is asked to be surer than _SUREST."""
-_CLEAR = 2.0
-"""With a predicted gain over this, how quick plain decoding is makes no difference."""
-
-ASIDE = Plan(strategy=None, is_probe=True)
-"""A plain step that is no change of mind."""
-
-_PRIOR = 3.0
-_FADES, _FADES_AT_A_LOOK = 0.97, 0.6
-"""Share of the weight that what came and what was expected keep from draft to draft; looks are few
-and small, and what was before them is long ago."""
-_SURPRISE = 1.5
-"""A look at drafting that gave so many times what was expected is followed by another at once."""
-
-Team = tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Sample:
-    """Likelihoods of the nodes of some drafts; at first those of a fairly good drafter."""
-
-    reach: deque[tuple[float, ...]] = field(
-        default_factory=lambda: deque([tuple(0.85**d for d in range(1, 7))], maxlen=_SAMPLES)
-    )
-    rows: deque[int] = field(default_factory=lambda: deque([6], maxlen=_SAMPLES))
-    levels: float = 6.0
-    is_guess: bool = True
-    _falling: Float[np.ndarray, "nodes"] | None = None
-
-    def add(self, trees: Sequence[DraftTree], *, afresh: bool) -> None:
-        """Remember some of a step's drafts."""
-        self._falling = None
-        if self.is_guess or afresh:
-            self.reach.clear()
-            self.rows.clear()
-            self.is_guess = False
-        deep = [tree.depth for tree in trees[:_A_STEP]]
-        self.reach.extend(tree.reach for tree in trees[:_A_STEP])
-        self.rows.extend(deep)
-        self.levels += 0.1 * (max(deep) - self.levels)
-
-    def falling(self) -> Float[np.ndarray, "nodes"]:
-        """Return the probabilities of all nodes, from the highest on."""
-        if self._falling is None:
-            self._falling = np.array([-p for reach in self.reach for p in reach])
-            self._falling.sort()
-            np.negative(self._falling, out=self._falling)
-        return self._falling
+_PROBE_SHAPE = Strategy(depth=3, width=1, size=3, beam=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Forecast:
-    """What drafting by a team is expected to give."""
+class BudgetConstants:
+    """Constants of the budget tuner.
 
-    team: Team
+    Each docstring gives the unit, and the effect of half and double: the change of the time lost
+    against the best fixed chain, in percentage points, on the simulated engine of the tests (two
+    seeds; changes below 0.5 are noise and called "none"). "Worse" is the loss of 9.6 in 400 steps
+    after a drafter became useless, "better" that of 5.1 in 800 steps after it became good again.
+    The latter depends on when a probe happens, so its large values are single late probes.
+    """
+
+    shape: Strategy = SHAPE
+    """Largest draft. Half (8 levels, 16 nodes): worse -1.2, better +1.3. Double: worse +0.7."""
+    probe_shape: Strategy = _PROBE_SHAPE
+    """Drafts of a probe. Half, double: none."""
+    start_gain: float = 1.02
+    """Predicted gain over plain decoding to start drafting. Half, double the excess: none."""
+    stop_gain: float = 0.99
+    """Predicted gain below which drafting stops. Half, double its distance from 1: none."""
+    decision_steps: int = 48
+    """Steps for which a decision holds. Half: none. Double: better +18."""
+    short_decision_steps: int = 6
+    """The same while estimates are new or the yield is low. Half: better +1.0. Double: none."""
+    batch_change: float = 0.125
+    """Relative change of the running requests that ends a decision. Half, double: none."""
+    early_change_factor: float = 4.0
+    """Factor of `batch_change` in the first `short_decision_steps`. Half, double: none."""
+    low_yield: float = 0.75
+    """Ratio of accepted to expected nodes that counts as low. Half: worse +1.3. Double: none
+    (worse +0.5, better +0.6)."""
+    sample_requests: int = 48
+    """Drafts in the sample. Half: better -0.7. Double: worse +0.5, better -0.8."""
+    sample_per_step: int = 16
+    """Drafts that one step adds to the sample. Half, double: none."""
+    sample_interval: int = 4
+    """Steps between two additions. Half, double: none, but the host's time grows with half."""
+    sample_rate: float = 0.1
+    """Rate of the moving average of draft depths. Half: better +0.9. Double: better +0.8."""
+    probe_requests: int = 4
+    """Requests in a probe. Half: none. Double: better +0.7."""
+    probe_wait: int = 32
+    """Steps from the end of drafting to the first probe. Half: none. Double: better +34."""
+    max_probe_wait: int = 1024
+    """Maximum of the doubling wait between probes, in steps. Half: better -5. Double: none."""
+    repeat_steps: int = 7
+    """Repetitions of a planned plain step. Half: better +0.7. Double: better +0.9."""
+    plain_interval: int = 128
+    """Steps between plain steps while drafting, to correct the cost model. Half: better -0.9.
+    Double: none."""
+    clear_gain: float = 2.0
+    """Predicted gain above which plain steps are not needed. Half, double: none."""
+    all_drafters_interval: int = 192
+    """Steps between proposals of all drafters; not used with one drafter, so not measured."""
+    uncut_interval: int = 32
+    """Steps between proposals without threshold, which calibrate unlikely nodes. Half, double:
+    none."""
+    propose_share: float = 0.6
+    """Share of a node's cost at which it is proposed; the final threshold applies when all nodes
+    are known. Half, double (at most 1): none."""
+    max_threshold: float = 0.95
+    """Highest threshold of a node. Half: steady loss +0.6, worse +1.2. At 1: none."""
+    yield_prior: float = 3.0
+    """Weight of the initial yield 1, in nodes. Half: none. Double: better +0.5."""
+    yield_decay: float = 0.97
+    """Factor of older nodes in the yield, per step. Half the memory (0.94): worse -2.8, better +34.
+    Double (0.985): worse +5.9, better +0.5."""
+    probe_yield_decay: float = 0.6
+    """The same per probe. Half the memory (0.2): better +0.6. Double (0.8): none."""
+    surprise: float = 1.5
+    """Ratio of accepted to expected nodes at which a probe is repeated at once. Half: steady loss
+    +0.7, and 1.0 while a batch shrinks. Double: none."""
+
+
+PLAIN_PROBE = Plan(strategy=None, is_probe=True)
+"""A plain step that does not end drafting."""
+
+DrafterSet = tuple[int, ...]
+"""Indices of drafters that propose together."""
+
+
+@final
+class _DraftSample:
+    """Node probabilities of recent drafts; before the first, of a fairly good drafter."""
+
+    def __init__(self, constants: BudgetConstants) -> None:
+        self._constants = constants
+        size = constants.sample_requests
+        self.reach: deque[tuple[float, ...]] = deque([tuple(0.85**d for d in range(1, 7))], size)
+        self.rows: deque[int] = deque([6], size)
+        self.levels = 6.0
+        self._is_prior = True
+        self._sorted: Float[np.ndarray, "nodes"] | None = None
+
+    def add(self, trees: Sequence[DraftTree], *, is_probe: bool) -> None:
+        """Remember some drafts of a step; those of a probe replace all earlier ones."""
+        self._sorted = None
+        if self._is_prior or is_probe:
+            self.reach.clear()
+            self.rows.clear()
+            self._is_prior = False
+        trees = trees[: self._constants.sample_per_step]
+        depths = [tree.depth for tree in trees]
+        self.reach.extend(tree.reach for tree in trees)
+        self.rows.extend(depths)
+        self.levels += self._constants.sample_rate * (max(depths) - self.levels)
+
+    def sorted_reach(self) -> Float[np.ndarray, "nodes"]:
+        """Return the probabilities of all nodes, highest first."""
+        if self._sorted is None:
+            self._sorted = np.array([-p for reach in self.reach for p in reach])
+            self._sorted.sort()
+            np.negative(self._sorted, out=self._sorted)
+        return self._sorted
+
+
+@dataclass(frozen=True, slots=True)
+class _Forecast:
+    """Predicted result of drafting with a set of drafters."""
+
+    drafters: DrafterSet
     tokens_per_s: float
     num_nodes: int
 
@@ -115,149 +162,165 @@ class _Forecast:
 class BudgetTuner(Tuner):
     """Decides by the cost model and by calibrated probabilities."""
 
+    def __init__(self, constants: BudgetConstants = BudgetConstants()) -> None:
+        self._constants = constants
+
     @property
     def needs_costs(self) -> bool:
-        """It does nothing without."""
+        """True."""
         return True
 
     def begin(self, costs: CostModel | None, num_drafters: int) -> None:
-        """Expect every drafter to be fairly good."""
-        assert costs is not None, "the budget is paid for by measured time"
+        """Start with the estimate that every drafter is fairly good."""
+        assert costs is not None, "the budget tuner needs measured costs"
+        c = self._constants
         self._costs = costs
-        everyone = tuple(range(num_drafters))
-        teams: list[Team] = [(drafter,) for drafter in everyone]
-        self._teams = teams if num_drafters == 1 else [*teams, everyone]
-        self._samples = {team: _Sample() for team in self._teams}
+        self._all_drafters: DrafterSet = tuple(range(num_drafters))
+        self._sets: list[DrafterSet] = [(drafter,) for drafter in self._all_drafters]
+        if num_drafters > 1:
+            self._sets.append(self._all_drafters)
+        self._samples = {drafters: _DraftSample(c) for drafters in self._sets}
         self._drafting = True
-        self._plan = Plan(strategy=SHAPE, drafters=self._teams[-1])
+        self._plan = Plan(strategy=c.shape, drafters=self._all_drafters)
         self._gain, self._price = 1.0, 0.0
-        self._decided_for, self._age = 0, _LIFE
+        self._decided_for, self._age = 0, c.decision_steps
         self._steps, self._since_plain = 0, 0
-        self._waited, self._wait = 0, _WAIT
-        self._expected = self._came = 0.0
+        self._waited, self._wait = 0, c.probe_wait
+        self._expected = self._accepted = 0.0
 
     @property
-    def _luck(self) -> float:
-        """What came of drafts lately, by what was expected."""
-        return (self._came + _PRIOR) / (self._expected + _PRIOR)
+    def _yield(self) -> float:
+        """Ratio of recently accepted to expected nodes."""
+        prior = self._constants.yield_prior
+        return (self._accepted + prior) / (self._expected + prior)
 
     def plan(self, batch: Batch) -> Plan:
-        """Decide, or go by a decision that still holds; now and then, look elsewhere."""
+        """Decide, or return the decision that still holds; from time to time, probe."""
         if not batch.num_draftable or not batch.room:
-            return ASIDE
+            return PLAIN_PROBE
+        c = self._constants
         self._steps += 1
         self._age += 1
-        if self._is_void(batch):
+        if self._is_outdated(batch):
             self._decide(batch)
         if not self._drafting:
-            self._waited += 1 + _HOLDS
+            self._waited += 1 + c.repeat_steps
             if self._waited < self._wait:
                 return self._plan
-            self._waited = -(1 + _HOLDS)  # what it finds is not known in the next step
-            everyone = self._teams[-1]
-            return Plan(strategy=_PROBE, drafters=everyone, num_requests=_FEW, is_probe=True)
+            self._waited = -(1 + c.repeat_steps)  # its result is not known in the next step
+            return Plan(
+                strategy=c.probe_shape,
+                drafters=self._all_drafters,
+                num_requests=c.probe_requests,
+                is_probe=True,
+            )
         self._since_plain += 1
-        if self._since_plain >= _PLAIN_EVERY and self._gain < _CLEAR:
+        if self._since_plain >= c.plain_interval and self._gain < c.clear_gain:
             self._since_plain = 0
-            return ASIDE
-        if self._steps % _ALL_EVERY == 0:
-            return replace(self._plan, drafters=self._teams[-1])
-        if self._steps % _UNCUT_EVERY == 0:
+            return PLAIN_PROBE
+        if self._steps % c.all_drafters_interval == 0:
+            return replace(self._plan, drafters=self._all_drafters)
+        if self._steps % c.uncut_interval == 0:
             return _uncut(self._plan)
         return self._plan
 
-    def _is_void(self, batch: Batch) -> bool:
-        """Tell whether it is to be decided anew; of a step that reads prompts only if it must."""
-        settled = not self._drafting or (self._steps > _SAMPLES and self._luck > _UNLUCKY)
-        if self._age > (_LIFE if settled else _SHORT_LIFE):
+    def _is_outdated(self, batch: Batch) -> bool:
+        """Return whether to decide anew; in a step that reads prompts, only by age."""
+        c = self._constants
+        is_stable = not self._drafting or (
+            self._steps > c.sample_requests and self._yield > c.low_yield
+        )
+        if self._age > (c.decision_steps if is_stable else c.short_decision_steps):
             return True
-        haste = 1 if self._age > _SHORT_LIFE else _HASTE
-        changed = abs(batch.num_sampled - self._decided_for) * 8 > self._decided_for * haste
-        return changed and batch.num_tokens == batch.num_sampled
+        factor = 1.0 if self._age > c.short_decision_steps else c.early_change_factor
+        change = abs(batch.num_sampled - self._decided_for)
+        is_changed = change > self._decided_for * c.batch_change * factor
+        return is_changed and batch.num_tokens == batch.num_sampled
 
     def select_nodes(
         self, batch: Batch, plan: Plan, proposals: Sequence[Sequence[DraftTree]]
     ) -> list[DraftTree]:
-        """Verify what pays; of a look at drafting everything, since it is meant to teach."""
+        """Return the nodes that pay; of a probe all nodes."""
+        c = self._constants
         trees = merge_proposals(proposals)
-        if plan.is_probe or self._steps % _SAMPLED_EVERY == 0 or self._steps < _SAMPLES:
+        if plan.is_probe or self._steps % c.sample_interval == 0 or self._steps < c.sample_requests:
             for drafter, own in zip(plan.drafters, proposals, strict=True):
-                self._samples[drafter,].add(own, afresh=plan.is_probe)
+                self._samples[drafter,].add(own, is_probe=plan.is_probe)
             if len(proposals) > 1:
-                self._samples[plan.drafters].add(trees, afresh=plan.is_probe)
+                self._samples[plan.drafters].add(trees, is_probe=plan.is_probe)
         return select_nodes(trees, 0.0 if plan.is_probe else self._price, batch.room)
 
     def learn(self, outcome: Outcome) -> None:
-        """Go by a look at drafting that did well; look less often after one that did not."""
+        """Update the yield; after a probe decide anew, and set the wait for the next one."""
         if not outcome.timings:
             return
-        came, expected = outcome.num_accepted, outcome.num_expected
-        again = came > max(1.0, _SURPRISE * min(self._luck, 1.0) * expected)
-        fades = _FADES_AT_A_LOOK if outcome.plan.is_probe else _FADES
-        self._came = fades * self._came + came
-        self._expected = fades * self._expected + expected
+        c = self._constants
+        accepted, expected = outcome.num_accepted, outcome.num_expected
+        is_surprise = accepted > max(1.0, c.surprise * min(self._yield, 1.0) * expected)
+        decay = c.probe_yield_decay if outcome.plan.is_probe else c.yield_decay
+        self._accepted = decay * self._accepted + accepted
+        self._expected = decay * self._expected + expected
         if not outcome.plan.is_probe:
             return
         self._decide(outcome.batch)
         if not self._drafting:
-            self._wait = 1 if again else min(max(2 * self._wait, _WAIT), _LONGEST_WAIT)
+            longer = min(max(2 * self._wait, c.probe_wait), c.max_probe_wait)
+            self._wait = 1 if is_surprise else longer
 
     def reset_estimates(self) -> None:
-        """Expect of the drafts what their confidences say, and look at drafting at once."""
-        self._expected = self._came = 0.0
-        self._waited = self._wait = _WAIT
+        """Trust the drafters' confidences again, and probe in the next step."""
+        self._expected = self._accepted = 0.0
+        self._waited = self._wait = self._constants.probe_wait
 
     def _decide(self, batch: Batch) -> None:
-        """Compare all teams with plain decoding."""
+        """Compare all sets of drafters with plain decoding."""
+        c = self._constants
         self._decided_for, self._age = batch.num_sampled, 0
-        forecasts = [self._forecast(team, batch) for team in self._teams]
+        forecasts = [self._forecast(drafters, batch) for drafters in self._sets]
         best = max(forecasts, key=lambda forecast: forecast.tokens_per_s)
         plain = batch.num_sampled / self._costs.plain_s(batch)
         self._gain = best.tokens_per_s / plain
-        self._drafting = self._gain > (_OFF if self._drafting else _ON)
+        self._drafting = self._gain > (c.stop_gain if self._drafting else c.start_gain)
         reason = f"predicted {self._gain:.2f}x of plain decoding at {batch.num_sampled} running"
         if self._drafting:
             self._price = best.tokens_per_s * self._costs.node_s(batch, best.num_nodes)
-            thresholds = self._worth(best)
-            strategy = replace(SHAPE, thresholds=thresholds)
-            self._plan = Plan(strategy=strategy, drafters=best.team, reason=reason)
-            self._waited, self._wait = 0, _WAIT
+            strategy = replace(c.shape, thresholds=self._thresholds(best))
+            self._plan = Plan(strategy=strategy, drafters=best.drafters, reason=reason)
+            self._waited, self._wait = 0, c.probe_wait
         else:
-            self._plan = Plan(strategy=None, reason=reason, repeat_steps=_HOLDS)
+            self._plan = Plan(strategy=None, reason=reason, repeat_steps=c.repeat_steps)
 
-    def _forecast(self, team: Team, batch: Batch) -> _Forecast:
-        """Spend the budget on a sample of drafts, as if it were the whole batch's."""
-        sample = self._samples[team]
+    def _forecast(self, drafters: DrafterSet, batch: Batch) -> _Forecast:
+        """Find the best budget for the sample of drafts, scaled to the batch."""
+        sample = self._samples[drafters]
         scale = batch.num_draftable / max(len(sample.reach), 1)
-        falling = sample.falling()[: max(int(batch.room / scale), 1)]
-        falling = falling * min(self._luck, 1.0)
-        found = optimal_budget(falling, scale, batch.num_sampled, self._seconds(team, batch))
-        return _Forecast(
-            team=team,
-            tokens_per_s=found.tokens_per_s,
-            num_nodes=int(found.num_nodes * scale),
-        )
+        reach = sample.sorted_reach()[: max(int(batch.room / scale), 1)]
+        reach = reach * min(self._yield, 1.0)
+        budget = optimal_budget(reach, scale, batch.num_sampled, self._seconds(drafters, batch))
+        return _Forecast(drafters, budget.tokens_per_s, int(budget.num_nodes * scale))
 
-    def _seconds(self, team: Team, batch: Batch) -> Seconds:
-        """Predict a step with drafts of the team, by the number of nodes that are verified."""
-        sample, costs, num = self._samples[team], self._costs, batch.num_draftable
+    def _seconds(self, drafters: DrafterSet, batch: Batch) -> Seconds:
+        """Return a prediction of the step's seconds by its number of verified nodes."""
+        sample, costs, num = self._samples[drafters], self._costs, batch.num_draftable
         rows = num * sum(sample.rows) / max(len(sample.rows), 1)
-        sunk = sum(costs.drafts[each].seconds(num, sample.levels, rows) for each in team)
-        return lambda nodes: sunk + costs.verify_each(batch, nodes)
+        draft_s = sum(costs.drafts[each].seconds(num, sample.levels, rows) for each in drafters)
+        return lambda nodes: draft_s + costs.verify_each(batch, nodes)
 
-    def _worth(self, best: _Forecast) -> DraftThresholds:
-        """Price nodes, rows and passes at the rate that is expected."""
-        drafts = [self._costs.drafts[drafter] for drafter in best.team]
-        node = self._price
+    def _thresholds(self, best: _Forecast) -> DraftThresholds:
+        """Convert the costs of nodes, rows and passes to probabilities at the predicted rate."""
+        c = self._constants
+        drafts = [self._costs.drafts[drafter] for drafter in best.drafters]
         row = best.tokens_per_s * max(draft.row_s for draft in drafts)
         level = best.tokens_per_s * max(draft.level_s for draft in drafts)
         return DraftThresholds(
-            verify=min(_LENIENT * node, _SUREST), expand=min(node + row, _SUREST), level=level
+            verify=min(c.propose_share * self._price, c.max_threshold),
+            expand=min(self._price + row, c.max_threshold),
+            level=level,
         )
 
 
 def _uncut(plan: Plan) -> Plan:
-    """Have everything proposed that is come across, so that it is learned how likely it is."""
+    """Return the plan without a threshold for proposals: every node found is proposed."""
     assert plan.strategy is not None, "only a plan that drafts"
     thresholds = replace(plan.strategy.thresholds, verify=0.0)
     return replace(plan, strategy=replace(plan.strategy, thresholds=thresholds))

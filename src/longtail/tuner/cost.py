@@ -1,16 +1,17 @@
-"""What engine steps and drafts cost on this machine: measured at the start, corrected since.
+"""The cost model of engine steps and drafts: measured at the start, corrected by each step.
 
     seconds of a step = curve(flat tokens) + pair_s x (token, token of its context) pairs
                         + node_pair_s x (draft node, token of its context) pairs
     seconds of a draft = start + requests x request_s + passes x level_s + rows x row_s
 
-A request's draft reads the context that its token reads anyway, so its pairs are cheaper.
+The nodes of a draft read the context that the request's token reads anyway, so their pairs are
+cheaper.
 
-There are two curves, one for plain steps and one for steps that verify drafts (the drafter is told
-how they fared; requests are fewer than tokens). Both begin as the same measurement.
+Plain steps and steps that verify drafts have separate curves, which start from the same
+measurement: steps with drafts include the drafters' learning.
 
-These machines stall, so a correction follows the logarithm of observed / predicted, clipped: a step
-that took a hundred times too long moves a prediction as far as one that took a third too long.
+Machines stall, so a correction follows the clipped logarithm of observed / predicted: a step that
+takes a hundred times too long moves a prediction as far as one that takes a third too long.
 """
 
 import math
@@ -26,29 +27,29 @@ from jaxtyping import Float, Int
 from longtail.tuner.records import Batch, Outcome
 
 _RATE, _CLIP = 0.06, 0.3
-"""Share of an error by which one observation moves a prediction at its own place, and the greatest
-error, as a logarithm, that one observation is believed."""
+"""Share of an error by which one observation corrects a prediction, and the clip of the error (a
+logarithm)."""
 _EARLY = 16
-"""Observations that count more, the first ones most."""
+"""Number of first observations that have larger rates and a larger clip."""
 _EAGER, _EVERY = 64, 6
-"""Steps that are all learned from; after them, of those with drafts, one of six: a step may be a
-millisecond."""
-_ELSEWHERE = 0.8
-"""Share of a correction that all other places get: most errors are the whole machine's, and a
-correction of one place bends the curve there, which is what marginal costs are read from."""
-_OTHER = 0.3
-"""Share of it that the other kind of step gets: the two differ by what only one of them does."""
+"""Number of first steps that all correct the model; afterwards one of six steps with drafts does,
+since a step may take only a millisecond."""
+_GLOBAL_SHARE = 0.8
+"""Share of a correction that scales the whole curve: most errors are of the whole machine, and a
+local correction bends the curve, whose slope gives marginal costs."""
+_OTHER_SHARE = 0.3
+"""Share of a correction that also scales the curve of the other kind of step."""
 
 
 @final
 class TimeCurve:
-    """Seconds by a count, linear between knots; more never takes less time."""
+    """Seconds by number of tokens: piecewise linear and not decreasing."""
 
     def __init__(self, counts: Sequence[int], seconds: Sequence[float]) -> None:
         assert len(counts) == len(seconds) >= 1, "a curve needs a measurement"
         assert all(a < b for a, b in pairwise(counts)), "rising counts"
         assert all(second > 0 for second in seconds), "time passes"
-        if len(counts) == 1:  # the least that can be said: half of it is there without any token
+        if len(counts) == 1:  # assume that half of the seconds are fixed costs
             counts, seconds = (0, *counts), (seconds[0] / 2, *seconds)
         self._counts, self._raw = list(counts), list(seconds)
         self._scale = 1.0
@@ -56,7 +57,7 @@ class TimeCurve:
         self._refresh()
 
     def at(self, count: int) -> float:
-        """Predict the seconds of so many."""
+        """Predict the seconds of a count."""
         left, share = self._piece(max(count, self._counts[0]))
         known = self._known
         return self._scale * (known[left] + share * (known[left + 1] - known[left]))
@@ -68,28 +69,25 @@ class TimeCurve:
         return self._scale * (known + np.maximum(beyond, 0) * self._last_slope())
 
     def slope(self, count: int) -> float:
-        """Seconds that one more takes, from `count` to an eighth more."""
+        """Return the seconds per added token, from `count` to an eighth more."""
         more = max(1, count // 8)
         return (self.at(count + more) - self.at(count)) / more
 
     def correct(self, count: int, error: float) -> float:
-        """Move by an error, log(observed / predicted), most near `count`; return by how much."""
+        """Correct by log(observed / predicted), most near `count`; return the correction."""
         moved = _moved(error, self._num_seen)
         self._num_seen += 1
-        self._scale *= 1 + moved * _ELSEWHERE
+        self._scale *= 1 + moved * _GLOBAL_SHARE
         left, share = self._piece(count)
         share = min(max(share, 0.0), 1.0)
         for place, weight in ((left, 1.0 - share), (left + 1, share)):
-            self._raw[place] *= 1 + moved * weight * (1 - _ELSEWHERE)
+            self._raw[place] *= 1 + moved * weight * (1 - _GLOBAL_SHARE)
         self._refresh()
         return moved
 
     def scale(self, moved: float) -> None:
-        """Move everywhere by what another curve learned at its place.
-
-        A curve that has seen little itself is taken to be as wrong as the other one.
-        """
-        self._scale *= 1 + moved * (_OTHER if self._num_seen >= _EARLY else 1.0)
+        """Scale the curve by a part of another curve's correction; early on by all of it."""
+        self._scale *= 1 + moved * (_OTHER_SHARE if self._num_seen >= _EARLY else 1.0)
 
     def numbers(self) -> dict[str, list[float]]:
         """Return knots and seconds."""
@@ -97,7 +95,7 @@ class TimeCurve:
         return {"counts": [float(count) for count in self._counts], "seconds": seconds}
 
     def _piece(self, count: int) -> tuple[int, float]:
-        """Find the knot to the left of a count, and how far it is to the next; beyond: over 1."""
+        """Return the knot to the left of a count, and the share of the way to the next knot."""
         counts = self._counts
         left = min(max(bisect_right(counts, count), 1), len(counts) - 1) - 1
         return left, (count - counts[left]) / (counts[left + 1] - counts[left])
@@ -112,7 +110,7 @@ class TimeCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCost:
-    """Seconds of one drafter's proposals.
+    """Seconds of one drafter's proposals, by part.
 
     Example: DraftCost(start_s=1e-4, request_s=8e-6, level_s=5e-5, row_s=6e-6)
     """
@@ -120,18 +118,18 @@ class DraftCost:
     start_s: float
     request_s: float
     level_s: float
-    """A pass, however many rows."""
+    """Fixed seconds of a pass."""
     row_s: float
-    """A row of a pass."""
+    """Seconds of a row of a pass."""
 
     def seconds(self, num_requests: int, levels: float, rows: float) -> float:
-        """Predict a proposal for so many requests, with so many passes over so many rows."""
+        """Predict the seconds of proposals with `levels` passes over `rows` rows in all."""
         return (
             self.start_s + num_requests * self.request_s + levels * self.level_s + rows * self.row_s
         )
 
     def scaled(self, factor: float) -> "DraftCost":
-        """Multiply everything."""
+        """Return all parts multiplied by a factor."""
         return DraftCost(
             start_s=factor * self.start_s,
             request_s=factor * self.request_s,
@@ -142,7 +140,7 @@ class DraftCost:
 
 @final
 class CostModel:
-    """Predicts steps and drafts, and is told what they took.
+    """Predicts the seconds of steps and drafts, and learns from observed ones.
 
     Example: CostModel(TimeCurve((1, 64), (1e-3, 6e-3)), pair_s=1e-7, node_pair_s=2e-8)
     """
@@ -154,30 +152,30 @@ class CostModel:
         self.verify = TimeCurve(counts, numbers["seconds"])
         self.pair_s, self.node_pair_s = pair_s, node_pair_s
         self.drafts: list[DraftCost] = []
-        """Of each drafter, in their order."""
+        """Costs of each drafter, in the engine's order."""
         self._num_drafts = self._num_steps = 0
 
     def plain_s(self, batch: Batch) -> float:
-        """Predict the step without drafts."""
+        """Predict the seconds of a step without drafts."""
         return self.plain.at(batch.num_tokens) + self.pair_s * batch.num_pairs
 
     def verify_s(self, batch: Batch, num_nodes: int) -> float:
-        """Predict the step with drafts of so many nodes in all, the drafting excluded."""
+        """Predict the seconds of a step that verifies `num_nodes` nodes, without drafting."""
         read = self.pair_s * batch.num_pairs + self.node_pair_s * num_nodes * batch.mean_context
         return self.verify.at(batch.num_tokens + num_nodes) + read
 
     def verify_each(self, batch: Batch, num_nodes: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
-        """`verify_s` of each number of nodes."""
+        """Predict `verify_s` for each number of nodes."""
         read = self.pair_s * batch.num_pairs + self.node_pair_s * num_nodes * batch.mean_context
         return self.verify.at_each(batch.num_tokens + num_nodes) + read
 
     def node_s(self, batch: Batch, num_nodes: int) -> float:
-        """Seconds that one more node takes behind so many."""
+        """Predict the seconds of one more node after `num_nodes`."""
         slope = self.verify.slope(batch.num_tokens + num_nodes)
         return slope + self.node_pair_s * batch.mean_context
 
     def learn(self, outcome: Outcome) -> None:
-        """Correct the predictions by what one step took; later on not by all that drafted."""
+        """Correct the predictions by the seconds of one step; later by a part of the steps only."""
         self._num_steps += 1
         if outcome.timings and self._num_steps > _EAGER and self._num_steps % _EVERY:
             return
@@ -195,7 +193,7 @@ class CostModel:
         other.scale(mine.correct(batch.num_tokens + nodes, error))
 
     def numbers(self) -> dict[str, Any]:
-        """Return everything as JSON holds it."""
+        """Return the model as JSON values."""
         return {
             "plain": self.plain.numbers(),
             "verify": self.verify.numbers(),
@@ -206,7 +204,7 @@ class CostModel:
 
     @staticmethod
     def of(numbers: Mapping[str, Any]) -> "CostModel":
-        """Make the model that `numbers` describes; KeyError or TypeError if they describe none."""
+        """Restore a model from `numbers()`; KeyError or TypeError if something is missing."""
 
         def curve(name: str) -> TimeCurve:
             known = numbers[name]
@@ -223,10 +221,10 @@ class CostModel:
 
 
 def fit_draft_cost(rounds: Sequence[tuple[int, int, int, float]]) -> DraftCost:
-    """Fit (requests, passes, rows, seconds) of some proposals, no part below zero.
+    """Fit the parts, none negative, to (requests, passes, rows, seconds) of some proposals.
 
-    Least squares of relative errors, so that short proposals count as much as long ones; a part
-    that comes out negative is left out and the rest fitted again.
+    Least squares of relative errors, so that short proposals count as much as long ones. A negative
+    part is set to zero and the rest is fitted again.
     """
     table = np.array(rounds, dtype=np.float64)
     seconds = table[:, 3]
@@ -250,7 +248,7 @@ def _error(observed: float, predicted: float) -> float:
 
 
 def _moved(error: float, num_seen: int) -> float:
-    """Return by how much to move a prediction, given an error behind so many observations."""
+    """Return the relative correction for an error after `num_seen` observations."""
     early = num_seen < _EARLY
     clip, rate = (1.0, max(1 / (num_seen + 2), _RATE)) if early else (_CLIP, _RATE)
     return rate * min(max(error, -clip), clip)

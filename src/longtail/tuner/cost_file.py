@@ -1,4 +1,4 @@
-"""RUN/cost.json: what engine steps cost, as the run knew it after its newest training step."""
+"""RUN/cost.json: the cost model after the newest training step."""
 
 import json
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from longtail.tuner.records import Batch
 
 FILE = "cost.json"
 TOKENS = (1, 8, 32, 64, 128, 256)
-"""Flat tokens of the steps that are shown."""
+"""Flat tokens of the steps in the table of step times."""
 _PASSES = 4.0
-"""Of the drafts that are shown."""
+"""Passes of the drafts in the text of draft times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """What a step takes.
+    """Milliseconds of a step.
 
     Example: StepTime(tokens=8, plain_ms=2.1, verify_ms=2.2)
     """
@@ -26,11 +26,11 @@ class StepTime:
     tokens: int
     plain_ms: float
     verify_ms: float
-    """Of a step with drafts, without the drafting."""
+    """Milliseconds of a step that verifies drafts, without drafting."""
 
 
 def save_costs(path: Path, costs: CostModel) -> None:
-    """Write in one rename. Raises CheckpointError when the disk refuses."""
+    """Write the file atomically. Raises CheckpointError if the disk refuses."""
     temporary = path.with_name(f".new-{path.name}")
     try:
         temporary.write_text(json.dumps(costs.numbers(), indent=1) + "\n", encoding="utf-8")
@@ -43,10 +43,12 @@ def save_costs(path: Path, costs: CostModel) -> None:
 
 
 def load_costs(path: Path) -> CostModel:
-    """Read what `save_costs` wrote. Raises ConfigError for whatever else is there."""
+    """Read a file of `save_costs`. Raises ConfigError for any other content."""
     try:
         costs = CostModel.of(json.loads(path.read_text(encoding="utf-8")))
-        _show(costs)  # what can be shown is what was written
+        step_times(costs), context_time(costs)  # a damaged file cannot be displayed
+        for draft in costs.drafts:
+            draft_times(draft)
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror}; runs that measure what drafting costs write it, from "
@@ -59,15 +61,8 @@ def load_costs(path: Path) -> CostModel:
     return costs
 
 
-def _show(costs: CostModel) -> None:
-    step_times(costs)
-    for draft in costs.drafts:
-        draft_times(draft)
-    context_time(costs)
-
-
 def step_times(costs: CostModel, tokens: Sequence[int] = TOKENS) -> list[StepTime]:
-    """Tell what steps of so many flat tokens take, their context left out."""
+    """Predict steps of some numbers of flat tokens, without the cost of their context."""
     return [
         StepTime(
             tokens=count,
@@ -79,7 +74,7 @@ def step_times(costs: CostModel, tokens: Sequence[int] = TOKENS) -> list[StepTim
 
 
 def context_time(costs: CostModel) -> str:
-    """Say what the context adds to a step."""
+    """Describe the cost of context."""
     more = costs.plain_s(_batch(1, context=1000)) - costs.plain_s(_batch(1))
     return f"{1000.0 * more:.3f} ms more for each request with 1000 tokens of context"
 
@@ -95,7 +90,7 @@ def _batch(tokens: int, context: int = 0) -> Batch:
 
 
 def draft_times(cost: DraftCost) -> str:
-    """Say what a drafter's passes take."""
+    """Describe the cost of a drafter's passes."""
     rounds = ", ".join(
         f"{1000.0 * cost.seconds(requests, _PASSES, _PASSES * requests):.2f} ms for {requests}"
         for requests in (1, 8, 32)

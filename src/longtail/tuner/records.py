@@ -1,6 +1,6 @@
-"""What passes between the engine and a tuner.
+"""Records that engine and tuner exchange.
 
-engine   --Batch-->    tuner.plan    --Plan-->     drafters propose
+engine   --Batch-->    tuner.plan           --Plan-->     drafters propose
          --drafts-->   tuner.select_nodes   --drafts-->   one target pass
          --Outcome-->  tuner.learn
 """
@@ -12,53 +12,53 @@ from longtail.speculation.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A step as it would be without drafts.
+    """A step before drafts are added.
 
     Example: Batch(num_draftable=8, num_sampled=8, num_tokens=8, num_pairs=2400, room=500)
     """
 
     num_draftable: int
-    """Requests that decode, and could use a draft unless they are about to end."""
+    """Number of decoding requests; a draft is useful unless the request is about to end."""
     num_sampled: int
-    """Requests that get a token; what a plain step yields."""
+    """Number of requests that get a token; the tokens of a plain step."""
     num_tokens: int
-    """Flat tokens, those of prompts included."""
+    """Number of flat tokens, prompt tokens included."""
     num_pairs: int
-    """Pairs of a flat token and a token of its context."""
+    """Number of pairs of a flat token and a token of its context."""
     room: int
-    """Most draft nodes of the step."""
+    """Maximum number of draft nodes in the step."""
 
     @property
     def mean_context(self) -> float:
-        """Tokens that a flat token attends to."""
+        """Mean number of tokens that a flat token attends to."""
         return self.num_pairs / self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Whom to ask for drafts, and of what shape.
+    """Drafters to ask, and the shape of the drafts.
 
     Example: Plan(strategy=None, reason="drafting at 64 running is predicted to give 0.95x")
     """
 
     strategy: Strategy | None
-    """None: decode plainly."""
+    """Shape of the drafts; None: plain decoding."""
     drafters: tuple[int, ...] = (0,)
-    """Who proposes, by place; their drafts become one tree."""
+    """Indices of the drafters that propose; their drafts are merged."""
     num_requests: int | None = None
     """Number of requests to draft for, the first ones that can use a draft; None: all."""
     is_probe: bool = False
-    """To learn something; says nothing of what is thought best."""
+    """Whether the step only measures; a probe does not change the reported state."""
     repeat_steps: int = 0
-    """Steps for which a plain one is repeated, as long as as many requests are scheduled: nobody is
-    asked, nobody is told how they went, and they cost no more than without speculation."""
+    """Number of steps that repeat a plain step, while the number of scheduled requests stays the
+    same. They skip planning and feedback, and cost no more than without speculation."""
     reason: str = ""
-    """Why, where the plan changes between drafting and not."""
+    """Reason of a change between drafting and plain decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTiming:
-    """One drafter's proposals of a step.
+    """Size and seconds of one drafter's proposals in a step.
 
     Example: DraftTiming(drafter=0, num_requests=8, levels=4, rows=27, seconds=0.0004)
     """
@@ -66,15 +66,15 @@ class DraftTiming:
     drafter: int
     num_requests: int
     levels: int
-    """Depth of the deepest draft: passes, for a drafter that has any."""
+    """Depth of the deepest draft: the number of passes of a drafter model."""
     rows: int
-    """Depths of all drafts summed: rows of those passes."""
+    """Sum of the drafts' depths: the number of rows of those passes."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a step took and gave.
+    """Costs and yield of a step.
 
     Example: Outcome(batch=batch, plan=plan, timings=(), num_drafts=0, num_nodes=0, num_accepted=0,
                      verify_s=0.004)
@@ -84,18 +84,18 @@ class Outcome:
     plan: Plan
     timings: tuple[DraftTiming, ...]
     num_drafts: int
-    """Requests whose draft was verified."""
+    """Number of verified drafts."""
     num_nodes: int
-    """Nodes verified."""
+    """Number of verified nodes."""
     num_accepted: int
     verify_s: float
-    """Seconds of the step less those of `timings`: all but the proposals."""
+    """Seconds of the step without `timings`."""
     num_expected: float = 0.0
-    """Nodes that were expected to be accepted: those verified, by their probabilities."""
+    """Expected number of accepted nodes: the sum of the verified nodes' probabilities."""
 
     @property
     def num_emitted(self) -> int:
-        """Tokens of the step."""
+        """Number of tokens that the step yields."""
         return self.batch.num_sampled + self.num_accepted
 
     @property

@@ -1,8 +1,8 @@
-"""The seam between the engine and whoever decides how much to draft, and the two simplest.
+"""The interface of tuners, and the two simplest ones.
 
-Order of calls: `begin`, then for every step that could draft `plan`, if it drafts `select_nodes`,
-and `learn`, one step late: when the next one is planned. A tuner sees times only through
-`learn` and the cost model, so the same outcomes give the same decisions.
+Order of calls: `begin`, then for each step that may draft `plan`, if it drafts `select_nodes`, and
+`learn`, one step late. A tuner knows times only from `learn` and the cost model, so equal outcomes
+lead to equal decisions.
 """
 
 import abc
@@ -18,31 +18,31 @@ from longtail.tuner.records import Batch, Outcome, Plan
 
 
 class Tuner(abc.ABC):
-    """Decides, step by step, whether to draft, who does, how much, and what is verified."""
+    """Decides in each step whether to draft, with which drafters, and which nodes to verify."""
 
     @property
     def needs_costs(self) -> bool:
-        """Tell whether `begin` must be given what was measured."""
+        """Whether `begin` needs measured costs."""
         return False
 
     def begin(self, costs: CostModel | None, num_drafters: int) -> None:  # noqa: B027
-        """Start over, with these drafters; the engine goes on correcting the costs."""
+        """Start over with these drafters; the engine keeps correcting the costs."""
 
     @abc.abstractmethod
     def plan(self, batch: Batch) -> Plan:
-        """Decide what to ask drafters for."""
+        """Decide whether and how to draft."""
 
     def select_nodes(
         self, batch: Batch, plan: Plan, proposals: Sequence[Sequence[DraftTree]]
     ) -> list[DraftTree]:
-        """Decide what is verified, given each drafter's drafts of the requests asked for."""
+        """Return the draft to verify for each request, given the proposals of each drafter."""
         return merge_proposals(proposals)
 
     def learn(self, outcome: Outcome) -> None:  # noqa: B027
-        """Take note of how a step went, drafted or not."""
+        """Learn from a step, with drafts or without."""
 
     def reset_estimates(self) -> None:  # noqa: B027
-        """Take note that a drafter was changed: what is known of it may be untrue."""
+        """Drop estimates of drafters, since one was changed."""
 
 
 PLAIN = Plan(strategy=None)
@@ -50,41 +50,41 @@ PLAIN = Plan(strategy=None)
 
 @final
 class OffTuner(Tuner):
-    """Decodes plainly; the drafter keeps up."""
+    """Decodes plainly; drafters still observe."""
 
     def plan(self, batch: Batch) -> Plan:
-        """Ask nobody."""
+        """Return the plain plan."""
         return PLAIN
 
 
 @final
 class FixedTuner(Tuner):
-    """One strategy for every step with at most `max_running` requests (0: any number)."""
+    """Uses one strategy in each step of at most `max_running` requests (0: any number)."""
 
     def __init__(self, strategy: Strategy, *, max_running: int = 0) -> None:
         self._strategy, self._max_running = strategy, max_running
         self._num_drafters = 1
 
     def begin(self, costs: CostModel | None, num_drafters: int) -> None:
-        """Ask all of them."""
+        """Use all drafters."""
         self._num_drafters = num_drafters
 
     def plan(self, batch: Batch) -> Plan:
-        """Ask for the strategy, as far as there is room."""
+        """Return the strategy, cut to the step's room."""
         if self._max_running and batch.num_sampled > self._max_running:
             return PLAIN
         return fit_strategy(self._strategy, batch, self._num_drafters)
 
 
 def merge_proposals(proposals: Sequence[Sequence[DraftTree]]) -> list[DraftTree]:
-    """Make one draft of several drafters' for each request."""
+    """Merge the drafters' proposals to one draft for each request."""
     if len(proposals) == 1:
         return list(proposals[0])
     return [merge(trees) for trees in zip(*proposals, strict=True)]
 
 
 def fit_strategy(strategy: Strategy, batch: Batch, num_drafters: int) -> Plan:
-    """Ask all drafters for what fits into the step's room, were every draft as large as may be."""
+    """Return a plan of all drafters whose largest drafts together fit into the step's room."""
     nodes = min(strategy.num_nodes, batch.room // max(batch.num_draftable * num_drafters, 1))
     if not nodes:
         return PLAIN

@@ -1,17 +1,14 @@
-"""`longtail bench e2e`: its ratios are those it names; its options are checked."""
+"""`longtail bench e2e`: its ratios, its predictions and its card."""
 
-import argparse
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from longtail.bench.e2e import card
-from longtail.bench.e2e.arms import ArmResult, SaveTimes, differing_share
-from longtail.bench.e2e.options import Setting, add_arguments, read_setting
+from longtail.bench.e2e.measure import ArmResult, SaveTimes, differing_share
+from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.outlook import Outlook, outlook, plain_step, speedup_by_running
 from longtail.bench.e2e.plot import draw_curves
 from longtail.bench.e2e.task import write_prompts
@@ -22,12 +19,6 @@ from longtail.rl.data.sources import load_rows
 from longtail.tuner.cost import CostModel, TimeCurve
 from longtail.types import Prompt
 from support.fakes import do_without
-
-
-def parse(*words: str) -> Setting:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return read_setting(parser.parse_args(list(words)))
 
 
 def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
@@ -50,6 +41,7 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
     return ArmResult(metrics=rows, texts=texts)
 
 
+OPTIONS = E2eBenchOptions(arms=("off", "spot"))
 FOUND = {
     "off": arm([8.0, 4.0, 6.0], 2.0, a="one", b="two"),
     "spot": arm([2.0, 2.0, 2.0], 2.0, a="one", b="three"),
@@ -57,7 +49,7 @@ FOUND = {
 
 
 def test_ratios_are_taken_step_by_step() -> None:
-    found = card.as_json(parse("--arms", "off,spot"), FOUND)
+    found = card.as_json(OPTIONS, FOUND)
     assert found["rollout_speedup"]["spot"] == {"median": 3.0, "low": 2.0, "high": 4.0}
     assert found["step_speedup"]["spot"] == {"median": 2.0, "low": 1.5, "high": 2.5}
     assert found["differing_share"] == {"spot": 0.5}
@@ -70,52 +62,21 @@ def test_ratios_are_taken_step_by_step() -> None:
     json.dumps(found)
 
 
-def test_a_reward_that_differs_is_told() -> None:
+def test_a_differing_reward_is_reported() -> None:
     other = arm([2.0, 2.0, 2.0], 2.0)
     other.metrics[1]["reward/mean"] = 0.25
-    assert not card.as_json(parse("--quick"), {**FOUND, "spot": other})["rewards_agree"]
+    assert not card.as_json(OPTIONS, {**FOUND, "spot": other})["rewards_agree"]
 
 
 def test_the_card_has_a_line_for_each_arm_in_both_tables() -> None:
-    for title, columns, rows in card.tables(parse("--arms", "off,spot"), FOUND):
-        assert "2 workers" in title or "Seconds" in title
-        assert [row[0] for row in rows] == ["off", "spot"]
-        assert {len(row) for row in rows} == {len(columns)}
+    for table in card.tables(OPTIONS, FOUND):
+        assert "2 workers" in table.title or "Seconds" in table.title
+        assert [row[0] for row in table.cells()] == ["off", "spot"]
 
 
-def test_only_texts_that_both_wrote_are_compared() -> None:
+def test_only_texts_of_both_arms_are_compared() -> None:
     assert differing_share(arm([], 0.0, a="x", b="y"), arm([], 0.0, b="y", c="z")) == 0.0
     assert differing_share(arm([], 0.0), arm([], 0.0)) == 0.0
-
-
-def test_all_arms_have_the_same_seed_and_steps() -> None:
-    setting = parse("--steps", "7", "--workers", "3", "--dtype", "float64")
-    assert setting.arms == ("off", "history", "frozen", "serial", "spot", "cold")
-    assert "--data.size=64" in parse("--arms=off,spot,unplaced", "--problems=64").words
-    assert {"--run.steps=7", "--cluster.workers=3", "--learner.dtype=float64"} <= {*setting.words}
-    assert parse("--quick").arms == ("off", "spot")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--arms", "off,warm"), "--arms: 'warm' is not one of off"),
-        (("--arms", "spot,off"), "--arms = 'spot,off': off comes first"),
-        (("--steps", "-1"), "--steps = -1: it must be at least 1"),
-        (("--workers", "0"), "--workers = 0: it must be at least 1"),
-        (("--problems", "0"), "--problems = 0: it must be at least 1"),
-        (("--switch-task", "1"), "--switch-task = 1: it must be 2 to 20, the last step"),
-        (("--steps=4", "--switch-task=5"), "--switch-task = 5: it must be 2 to 4, the last step"),
-    ],
-)
-def test_an_impossible_option_is_refused_by_name(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(*words)
-
-
-def test_declaring_the_options_needs_no_torch() -> None:
-    code = "import sys, longtail.bench.e2e.run; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- another task in mid-run
@@ -127,9 +88,9 @@ def prompts_of(source: str, size: int) -> tuple[Prompt, ...]:
     return make_prompts(rows, source=source, encoder=encoder, max_prompt_len=100).prompts
 
 
-def test_a_task_that_changes_is_the_same_problems_in_other_words(tmp_path: Path) -> None:
-    setting = parse("--steps", "5", "--prompts", "3", "--switch-task", "4")
-    found = prompts_of(str(write_prompts(tmp_path, setting)), 0)
+def test_a_switched_task_has_the_same_problems_in_other_words(tmp_path: Path) -> None:
+    options = E2eBenchOptions(steps=5, prompts=3, switch_task=4)
+    found = prompts_of(str(write_prompts(tmp_path, options)), 0)
     usual = prompts_of("tiny-reasoner", 2048)[:15]
     assert found[:9] == usual[:9]
     assert not {each.text for each in found[9:]} & {each.text for each in usual}
@@ -216,10 +177,10 @@ def test_the_card_shows_how_far_the_prediction_is_from_the_measured_workers() ->
     for row in spot.metrics:
         row["cluster/generating_s"] = 4.0
     found = {"off": off, "spot": spot}
-    # Equal lengths leave nobody waiting: 3 seconds, 2 with drafts; it was 4 and 2.
-    setting = parse("--steps=3", "--arms=off,spot")
-    assert card.as_json(setting, found)["prediction_error"] == pytest.approx(-0.25)
-    assert any(title.endswith("error -25%") for title, _, _ in card.tables(setting, found))
+    # Workers with equal lengths do not wait: 3 seconds, 2 with drafts; it was 4 and 2.
+    options = E2eBenchOptions(steps=3)
+    assert card.as_json(options, found)["prediction_error"] == pytest.approx(-0.25)
+    assert any(table.title.endswith("-25%") for table in card.tables(options, found))
 
 
 def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None:
@@ -227,13 +188,13 @@ def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None
     for row, length in zip(cold.metrics, (1.0, 4.5, 4.0), strict=True):
         row["speculation/accept_length"] = length
     found = {"off": FOUND["off"], "frozen": frozen, "cold": cold}
-    assert card.as_json(parse("--arms", "off"), found)["steps_until_frozen"] == 1
+    assert card.as_json(OPTIONS, found)["steps_until_frozen"] == 1
 
 
 def test_checkpoint_times_are_compared_save_by_save() -> None:
     spot = arm([2.0, 2.0, 2.0], 2.0, a="one", b="two")
     spot.saves = [SaveTimes(own_s=0.001, full_s=0.010), SaveTimes(own_s=0.001, full_s=0.020)]
-    ratio = card.as_json(parse("--quick"), {**FOUND, "spot": spot})["checkpoint_ratio"]
+    ratio = card.as_json(OPTIONS, {**FOUND, "spot": spot})["checkpoint_ratio"]
     assert ratio == pytest.approx({"median": 0.075, "low": 0.05, "high": 0.1})
 
 
@@ -247,7 +208,7 @@ def test_curves_are_drawn_of_arms_that_draft(tmp_path: Path) -> None:
     assert switched != plain, "the switch is marked"
 
 
-def test_curves_want_matplotlib_and_say_how_to_get_it(
+def test_curves_need_matplotlib_and_name_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do_without(monkeypatch, "matplotlib")

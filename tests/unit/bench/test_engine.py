@@ -1,9 +1,7 @@
-"""`longtail bench engine`: that it measures what it says, and says what it measured."""
+"""`longtail bench engine`: its lower bound, its comparisons and its card."""
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +11,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from longtail.bench.common.floor import Floor, attention_ways
-from longtail.bench.common.peers import Peer, PeerSetting
-from longtail.bench.common.report import Spread
-from longtail.bench.engine import run as bench
-from longtail.bench.engine.card import COLUMNS, as_json, rows
+from longtail.bench.common.peers import Peer, PeerKind, PeerSpec
+from longtail.bench.common.process import pin
+from longtail.bench.common.timing import Spread
+from longtail.bench.engine.card import as_json, lines, table
 from longtail.bench.engine.measure import (
     MODELS,
+    Cell,
     CellResult,
     engine_turn,
     make_engine,
     make_model,
-    measure_cell,
-    prompts,
+    make_prompts,
 )
-from longtail.bench.engine.options import MODEL_NAMES, Setting, add_arguments, read_setting
+from longtail.bench.engine.options import MODEL_NAMES, EngineBenchOptions
 from longtail.errors import ConfigError
 from longtail.model.hf.model import save_model
 from longtail.model.transformer import ModelConfig, Transformer
@@ -44,22 +42,15 @@ TINY = ModelConfig(
     qk_norm=True,
     tied_embeddings=True,
 )
-SETTING = Setting(
-    models=("small",),
-    batches=(3,),
-    dtype="float32",
-    new_tokens=5,
-    repeats=1,
-    threads=1,
-    vllm_python=None,
-    generate=True,
+OPTIONS = EngineBenchOptions(
+    models=("small",), batches=(3,), dtype="float32", new_tokens=5, repeats=1
 )
 
 
-def parse(*words: str) -> Setting:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return read_setting(parser.parse_args(list(words)))
+def spec(kind: PeerKind, model_dir: Path) -> PeerSpec:
+    return PeerSpec(
+        kind=kind, model_dir=str(model_dir), dtype="float32", threads=1, max_len=21, max_batch=3
+    )
 
 
 def cell(model: str, batch: int, **changes: object) -> CellResult:
@@ -83,7 +74,7 @@ def cell(model: str, batch: int, **changes: object) -> CellResult:
     return replace(plain, **changes)
 
 
-def test_the_models_have_the_shapes_that_are_promised() -> None:
+def test_the_models_have_the_documented_shapes() -> None:
     sizes = {}
     for name, config in MODELS.items():
         with torch.device("meta"):
@@ -95,7 +86,7 @@ def test_the_models_have_the_shapes_that_are_promised() -> None:
     assert 95e6 < sizes["100m"] < 110e6
 
 
-def test_every_way_of_attending_is_softmax_attention_over_the_whole_row() -> None:
+def test_every_implementation_of_attention_is_softmax_attention_over_the_whole_row() -> None:
     rows_, context = 3, 37
     draw = torch.Generator().manual_seed(1)
     queries = torch.randn(rows_, 4, 16, generator=draw)
@@ -135,7 +126,7 @@ def test_the_floor_attends_in_the_engines_dtype() -> None:
 
 def test_an_engine_turn_accounts_for_all_of_its_time() -> None:
     engine = make_engine(make_model(TINY, torch.float32), max_batch=3, new_tokens=6)
-    turn = engine_turn(engine, prompts(3, TINY.vocab_size), 6)
+    turn = engine_turn(engine, make_prompts(3, TINY.vocab_size), 6)
     assert engine.num_unfinished == 0
     assert turn.bookkeeping_share > 0
     assert turn.sampler_share > 0
@@ -144,28 +135,21 @@ def test_an_engine_turn_accounts_for_all_of_its_time() -> None:
 
 
 def test_prompts_are_distinct_and_in_the_vocabulary() -> None:
-    made = prompts(32, 4096)
+    made = make_prompts(32, 4096)
     assert len({tuple(each) for each in made}) == 32
     assert {len(each) for each in made} == {16}
     assert all(0 <= token < 4096 for each in made for token in each)
 
 
+@pytest.mark.slow
 def test_a_cell_compares_the_engine_with_generate_and_with_the_floor(tmp_path) -> None:
     model = make_model(TINY, torch.float32)
     save_model(model, tmp_path)
     engine = make_engine(model, max_batch=3, new_tokens=5)
-    setting = PeerSetting(
-        kind="generate",
-        python=sys.executable,
-        model_dir=tmp_path,
-        dtype="float32",
-        threads=1,
-        max_len=21,
-        max_batch=3,
-    )
-    with Peer(setting) as peer:
+    with Peer(sys.executable, spec("generate", tmp_path)) as peer:
         assert peer.description.startswith("transformers ")
-        measured = measure_cell("tiny", model, engine, {"generate": peer}, batch=3, setting=SETTING)
+        cell = Cell(model, engine, {"generate": peer}, batch=3, new_tokens=5)
+        measured = cell.measure("tiny", 1)
     speed = measured.tokens_per_s
     assert set(speed) == {"engine", "generate"}
     # with one turn, the ratio within turns is the ratio of the speeds
@@ -177,41 +161,24 @@ def test_a_cell_compares_the_engine_with_generate_and_with_the_floor(tmp_path) -
     assert set(measured.cpu_ratios) == {"generate", "floor"}
 
 
-def test_a_rival_that_cannot_load_is_reported_with_its_last_words(tmp_path) -> None:
-    setting = PeerSetting(
-        kind="vllm",  # not installed beside longtail
-        python=sys.executable,
-        model_dir=tmp_path / "absent",
-        dtype="float32",
-        threads=1,
-        max_len=21,
-        max_batch=3,
-    )
+def test_a_peer_that_cannot_load_is_reported_with_its_last_output(tmp_path) -> None:
+    # vLLM is not installed beside longtail
     with pytest.raises(ConfigError, match=r"(?s)vllm process .* ended with exit code 1; .*Error"):
-        Peer(setting)
+        Peer(sys.executable, spec("vllm", tmp_path / "absent"))
 
 
-def test_an_interpreter_that_is_not_there_is_refused_by_option() -> None:
-    setting = PeerSetting(
-        kind="vllm",
-        python="/nowhere/python",
-        model_dir=Path(),
-        dtype="float32",
-        threads=1,
-        max_len=21,
-        max_batch=3,
-    )
+def test_a_missing_interpreter_is_refused_by_option() -> None:
     with pytest.raises(ConfigError, match="--vllm-python = '/nowhere/python'"):
-        Peer(setting)
+        Peer("/nowhere/python", spec("vllm", Path()))
 
 
-def test_json_holds_null_where_a_rival_was_not_measured() -> None:
+def test_json_holds_null_where_a_peer_was_not_measured() -> None:
     twice = Spread(median=2.0, low=1.9, high=2.1)
     measured = [
         cell("small", 1, peer_ratios={"generate": twice}),
         cell("small", 32, peer_ratios={"generate": twice, "vllm": twice}),
     ]
-    result = as_json(measured, SETTING, [1], {})
+    result = as_json(OPTIONS, [1], measured, {})
     assert result["generate_ratio"] == {"small": {"1": 2.0, "32": 2.0}}
     assert result["vllm_cpu_ratio"] == {"small": {"1": None, "32": 2.0}}
     assert result["floor_ratio"] is None
@@ -224,7 +191,7 @@ def test_the_headline_floor_is_the_100m_model_at_batch_32() -> None:
         cell("100m", 8, floor_ratio=Spread(median=1.4, low=1.3, high=1.5)),
         cell("100m", 32, floor_ratio=Spread(median=1.2, low=1.1, high=1.3)),
     ]
-    result = as_json(measured, SETTING, [], {})
+    result = as_json(OPTIONS, [], measured, {})
     assert result["floor_ratio"] == 1.2
     assert [each["floor_ratio"]["median"] for each in result["cells"]] == [1.8, 1.4, 1.2]
 
@@ -235,53 +202,24 @@ def test_the_headline_bookkeeping_is_the_highest_at_batch_32() -> None:
         cell(*place, bookkeeping_share=Spread(median=share, low=share, high=share))
         for place, share in shares.items()
     ]
-    assert as_json(measured, SETTING, [], {})["bookkeeping_share"] == 0.08
-    assert as_json(measured[:1], SETTING, [], {})["bookkeeping_share"] is None
+    assert as_json(OPTIONS, [], measured, {})["bookkeeping_share"] == 0.08
+    assert as_json(OPTIONS, [], measured[:1], {})["bookkeeping_share"] is None
 
 
-def test_the_card_tells_when_the_cpu_was_shared() -> None:
-    quiet = rows(cell("small", 8))
-    shared = rows(cell("small", 8, lowest_cpu_share=0.71))
-    assert {len(line) for line in quiet + shared} == {len(COLUMNS)}
+def test_the_card_notes_a_shared_cpu() -> None:
+    quiet = list(lines(cell("small", 8)))
+    shared = list(lines(cell("small", 8, lowest_cpu_share=0.71)))
+    assert table(OPTIONS, [], [cell("small", 8)]).cells() == [list(line) for line in quiet]
     assert not any("CPU shared" in line[-1] for line in quiet)
     assert shared[len(quiet)][-1] == "CPU shared: 71% in a turn"
     assert shared[-1][-1] == "1.00x the time (floor)"
 
 
-def test_quick_changes_defaults_only() -> None:
-    assert parse("--quick").models == ("small",)
-    assert parse("--quick", "--models", "100m", "--batches", "2").models == ("100m",)
-    assert parse("--quick", "--batches", "2").batches == (2,)
-    full = parse()
-    assert (full.models, full.batches, full.new_tokens) == (MODEL_NAMES, (1, 8, 32), 512)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--models", "small,huge"), "'huge' is not one of small, 100m"),
-        (("--batches", "1,zero"), "--batches = '1,zero': give positive integers"),
-        (("--batches", "0"), "--batches"),
-        (("--new-tokens", "1"), "--new-tokens = 1: it must be from 2"),
-        (("--repeats", "0"), "--repeats = 0"),
-        (("--threads", "0"), "--threads = 0"),
-    ],
-)
-def test_an_impossible_option_is_refused_by_name(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(*words)
-
-
-def test_declaring_the_options_needs_no_torch() -> None:
-    code = "import sys, longtail.bench.engine.run; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")
-def test_pinning_takes_the_last_cpus_and_says_which() -> None:
+def test_pinning_takes_the_last_cpus_and_returns_them() -> None:
     allowed = os.sched_getaffinity(0)
     try:
-        assert bench.pin(1) == [max(allowed)]
+        assert pin(1) == [max(allowed)]
         assert os.sched_getaffinity(0) == {max(allowed)}
     finally:
         os.sched_setaffinity(0, allowed)

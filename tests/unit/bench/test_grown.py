@@ -132,6 +132,6 @@ def test_the_large_shape_has_a_hundred_million_parameters():
 
 def test_a_shape_with_the_small_epsilon_is_refused():
     small = small_target()
-    with pytest.raises(AssertionError, match="large_shape"):
+    with pytest.raises(AssertionError, match="grown_shape"):
         grow_target(small, replace(grown_shape(small.config), norm_eps=1e-2))
     assert large_shape(small.config).norm_eps == pytest.approx(1e-2 * 32 / 768)

@@ -1,22 +1,19 @@
-"""`longtail bench serve`: its ratios are those it names; clients and soak see what happens."""
+"""`longtail bench serve`: its ratios, its clients and its soak test."""
 
-import argparse
 import asyncio
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from longtail.bench.common.report import Spread
+from longtail.bench.common.timing import Spread
 from longtail.bench.serve import card
-from longtail.bench.serve.client import Answer, ask, load
+from longtail.bench.serve.client import Answer, load, request
 from longtail.bench.serve.measure import Clients, Point, Turn
-from longtail.bench.serve.options import Setting, add_arguments, read_setting
-from longtail.bench.serve.peer import Rival, _peer
-from longtail.bench.serve.soak import Soaked, soak
+from longtail.bench.serve.options import ServeBenchOptions
+from longtail.bench.serve.peer import Rival, serving
+from longtail.bench.serve.soak import SoakResult, soak
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculation.speculator import Speculation
@@ -28,12 +25,6 @@ from longtail.types import Request
 from support.serving import NAME, FailingEngine, make_engine, make_model_server
 
 LIMITS = Limits(max_running=4, max_queue=4, max_len=96, max_tokens=64, max_choices=4)
-
-
-def parse(*words: str) -> Setting:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return read_setting(parser.parse_args(list(words)))
 
 
 def turn(total_s: float, first_s: float = 0.5, text: str = "a") -> Turn:
@@ -58,8 +49,8 @@ def call(seed: int = 1, **more: Any) -> dict[str, Any]:
     return {"model": NAME, "prompt": "1+1=", "seed": seed, "max_tokens": 8, **more}
 
 
-def test_ratios_are_taken_turn_by_turn() -> None:
-    found = card.as_json(parse("--clients", "1,32"), [point(1), point(32, "b")], {})
+def test_ratios_are_taken_within_each_turn() -> None:
+    found = card.as_json(ServeBenchOptions(clients=(1, 32)), [point(1), point(32, "b")], {})
     ratio = {"median": 3.0, "low": 2.0, "high": 4.0}
     assert found["latency_speedup"]["tiny t=1"] == pytest.approx(ratio)
     assert found["throughput_ratio_32"]["tiny t=1"] == pytest.approx(ratio)
@@ -69,56 +60,28 @@ def test_ratios_are_taken_turn_by_turn() -> None:
     assert found["points"][0]["token_ms"] == pytest.approx({"off": 600.0, "on": 200.0})
 
 
-def test_a_rival_that_cannot_be_run_is_null_with_the_reason() -> None:
+def test_a_comparison_that_cannot_run_is_null_with_the_reason() -> None:
     rivals = {
         "tiny": Rival(ratio=None, reason="not here"),
         "100m": Rival(ratio=Spread(median=2.0, low=1.0, high=3.0), reason=""),
     }
-    found = card.as_json(parse(), [point(1)], rivals)
+    found = card.as_json(ServeBenchOptions(), [point(1)], rivals)
     assert found["peer_ratio"] == {"tiny": None, "100m": {"median": 2.0, "low": 1.0, "high": 3.0}}
     assert found["peer_absent"] == {"tiny": "not here"}
     json.dumps(found)
 
 
-def test_a_rival_that_does_not_start_leaves_its_last_words(tmp_path: Any) -> None:
+def test_a_server_that_does_not_start_is_reported_with_its_last_output(tmp_path: Any) -> None:
     with (
         pytest.raises(ConfigError, match="transformers serve does not start: "),
-        _peer("sh", tmp_path, "float32"),
+        serving("sh", tmp_path, "float32"),
     ):
         pytest.fail("it cannot have started")
 
 
 def test_the_card_has_a_line_for_each_point_in_both_tables() -> None:
-    for _, columns, rows in card.tables(parse("--quick"), [point(1), point(8)], [1]):
-        assert [row[1] for row in rows] == ["1", "8"]
-        assert {len(row) for row in rows} == {len(columns)}
-
-
-def test_quick_is_small_and_what_is_given_wins() -> None:
-    assert parse("--quick").models == ("tiny",)
-    assert parse().clients == (1, 2, 4, 8, 16, 32)
-    assert parse("--quick", "--clients", "3").clients == (3,)
-    assert parse("--peer-python", "none").peer_python is None
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--models", "huge"), "--models: 'huge' is not one of tiny, 100m"),
-        (("--clients", "0"), "--clients = '0'"),
-        (("--temperatures", "x"), "--temperatures = 'x'"),
-        (("--repeats", "0"), "--repeats = 0: it must be at least 1"),
-        (("--soak", "-1"), "--soak = -1"),
-    ],
-)
-def test_an_impossible_option_is_refused_by_name(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(*words)
-
-
-def test_declaring_the_options_needs_no_torch() -> None:
-    code = "import sys, longtail.bench.serve.run; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    for table in card.tables(ServeBenchOptions(), [1], [point(1), point(8)]):
+        assert [row[1] for row in table.cells()] == ["1", "8"]
 
 
 def test_a_client_reads_whole_answers_and_streams_alike() -> None:
@@ -130,7 +93,7 @@ def test_a_client_reads_whole_answers_and_streams_alike() -> None:
             far = clients.turn(port, 2, [call(), streamed])
             with pytest.raises(ConfigError, match="a server answered 404"):
                 clients.turn(port, 1, [call(model="another")])
-        left = asyncio.run(ask(port, json.dumps(call()).encode(), leave_after=1))
+        left = asyncio.run(request(port, json.dumps(call()).encode(), leave_after=1))
     assert all(each.status == 200 and each.is_whole for each in answers)
     assert answers[0].text == answers[1].text == answers[3].text == far.answers[1].text
     assert answers[0].text != answers[2].text
@@ -139,23 +102,26 @@ def test_a_client_reads_whole_answers_and_streams_alike() -> None:
     assert (left.status, left.is_whole) == (0, False)
 
 
+@pytest.mark.slow
 def test_a_soak_of_a_sound_server_is_clean() -> None:
     speculation = Speculation.fixed(HistoryDrafter(), Strategy(depth=4, size=4))
     served = make_model_server(make_engine(limits=LIMITS, speculation=speculation), LIMITS)
-    found = soak(served, NAME, 200, callers=24, max_tokens=8)
+    found = soak(served, NAME, 120, clients=24, max_tokens=4)
     assert found.faults == {}
     assert found.is_clean
-    assert found.num_whole + found.num_left + found.num_refused == 200
+    assert found.num_whole + found.num_left + found.num_refused == 120
     assert min(found.num_whole, found.num_left, found.num_refused) > 10
-    assert found.num_asked_again > 0  # more came than may wait
+    assert found.num_asked_again > 0  # more arrived than the queue holds
     promises = found.promises
-    assert promises.pop("memory flat over the last half") is None  # too few to tell
+    assert (
+        promises.pop("memory flat over the last half") is None
+    )  # too few requests for a judgement
     assert all(promises.values())
     assert json.loads(json.dumps(found.numbers()))["promises"]["no 5xx but 503"] is True
 
 
 def test_a_soak_judges_memory_and_statuses() -> None:
-    sound = Soaked(
+    sound = SoakResult(
         num_requests=1000,
         seconds=1.0,
         num_whole=600,
@@ -181,7 +147,7 @@ def test_a_soak_judges_memory_and_statuses() -> None:
 
 
 class FickleEngine(RolloutEngine):
-    """Writes another text every time."""
+    """An engine that writes another text every time."""
 
     num_requests = 0
 
@@ -190,6 +156,7 @@ class FickleEngine(RolloutEngine):
         super().submit(replace(request, noise_key=self.num_requests))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("kind", "fault"),
@@ -198,8 +165,8 @@ class FickleEngine(RolloutEngine):
         (FailingEngine, "a good request was answered 503"),
     ],
 )
-def test_a_soak_notices_what_is_wrong(kind: type[RolloutEngine], fault: str) -> None:
+def test_a_soak_detects_faults(kind: type[RolloutEngine], fault: str) -> None:
     served = make_model_server(make_engine(kind, LIMITS), LIMITS)
-    found = soak(served, NAME, 40, callers=4, max_tokens=8)
+    found = soak(served, NAME, 20, clients=4, max_tokens=4)
     assert found.faults[fault] > 0
     assert not found.is_clean

@@ -1,4 +1,4 @@
-"""The simulated tail: against token by token, and what must hold of any prediction."""
+"""The simulated tail: against token by token, and laws of any prediction."""
 
 import numpy as np
 import pytest
@@ -37,6 +37,7 @@ def by_token(lengths: list[int], token_s: list[float]) -> float:
     return seconds
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 6).flatmap(
         lambda requests: st.tuples(
@@ -76,13 +77,13 @@ def test_a_prediction_is_that_of_its_draws_token_by_token() -> None:
     assert found.gain == pytest.approx(rollout_s_off / rollout_s_spot)
 
 
-def test_equal_lengths_leave_nobody_idle() -> None:
+def test_workers_with_equal_lengths_are_never_idle() -> None:
     found = predicted(8, [50])
     assert found.idle_share == pytest.approx(0.0, abs=1e-12)
     assert found.rollout_s_off == pytest.approx(50 * step_s(16))
 
 
-def test_a_single_worker_waits_for_nobody() -> None:
+def test_a_single_worker_never_waits() -> None:
     assert predicted(1).idle_share == pytest.approx(0.0, abs=1e-12)
 
 

@@ -17,7 +17,7 @@ from longtail.bench.common.textmodel import (
     write_tokenizer,
 )
 from longtail.bench.rollout.coupling import coupling
-from longtail.bench.rollout.measure import Subject
+from longtail.bench.rollout.subjects import Subject
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.formats.checkpoint import load_drafter
 from longtail.model.hf.model import load_model
@@ -81,6 +81,7 @@ def test_windows_hold_the_text_with_ends_between_files(library: Path, tmp_path: 
     assert tokens.count(tokenizer.eos_ids[0]) >= 56
 
 
+@pytest.mark.slow
 def test_the_model_and_its_drafter_are_made_once_and_drafts_change_no_text(
     library: Path, tmp_path: Path
 ):

@@ -1,9 +1,6 @@
-"""`longtail bench tuner`: its ratios are those it names, its contestants are what it says."""
+"""`longtail bench tuner`: its ratios, its contestants and its card."""
 
-import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
@@ -12,12 +9,12 @@ import pytest
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.bench.common.report import Spread
-from longtail.bench.rollout.measure import Subject
+from longtail.bench.common.timing import Spread
+from longtail.bench.rollout.subjects import Subject
 from longtail.bench.tuner import card
 from longtail.bench.tuner.drafters import SpoilingDrafter, maker
 from longtail.bench.tuner.measure import BANDIT, BUDGET, OFF, Point, Race, lineup, sweep
-from longtail.bench.tuner.options import Setting, add_arguments, read_setting
+from longtail.bench.tuner.options import TunerBenchOptions
 from longtail.bench.tuner.rollout import (
     ORACLE,
     OracleTuner,
@@ -26,7 +23,6 @@ from longtail.bench.tuner.rollout import (
     oracle_table,
 )
 from longtail.engine.rollout_log import RolloutSeries
-from longtail.errors import ConfigError
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.taps import NO_TAPS, Taps
@@ -37,6 +33,7 @@ from longtail.tuner.tuner import PLAIN
 from longtail.types import SamplingParams
 from support.fakes import scripted_model, unchecked_shapes
 
+OPTIONS = TunerBenchOptions(quick=True)
 DEEP, SHALLOW = Strategy(depth=8, size=8), Strategy(depth=2, size=2)
 SERIES = RolloutSeries(
     seconds=(0.25,), running=(4,), drafts=(0,), nodes=(0,), accepted=(0,), readings=(), switches=()
@@ -53,12 +50,6 @@ RACE = Race(
     },
     fixed=("chain 8", "chain 2"),
 )
-
-
-def parse(*words: str) -> Setting:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return read_setting(parser.parse_args(list(words)))
 
 
 def point(drafter: str, running: int, **speeds: float) -> Point:
@@ -134,8 +125,8 @@ def test_the_headline_is_the_worst_point_of_the_useful_drafters() -> None:
 
 
 def test_json_holds_medians_and_null_where_nothing_was_measured() -> None:
-    setting = parse("--quick")
-    whole = card.as_json([point("good", 32), point("mediocre", 8)], rollouts(), setting, [0])
+    points = [point("good", 32), point("mediocre", 8)]
+    whole = card.as_json(OPTIONS, [0], points, rollouts())
     again = json.loads(json.dumps(whole))
     assert again["speedup_32"] == 1.9
     assert again["speedup_64"] is None
@@ -145,32 +136,30 @@ def test_json_holds_medians_and_null_where_nothing_was_measured() -> None:
     assert again["lowest_cpu_share"] == 0.5
     assert again["spreads"]["rollout_speedup"] == {"median": 1.8, "low": 1.65, "high": 1.9}
     assert again["points"][0]["race"]["speeds"]["budget"] == [190.0]
-    assert card.as_json([point("good", 32)], None, setting, [])["regret"]["budget"] is None
+    assert card.as_json(OPTIONS, [], points[:1], None)["regret"]["budget"] is None
 
 
 def test_the_card_has_a_line_for_each_point_and_each_contestant() -> None:
-    line = card.sweep_rows([point("good", 32)])[0]
-    assert line == [
+    lines = card.sweep_table(OPTIONS, [], [point("good", 32)]).cells()
+    assert lines[0] == [
         *("good, 32", "100", "chain 8", "2.00", "1.20"),
         *("1.90 (1.90-1.90)", "0.95 (0.95-0.95)"),
     ]
-    assert len(line) == len(card.SWEEP_COLUMNS)
-    lines = card.rollout_rows(rollouts())
-    assert {len(line) for line in lines} == {len(card.ROLLOUT_COLUMNS)}
+    table = card.rollout_table(OPTIONS, rollouts())
+    lines = table.cells()
     assert [line[0] for line in lines] == list(RACE.speeds)
     assert lines[4][4] == "10% (0% to 20%)"
-    title = card.rollout_title(parse("--quick"), rollouts())
-    assert "best fixed: chain 2 (CPU: 50%)" in title
-    assert "1: chain 8, 64: off" in title
+    assert "best fixed: chain 2 (CPU: 50%)" in table.title
+    assert "1: chain 8, 64: off" in table.title
 
 
 @final
-class _Parrot(Drafter):
-    """Counts on from the last token, or repeats a tree; remembers what it was told."""
+class _Recorder(Drafter):
+    """A drafter that counts on from the last token or repeats a tree, and records its calls."""
 
     def __init__(self, tree: DraftTree | None = None) -> None:
         self._tree = tree
-        self.told: list[object] = []
+        self.calls: list[object] = []
 
     @property
     def taps(self) -> Taps:
@@ -184,16 +173,16 @@ class _Parrot(Drafter):
     def observe(
         self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
     ) -> None:
-        self.told.append(("observe", seen))
+        self.calls.append(("observe", seen))
 
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        self.told.append(("learn", trees))
+        self.calls.append(("learn", trees))
 
     def forget(self, request_id: str) -> None:
-        self.told.append(("forget", request_id))
+        self.calls.append(("forget", request_id))
 
     def refresh(self) -> None:
-        self.told.append("refresh")
+        self.calls.append("refresh")
 
     @property
     def forward_s(self) -> float:
@@ -235,7 +224,7 @@ def asking(name: str, length: int) -> Draftable:
 
 
 def spoiled(share: float, requests: Sequence[Draftable]) -> list[DraftTree]:
-    return SpoilingDrafter(_Parrot(TREE), share, 20).propose(requests, DEEP, None)
+    return SpoilingDrafter(_Recorder(TREE), share, 20).propose(requests, DEEP, None)
 
 
 def test_spoiling_changes_its_share_of_the_tokens_and_nothing_else() -> None:
@@ -250,21 +239,21 @@ def test_spoiling_changes_its_share_of_the_tokens_and_nothing_else() -> None:
     assert {tree.tokens for tree in spoiled(1.0, requests)} == {(6, 0, 8, 9)}
 
 
-def test_a_place_is_spoiled_for_every_draft_that_reaches_it() -> None:
+def test_a_position_is_spoiled_for_every_draft_that_reaches_it() -> None:
     for length in range(1, 50):
         near, far = spoiled(0.3, [asking("a", length + 2), asking("a", length)])
         assert (near.tokens[0] == 5) == (far.tokens[3] == 8)  # depth 1 of the one, 3 of the other
 
 
-def test_whom_it_spoils_is_told_everything_as_it_was_proposed() -> None:
-    parrot = _Parrot(TREE)
-    drafter = SpoilingDrafter(parrot, 1.0, 20)
+def test_the_inner_drafter_receives_every_call_with_the_spoiled_trees() -> None:
+    recorder = _Recorder(TREE)
+    drafter = SpoilingDrafter(recorder, 1.0, 20)
     trees = drafter.propose([asking("a", 3)], DEEP, None)
     drafter.observe((), None)
     drafter.learn(trees, ())
     drafter.forget("a")
     drafter.refresh()
-    assert parrot.told == [("observe", ()), ("learn", trees), ("forget", "a"), "refresh"]
+    assert recorder.calls == [("observe", ()), ("learn", trees), ("forget", "a"), "refresh"]
     assert trees[0].tokens == (6, 0, 8, 9)
     assert (drafter.forward_s, drafter.calibration_error) == (1.5, 0.25)
     assert drafter.taps is NO_TAPS
@@ -280,7 +269,7 @@ def batch(running: int) -> Batch:
     )
 
 
-def test_the_oracle_plays_its_table_at_the_nearest_number() -> None:
+def test_the_oracle_uses_its_table_at_the_nearest_number() -> None:
     tuner = OracleTuner({1: DEEP, 8: SHALLOW, 64: None})
     tuner.begin(None, 1)
     played = {running: tuner.plan(batch(running)).strategy for running in (1, 2, 3, 8, 20, 30, 64)}
@@ -297,6 +286,7 @@ def test_the_oracles_table_is_the_good_drafters_best_or_plain_decoding() -> None
     assert oracle_table(points) == {1: DEEP, 64: None}
 
 
+@pytest.mark.slow
 def test_a_measurement_of_a_scripted_model_ends_in_a_card() -> None:
     subject = Subject(
         name="scripted",
@@ -304,13 +294,13 @@ def test_a_measurement_of_a_scripted_model_ends_in_a_card() -> None:
         decode=str,
         prompts=[(0,)] * 6,
         sampling=SamplingParams(max_tokens=24),
-        drafters={"eagle1": _Parrot},
+        drafters={"eagle1": _Recorder},
     )
-    setting = replace(parse("--quick", "--running", "2", "--tokens", "50"), drafters=("good",))
-    said: list[str] = []
+    options = TunerBenchOptions(running=(2,), tokens=50, repeats=1, drafters=("good",), quick=True)
+    logged: list[str] = []
     with unchecked_shapes():
-        points = sweep(subject, setting, said.append)
-        whole = measure_rollouts(subject, setting, points, said.append)
+        points = sweep(subject, options, logged.append)
+        whole = measure_rollouts(subject, options, points, logged.append)
     assert len(points) == 1
     assert len(points[0].race.fixed) == 3
     assert points[0].accept_length[points[0].race.best_fixed] > 2
@@ -318,21 +308,21 @@ def test_a_measurement_of_a_scripted_model_ends_in_a_card() -> None:
     assert set(whole.race.speeds) == {*whole.race.fixed, OFF, BANDIT, BUDGET, ORACLE}
     assert whole.oracle[2] in points[0].race.fixed or whole.oracle[2] == OFF
     assert set(whole.series.running) <= set(range(1, 7))
-    assert sum(whole.series.accepted) > 0
-    json.dumps(card.as_json(points, whole, setting, []))
+    assert whole.accept_length["chain 8"] > 2
+    json.dumps(card.as_json(OPTIONS, [], points, whole))
 
 
 def test_fixed_strategies_begin_with_a_new_drafter_and_tuners_keep_theirs() -> None:
     made: list[Drafter] = []
 
     def make() -> Drafter:
-        made.append(_Parrot(TREE))
+        made.append(_Recorder(TREE))
         return made[-1]
 
     for speculation in lineup(make, (DEEP, SHALLOW)).values():
         speculation()
         speculation()
-    assert len(made) == 2 * 2 + 2  # two strategies' turns, two tuners; nobody drafts for `off`
+    assert len(made) == 2 * 2 + 2  # two strategies' turns, two tuners; `off` has no drafter
     subject = Subject(
         name="scripted",
         model=scripted_model(20),
@@ -343,37 +333,3 @@ def test_fixed_strategies_begin_with_a_new_drafter_and_tuners_keep_theirs() -> N
     )
     assert maker(subject, "good")() is made[-1]
     assert isinstance(maker(subject, "mediocre")(), SpoilingDrafter)
-
-
-def test_quick_changes_defaults_only() -> None:
-    quick, full = parse("--quick"), parse()
-    assert (quick.cells.running, quick.cells.tokens, quick.cells.repeats) == ((1, 8), 200, 1)
-    assert quick.num_requests == 16
-    assert parse("--quick", "--running", "2", "--repeats", "3").cells.running == (2,)
-    assert full.cells.running == (1, 2, 4, 8, 16, 32, 64)
-    assert (full.drafters, full.num_requests) == (("good", "mediocre", "adversarial"), 128)
-    assert [full.tokens_at(n) for n in (1, 4, 8, 64)] == [800, 1600, 1600, 12800]
-    assert (full.dtype, parse("--dtype", "bfloat16").dtype) == ("float32", "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--running", "1,zero"), "--running = '1,zero'"),
-        (("--running", "0"), "--running = '0'"),
-        (("--drafters", "good,bad"), "--drafters: 'bad' is not one of good, mediocre, adversarial"),
-        (("--tokens", "10"), "--tokens = 10: it must be at least 50"),
-        (("--repeats", "0"), "--repeats = 0"),
-        (("--threads", "0"), "--threads = 0"),
-        (("--no-sweep", "--no-rollout"), "--no-sweep and --no-rollout"),
-        (("--plot", "x.png", "--no-rollout"), "--plot draws the rollout"),
-    ],
-)
-def test_an_impossible_option_is_refused_by_name(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(*words)
-
-
-def test_declaring_the_options_needs_no_torch() -> None:
-    code = "import sys, longtail.bench.tuner.run; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

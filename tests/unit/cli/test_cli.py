@@ -33,6 +33,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [["--help"], ["train", "--help"], ["sft", "--help"], ["generate", "--help"], ["trian"]]
 )
@@ -144,6 +145,7 @@ def test_an_interrupt_ends_with_a_clean_line(
     assert capsys.readouterr().err == "longtail: interrupted\n"
 
 
+@pytest.mark.slow
 def test_generate_writes_the_same_text_streamed_and_at_once(
     capsys: pytest.CaptureFixture[str], model_path: Path
 ) -> None:
@@ -176,6 +178,7 @@ def test_generate_computes_batch_invariantly_if_asked(
     assert opened[0].model.batch_invariant is invariant
 
 
+@pytest.mark.slow
 def test_generate_reads_the_prompt_as_chat_where_there_is_a_template(
     capsys: pytest.CaptureFixture[str], model_path: Path
 ) -> None:
@@ -213,6 +216,7 @@ def test_generate_refuses_what_cannot_be_served(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generate_draws_the_best_token_where_top_p_leaves_no_other(
     capsys: pytest.CaptureFixture[str], model_path: Path
 ) -> None:
@@ -252,6 +256,7 @@ def test_generate_refuses_a_prompt_by_its_length_before_it_is_tokenized(
     assert "the prompt has at least 4000000 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generate_colours_what_drafts_foretold_and_changes_no_text(
     capsys: pytest.CaptureFixture[str], model_path: Path
 ) -> None:

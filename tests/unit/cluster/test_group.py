@@ -1,4 +1,4 @@
-"""All workers as one, in simulated time: a step is learned once, whoever is lost on the way."""
+"""All workers as one, in simulated time: a step is made once, whichever worker is lost."""
 
 import pytest
 
@@ -14,12 +14,12 @@ BEFORE_THE_SUM, AFTER_IT = 1.0, 2.2
 
 
 def assert_learned(pool: ScriptedPool, *learned: int) -> None:
-    """Everybody has learned just these batches, once and in order, and can write."""
+    """Assert that every worker has learned just these batches, once and in order."""
     assert [each.policy for each in pool.workers] == [learned] * pool.size
 
 
 def assert_next_step(pool: ScriptedPool, group: WorkerGroup, *learned: int) -> None:
-    """Another whole step can be made."""
+    """Assert that a whole step can be made."""
     group.publish()
     asked = requests(9, 8, 7, first=50)
     rolled = group.rollout(90, asked)
@@ -32,7 +32,7 @@ def assert_next_step(pool: ScriptedPool, group: WorkerGroup, *learned: int) -> N
 # ---- learning
 
 
-def test_the_learners_meet_once_and_then_make_step_after_step():
+def test_the_learners_form_one_team_for_many_steps():
     pool = ScriptedPool(3)
     group = begun(pool)
     for number in (1, 2, 3):
@@ -44,7 +44,7 @@ def test_the_learners_meet_once_and_then_make_step_after_step():
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize("after_s", [0.0, BEFORE_THE_SUM, AFTER_IT])
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
-def test_a_step_whose_worker_is_lost_is_made_once(worker, after_s, kind):
+def test_a_step_is_made_once_if_a_worker_is_lost_in_it(worker, after_s, kind):
     pool = ScriptedPool(
         3, faults=[Fault(worker=worker, task="learn", nth=1, after_s=after_s, kind=kind)]
     )
@@ -52,24 +52,24 @@ def test_a_step_whose_worker_is_lost_is_made_once(worker, after_s, kind):
     group.learn([batch(1)])
     assert group.learn([batch(2), batch(3)]).version == 2
     assert_learned(pool, 1, 2)
-    # Who made the step passes it on; if nobody did, it is made again after another meeting.
+    # A member that made the step passes it on; if none did, it is made again by a new team.
     was_made = after_s == AFTER_IT
     assert len(pool.starts("learn")) == (6 if was_made else 9)
     assert_next_step(pool, group, 1, 2)
     assert len({address for address in pool.meetings}) == 2
 
 
-def test_members_who_lost_sight_of_the_team_at_the_very_end_get_the_step_from_the_others():
+def test_members_that_lose_the_team_at_the_end_get_the_step_from_the_others():
     pool = ScriptedPool(3, torn=(0, 2))
     group = begun(pool)
     assert group.learn([batch(1)]).version == 1
     assert_learned(pool, 1)
-    assert len(pool.starts("learn")) == 3, "nobody makes it twice"
-    assert not pool.log_lines, "nobody was lost"
+    assert len(pool.starts("learn")) == 3, "no worker makes it twice"
+    assert not pool.log_lines, "no worker was lost"
     assert_next_step(pool, group, 1)
 
 
-def test_a_team_that_broke_without_a_loss_meets_again():
+def test_a_team_that_broke_without_a_loss_is_formed_again():
     pool = ScriptedPool(2, torn=(0, 1))
     group = begun(pool)
     group.learn([batch(1)])
@@ -90,7 +90,7 @@ def test_a_worker_that_hangs_while_learning_is_replaced():
 
 
 @pytest.mark.parametrize("kind", ["hangs", "frozen"])
-def test_whoever_saves_shows_no_beats_and_is_replaced_after_a_long_time_only(kind, tmp_path):
+def test_a_worker_that_hangs_while_saving_is_replaced_after_the_ready_timeout(kind, tmp_path):
     pool = ScriptedPool(2, faults=[Fault(worker=0, task="save_policy", kind=kind)])
     group = begun(pool)
     group.learn([batch(1)])
@@ -100,7 +100,7 @@ def test_whoever_saves_shows_no_beats_and_is_replaced_after_a_long_time_only(kin
     assert READY_S < pool.clock.now - began < READY_S + 20.0
 
 
-def test_a_frozen_worker_keeps_nobody_from_going_on():
+def test_a_frozen_worker_does_not_delay_the_others():
     pool = ScriptedPool(3, faults=[Fault(worker=2, task="generate", after_s=0.5, kind="frozen")])
     group = begun(pool)
     began = pool.clock.now
@@ -110,7 +110,7 @@ def test_a_frozen_worker_keeps_nobody_from_going_on():
     assert sorted(trained) == [0, 1]
 
 
-def test_a_learner_step_may_take_as_long_as_it_takes():
+def test_a_learner_step_has_no_time_limit_while_it_shows_beats():
     pool = ScriptedPool(2, learn_s=40 * HANG_S)
     group = begun(pool)
     group.learn([batch(1)])
@@ -118,7 +118,7 @@ def test_a_learner_step_may_take_as_long_as_it_takes():
     assert not pool.log_lines
 
 
-def test_whoever_still_computes_for_a_broken_team_is_not_late():
+def test_a_worker_that_computes_for_a_broken_team_is_not_late():
     # And the newcomer, long ready, waits for the policy.
     pool = ScriptedPool(3, learn_s=1.5 * READY_S, faults=[Fault(worker=1, task="learn")])
     begun(pool).learn([batch(1)])
@@ -126,7 +126,7 @@ def test_whoever_still_computes_for_a_broken_team_is_not_late():
     assert pool.births == [0, 1, 0]
 
 
-def test_a_newcomer_waits_for_the_policy_until_a_colleague_has_learned():
+def test_a_new_worker_waits_for_the_policy_until_another_has_learned():
     # It is ready long before the others notice that the team is broken.
     pool = ScriptedPool(2, ready_s=0.1, faults=[Fault(worker=1, task="learn", after_s=0.0)])
     group = begun(pool)
@@ -154,14 +154,14 @@ def test_a_broken_loss_is_raised_even_if_a_worker_is_lost_with_it():
     assert {each.policy for each in pool.workers} == {()}
 
 
-def test_when_all_are_lost_with_the_policy_the_run_says_so():
+def test_the_loss_of_all_workers_ends_the_run_with_a_remedy():
     pool = ScriptedPool(2, faults=[Fault(worker=0, task="learn"), Fault(worker=1, task="learn")])
     group = begun(pool)
     with pytest.raises(ClusterError, match=r"all workers are lost.* start again: the run resumes"):
         group.learn([batch(1)])
 
 
-def test_a_step_that_fails_again_and_again_ends_the_run():
+def test_a_step_that_fails_repeatedly_ends_the_run():
     pool = ScriptedPool(3, faults=[Fault(worker=1, task="learn", nth=nth) for nth in range(9)])
     with pytest.raises(ClusterError, match=r"failed 4 times; start again: the run resumes"):
         begun(pool).learn([batch(1)])
@@ -171,7 +171,7 @@ def test_a_step_that_fails_again_and_again_ends_the_run():
 # ---- meeting
 
 
-def test_the_learners_meet_again_before_they_learn_if_somebody_is_new():
+def test_the_team_is_formed_again_if_a_worker_is_new():
     pool = ScriptedPool(3)
     group = begun(pool)
     group.learn([batch(1)])
@@ -183,27 +183,27 @@ def test_the_learners_meet_again_before_they_learn_if_somebody_is_new():
     assert pool.births == [0, 1, 0]
 
 
-def test_a_meeting_that_fails_is_tried_again():
+def test_forming_the_team_is_tried_again():
     pool = ScriptedPool(2, bad_meetings=2)
     begun(pool).learn([batch(1)])
     assert_learned(pool, 1)
     assert len(pool.starts("join")) == 6
 
 
-def test_workers_that_never_meet_end_the_run():
+def test_a_team_that_cannot_be_formed_ends_the_run():
     pool = ScriptedPool(2, bad_meetings=99)
     with pytest.raises(ClusterError, match="cannot find each other; see that they share"):
         begun(pool).learn([batch(1)])
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_worker_lost_on_its_way_to_the_meeting_is_replaced(worker):
+def test_a_worker_lost_while_the_team_forms_is_replaced(worker):
     pool = ScriptedPool(2, faults=[Fault(worker=worker, task="join")])
     begun(pool).learn([batch(1)])
     assert_learned(pool, 1)
 
 
-def test_a_dead_first_worker_at_which_all_would_meet_is_replaced():
+def test_a_dead_first_worker_is_replaced_before_the_team_forms():
     pool = ScriptedPool(2)
     group = begun(pool)
     pool.kill(0)
@@ -215,9 +215,10 @@ def test_a_dead_first_worker_at_which_all_would_meet_is_replaced():
 # ---- everything else that all do
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["publish", "ready", "adopt", "join"])
 @pytest.mark.parametrize("kind", ["lost", "hangs", "frozen"])
-def test_whoever_is_lost_in_between_does_it_when_it_is_back(task, kind):
+def test_a_task_of_all_is_done_again_by_the_worker_that_replaces_a_lost_one(task, kind):
     fault = Fault(worker=1, task=task, nth=int(task == "ready"), kind=kind)
     pool = ScriptedPool(3, faults=[fault])
     group = begun(pool)
@@ -234,7 +235,7 @@ def test_whoever_is_lost_in_between_does_it_when_it_is_back(task, kind):
 
 
 @pytest.mark.parametrize("task", ["num_parameters", "drafter_weights", "save_policy"])
-def test_what_one_does_for_all_is_done_again_if_it_is_lost(task, tmp_path):
+def test_a_task_of_the_first_worker_is_done_again_if_it_is_lost(task, tmp_path):
     pool = ScriptedPool(2, faults=[Fault(worker=0, task=task)])
     group = begun(pool)
     group.learn([batch(1)])
@@ -245,7 +246,7 @@ def test_what_one_does_for_all_is_done_again_if_it_is_lost(task, tmp_path):
     assert pool.births == [1, 0]
 
 
-def test_workers_lost_or_stuck_before_they_ever_began_are_replaced():
+def test_workers_lost_or_hanging_while_they_start_are_replaced():
     faults = [
         Fault(worker=0, task="ready", kind="hangs"),
         Fault(worker=1, task="ready", after_s=1.0),
@@ -258,7 +259,7 @@ def test_workers_lost_or_stuck_before_they_ever_began_are_replaced():
     assert_next_step(pool, group)
 
 
-def test_a_newcomer_that_is_lost_while_it_starts_is_replaced_too():
+def test_a_new_worker_that_is_lost_while_it_starts_is_replaced():
     for task in ("ready", "restore", "publish"):
         nth = {"ready": 2, "restore": 0, "publish": 1}[task]
         pool = ScriptedPool(
@@ -271,7 +272,7 @@ def test_a_newcomer_that_is_lost_while_it_starts_is_replaced_too():
         assert_next_step(pool, group, 1)
 
 
-def test_a_newcomer_waits_for_the_policy_that_another_newcomer_is_being_given():
+def test_a_new_worker_waits_for_the_policy_that_is_copied_to_another():
     # Worker 0 is given the policy from 4 s on; worker 1, the last to have it, is lost at 4.5 s.
     faults = [
         Fault(worker=0, task="generate", after_s=1.0),
@@ -285,7 +286,7 @@ def test_a_newcomer_waits_for_the_policy_that_another_newcomer_is_being_given():
 
 
 def test_too_many_losses_in_a_row_end_the_run():
-    # A request that kills whoever writes it, a second later.
+    # A request that kills the worker that generates it, a second later.
     faults = [
         Fault(worker=worker, task="generate", nth=nth, after_s=1.0)
         for worker in range(3)
@@ -297,7 +298,7 @@ def test_too_many_losses_in_a_row_end_the_run():
     assert sum(pool.births) == MAX_LOSSES
 
 
-def test_spot_workers_that_stop_are_no_achievement_between_losses():
+def test_stopped_spot_training_does_not_reset_the_count_of_losses():
     # The others train, are fetched back, and die of the request in their turn.
     faults = [
         Fault(worker=worker, task="generate", nth=nth, after_s=3.0)
@@ -311,7 +312,7 @@ def test_spot_workers_that_stop_are_no_achievement_between_losses():
         group.rollout(2, requests(90, first=5))
 
 
-def test_losses_with_something_achieved_between_them_do_not_end_a_run():
+def test_losses_with_a_task_done_in_between_do_not_end_the_run():
     pool = ScriptedPool(2)
     group = begun(pool)
     for number in range(1, 12):
@@ -321,7 +322,7 @@ def test_losses_with_something_achieved_between_them_do_not_end_a_run():
     assert pool.births == [0, 11]
 
 
-def test_the_only_worker_cannot_be_replaced_and_the_run_says_so():
+def test_the_loss_of_the_only_worker_ends_the_run_with_a_remedy():
     pool = ScriptedPool(1, faults=[Fault(worker=0, task="generate", after_s=1.0)])
     with pytest.raises(ClusterError, match=r"the only worker is lost \(.*\); start again"):
         begun(pool).rollout(1, requests(30))
@@ -344,7 +345,7 @@ def test_a_lost_worker_ends_a_sharded_run_with_a_remedy(task):
 # ---- state
 
 
-def test_every_learner_is_put_where_the_checkpoint_was_taken(tmp_path):
+def test_every_learner_is_restored_from_the_checkpoint(tmp_path):
     pool = ScriptedPool(3, faults=[Fault(worker=1, task="restore_saved")])
     group = begun(pool)
     group.restore(tmp_path, LearnerState(tensors={}, numbers={"version": 2}))
@@ -385,7 +386,7 @@ def test_a_drafter_of_another_shape_is_refused():
         group.restore_drafter(type(state)(tensors=other, numbers=state.numbers))
 
 
-def test_lengths_and_texts_come_back_with_the_drafter():
+def test_lengths_and_texts_are_restored_with_the_drafter():
     pool, again = ScriptedPool(2), ScriptedPool(2)
     group, other = begun(pool), begun(again)
     group.rollout(1, requests(5, 5, 5, 80))

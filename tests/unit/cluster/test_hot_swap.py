@@ -56,7 +56,7 @@ def _features(model: Transformer, drafter: EagleDrafter) -> dict[int, Tensor]:
 
 
 def _see(drafter: EagleDrafter, features: dict[int, Tensor], start: int, back: int) -> None:
-    """Let a drafter see each text from `start` up to `back` tokens before its end."""
+    """Show a drafter each text from `start` up to `back` tokens before its end."""
     for n in LENGTHS:
         show(drafter, str(n), text(n + 10, seed=n), features[n], max(n + start, 0), n + 10 - back)
 
@@ -77,12 +77,11 @@ def _ask(drafter: EagleDrafter, strategy: Strategy, back: int) -> list[DraftTree
     return drafter.propose(requests, strategy, noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("recipe", "reduced"), CASES)
 @pytest.mark.parametrize("strategy", [CHAIN, SIBLINGS, TREE])
-def test_weights_adopted_in_mid_text_draft_what_a_fresh_drafter_drafts(
-    dtype, recipe, reduced, strategy
-):
+def test_weights_loaded_during_a_text_draft_like_a_fresh_drafter(dtype, recipe, reduced, strategy):
     """To the last bit of every margin; chains by the native round, trees level by level."""
     model = tiny_model(dtype=dtype)
     model.pack()
@@ -100,8 +99,9 @@ def test_weights_adopted_in_mid_text_draft_what_a_fresh_drafter_drafts(
     assert _ask(swapped, strategy, 1) == _ask(fresh, strategy, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_it_drafts_like_a_drafter_that_had_these_weights_all_along(recipe):
+def test_loaded_weights_draft_like_a_drafter_that_always_had_them(recipe):
     """Catching up recomputes just the keys that the other computed one after the other."""
     model = tiny_model(dtype=torch.float64)
     swapped, always = _drafter(model, recipe, 1), _drafter(model, recipe, 2)
@@ -118,7 +118,7 @@ def test_it_drafts_like_a_drafter_that_had_these_weights_all_along(recipe):
 
 
 @pytest.mark.parametrize(("recipe", "reduced"), CASES)
-def test_adopting_touches_nothing_of_the_target(recipe, reduced):
+def test_loading_weights_changes_nothing_of_the_target(recipe, reduced):
     model = tiny_model()
     model.pack()
     drafter = _drafter(model, recipe, 1, reduced=reduced)
@@ -130,7 +130,7 @@ def test_adopting_touches_nothing_of_the_target(recipe, reduced):
         assert torch.equal(parameter, value), name
 
 
-def test_confidences_outlive_the_weights():
+def test_confidences_are_kept_when_weights_are_loaded():
     model = tiny_model(dtype=torch.float64)
     drafter = _drafter(model, "eagle1", 1)
     _see(drafter, _features(model, drafter), -1000, 1)
@@ -183,7 +183,8 @@ def _rollout(recipe: Recipe, *, speculates: bool) -> list[tuple[int, ...]]:
     return [each.tokens for each in done]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_swaps_in_mid_rollout_change_no_token(recipe):
+def test_new_weights_after_every_step_change_no_token(recipe):
     """Law 1, with a drafter that is never the same for two steps."""
     assert _rollout(recipe, speculates=True) == _rollout(recipe, speculates=False)

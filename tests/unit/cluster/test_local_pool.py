@@ -34,7 +34,8 @@ def _parts(
     return parts, list(asked.requests)
 
 
-def test_one_worker_serves_everything_and_tells_how_far_it_is(workshop):
+@pytest.mark.slow
+def test_one_worker_generates_all_completions_and_reports_progress(workshop):
     heard: list[Progress] = []
     parts, asked = _parts(workshop, heard.append)
     rolled = parts.workers.rollout(1, asked)
@@ -48,7 +49,8 @@ def test_one_worker_serves_everything_and_tells_how_far_it_is(workshop):
     assert states[-2:] == [State.GENERATING, State.IDLE]
 
 
-def test_an_interrupted_rollout_leaves_a_worker_that_can_be_saved_and_go_on(workshop, tmp_path):
+@pytest.mark.slow
+def test_an_interrupted_rollout_leaves_a_worker_that_saves_and_generates_again(workshop, tmp_path):
     plain, asked = _parts(workshop, lambda progress: None)
     expected = [each.tokens for each in plain.workers.rollout(1, asked).completions]
     interrupts = iter([False] * 5 + [True] + [False] * 1000)
@@ -69,7 +71,7 @@ def test_an_interrupted_rollout_leaves_a_worker_that_can_be_saved_and_go_on(work
     assert [each.tokens for each in parts.workers.rollout(1, asked).completions] == expected
 
 
-def test_a_task_is_done_when_it_is_waited_for_and_hands_out_what_it_raised(workshop):
+def test_wait_runs_the_task_and_returns_its_exception(workshop):
     config = load(None, workshop.words("run", "--speculation.drafter=none")[1:])
     parts, _ = _parts(workshop, lambda progress: None)
     pool = LocalWorkerPool(

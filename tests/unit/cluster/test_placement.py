@@ -21,7 +21,7 @@ def group_of(groups: list[PromptGroup]) -> list[int]:
     return [index for index, group in enumerate(groups) for _ in range(group.size)]
 
 
-def test_the_example_is_placed_as_it_is_drawn() -> None:
+def test_the_example_of_the_docstring_is_placed_as_shown() -> None:
     groups = [PromptGroup(size=2, expected=tokens) for tokens in (900.0, 30.0, 200.0, 50.0)]
     assert place(groups, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -36,12 +36,12 @@ def test_each_request_is_placed_exactly_once(groups: list[PromptGroup], workers:
 
 
 @given(group_lists, worker_counts)
-def test_the_same_question_has_the_same_answer(groups: list[PromptGroup], workers: int) -> None:
+def test_placement_is_deterministic(groups: list[PromptGroup], workers: int) -> None:
     assert place(groups, workers) == place(list(groups), workers)
 
 
 @given(group_lists, worker_counts)
-def test_every_worker_gets_its_even_share_to_a_request(
+def test_every_worker_gets_its_even_share_to_within_one_request(
     groups: list[PromptGroup], workers: int
 ) -> None:
     counts = [len(each) for each in place(groups, workers)]
@@ -49,7 +49,7 @@ def test_every_worker_gets_its_even_share_to_a_request(
 
 
 @given(group_lists, worker_counts)
-def test_every_worker_begins_with_its_longest(groups: list[PromptGroup], workers: int) -> None:
+def test_workers_begin_with_their_longest_group(groups: list[PromptGroup], workers: int) -> None:
     groups = [PromptGroup(size=each.size, expected=each.expected or 7.0) for each in groups]
     owner = group_of(groups)
     for each in place(groups, workers):
@@ -58,7 +58,7 @@ def test_every_worker_begins_with_its_longest(groups: list[PromptGroup], workers
 
 
 @given(group_lists, worker_counts)
-def test_a_group_is_cut_less_often_than_there_are_workers(
+def test_groups_are_split_less_often_than_there_are_workers(
     groups: list[PromptGroup], workers: int
 ) -> None:
     owner = group_of(groups)
@@ -67,7 +67,7 @@ def test_a_group_is_cut_less_often_than_there_are_workers(
 
 
 @given(st.integers(1, 8), st.integers(1, 6), worker_counts, st.data())
-def test_groups_that_come_out_even_are_never_cut(
+def test_groups_that_come_out_even_are_never_split(
     size: int, rounds: int, workers: int, data: st.DataObject
 ) -> None:
     count = rounds * workers
@@ -91,17 +91,17 @@ def test_loads_differ_by_the_longest_group_at_most(
     assert max(loads) - min(loads) <= size * max(lengths)
 
 
-def test_without_knowledge_groups_are_dealt_in_turn() -> None:
+def test_groups_of_unknown_length_are_placed_in_turn() -> None:
     groups = [PromptGroup(size=2)] * 6
     assert place(groups, 3) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
 
 
-def test_a_single_worker_still_begins_with_the_long_ones() -> None:
+def test_a_single_worker_begins_with_the_longest_groups() -> None:
     groups = [PromptGroup(size=2, expected=tokens) for tokens in (5.0, 80.0, 20.0)]
     assert place(groups, 1) == [[2, 3, 4, 5, 0, 1]]
 
 
-def test_what_is_unknown_counts_like_the_median_of_the_known() -> None:
+def test_an_unknown_length_counts_like_the_median_of_the_known() -> None:
     groups = [PromptGroup(size=1, expected=tokens) for tokens in (10.0, None, 30.0, 50.0)]
     assert place(groups, 1) == [[3, 1, 2, 0]]  # 30 for the unknown one, which was asked earlier
 
@@ -122,7 +122,7 @@ def test_a_group_larger_than_a_share_is_spread() -> None:
     ]
 
 
-def test_siblings_stay_together_where_another_worker_has_room_for_all() -> None:
+def test_a_group_stays_together_if_a_worker_has_room_for_it() -> None:
     sizes, lengths = (2, 5, 2, 3), (9.0, 2.0, 1.0, 0.5)
     groups = [
         PromptGroup(size=size, expected=tokens) for size, tokens in zip(sizes, lengths, strict=True)
@@ -136,7 +136,7 @@ def test_more_workers_than_requests_leave_some_without() -> None:
     assert place([], 2) == [[], []]
 
 
-def test_a_book_remembers_the_longest_of_all_visits() -> None:
+def test_the_history_keeps_the_longest_completion_of_a_prompt() -> None:
     book = LengthHistory()
     assert book.expected("p/1") is None
     for length in (30, 412, 77):
@@ -145,7 +145,7 @@ def test_a_book_remembers_the_longest_of_all_visits() -> None:
     assert (book.expected("p/1"), book.expected("p/2")) == (412.0, 5.0)
 
 
-def test_a_book_comes_back_from_json_and_goes_on() -> None:
+def test_the_history_is_restored_from_json() -> None:
     book, other = LengthHistory(), LengthHistory()
     book.record("p/1", 30)
     other.record("p/9", 1)

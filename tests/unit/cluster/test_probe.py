@@ -1,4 +1,4 @@
-"""What is said of a drafter at the start of a run."""
+"""The log lines about a drafter at the start of a run."""
 
 import math
 
@@ -17,13 +17,13 @@ def probed(accept_len: float, before: float | None) -> Probe:
     ("accept_len", "before", "pays"),
     [(4.0, 4.0, False), (3.81, 4.0, False), (3.79, 4.0, True), (1.0, None, False)],
 )
-def test_training_would_pay_where_more_than_a_twentieth_is_lost(accept_len, before, pays):
+def test_training_would_pay_if_more_than_a_twentieth_is_lost(accept_len, before, pays):
     found = probed(accept_len, before)
     assert found.would_pay is pays
     assert len(found.lines("spot")) == 1 + pays
 
 
-def test_the_warning_names_what_to_do_about_it_in_this_run():
+def test_the_warning_names_the_remedy_for_this_run():
     lost = probed(2.0, 4.0)
     assert "set spot.train = spot" in lost.lines("never")[1]
     assert "it is trained while workers idle" in lost.lines("spot")[1]
@@ -34,7 +34,7 @@ def test_the_warning_names_what_to_do_about_it_in_this_run():
     )
 
 
-def test_nothing_is_said_of_what_was_not_measured():
+def test_an_unmeasured_drafter_has_no_log_line():
     assert probed(math.nan, 4.0).lines("spot") == []
     assert not probed(math.nan, 4.0).would_pay
     assert "trained" not in probed(2.0, None).lines("spot")[0]

@@ -1,4 +1,4 @@
-"""Which drafter is served: only what measures better, never the same version twice."""
+"""Publication: only drafters that measure better, and never the same version twice."""
 
 import math
 from dataclasses import replace
@@ -41,12 +41,12 @@ def publisher(version: int = 0) -> Publisher:
     return Publisher(drafter(version, 2.0), buffer)
 
 
-def said(one: Publisher) -> list[tuple[str, int]]:
+def drained(one: Publisher) -> list[tuple[str, int]]:
     return [(each.what, each.version) for each in one.drain_decisions()]
 
 
 @pytest.mark.parametrize("gain", [-0.1, 0.0, MIN_GAIN / 2, math.nan, math.inf])
-def test_what_does_not_measure_better_is_not_offered(gain):
+def test_a_replica_that_measures_no_better_is_not_offered(gain):
     one = publisher()
     assert one.offer([replica(gain)]) is None
     (decision,) = one.drain_decisions()
@@ -55,13 +55,13 @@ def test_what_does_not_measure_better_is_not_offered(gain):
     assert one.published.version == 0
 
 
-def test_what_measures_better_is_offered_and_published_by_whoever_adopts_it():
+def test_a_better_replica_is_offered_and_published_once_adopted():
     one = publisher()
     offer = one.offer([replica(0.1, weight=3.0)])
     assert offer is not None
     assert (offer.weights.version, offer.digest) == (1, offer.weights.digest)
     assert offer.texts, "held out, for the receivers to measure on"
-    assert one.published.version == 0, "nobody serves it yet"
+    assert one.published.version == 0, "no worker serves it yet"
     one.record([verdict(1, adopted=False, reason="worse here"), verdict(1), verdict(1)])
     assert one.published is offer.weights
     decisions = one.drain_decisions()
@@ -75,7 +75,7 @@ def test_what_measures_better_is_offered_and_published_by_whoever_adopts_it():
     assert (decisions[2].reason, decisions[3].before, decisions[3].after) == ("worse here", 2, 2.1)
 
 
-def test_several_replicas_are_merged_by_the_tokens_that_they_learned():
+def test_replicas_are_merged_in_proportion_to_their_tokens():
     one = publisher()
     offer = one.offer(
         [
@@ -86,10 +86,10 @@ def test_several_replicas_are_merged_by_the_tokens_that_they_learned():
     )
     assert offer is not None
     assert offer.weights.tensors["w"].item() == 2.0
-    assert said(one) == [("trained", 0), ("trained", 0), ("kept", 0), ("offered", 1)]
+    assert drained(one) == [("trained", 0), ("trained", 0), ("kept", 0), ("offered", 1)]
 
 
-def test_a_replica_that_is_not_finite_is_left_out_and_noted():
+def test_a_replica_that_is_not_finite_is_left_out_and_recorded():
     one = publisher()
     broken = replica(0.5, weight=math.nan)
     assert one.offer([broken]) is None
@@ -116,7 +116,7 @@ def test_a_refused_offer_changes_nothing_and_its_version_is_never_used_again():
     assert third.weights.version == 10
 
 
-def test_an_offer_that_nobody_answered_may_be_made_again():
+def test_an_offer_without_a_verdict_may_be_made_again():
     one = publisher()
     assert one.offer([replica(0.1)]) is not None
     assert one.offer([replica(0.1)]) is None, "the answer is on its way"
@@ -128,7 +128,7 @@ def test_an_offer_that_nobody_answered_may_be_made_again():
     assert one.published is again.weights
 
 
-def test_replicas_of_older_drafters_must_beat_what_was_published_since():
+def test_replicas_of_older_drafters_must_beat_later_publications():
     one = publisher()
     first = one.offer([replica(0.1)])
     assert first is not None
@@ -149,17 +149,17 @@ def test_an_offer_that_arrives_behind_a_newer_one_is_not_published():
     assert one.published.version == 2
 
 
-def test_the_same_judgement_is_noted_once_a_rollout():
+def test_the_same_decision_is_recorded_once_per_rollout():
     one = publisher()
     for _ in range(3):
         one.offer([replica(-0.1)])
-    assert said(one) == [("kept", 0)]
+    assert drained(one) == [("kept", 0)]
     one.begin_rollout()
     one.offer([replica(-0.1)])
-    assert said(one) == [("kept", 0)]
+    assert drained(one) == [("kept", 0)]
 
 
-def test_who_has_missed_a_drafter_is_offered_it_once():
+def test_a_worker_that_missed_the_published_drafter_is_offered_it_once():
     one = publisher()
     assert one.missed_by(3) is None
     assert one.offer([replica(0.1)]) is not None
@@ -176,7 +176,7 @@ def test_who_has_missed_a_drafter_is_offered_it_once():
     assert one.missed_by(3) is not None, "it begins anew, with the first drafter"
 
 
-def test_a_restored_drafter_is_published_and_versions_go_on_from_it():
+def test_a_restored_drafter_is_published_and_versions_continue_from_it():
     one = publisher()
     offer = one.restore(drafter(5, 3.0))
     assert offer.weights is one.published
@@ -186,6 +186,7 @@ def test_a_restored_drafter_is_published_and_versions_go_on_from_it():
     assert better.weights.version == 6
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.one_of(
@@ -216,7 +217,7 @@ def test_versions_rise_and_published_ones_were_offered_and_adopted(events):
     assert set(published) <= adopted & set(offered)
 
 
-def test_a_replica_that_came_to_nothing_is_noted_with_what_it_cost():
+def test_a_discarded_replica_is_recorded_with_its_tokens():
     one = publisher(4)
     one.record_discarded(1200, "it is not finite")
     (decision,) = one.drain_decisions()

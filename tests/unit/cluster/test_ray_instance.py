@@ -1,4 +1,4 @@
-"""What a Ray of our own keeps on disk; Ray itself runs in end_to_end/test_open_ports.py."""
+"""The files of a Ray of our own; Ray itself runs in end_to_end/test_open_ports.py."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from longtail.cluster.ray.instance import OwnRay
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where folders are made in place of /tmp."""
+    """Return the parent of the folders, in place of /tmp."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(own_ray, "_LONGEST_PLACE", 1000)
     return tmp_path
@@ -26,7 +26,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """With what Ray was begun, which it is not."""
+    """Return the options of each start of Ray, which is not started."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(own_ray.ray, "init", lambda **options: calls.append(options))
     monkeypatch.setattr(own_ray.ray, "shutdown", lambda: None)
@@ -59,7 +59,7 @@ def test_folders_of_killed_runs_are_removed_and_those_in_use_are_not(place: Path
     assert not (place / "longtail-ray-used").exists()
 
 
-def test_the_token_is_random_and_for_the_user_alone_and_the_environment_comes_back(
+def test_the_token_is_random_and_private_and_the_environment_is_restored(
     place: Path, begun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the-users-own")
@@ -86,7 +86,7 @@ def test_the_token_is_random_and_for_the_user_alone_and_the_environment_comes_ba
     assert "_node_ip_address" not in begun[0], "Ray replaces loopback in it"
 
 
-def test_a_long_name_of_the_directory_for_temporary_files_is_not_used(
+def test_a_long_path_for_temporary_files_is_not_used(
     place: Path, begun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.undo()
@@ -98,7 +98,7 @@ def test_a_long_name_of_the_directory_for_temporary_files_is_not_used(
     assert len(name) <= 107 < len(f"{place}/longtail-ray-12345678/{name[-75:]}")
 
 
-def test_a_ray_that_does_not_begin_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_that_does_not_start_leaves_no_files(place: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(**options: Any) -> None:
         raise RuntimeError("Failed to start GCS")
 
@@ -114,29 +114,29 @@ def _be_stopped_as_ray_is() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_while_ray_begins_is_ctrl_c_and_afterwards_what_it_was():
+def test_sigterm_while_ray_starts_is_a_keyboard_interrupt():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), own_ray.discreetly():
+    with pytest.raises(KeyboardInterrupt), own_ray.quietly():
         _be_stopped_as_ray_is()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_workers_print_is_handed_out_once_line_by_line_and_without_rays_own(
+def test_the_lines_that_workers_print_are_read_once_without_rays_own(
     begun: list[dict[str, Any]],
 ):
     ray = OwnRay(1)
     log = ray.folder / "ray" / "session_2026-01-01" / "logs" / "worker-ab-01-77.err"
     log.parent.mkdir(parents=True)
     log.write_text(":job_id:01000000\n:actor_name:_Actor\nteaching the drafter, once\nhalf a")
-    assert list(ray.lines()) == ["teaching the drafter, once"]
+    assert list(ray.read_new_lines()) == ["teaching the drafter, once"]
     with log.open("a") as file:
         file.write(" line\n[2026-11-22 14:05:52,454 W 14525 14525] gcs_client.cc:210: oh\nmore\n")
-    assert list(ray.lines()) == ["half a line", "more"]
-    assert list(ray.lines()) == []
+    assert list(ray.read_new_lines()) == ["half a line", "more"]
+    assert list(ray.read_new_lines()) == []
     ray.close()
 
 
-def test_learners_meet_at_a_new_place_every_time(begun: list[dict[str, Any]]):
+def test_every_meeting_point_is_new(begun: list[dict[str, Any]]):
     ray = OwnRay(1)
     places = {ray.meeting_point() for _ in range(3)}
     assert len(places) == 3
@@ -144,7 +144,7 @@ def test_learners_meet_at_a_new_place_every_time(begun: list[dict[str, Any]]):
     ray.close()
 
 
-def test_who_greets_as_ray_does_and_then_says_nothing_is_given_up():
+def test_a_server_that_greets_as_ray_and_is_silent_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConnectionError, match="no word of Ray's came for 1 s"):

@@ -46,7 +46,7 @@ def test_idle_workers_train_while_others_generate_and_only_then():
     assert group.workers(State.IDLE) == [0, 1, 2]
 
 
-def test_the_share_that_was_reused_is_counted_in_tokens_over_all_workers():
+def test_the_reused_share_is_counted_in_tokens_over_all_workers():
     spot, *_ = begun(ScriptedPool(3)).rollout(1, TAIL).spots
     few, many = (replace(spot, num_tokens=n, num_reused=m) for n, m in ((100, 0), (300, 300)))
     none = replace(spot, num_tokens=0, num_reused=0)
@@ -68,7 +68,7 @@ def test_a_worker_without_a_shard_trains_once_there_are_texts():
     assert sorted(worker for _, worker in pool.starts("train_drafter")[2:]) == [1, 2]
 
 
-def test_nobody_trains_on_texts_that_are_not_to_be_learned():
+def test_no_worker_trains_on_texts_of_an_evaluation():
     pool = ScriptedPool(2)
     group = begun(pool)
     assert texts(group.rollout(1, TAIL, trains=False)) == [text(each) for each in TAIL]
@@ -79,13 +79,13 @@ def test_nobody_trains_on_texts_that_are_not_to_be_learned():
 
 
 @pytest.mark.parametrize("training", ["serial", "never"])
-def test_nobody_trains_meanwhile_unless_that_is_asked_for(training):
+def test_no_worker_trains_during_the_rollout_unless_configured(training):
     pool = ScriptedPool(2)
     begun(pool, training).rollout(1, TAIL)
     assert not pool.starts("train_drafter")
 
 
-def test_without_a_drafter_there_is_nothing_to_train_or_to_keep():
+def test_without_a_drafter_nothing_is_trained_or_saved():
     pool = ScriptedPool(2, has_drafter=False)
     group = begun(pool)
     assert texts(group.rollout(1, TAIL)) == [text(each) for each in TAIL]
@@ -100,7 +100,7 @@ def test_without_a_drafter_there_is_nothing_to_train_or_to_keep():
     assert (group.published, group.drain_decisions(), group.drafter_state()) == (None, [], None)
 
 
-def test_who_found_that_training_does_not_pay_rests_until_the_next_rollout():
+def test_a_worker_whose_training_does_not_pay_is_idle_until_the_next_rollout():
     spot_script = SpotScript(ends_s=1.0, reason=SpotEnd.NO_GAIN)
     pool = ScriptedPool(3, spot_scripts=lambda worker, nth: spot_script)
     group = begun(pool)
@@ -110,7 +110,7 @@ def test_who_found_that_training_does_not_pay_rests_until_the_next_rollout():
     assert sorted(worker for _, worker in pool.starts("train_drafter")[2:]) == [1, 2]
 
 
-def test_who_had_nothing_to_learn_is_sent_again_when_there_is_news():
+def test_a_worker_without_texts_trains_again_when_there_are_new_ones():
     spot_script = SpotScript(ends_s=0.1, reason=SpotEnd.NO_TEXTS)
     pool = ScriptedPool(2, spot_scripts=lambda worker, nth: spot_script)
     begun(pool).rollout(1, requests(100, 10))
@@ -120,7 +120,7 @@ def test_who_had_nothing_to_learn_is_sent_again_when_there_is_news():
     assert all(second - first > 0.9 * POLL_S for first, second in pairwise(times[1:]))
 
 
-def test_a_spot_worker_that_does_not_stop_is_replaced_and_holds_nobody_up():
+def test_a_spot_worker_that_does_not_stop_is_replaced_without_delay():
     pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(stop_s=float("inf")))
     group = begun(pool)
     rolled = group.rollout(1, TAIL)
@@ -130,7 +130,7 @@ def test_a_spot_worker_that_does_not_stop_is_replaced_and_holds_nobody_up():
     assert texts(group.rollout(2, TAIL)) == [text(each) for each in TAIL]
 
 
-def test_a_spot_worker_that_hears_nothing_is_replaced_and_holds_nobody_up():
+def test_a_frozen_spot_worker_is_replaced_without_delay():
     faults = [Fault(worker=1, task="train_drafter", after_s=2.0, kind="frozen")]
     pool = ScriptedPool(2, faults=faults)
     rolled = begun(pool).rollout(1, requests(200, 10))
@@ -139,7 +139,7 @@ def test_a_spot_worker_that_hears_nothing_is_replaced_and_holds_nobody_up():
     assert pool.births == [0, 1]
 
 
-def test_a_shard_whose_worker_is_lost_fetches_one_back_from_training():
+def test_the_shard_of_a_lost_worker_is_given_to_one_that_was_training():
     faults = [Fault(worker=0, task="generate", after_s=5.0)]
     pool = ScriptedPool(2, faults=faults)
     group = begun(pool)
@@ -154,7 +154,7 @@ def test_a_shard_whose_worker_is_lost_fetches_one_back_from_training():
     assert pool.births == [1, 0]
 
 
-def test_who_is_fetched_back_and_does_not_come_is_replaced():
+def test_a_worker_that_does_not_stop_training_for_a_shard_is_replaced():
     faults = [
         Fault(worker=0, task="generate", after_s=5.0),
         Fault(worker=0, task="ready", nth=2, kind="hangs"),
@@ -168,7 +168,7 @@ def test_who_is_fetched_back_and_does_not_come_is_replaced():
     assert pool.clock.now < 5.0 + STOP_S + 20.0
 
 
-def test_a_worker_that_makes_no_step_is_replaced_and_its_texts_written_again():
+def test_a_worker_that_makes_no_step_is_replaced_and_its_texts_generated_again():
     for kind in ("hangs", "frozen"):
         faults = [Fault(worker=0, task="generate", after_s=1.0, kind=kind)]
         pool = ScriptedPool(2, faults=faults)
@@ -178,14 +178,14 @@ def test_a_worker_that_makes_no_step_is_replaced_and_its_texts_written_again():
         assert f"made no step for {HANG_S:.0f} s" in pool.log_lines[0]
 
 
-def test_a_worker_that_takes_long_but_makes_steps_is_left_alone():
+def test_a_slow_worker_that_makes_steps_is_not_replaced():
     pool = ScriptedPool(2)
     begun(pool).rollout(1, requests(999, 998))
     assert pool.log_lines == []
 
 
-def test_a_stop_that_is_not_taken_back_costs_a_shard_no_text():
-    # Worker 1 trains, is told to stop, and hears only later that it may go on.
+def test_a_stop_that_was_not_cleared_costs_no_text():
+    # Worker 1 trains, is stopped, and receives `clear_stop` late.
     pool = ScriptedPool(2, late={(1, "clear_stop"): 2})
     group = begun(pool)
     for step in (1, 2, 3):
@@ -194,7 +194,7 @@ def test_a_stop_that_is_not_taken_back_costs_a_shard_no_text():
     assert pool.births == [0, 0]
 
 
-def test_progress_counts_what_is_done_and_what_is_on_its_way_once():
+def test_progress_counts_finished_and_running_shards_once():
     received: list[Progress] = []
     faults = [Fault(worker=1, task="generate", after_s=4.0)]
     pool = ScriptedPool(2, faults=faults)
@@ -206,7 +206,7 @@ def test_progress_counts_what_is_done_and_what_is_on_its_way_once():
     assert received[-1].num_running == 1
 
 
-def test_an_interrupted_rollout_leaves_everybody_idle_and_able_to_save(tmp_path):
+def test_an_interrupted_rollout_leaves_all_workers_idle_and_able_to_save(tmp_path):
     interrupts = iter([False] * 20 + [True] + [False] * 1000)
 
     def listen(progress: Progress) -> None:

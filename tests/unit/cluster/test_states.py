@@ -50,7 +50,7 @@ def replayed(interval: StateInterval) -> tuple[State, ...]:
 
 @pytest.mark.parametrize("present", State)
 @pytest.mark.parametrize("wanted", State)
-def test_the_changes_there_are_are_those_in_the_picture(present: State, wanted: State) -> None:
+def test_the_allowed_changes_are_those_of_the_diagram(present: State, wanted: State) -> None:
     worker_states = WorkerStates(1, ticking())
     for state in PATHS[present]:
         worker_states.move(0, state)
@@ -63,7 +63,7 @@ def test_the_changes_there_are_are_those_in_the_picture(present: State, wanted: 
         assert worker_states.state(0) is present
 
 
-def test_a_refusal_names_worker_states_reason_and_what_was_possible() -> None:
+def test_a_refused_change_names_worker_states_reason_and_alternatives() -> None:
     worker_states = WorkerStates(8, ticking())
     worker_states.move(7, State.IDLE)
     worker_states.move(7, State.SPOT)
@@ -77,7 +77,7 @@ def test_a_refusal_names_worker_states_reason_and_what_was_possible() -> None:
     assert issubclass(ClusterError, LongtailError)
 
 
-def test_a_worker_that_is_not_there_cannot_be_moved() -> None:
+def test_an_unknown_worker_is_a_key_error() -> None:
     worker_states = WorkerStates(2, ticking())
     for worker in (2, -1):
         with pytest.raises(KeyError):
@@ -85,7 +85,7 @@ def test_a_worker_that_is_not_there_cannot_be_moved() -> None:
 
 
 @given(moves)
-def test_no_sequence_of_moves_makes_a_change_that_is_not_in_the_picture(
+def test_no_sequence_of_moves_makes_a_change_outside_the_diagram(
     attempts: list[tuple[int, State]],
 ) -> None:
     worker_states = WorkerStates(WORKERS, ticking())
@@ -115,7 +115,7 @@ def test_every_worker_is_in_exactly_one_state_at_any_time(
 
 
 @given(st.lists(moves, min_size=1, max_size=4))
-def test_drained_intervals_meet_and_rebuild_the_states(
+def test_drained_intervals_are_contiguous_and_rebuild_the_states(
     steps: list[list[tuple[int, State]]],
 ) -> None:
     worker_states = WorkerStates(WORKERS, ticking())

@@ -18,7 +18,7 @@ def stream(step: int = 1, buffer: DrafterBuffer | None = None) -> TextStream:
     return TextStream(DrafterBuffer(10**6, seed=0) if buffer is None else buffer, step)
 
 
-def test_a_text_travels_once_and_its_longer_versions_as_they_come():
+def test_a_text_is_sent_once_and_then_only_its_longer_versions():
     texts = stream()
     texts.add([written("a", 3), written("b", 2)])
     assert texts.unsent(7) == [written("a", 3), written("b", 2)]
@@ -33,7 +33,7 @@ def test_a_text_travels_once_and_its_longer_versions_as_they_come():
     assert texts.unsent(7) == []
 
 
-def test_only_the_longest_version_is_told_to_who_comes_late_or_anew():
+def test_a_late_or_new_worker_is_sent_only_the_longest_version():
     texts = stream()
     for length in (1, 2, 3):
         texts.add([written("a", length)])
@@ -43,20 +43,20 @@ def test_only_the_longest_version_is_told_to_who_comes_late_or_anew():
     assert texts.unsent(7) == [written("a", 3)]
 
 
-def test_what_was_not_told_stays_news_until_it_is():
+def test_a_text_stays_unsent_until_it_is_marked_as_sent():
     texts = stream()
     texts.add([written("a", 1)])
     assert texts.unsent(7) == texts.unsent(7) == [written("a", 1)]
 
 
-def test_a_text_without_a_generated_token_says_nothing():
+def test_a_text_without_a_generated_token_is_ignored():
     texts = stream()
     texts.add([written("a", 0)])
     assert not texts.has_texts
     assert texts.unsent(7) == []
 
 
-def test_the_buffer_holds_what_travels_and_what_it_kept_travels_first():
+def test_texts_kept_by_the_buffer_are_sent_first():
     buffer = DrafterBuffer(10**6, seed=0)
     buffer.add(written(f"{index}", index, is_finished=True) for index in range(1, 6))
     texts = stream(2, buffer)
@@ -68,7 +68,7 @@ def test_the_buffer_holds_what_travels_and_what_it_kept_travels_first():
     assert buffer.snapshots() == texts.unsent(7)
 
 
-def test_texts_of_a_restored_buffer_travel_in_the_order_of_their_steps():
+def test_texts_of_a_restored_buffer_are_sent_in_the_order_of_their_steps():
     buffer = DrafterBuffer(10**6, seed=0)
     buffer.add([written("a", 5), written("b", 5)])
     buffer.add([written("c", 1, step=2), written("b", 6), written("a", 6)])

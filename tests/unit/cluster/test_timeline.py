@@ -1,51 +1,21 @@
-"""Timelines: spans of changes, the numbers of a step, traces and their file."""
-
-import json
-import subprocess
-import sys
-from dataclasses import replace
-from itertools import groupby
-from pathlib import Path
-from typing import Any
+"""Timelines: the spans of the changes, and the metrics of a step."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.cluster.states import State, StateChange, StateInterval
-from longtail.cluster.timeline import Mark, Span, Timeline, TraceFile, read_trace, to_trace
-from longtail.errors import ConfigError
-
-LETTERS = {
-    "+": State.STARTING, "G": State.GENERATING, ".": State.IDLE, "s": State.SPOT,
-    "L": State.LEARNING, "x": State.DEAD,
-}  # fmt: skip
-
-
-def drawn(*workers: str, begin_s: float = 0.0, marks: tuple[Mark, ...] = ()) -> Timeline:
-    """Make a timeline of a picture: a line a worker, a letter a second."""
-    changes = []
-    for worker, letters in enumerate(workers):
-        at = begin_s
-        for letter, same in groupby(letters):
-            changes.append(StateChange(worker=worker, state=LETTERS[letter], at=at))
-            at += len(list(same))
-    interval = StateInterval(
-        begin_s=begin_s,
-        end_s=begin_s + len(workers[0]),
-        states=(State.IDLE,) * len(workers),
-        changes=tuple(sorted(changes, key=lambda change: change.at)),
-    )
-    return Timeline.of(interval, marks)
+from longtail.cluster.timeline import Mark, Span, Timeline
+from support.timelines import LETTERS, drawn
 
 
 def counted(*workers: str) -> dict[str, float]:
-    """Count the numbers of a picture second by second."""
+    """Count the metrics of a picture second by second."""
     columns = list(zip(*workers, strict=True))
     during = [column for column in columns if "G" in column]
     spot = sum(column.count("s") for column in during)
     idle = sum(column.count(".") for column in during)
-    stolen = sum("s" in column and "G" not in column for column in columns)
+    latency = sum("s" in column and "G" not in column for column in columns)
     every = "".join(workers)
     return {
         "cluster/generating_s": every.count("G"),
@@ -53,8 +23,8 @@ def counted(*workers: str) -> dict[str, float]:
         "cluster/spot_s": every.count("s"),
         "cluster/learning_s": every.count("L"),
         "cluster/idle_utilization": spot / max(spot + idle, 1),
-        "cluster/spot_stop_latency_s": stolen,
-        "cluster/spot_stop_latency_share": stolen / len(columns),
+        "cluster/spot_stop_latency_s": latency,
+        "cluster/spot_stop_latency_share": latency / len(columns),
     }
 
 
@@ -70,7 +40,7 @@ pictures = st.integers(1, 20).flatmap(
 )
 
 
-def test_changes_become_spans_that_lie_end_to_end() -> None:
+def test_changes_become_contiguous_spans() -> None:
     interval = StateInterval(
         begin_s=10.0,
         end_s=14.0,
@@ -110,7 +80,7 @@ def test_spans_cover_each_workers_time_once(picture: list[str]) -> None:
         } == {LETTERS[letter]: letters.count(letter) for letter in set(letters)}
 
 
-def test_the_numbers_of_a_step_are_those_counted_by_hand() -> None:
+def test_the_metrics_of_a_step_are_those_counted_by_hand() -> None:
     timeline = drawn(*WORKED)
     assert timeline.phases == [(0.0, 8.0)]
     # in the phase: worker 1 is idle for 1 s and in spot for 4, worker 2 idle for 6; 2 s of spot
@@ -128,9 +98,9 @@ def test_the_numbers_of_a_step_are_those_counted_by_hand() -> None:
     )
 
 
-def test_each_rollout_of_a_step_counts_for_itself() -> None:
-    # held-out problems first: 1 s is stolen there, 2 s behind the second; idle time between the
-    # rollouts is nobody's loss
+def test_each_rollout_of_a_step_has_a_phase_of_its_own() -> None:
+    # an evaluation first: 1 s of latency after it, 2 s after the rollout; idle time between the two
+    # is in no phase
     picture = ("GGGG...GGGG..LL", "Gssss..GG.sssLL")
     timeline = drawn(*picture)
     assert timeline.phases == [(0.0, 4.0), (7.0, 11.0)]
@@ -140,156 +110,11 @@ def test_each_rollout_of_a_step_counts_for_itself() -> None:
 
 
 @given(pictures)
-def test_any_steps_numbers_are_those_counted_second_by_second(picture: list[str]) -> None:
+def test_the_metrics_of_any_step_are_those_counted_second_by_second(picture: list[str]) -> None:
     assert drawn(*picture, begin_s=2.0).metrics() == pytest.approx(counted(*picture))
 
 
-def test_where_nothing_was_to_harvest_the_share_is_zero() -> None:
+def test_idle_utilization_is_zero_without_idle_time() -> None:
     assert drawn("GGLL", "GGLL").metrics()["cluster/idle_utilization"] == 0.0
     empty = Timeline(spans=(), marks=(), begin_s=1.0, end_s=1.0)
     assert set(empty.metrics().values()) == {0.0}
-
-
-def test_a_trace_is_what_perfetto_reads() -> None:
-    marks = (Mark(worker=1, at_s=101.25, name="drafter v3 published"),)
-    steps = {7: drawn("GG", "Gs", begin_s=100.0, marks=marks), 8: drawn("L", begin_s=102.0)}
-    trace = to_trace(steps)
-    assert json.loads(json.dumps(trace)) == trace
-
-    def whole(name: str, ts: float, dur: float, tid: int, step: int) -> dict[str, Any]:
-        place = {"pid": 0, "tid": tid, "args": {"step": step}}
-        return {"name": name, "ph": "X", "ts": ts, "dur": dur, **place}
-
-    names = [
-        {
-            "name": "thread_name", "ph": "M", "pid": 0, "tid": worker,
-            "args": {"name": f"worker {worker}", "step": 7},
-        }
-        for worker in (0, 1)
-    ]  # fmt: skip
-    instant = {
-        "name": "drafter v3 published", "ph": "i", "s": "t", "ts": 1.25e6, "pid": 0, "tid": 1,
-        "args": {"step": 7},
-    }  # fmt: skip
-    assert trace["traceEvents"] == [
-        *names,
-        whole("generating", 0.0, 2e6, 0, 7),
-        whole("generating", 0.0, 1e6, 1, 7),
-        whole("spot", 1e6, 1e6, 1, 7),
-        instant,
-        whole("learning", 2e6, 1e6, 0, 8),
-    ]
-    assert to_trace({})["traceEvents"] == []
-
-
-STEPS = {
-    step: drawn(
-        "GGGLL",
-        "GssLL",
-        begin_s=50.0 + 5 * step,
-        marks=(Mark(worker=0, at_s=51.0 + 5 * step, name=f"drafter v{step} published"),),
-    )
-    for step in range(1, 5)
-}
-
-
-def written(path: Path, steps: range, last_step: int | None = None, later_s: float = 0.0) -> None:
-    """Write steps in a sitting whose clock is so much ahead."""
-    file = TraceFile(path, last_step=last_step)
-    for step in steps:
-        one = STEPS[step]
-        spans = tuple(
-            replace(span, begin_s=span.begin_s + later_s, end_s=span.end_s + later_s)
-            for span in one.spans
-        )
-        marks = tuple(replace(mark, at_s=mark.at_s + later_s) for mark in one.marks)
-        begin_s, end_s = one.begin_s + later_s, one.end_s + later_s
-        file.append(step, Timeline(spans=spans, marks=marks, begin_s=begin_s, end_s=end_s))
-    file.close()
-
-
-def test_a_file_holds_the_trace_step_by_step(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "trace.json"
-    file = TraceFile(path)
-    assert read_trace(path) == []
-    for step, timeline in STEPS.items():
-        before = path.read_bytes()
-        file.append(step, timeline)
-        assert path.read_bytes().startswith(before)
-    file.close()
-    assert read_trace(path) == to_trace(STEPS)["traceEvents"]
-    assert json.loads(path.read_text().removesuffix(",\n") + "]") == read_trace(path)
-
-
-@pytest.mark.parametrize("later_s", [0.0, -1000.0, 1000.0])
-def test_a_resumed_trace_goes_on_where_the_checkpoint_left_it(
-    tmp_path: Path, later_s: float
-) -> None:
-    # the second sitting's clock began anew: what it says of the time between them means nothing
-    path = tmp_path / "trace.json"
-    written(path, range(1, 5))
-    whole = path.read_bytes()
-    with path.open("ab") as file:
-        file.write(b'{"name": "spot", "ph": "X", "ts": 2')  # killed while writing
-    written(path, range(3, 5), last_step=2, later_s=later_s)
-    assert path.read_bytes() == whole
-    assert [each.name for each in tmp_path.iterdir()] == ["trace.json"]
-
-
-def test_a_new_run_begins_a_new_trace(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    written(path, range(1, 3))
-    TraceFile(path).close()
-    assert read_trace(path) == []
-
-
-def test_a_resumed_run_without_a_trace_begins_one(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    written(path, range(3, 4), last_step=2)
-    assert read_trace(path) == to_trace({3: STEPS[3]})["traceEvents"]
-
-
-def test_a_trace_is_read_with_its_bracket_and_without(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    written(path, range(1, 3))
-    events, text = read_trace(path), path.read_text()
-    path.write_text(text.removesuffix(",\n") + "\n]\n")
-    assert read_trace(path) == events
-    path.write_text(text + '{"name": "being writ')
-    assert read_trace(path) == events
-
-
-def test_what_is_no_trace_is_named_with_what_to_give(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    with pytest.raises(ConfigError, match=r"trace\.json: .*; give the trace\.json of a run"):
-        read_trace(path)
-    path.write_text("rubbish\n")
-    with pytest.raises(ConfigError, match="it is no trace"):
-        read_trace(path)
-
-
-def test_a_full_disk_is_an_error_and_the_trace_stays_readable(tmp_path: Path) -> None:
-    # the kernel's own refusal: the process may write no file beyond 1000 bytes
-    script = (
-        "import resource, sys\n"
-        "from pathlib import Path\n"
-        "from longtail.cluster.states import State\n"
-        "from longtail.cluster.timeline import Span, Timeline, TraceFile\n"
-        "from longtail.errors import CheckpointError\n"
-        "file = TraceFile(Path(sys.argv[1]))\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "span = Span(worker=0, state=State.IDLE, begin_s=0.0, end_s=1.0)\n"
-        "one = Timeline(spans=(span,), marks=(), begin_s=0.0, end_s=1.0)\n"
-        "try:\n"
-        "    for step in range(100): file.append(step, one)\n"
-        "except CheckpointError as error: print(error)\n"
-    )
-    path = tmp_path / "trace.json"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
-    )
-    assert "trace.json: " in done.stdout
-    assert "free some space" in done.stdout
-    steps = [event["args"]["step"] for event in read_trace(path)]
-    assert steps[1:] == list(range(len(steps) - 1))
-    assert len(steps) > 5

@@ -1,15 +1,15 @@
-"""Every wait of the cluster, while everybody that it waits for dies; in simulated time.
+"""Every wait of the cluster ends if the workers that it waits for die; in simulated time.
 
-    wait                                            who is waited for
-    WorkerSupervisor.wait_ready  at the beginning              those that start
-                      later                         newcomers: ready, the policy, publish
-                      a newcomer without a policy   an idle colleague, which has no task to end
-    WorkerSupervisor.run         learn, join, gather, ...      those that were given the task
-    WorkerSupervisor.abandon     after an interruption         those that write and train
-    Rollout.run       shards                        those that write
-    Rollout._recall   the end of spot training      those that train
-    WorkerGroup._address    a place to meet               the first worker
-    WorkerSupervisor.asked       any answer                    the worker that was asked
+    wait                                                 waits for
+    WorkerSupervisor.wait_ready   at the beginning       all workers
+                                  later                  new workers: ready, policy, publish
+                                  without a policy       an idle worker, which has no task to end
+    WorkerSupervisor.run          learn, join, ...       the workers of the task
+    WorkerSupervisor.abandon      an interruption        workers that generate and train
+    WorkerSupervisor.ask          any answer             one worker
+    RolloutCoordinator.run        shards                 workers that generate
+                                  the end of training    workers that train
+    LearnerTeam                   a meeting point        the first worker
 
 A wait that does not end fails an assertion of the simulated clock.
 """
@@ -37,7 +37,7 @@ NEVER_MET = "the workers cannot find each other"
 
 
 def always(task: str, first: int = 0, after_s: float = 0.0) -> list[Fault]:
-    """Whoever does a task dies of it."""
+    """Return faults that kill every worker that does a task."""
     return [
         Fault(worker=worker, task=task, nth=nth, after_s=after_s)
         for worker in range(2)
@@ -46,7 +46,7 @@ def always(task: str, first: int = 0, after_s: float = 0.0) -> list[Fault]:
 
 
 def a_run(group: WorkerGroup, place: Path) -> None:
-    """Everything that a run has its workers do."""
+    """Run every task of a training run."""
     group.restore(place, LearnerState(tensors={}, numbers={"version": 0}))
     for step in (1, 2):
         group.rollout(step, requests(40, 9, 9, 9))
@@ -57,6 +57,7 @@ def a_run(group: WorkerGroup, place: Path) -> None:
         group.learner_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
     [
@@ -65,15 +66,15 @@ def a_run(group: WorkerGroup, place: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
-def test_a_task_that_everybody_dies_of_ends_the_run_with_its_sentence(task, kind, tmp_path):
+def test_a_task_that_kills_every_worker_ends_the_run_with_a_remedy(task, kind, tmp_path):
     deadly = [Fault(worker=f.worker, task=task, nth=f.nth, kind=kind) for f in always(task)]
     with pytest.raises(ClusterError, match="|".join((AGAIN_AND_AGAIN, ALL_LOST, FAILED))):
         a_run(begun(ScriptedPool(2, faults=deadly, limit_s=20_000.0)), tmp_path)
 
 
 @pytest.mark.parametrize("task", ["ready", "restore", "publish"])
-def test_newcomers_that_die_of_their_beginning_end_the_run(task, tmp_path):
-    # The first worker is lost and none in its place ever gets as far as to be idle.
+def test_new_workers_that_die_while_they_start_end_the_run(task, tmp_path):
+    # The first worker is lost, and no new one in its place becomes idle.
     first = {"ready": 2, "restore": 0, "publish": 1}[task]
     deadly = [fault for fault in always(task, first) if fault.worker == 0]
     pool = ScriptedPool(2, faults=[Fault(worker=0, task="learn"), *deadly])
@@ -83,8 +84,8 @@ def test_newcomers_that_die_of_their_beginning_end_the_run(task, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
-def test_a_colleague_that_is_gone_before_it_handed_on_the_policy_is_lost_like_any_other(kind):
-    # Its share is done and it is idle while the other's successor begins: no task of it will end.
+def test_a_worker_lost_before_it_copied_its_policy_ends_the_run_with_a_remedy(kind):
+    # It is idle while the new worker starts, so no task of it will end.
     pool = ScriptedPool(2)
     group = begun(pool, "never")
     group.rollout(1, requests(9, 9))
@@ -99,7 +100,7 @@ def test_a_colleague_that_is_gone_before_it_handed_on_the_policy_is_lost_like_an
     assert how in pool.log_lines[-1]
 
 
-def test_a_third_worker_hands_on_the_policy_in_place_of_one_that_is_gone():
+def test_a_third_worker_copies_its_policy_in_place_of_a_lost_one():
     pool = ScriptedPool(3)
     group = begun(pool, "never")
     group.rollout(1, requests(9, 9, 9))
@@ -110,7 +111,7 @@ def test_a_third_worker_hands_on_the_policy_in_place_of_one_that_is_gone():
     assert pool.births == [1, 1, 0]
 
 
-def test_all_that_write_and_train_die_and_the_rollout_ends():
+def test_the_death_of_all_busy_workers_ends_the_rollout():
     pool = ScriptedPool(3)
     group = begun(pool)
     for worker in range(3):
@@ -121,7 +122,7 @@ def test_all_that_write_and_train_die_and_the_rollout_ends():
 
 
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
-def test_spot_workers_that_die_while_they_stop_are_not_waited_for(kind):
+def test_a_rollout_does_not_wait_for_spot_workers_that_die_while_they_stop(kind):
     pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(stop_s=5.0))
     group, asked = begun(pool), requests(90, 9, 9)
     for worker in (1, 2):
@@ -133,7 +134,7 @@ def test_spot_workers_that_die_while_they_stop_are_not_waited_for(kind):
 
 
 @pytest.mark.parametrize("kind", ["lost", "frozen"])
-def test_everybody_dies_while_an_interrupted_rollout_is_abandoned(kind, tmp_path):
+def test_abandoning_a_rollout_ends_if_all_workers_die(kind, tmp_path):
     def listen(progress: Progress) -> None:
         if progress.num_generated > 60:
             raise Interrupted
@@ -150,7 +151,7 @@ def test_everybody_dies_while_an_interrupted_rollout_is_abandoned(kind, tmp_path
         group.save_policy(tmp_path / "policy")
 
 
-def test_a_drafter_trainer_that_dies_while_all_others_wait_holds_nobody_up():
+def test_serial_training_that_dies_repeatedly_delays_no_step():
     pool = ScriptedPool(2, faults=always("train_drafter", after_s=0.3))
     group = begun(pool, "serial")
     group.rollout(1, requests(90, 9))
@@ -160,7 +161,7 @@ def test_a_drafter_trainer_that_dies_while_all_others_wait_holds_nobody_up():
     assert pool.births == [1, 0]
 
 
-def test_a_first_worker_that_dies_whenever_others_would_meet_it_ends_the_run():
+def test_a_first_worker_that_dies_at_every_meeting_ends_the_run():
     pool = ScriptedPool(2)
 
     meeting_point = pool.meeting_point
@@ -187,7 +188,7 @@ MESSAGES: Sequence[str] = (
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_a_death_noticed_in_place_of_an_answer_is_a_loss(message):
+def test_a_death_noticed_in_place_of_an_answer_is_counted_as_a_loss(message):
     pool = ScriptedPool(3)
     group, asked = begun(pool), requests(90, 9, 9)
     killed: list[int] = []

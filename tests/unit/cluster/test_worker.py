@@ -1,4 +1,4 @@
-"""What a worker does with messages: heard between two steps, and only if they are news."""
+"""Messages to a worker: they take effect between two steps, and only if they are new."""
 
 import pytest
 
@@ -67,7 +67,7 @@ def served(worker: Worker) -> int:
     return weights.version
 
 
-def test_an_offer_older_than_what_is_served_is_passed_over(worker, asked):
+def test_an_offer_older_than_the_served_drafter_is_ignored(worker, asked):
     worker.adopt(offer(worker, 3, 1.01))
     worker.offer(offer(worker, 2, 1.02))  # came as the rollout before had ended
     worker.publish()
@@ -76,7 +76,7 @@ def test_an_offer_older_than_what_is_served_is_passed_over(worker, asked):
     assert [verdict.version for verdict in worker.drain_verdicts()] == [3]
 
 
-def test_of_several_offers_the_newest_is_taken_whatever_their_order(worker, asked):
+def test_the_newest_of_several_offers_is_adopted_in_any_order(worker, asked):
     for version in (4, 6, 5):
         worker.offer(offer(worker, version, 1.0 + version / 100))
     worker.publish()
@@ -95,7 +95,7 @@ def test_learning_shows_a_beat_for_every_micro_batch(components, worker):
     assert worker.progress() == Progress(beats=len(batch.micro_batches) + 1)
 
 
-def test_while_it_learns_the_engine_lends_its_memory(components, worker, asked, monkeypatch):
+def test_the_engine_releases_memory_during_a_learner_step(components, worker, asked, monkeypatch):
     calls: list[str] = []
     for of, name in (
         (type(components.engine), "sleep"),
@@ -113,7 +113,7 @@ def test_while_it_learns_the_engine_lends_its_memory(components, worker, asked, 
     assert calls == ["sleep", "step", *["wake"] * len(asked)]
 
 
-def test_texts_are_told_of_the_rollout_that_is_under_way_only(worker, asked):
+def test_texts_are_of_the_present_rollout_only(worker, asked):
     worker.publish()
     seen: list[int] = []
     worker.on_step = lambda progress: seen.append(len(worker.texts(1)))
@@ -143,7 +143,7 @@ def learn(components: WorkerComponents) -> SpotReport:
     )
 
 
-def test_a_worker_learns_its_own_texts_from_the_features_that_it_has(components, asked):
+def test_a_worker_trains_on_its_own_texts_with_the_features_it_kept(components, asked):
     report = train(components, asked, 1)
     assert report.num_reused == report.num_tokens > 0
     Worker(components).publish()  # the same texts, of a policy that is gone
@@ -151,8 +151,9 @@ def test_a_worker_learns_its_own_texts_from_the_features_that_it_has(components,
     assert report.num_tokens > report.num_reused == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("--spot.features_mb=0",), ("--spot.train=serial",)])
-def test_where_nothing_could_be_reused_nothing_is_kept(workshop, asked, words):
+def test_features_are_not_kept_if_they_could_not_be_reused(workshop, asked, words):
     """A rollout is over and its policy gone when a drafter is trained serially."""
     components = make_components(workshop, *words)
     assert components.engine.speculation is not None

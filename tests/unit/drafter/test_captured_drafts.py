@@ -78,6 +78,7 @@ def other_weights(model: Transformer) -> dict[str, Tensor]:
     return copy_parameters(layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [eagle1, eagle3, ModelDrafter], ids=["eagle1", "eagle3", "model"])
 def test_captured_and_eager_passes_draft_the_same(
     make: Callable[[Transformer], Drafter], monkeypatch

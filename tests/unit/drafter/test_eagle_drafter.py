@@ -67,6 +67,7 @@ def defined_scores(
     return [model.logits(out.scored[root + s : root + s + 1])[0] for s, out in enumerate(outputs)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("length", [6, 23, 3 * WINDOW + MAX_NODES + 40])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
@@ -92,6 +93,7 @@ def test_a_draft_equals_the_training_pass(recipe, length, temperature):
         assert tree.margins[depth - 1] == pytest.approx(lead, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_drafts_after_late_prefill_equal_those_with_steady_prefill(recipe):
     model = tiny_model(dtype=torch.float64)

@@ -109,6 +109,7 @@ def train(
     return report, measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_training_with_reused_features_equals_training_without(recipe: Recipe) -> None:
     """Weights, moments and measurements agree, also for windows and texts of other engines."""
@@ -137,6 +138,7 @@ def test_training_with_reused_features_equals_training_without(recipe: Recipe) -
         assert other.accept_len == pytest.approx(one.accept_len, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_target_computes_only_texts_that_were_not_kept() -> None:
     place = Workplace.at("eagle3")
     spot = place.spot("eagle3", reuses=True)
@@ -150,6 +152,7 @@ def test_the_target_computes_only_texts_that_were_not_kept() -> None:
         assert report.num_trained - report.num_reused == learned_anew
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_states_are_the_same_whether_reused_or_computed(recipe: Recipe) -> None:
     """Each trained pair has the feature of its first token and the final state of its second."""
@@ -172,6 +175,7 @@ def test_states_are_the_same_whether_reused_or_computed(recipe: Recipe) -> None:
     assert torch.equal(kept.after[last].isnan().all(1), kept.reused[last])
 
 
+@pytest.mark.slow
 def test_nothing_is_reused_after_the_weights_change() -> None:
     """Texts of the previous step are trained again with the features of the new policy."""
     place = Workplace.at("eagle1")
@@ -183,6 +187,7 @@ def test_nothing_is_reused_after_the_weights_change() -> None:
     assert train(spot, buffer_of(*place.own), 3)[0].num_reused == 0
 
 
+@pytest.mark.slow
 def test_in_float32_the_trained_weights_agree_up_to_rounding() -> None:
     """States differ by about 1e-6, and at most ten updates at rate 1e-2 amplify that little."""
     place = Workplace.at("eagle3", torch.float32)

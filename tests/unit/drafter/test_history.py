@@ -391,6 +391,7 @@ def test_better_known_text_is_drafted_deeper():
             assert draft(drafter, asked, strategy=strategy).tokens == tokens
 
 
+@pytest.mark.slow
 @given(TEXTS, st.integers(1, 6))
 def test_counts_do_not_depend_on_how_the_text_is_observed(texts, piece):
     whole, cut = drafter_that_saw(*texts), HistoryDrafter()

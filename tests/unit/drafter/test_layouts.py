@@ -131,6 +131,7 @@ def test_norm_before_residual_is_exported_and_imported(tmp_path, target):
 PROMPTS = [tuple(range(5, 40)), (9, 8, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "layout"), [("eagle1", "sglang"), ("eagle3", "vllm")])
 def test_the_self_check_passes_a_correct_export_and_refuses_any_changed_tensor(
     tmp_path, target, recipe, layout
@@ -149,6 +150,7 @@ def test_the_self_check_passes_a_correct_export_and_refuses_any_changed_tensor(
             self_check(path, loaded, target, PROMPTS, 16)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_export_is_checked_against_the_rounded_drafter(tmp_path, target):
     loaded = export(tmp_path / "d", "hf", target, "eagle3", torch.bfloat16, reduced=True)
     assert read_tensors(tmp_path / "d")["fc.weight"].dtype == torch.bfloat16
@@ -286,6 +288,7 @@ def test_a_head_equal_to_the_targets_rows_trains_the_same(target):
     assert not torch.equal(score_rows(scored, other).cross_entropy, mine.cross_entropy)
 
 
+@pytest.mark.slow
 def test_a_drafter_with_the_targets_rows_as_its_own_head_drafts_the_same(target, tmp_path):
     loaded = export(tmp_path / "d", "vllm", target, "eagle3", reduced=True)
     again = replace(loaded, head=target.model.head.weight[list(DRAFT_IDS)].detach().clone())

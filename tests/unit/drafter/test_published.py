@@ -95,6 +95,7 @@ def test_the_scale_is_moved_by_a_power_of_two_without_loss(tmp_path, target, thr
     assert torch.equal(loaded.layer.fc.weight, tensors["fc.weight"])
 
 
+@pytest.mark.slow
 def test_an_imported_drafter_drafts_trains_saves_and_exports(tmp_path, target, three_taps):
     path = lay(tmp_path / "p", *three_taps)
     (drafter,) = open_drafters(str(path), target, print)

@@ -12,7 +12,15 @@ from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.spot import Replica, SpotEnd, merge
 from longtail.errors import CheckpointError
 from longtail.rl.data.examples import Example
-from support.spot_training import SETTINGS, TEACHING, Room, counting, make_buffer, same, stop_at
+from support.spot_training import (
+    SETTINGS,
+    TEACHING,
+    SpotSetup,
+    counting,
+    make_buffer,
+    same,
+    stop_at,
+)
 
 
 def _replica(value: float | Tensor, num_tokens: int, *, version: int = 1) -> Replica:
@@ -49,8 +57,9 @@ def test_the_digest_depends_on_names_dtypes_shapes_and_values() -> None:
     assert DrafterWeights(version=1, tensors=tensors | {"a": transposed}).digest == digest
 
 
+@pytest.mark.slow
 def test_the_replica_is_the_one_with_the_largest_gain() -> None:
-    room = Room()
+    room = SpotSetup()
     report = room.train(lambda: len(room.measured) == 6)
     assert report.reason is SpotEnd.STOPPED
     assert report.num_steps == 18
@@ -69,7 +78,7 @@ def test_the_replica_is_the_one_with_the_largest_gain() -> None:
 def test_training_ends_when_there_is_no_more_gain() -> None:
     """Without a learning rate there is no gain, so the second measurement ends training."""
     idle = replace(TEACHING, optimizer=replace(TEACHING.optimizer, learning_rate=0.0))
-    room = Room(replace(SETTINGS, trainer=idle, min_gain=0.01, patience=2))
+    room = SpotSetup(replace(SETTINGS, trainer=idle, min_gain=0.01, patience=2))
     report = room.train(lambda: False)
     assert report.reason is SpotEnd.NO_GAIN
     assert report.num_steps == 2 * SETTINGS.measure_every
@@ -78,7 +87,7 @@ def test_training_ends_when_there_is_no_more_gain() -> None:
 
 
 def test_without_held_out_text_a_replica_is_unmeasured() -> None:
-    room = Room()
+    room = SpotSetup()
     held = {text.tokens for text in make_buffer().heldout(10**6)}
     room.buffer = DrafterBuffer(10**6, seed=4)
     room.buffer.add(t for t in (counting(n, 9 + n % 20) for n in range(30)) if t.tokens not in held)
@@ -90,7 +99,7 @@ def test_without_held_out_text_a_replica_is_unmeasured() -> None:
 
 
 def test_an_interval_without_texts_ends_at_once() -> None:
-    room = Room()
+    room = SpotSetup()
     short = replace(counting(1, 3), prompt_len=1)  # a draft of two tokens needs four
     for texts in ([], [counting(1, 3)], [short]):
         room.buffer = DrafterBuffer(10**6, seed=4)
@@ -101,7 +110,7 @@ def test_an_interval_without_texts_ends_at_once() -> None:
 
 
 def test_the_same_version_continues_and_another_starts_from_its_weights() -> None:
-    room = Room()
+    room = SpotSetup()
     room.train(lambda: room.spot._trainer.steps == 2)
     trained = room.tensors()
     room.spot.begin(room.published)
@@ -119,8 +128,9 @@ def test_the_same_version_continues_and_another_starts_from_its_weights() -> Non
     assert all(torch.equal(now[name], trained[name]) for name in moments)
 
 
+@pytest.mark.slow
 def test_trained_tokens_are_counted_from_the_base_over_all_intervals() -> None:
-    room = Room()
+    room = SpotSetup()
     for _ in range(3):  # each too short to measure in
         report = room.train(stop_at(10))
         assert report.num_steps < SETTINGS.measure_every
@@ -134,7 +144,7 @@ def test_trained_tokens_are_counted_from_the_base_over_all_intervals() -> None:
 
 
 def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays() -> None:
-    room = Room()
+    room = SpotSetup()
     before = room.tensors()
     wrong = {n: t[:1] for n, t in room.published.tensors.items()}
     with pytest.raises(CheckpointError, match="another drafter"):
@@ -145,7 +155,7 @@ def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays()
 
 @pytest.mark.parametrize("where", ["target", "replica", "published"])
 def test_a_nan_discards_the_replica_and_raises_nothing(where: str) -> None:
-    room = Room(replace(SETTINGS, measure_every=1 if where == "replica" else 100))
+    room = SpotSetup(replace(SETTINGS, measure_every=1 if where == "replica" else 100))
     room.train(lambda: room.spot._trainer.steps == 2)
     with torch.no_grad():
         if where == "target":
@@ -165,8 +175,9 @@ def test_a_nan_discards_the_replica_and_raises_nothing(where: str) -> None:
     assert room.spot._trainer.steps == 0
 
 
+@pytest.mark.slow
 def test_a_probe_separates_a_broken_drafter_from_a_sound_one_and_changes_nothing() -> None:
-    room = Room()
+    room = SpotSetup()
     room.train(lambda: room.spot._trainer.steps == 20)
     trained = room.spot._trainer.weights()
     before = room.tensors()
@@ -204,7 +215,7 @@ def test_broken_and_outdated_replicas_are_left_out() -> None:
 
 
 def test_an_interval_reports_its_work() -> None:
-    room = Room()
+    room = SpotSetup()
     report = room.train(lambda: room.spot._trainer.steps == 2)
     assert report.num_steps == 2
     assert report.num_tokens > 0

@@ -63,6 +63,7 @@ def _weights(layer: EagleLayer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in layer.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("matrix_rate", [None, 0.02])
 def test_training_improves_a_drafter(recipe: Recipe, matrix_rate: float | None) -> None:
@@ -128,6 +129,7 @@ def test_micro_batches_do_not_change_the_update(recipe: Recipe) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("matrix_rate", [None, 0.02])
 def test_a_restored_trainer_continues_bit_for_bit(
@@ -157,6 +159,7 @@ def test_a_state_of_another_drafter_is_refused_before_anything_changes() -> None
     assert all(torch.equal(v, before[n]) for n, v in _weights(trainer.layer).items())
 
 
+@pytest.mark.slow
 def test_a_reduced_vocabulary_is_trained_and_limits_the_overlap() -> None:
     ids = commonest_tokens(_texts(), 40)
     trainer = _trainer(draft_ids=ids)

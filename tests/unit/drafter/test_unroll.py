@@ -77,6 +77,7 @@ def _draft(
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("window", [0, 1, 2, 5, 40])
 def test_every_unrolled_step_equals_a_draft(recipe: Recipe, window: int) -> None:

@@ -70,7 +70,7 @@ def test_blocks_are_given_only_to_who_owns_them():
     assert pool.try_grow("a", 4)
     with pytest.raises(AssertionError, match="already owns"):
         pool.try_share("a", "a", num_shared=1, num_tokens=2)
-    with pytest.raises(AssertionError, match="not asked for"):
+    with pytest.raises(AssertionError, match="than reserved"):
         pool.try_share("a", "b", num_shared=4, num_tokens=3)
-    with pytest.raises(AssertionError, match="more than is owned"):
+    with pytest.raises(AssertionError, match="handed over than owned"):
         pool.hand_over("a", "b", 5)

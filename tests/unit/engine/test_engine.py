@@ -356,6 +356,7 @@ def test_weights_of_another_model_are_refused_and_nothing_is_copied(changes, mes
     assert (done.tokens, done.policy_version) == ((1, 2, 3), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_running", [8, 3, 1])
 @pytest.mark.parametrize("prompt_len", [1, 2, 30])
 def test_a_group_computes_its_prompt_once(prompt_len, max_running):

@@ -117,6 +117,7 @@ def assert_kept(
     torch.testing.assert_close(rows[:-1], exact[:-1], rtol=0.0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", [silent, RIGHT, WRONG, ragged(3)], ids=["silent", "right", "wrong", "ragged"]
 )
@@ -142,6 +143,7 @@ def test_what_is_kept_is_what_was_asked_for_beside_what_drafters_ask_for(taps) -
         assert_kept(store, model, text, len(request.prompt_tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
 @pytest.mark.parametrize("limits", [CROWDED, CHUNKED], ids=["crowded", "chunked"])
 def test_preempted_chunked_and_shared_prompts_leave_whole_texts(limits, grouped) -> None:
@@ -230,6 +232,7 @@ def test_other_weights_leave_no_feature_of_the_old_ones(aside) -> None:
         assert_kept(store, model, text, len(request.prompt_tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
 @pytest.mark.parametrize("limits", [ROOMY, CROWDED], ids=["roomy", "crowded"])
 def test_memory_is_bounded_and_what_has_no_room_is_not_there(limits, grouped) -> None:

@@ -175,11 +175,11 @@ def test_memory_is_given_only_to_who_owns_it():
     kv = make_cache()
     assert kv.try_grow("a", 8)
     assert kv.try_grow("b", 4)
-    with pytest.raises(AssertionError, match="not asked for"):
+    with pytest.raises(AssertionError, match="than reserved"):
         kv.try_share("a", "c", num_shared=5, num_tokens=4)
     with pytest.raises(AssertionError, match="already owns"):
         kv.try_share("a", "b", num_shared=4, num_tokens=4)
     with pytest.raises(AssertionError, match="already owns"):
         kv.hand_over("a", "b", 4)
-    with pytest.raises(AssertionError, match="more than is owned"):
+    with pytest.raises(AssertionError, match="handed over than owned"):
         kv.hand_over("b", "c", 5)

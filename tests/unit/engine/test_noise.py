@@ -47,6 +47,7 @@ def assert_drafts_read_the_same(
 
 
 # Of a table with hardly any room every other call makes it anew; of a roomy one few do.
+@pytest.mark.slow
 @pytest.mark.parametrize("max_entries", [1, 4 * VOCAB * 5, 2**19])
 @settings(max_examples=30)
 @given(

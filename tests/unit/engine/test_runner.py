@@ -42,6 +42,7 @@ def expected(
     return gumbel_noise(*torch.tensor(places).T.contiguous(), vocab_size)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     steps=st.lists(
@@ -67,6 +68,7 @@ def test_noise_ahead_is_the_keyed_noise_whoever_draws(steps, max_entries):
             each.tokens += [0] * advance
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     drawn=st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=15),

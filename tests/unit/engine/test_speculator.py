@@ -96,6 +96,7 @@ def assert_true_to_the_text(
     torch.testing.assert_close(torch.stack(memory.features), exact, rtol=0.0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taps", FEATURES, ids=["final", "layers", "both"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_drafter_is_told_each_computed_token_once_with_its_own_features(family, taps):

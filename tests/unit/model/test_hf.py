@@ -45,6 +45,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "size"),
     [("vocab_size", 2_000_000_000), ("num_hidden_layers", 10_000), ("hidden_size", 2**30)],

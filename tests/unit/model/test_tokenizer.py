@@ -96,6 +96,7 @@ def test_a_template_that_raises_to_a_power_is_refused_unrendered(tmp_path: Path)
     assert load_tokenizer(tmp_path).render(QUESTION) == "**bold** 6*7?"
 
 
+@pytest.mark.slow
 def test_a_long_chat_is_within_the_bound_of_templates() -> None:
     chat = [{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}] * 5000
     assert len(tiny_tokenizer().render(chat)) > 100_000

@@ -26,6 +26,7 @@ def on_device(*tensors: Tensor) -> list[Tensor]:
     return [each.to(DEVICE) for each in tensors]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 1000, 1024, 20_011])
 def test_noise_is_the_definitions_to_a_few_units_in_the_last_place(vocab):
     found = DRAWS.noise(*on_device(KEYS, POSITIONS), vocab).cpu()
@@ -42,6 +43,7 @@ def logits(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (3 * torch.randn(len(KEYS), vocab, generator=generator)).to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [5, 1000, 8192, 20_011])
 @pytest.mark.parametrize("draws", [DRAWS, TorchDraws()], ids=["triton", "torch"])
@@ -79,6 +81,7 @@ def test_rows_may_lie_in_a_wider_tensor_and_entries_may_be_impossible():
     torch.testing.assert_close(found.logprobs.cpu(), expected.logprobs, rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # NumPy's, of numbers that are none
@@ -92,6 +95,7 @@ def test_logits_that_are_no_numbers_give_a_logprob_that_is_none(bad, temperature
     assert bool((drawn.tokens < 9000).all())
 
 
+@pytest.mark.slow
 def test_an_engine_with_the_kernels_of_a_gpu_writes_what_one_without_writes(monkeypatch):
     """All of them at once, in float32, on logits far enough apart: greedy, drawn and truncated."""
     samplings = (

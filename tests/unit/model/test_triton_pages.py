@@ -95,6 +95,7 @@ class Case:
         torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=TOLERANCES[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "dtype"),
     [
@@ -126,11 +127,13 @@ def test_keys_and_values_are_written_where_they_belong_and_nowhere_else(kv_heads
     assert mine.values.equal(expected.values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1), (12, 2)])
 def test_query_heads_share_their_key_head_whatever_their_number(heads, kv_heads):
     Case(MIXED, heads=heads, kv_heads=kv_heads).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 4, 33, 1000])
 def test_a_window_counts_back_through_draft_and_text(window):
     no_deeper = MIXED if window > 6 else (segment(40), segment(29, 3, tree(*[0] * 4)))
@@ -138,6 +141,7 @@ def test_a_window_counts_back_through_draft_and_text(window):
     Case(segments).check(window=window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 50, 70])
 @pytest.mark.parametrize("programs", [1, 512])
 def test_long_texts_are_cut_into_splits_and_joined(monkeypatch, window, programs):
@@ -148,6 +152,7 @@ def test_long_texts_are_cut_into_splits_and_joined(monkeypatch, window, programs
     Case(segments).check(window=window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize("heads", [2, 14])
 def test_prefill_is_tiled_and_sees_each_token_up_to_itself(window, heads):
@@ -180,6 +185,7 @@ def random_tree(rng: random.Random, size: int) -> DraftTree:
     return tree(*(rng.randint(0, i) for i in range(size)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_drafted_token_has_the_bits_of_one_decoded_plainly(monkeypatch, dtype, seed):
@@ -203,6 +209,7 @@ def test_a_drafted_token_has_the_bits_of_one_decoded_plainly(monkeypatch, dtype,
         assert alone.attend(dtype=dtype)[0].equal(together[1 + 2 + node]), f"node {node + 1}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_prompt_read_in_pieces_has_the_bits_of_one_read_at_once(monkeypatch, dtype):
     """In the tiles of few tokens, which a batch-invariant cache uses for prompts, too."""
@@ -268,6 +275,7 @@ for yes in (True, False):
 """
 
 
+@pytest.mark.slow
 def test_it_compiles_for_hopper_without_one(tmp_path: Path):
     """The compiler needs no GPU: what it refuses is found here, not on the machine that has one."""
     done = subprocess.run(

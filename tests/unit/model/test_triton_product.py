@@ -64,6 +64,7 @@ def test_a_cpu_multiplies_as_it_did():
         assert layer(x).equal(before)
 
 
+@pytest.mark.slow
 def test_speculation_changes_no_bit_with_the_kernels_of_a_gpu(monkeypatch):
     """All kernels of a GPU, right and wrong drafts: tokens and logprobs."""
     multiply_in_order(monkeypatch)

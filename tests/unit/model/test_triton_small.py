@@ -59,6 +59,7 @@ def test_add_norm_is_its_definition(hidden, scale, dtype):
     assert_same(alone.normed, TORCH.add_norm(stream, None, weight, 1e-6).normed)
 
 
+@pytest.mark.slow
 @dtypes
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 3, 16), (7, 1, 80), (1, 1, 96), (28, 4, 128)]
@@ -118,6 +119,7 @@ def test_what_is_not_finite_is_passed_on(dtype):
     assert KERNELS.swiglu(gate_up).isnan().tolist() == [[False, True, False, True, False]]
 
 
+@pytest.mark.slow
 @dtypes
 def test_a_row_has_the_same_bits_in_every_batch(dtype, monkeypatch):
     """Several programs a token, as in a large model."""

@@ -64,6 +64,7 @@ def metrics(place: Path, name: str) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k != clocked} for line in lines]
 
 
+@pytest.mark.slow
 def test_fine_tuning_lowers_the_loss_and_saves_a_model(place, capsys):
     assert sft.run(settings(place, "run", "--train.steps=30", "--run.log_every=10")) == 0
     rows = metrics(place, "run")
@@ -79,6 +80,7 @@ def test_fine_tuning_lowers_the_loss_and_saves_a_model(place, capsys):
     assert load_tokenizer(policy).encode("1+1=") == tiny_tokenizer().encode("1+1=")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_run(place):
     assert sft.run(settings(place, "whole")) == 0
     assert sft.run(settings(place, "parts", "--train.steps=3")) == 0
@@ -138,6 +140,7 @@ def test_the_warm_start_is_trained_once_and_cached(tmp_path):
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
+@pytest.mark.slow
 def test_another_recipe_has_another_cache_entry(tmp_path):
     other = warmstart.Recipe(num_examples=64, steps=1, batch_tokens=256, autocast=False, seed=1)
     assert warmstart.ensure(tmp_path, None, RECIPE) != warmstart.ensure(tmp_path, None, other)
@@ -156,6 +159,7 @@ def test_a_failed_warm_start_leaves_no_files(tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.slow
 def test_two_concurrent_warm_starts_leave_one_result(tmp_path):
     inner = []
 

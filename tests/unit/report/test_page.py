@@ -154,6 +154,7 @@ def test_a_page_without_matplotlib_has_no_plot(
     assert "for 50% of the time and never switched" in said
 
 
+@pytest.mark.slow
 def test_the_page_of_an_unfinished_run_states_what_is_missing(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", finished=False)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n7\n{"step": 2, "rewa')
@@ -166,6 +167,7 @@ def test_the_page_of_an_unfinished_run_states_what_is_missing(tmp_path: Path) ->
     assert "damaged, or not a cost model" in said
 
 
+@pytest.mark.slow
 def test_the_table_lists_the_last_fifty_switches(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", series=_series(steps=60, switches=60, reason="why it was"))
     page = _Page(write_report(run, log=lambda _: None).read_text())

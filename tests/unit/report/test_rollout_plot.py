@@ -26,6 +26,7 @@ def _series(steps: int, drafts: Callable[[int], int], switches: int = 2) -> Roll
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "series",
     [

@@ -33,6 +33,7 @@ def _step(workers: int, *states: State, marks: int = 0, begin_s: float = 100.0) 
 PLAIN = _step(2, State.GENERATING, State.IDLE, State.LEARNING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps",
     [

@@ -68,6 +68,7 @@ def test_equal_rewards_give_exactly_zero(estimator):
     assert estimator([[0.1, 0.1, 0.1]]) == [[0.0, 0.0, 0.0]]
 
 
+@pytest.mark.slow
 @given(rewards=REWARDS)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_advantages_keep_the_shape_and_sum_to_zero(estimator, rewards):

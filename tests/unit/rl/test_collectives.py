@@ -29,6 +29,7 @@ from longtail.system.listening import Listening, listening
 from support.rank_processes import PATIENCE_S, free_address
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 9))
 def test_every_micro_batch_is_assigned_exactly_once(tokens, ranks):
     shares = balance(tokens, ranks)

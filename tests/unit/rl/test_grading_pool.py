@@ -140,6 +140,7 @@ def test_a_reward_may_use_math_verifys_own_alarms(tmp_path, monkeypatch):
     assert [rollout.reward for rollout in graded.rollouts] == [1.0]
 
 
+@pytest.mark.slow
 def test_reasoning_gyms_answers_cross_to_the_grader_unchanged():
     gym = pytest.importorskip("reasoning_gym")
     entry = gym.create_dataset("rearc", size=1, seed=3)[0]  # its scorer tells tuples from lists
@@ -197,6 +198,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_each_bad_task_fails_alone_and_all_others_are_graded(toy, workers):
     texts = [text for number, bad in enumerate(BAD) for text in (f"ok {number}", bad)]
@@ -298,6 +300,7 @@ def test_what_a_reward_started_dies_with_its_grader(toy, tmp_path):
     wait_until(lambda: is_zombie(int(pid_file.read_text())))
 
 
+@pytest.mark.slow
 def test_graders_end_when_their_parent_is_killed(tmp_path):
     program = (
         "from longtail.rl.grading.pool import GraderPool; import time\n"

@@ -146,6 +146,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow
 def test_each_hostile_task_fails_alone_and_all_others_are_graded(hostile: str) -> None:
     texts = [text for number, bad in enumerate(FAILURES) for text in (f"ok {number}", bad)]
     with GraderPool(hostile, timeout_s=60.0) as pool:
@@ -238,6 +239,7 @@ def test_a_daemon_that_a_reward_started_ends_with_its_killed_grader(
         assert is_over(int(pid_file.read_text()))
 
 
+@pytest.mark.slow
 def test_a_daemon_that_a_reward_started_ends_with_the_killed_run(
     hostile: str, tmp_path: Path
 ) -> None:

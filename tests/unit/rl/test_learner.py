@@ -169,6 +169,7 @@ def test_one_grpo_step_is_the_textbook_one():
         torch.testing.assert_close(ours, expected, rtol=0.0, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_packing_budget_does_not_change_the_update(name):
     reports, learners = [], []
@@ -287,6 +288,7 @@ def test_gradient_checkpointing_gives_the_same_weights():
     assert forwards[True] == 2 * forwards[False] == 2 * len(both.micro_batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_autocast_comes_close_to_float32(family, recompute):
@@ -305,6 +307,7 @@ def test_autocast_comes_close_to_float32(family, recompute):
     assert F.cosine_similarity(moved, also, dim=0) > 0.98
 
 
+@pytest.mark.slow
 def test_a_resumed_learner_goes_on_bit_for_bit():
     settings = LearnerSettings(
         optimizer=OptimizerSettings(

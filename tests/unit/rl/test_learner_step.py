@@ -26,6 +26,7 @@ def assert_same_weights(one: Learner, other: Learner) -> None:
         assert np.abs(array - theirs[name]).max() <= 1e-12, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_leaving_out_what_has_no_advantage_changes_no_update(loss, mini_batches):

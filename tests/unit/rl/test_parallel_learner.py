@@ -97,6 +97,7 @@ def learn_together(
     return common_state(ranks)[2], reports
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_a_group_makes_the_steps_of_a_single_learner(ranks, size, mini_batches):
@@ -127,6 +128,7 @@ def test_ranks_without_a_micro_batch_make_the_update_of_the_others(ranks):
         assert_same_report(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [{"bad_advantage": 3}, {"bad_logprob": 5}])
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_ranks(ranks, broken):
     begin(ranks)
@@ -144,6 +146,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_ranks(ranks, broken):
     assert_same_weights(weights, learn_alone(STEPS)[0])
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_ranks(ranks):
     begin(ranks)
     before = call_all(ranks, "digest")
@@ -158,6 +161,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_ranks(ranks):
     assert_same_weights(weights, learn_alone(STEPS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mini_batches", "backwards"),
     [
@@ -198,6 +202,7 @@ def test_a_step_that_lost_a_rank_changes_nothing_and_can_be_repeated(
     assert_same_report(reports[-1], expected[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize("interrupted", [(1, 2), (0, 1, 2)])
 def test_ranks_that_missed_an_update_receive_it_when_they_connect_again(
@@ -226,6 +231,7 @@ def test_ranks_that_missed_an_update_receive_it_when_they_connect_again(
     assert_same_moments(ranks, single)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (3, 1)])
 def test_a_group_of_another_size_continues_from_a_checkpoint(ranks, before, after):
     single, _ = learn_alone(STEPS)
@@ -239,6 +245,7 @@ def test_a_group_of_another_size_continues_from_a_checkpoint(ranks, before, afte
     assert_same_moments(ranks[:after], single)
 
 
+@pytest.mark.slow
 def test_any_two_weights_have_different_digests():
     learner, twin = new_learner(), new_learner()
     assert learner.digest() == twin.digest()

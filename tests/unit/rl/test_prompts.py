@@ -217,6 +217,7 @@ def test_another_seed_is_another_order_and_no_shuffle_is_the_files_order():
     assert visited(plain) == [(e, p.prompt_id) for e in (0, 1) for p in prompts.prompts]
 
 
+@pytest.mark.slow
 def test_the_order_depends_on_seed_and_epoch_alone_in_any_process():
     program = (
         "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import test_prompts as t; "
@@ -241,6 +242,7 @@ def test_a_take_may_cross_several_epochs():
     assert [one.epoch for one in taken] == [0, 0, 1, 1, 2]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     before=st.lists(st.integers(0, 9), max_size=5),

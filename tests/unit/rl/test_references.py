@@ -108,6 +108,7 @@ def test_graders_check_rows_in_their_own_processes():
     assert "is nan, expected text or a finite number" in reasons[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["$$", "NaN", " nan ", ""])
 def test_math_that_cannot_be_parsed_is_found(answer):
     pytest.importorskip("math_verify")
@@ -122,6 +123,7 @@ def test_the_tiny_reasoner_wants_digits(answer):
     resolve_reward("tiny-reasoner").check({"answer": "8"})
 
 
+@pytest.mark.slow
 def test_a_row_of_an_unknown_reasoning_gym_task_is_found():
     pytest.importorskip("reasoning_gym")
     with GraderPool("reasoning_gym") as pool:

@@ -22,12 +22,12 @@ def _rollout(prompt: Prompt, request_id: str) -> Rollout:
 
 def test_a_prompt_is_asked_once_for_each_sample_of_its_group() -> None:
     taken = (Taken(prompt=P, epoch=0), Taken(prompt=Q, epoch=1))
-    asked = train_requests(taken, samples=2, seed=9, sampling=SAMPLING)
-    assert [r.request_id for r in asked.requests] == ["p/1@0#0", "p/1@0#1", "q#2@1#0", "q#2@1#1"]
-    assert [r.group_id for r in asked.requests] == ["p/1@0", "p/1@0", "q#2@1", "q#2@1"]
-    assert [r.prompt_tokens for r in asked.requests] == [(3, 4), (3, 4), (5,), (5,)]
-    assert asked.prompts == (P, P, Q, Q)
-    assert {r.sampling for r in asked.requests} == {SAMPLING}
+    batch = train_requests(taken, samples=2, seed=9, sampling=SAMPLING)
+    assert [r.request_id for r in batch.requests] == ["p/1@0#0", "p/1@0#1", "q#2@1#0", "q#2@1#1"]
+    assert [r.group_id for r in batch.requests] == ["p/1@0", "p/1@0", "q#2@1", "q#2@1"]
+    assert [r.prompt_tokens for r in batch.requests] == [(3, 4), (3, 4), (5,), (5,)]
+    assert batch.prompts == (P, P, Q, Q)
+    assert {r.sampling for r in batch.requests} == {SAMPLING}
 
 
 def test_every_sample_epoch_seed_and_purpose_has_noise_of_its_own() -> None:
@@ -44,11 +44,11 @@ def test_every_sample_epoch_seed_and_purpose_has_noise_of_its_own() -> None:
 
 
 def test_every_evaluation_asks_the_same_in_the_same_noise() -> None:
-    asked = eval_requests([P, Q], samples=2, seed=4, sampling=SAMPLING)
-    assert asked == eval_requests([P, Q], samples=2, seed=4, sampling=SAMPLING)
-    assert asked.prompts == (P, P, Q, Q)
-    assert [r.request_id for r in asked.requests][:2] == ["eval/p/1#0", "eval/p/1#1"]
-    ids = {r.request_id for r in asked.requests}
+    batch = eval_requests([P, Q], samples=2, seed=4, sampling=SAMPLING)
+    assert batch == eval_requests([P, Q], samples=2, seed=4, sampling=SAMPLING)
+    assert batch.prompts == (P, P, Q, Q)
+    assert [r.request_id for r in batch.requests][:2] == ["eval/p/1#0", "eval/p/1#1"]
+    ids = {r.request_id for r in batch.requests}
     training = train_requests([Taken(prompt=P, epoch=0)], samples=2, seed=4, sampling=SAMPLING)
     assert not ids & {r.request_id for r in training.requests}
 

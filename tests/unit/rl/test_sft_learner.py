@@ -59,6 +59,7 @@ def test_how_a_batch_is_cut_does_not_change_the_update(budget):
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("matrix_rate", [None, 0.02])
 def test_examples_are_learned_by_heart(matrix_rate):
     imitator = SftLearner(tiny_model(), dataclasses.replace(SETTINGS, matrix_rate=matrix_rate))

@@ -86,6 +86,7 @@ def assert_same_state(ranks: Sequence[RankProcess], learner: Learner) -> None:
     assert_same(moments, arrays(learner.state().tensors))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("model", "settings", "plan"),
@@ -121,6 +122,7 @@ def test_shards_make_the_steps_of_a_single_learner(ranks, size, model, settings,
     assert reports[-1].grad_norm > 0.5, "clipping takes part"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_shards_work_with_native_kernels_and_with_autocast(ranks, autocast):
     settings = replace(SHARDED, autocast=autocast)
@@ -167,6 +169,7 @@ def test_a_value_that_is_not_finite_on_one_rank_stops_all_ranks(ranks):
     assert_same_state(ranks, single)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
 def test_a_checkpoint_continues_with_any_number_of_shards(ranks, before, after):
     """Restored state has the same bits; later steps differ by the order of additions only."""
@@ -188,6 +191,7 @@ def test_a_checkpoint_continues_with_any_number_of_shards(ranks, before, after):
     assert_same_state(ranks[:after], single)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [0, 1])
 def test_a_lost_shard_ends_the_run_with_a_remedy(ranks, passes):
     fresh, doomed = RankProcess(), ranks[1]

@@ -30,6 +30,7 @@ def test_an_answer_is_the_number_of_steps():
         assert problem["answer"] == str(steps)
 
 
+@pytest.mark.slow
 def test_the_splits_share_no_start():
     train = {start_of(p) for p in task.problems(2000, 0, "train")}
     heldout = {start_of(p) for p in task.problems(2000, 1, "heldout")}
@@ -38,6 +39,7 @@ def test_the_splits_share_no_start():
     assert not train & heldout
 
 
+@pytest.mark.slow
 def test_the_examples_to_imitate_ask_for_no_held_out_start():
     questions = {p["prompt"][0]["content"] for p in task.problems(2000, 0, "heldout")}
     assert not questions & {e["prompt"][0]["content"] for e in task.examples(2000, 0)}

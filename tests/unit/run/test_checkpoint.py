@@ -159,6 +159,7 @@ def test_another_failure_of_the_disk_is_not_called_a_full_disk(run: RunDirectory
         run.save(2, refuse, {}, {})
 
 
+@pytest.mark.slow
 def test_a_file_that_the_kernel_refuses_to_grow_is_a_checkpoint_error(tmp_path: Path) -> None:
     script = (
         "import resource, sys, torch\n"
@@ -188,6 +189,7 @@ def test_an_interrupted_save_leaves_nothing_and_is_not_swallowed(run: RunDirecto
     assert _names(run) == []
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
@@ -293,6 +295,7 @@ def test_a_run_without_a_checkpoint_may_start_over_differently(run: RunDirectory
     assert RunDirectory(run.path).start(changed, resume=True) is None
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_share_a_run_directory(run: RunDirectory) -> None:
     script = (
         "import sys\n"

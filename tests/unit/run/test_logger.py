@@ -1,13 +1,21 @@
 import json
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from longtail.cluster.pool import TaskResult
+from longtail.cluster.records import ShardResult
+from longtail.cluster.rollout import RolloutResult
 from longtail.config.rl import RunConfig, RunSection, load
-from longtail.engine.report import Switch
+from longtail.engine.report import RolloutReport, Switch
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries, read_rollout
+from longtail.rl.grading.pool import Graded
+from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.run.logger import RunLogger
+from longtail.run.step_metrics import StepRecord
 from longtail.tuner.cost import CostModel, TimeCurve
 from longtail.tuner.cost_file import load_costs
 from longtail.types import Completion, FinishReason, Prompt, Rollout
@@ -35,14 +43,39 @@ SERIES = RolloutSeries(
 )
 
 
+def _record(
+    *rollouts: Rollout,
+    series: RolloutSeries | None = None,
+    costs: Mapping[str, Any] | None = None,
+) -> StepRecord:
+    """Return the records of a step of one worker."""
+    report = RolloutReport(**{each.name: each.type(0) for each in fields(RolloutReport)})
+    shard = ShardResult(
+        completions=(), report=report, series=series, costs=costs, initial_costs=None
+    )
+    return StepRecord(
+        rollout=RolloutResult(
+            completions=(),
+            shards=(TaskResult(worker=0, result=shard),),
+            spots=(),
+            seconds=1.0,
+            stop_s=0.0,
+        ),
+        graded=Graded(rollouts=rollouts, failures=()),
+        groups=[],
+        learned=LearnerMetrics().report(1, []),
+        seconds={},
+    )
+
+
 def _lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_step_leaves_one_line_of_metrics_and_one_for_each_rollout(tmp_path: Path) -> None:
-    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
-    journal.write(1, {"reward/mean": 0.5}, [ROLLOUT, ROLLOUT])
-    journal.close()
+def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path: Path) -> None:
+    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
+    logger.write(1, {"reward/mean": 0.5}, _record(ROLLOUT, ROLLOUT))
+    logger.close()
     assert _lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
     first, second = _lines(tmp_path / "rollouts.jsonl")
     assert first == second
@@ -59,47 +92,46 @@ def test_a_step_leaves_one_line_of_metrics_and_one_for_each_rollout(tmp_path: Pa
     }
 
 
-def test_rollouts_are_left_out_when_they_are_not_wanted(tmp_path: Path) -> None:
+def test_rollouts_are_not_written_if_save_rollouts_is_off(tmp_path: Path) -> None:
     config = RunConfig(run=RunSection(save_rollouts=False))
-    journal = RunLogger(config, tmp_path, last_step=None)
-    journal.write(1, {}, [ROLLOUT])
-    journal.close()
+    logger = RunLogger(config, tmp_path, last_step=None)
+    logger.write(1, {}, _record(ROLLOUT))
+    logger.close()
     assert _lines(tmp_path / "rollouts.jsonl") == []
     assert len(_lines(tmp_path / "metrics.jsonl")) == 1
 
 
 @pytest.mark.parametrize(("last_step", "kept"), [(None, [4]), (1, [1, 4]), (9, [1, 2, 3, 4])])
-def test_a_resumed_run_goes_on_after_its_checkpoint(
+def test_a_resumed_run_drops_the_lines_after_its_checkpoint(
     tmp_path: Path, last_step: int | None, kept: list[int]
 ) -> None:
-    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
+    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
     for step in (1, 2, 3):
-        journal.write(step, {}, [ROLLOUT])
-    journal.close()
+        logger.write(step, {}, _record(ROLLOUT))
+    logger.close()
     resumed = RunLogger(RunConfig(), tmp_path, last_step=last_step)
-    resumed.write(4, {}, [ROLLOUT])
+    resumed.write(4, {}, _record(ROLLOUT))
     resumed.close()
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert [line["step"] for line in _lines(tmp_path / name)] == kept
 
 
 def test_a_run_without_speculation_has_none_of_its_files(tmp_path: Path) -> None:
-    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
-    journal.write(1, {}, [ROLLOUT])
-    journal.close()
+    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
+    logger.write(1, {}, _record(ROLLOUT))
+    logger.close()
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"metrics.jsonl", "rollouts.jsonl", "trace.json"}
 
 
-def test_what_speculation_did_is_a_line_a_step_and_what_it_costs_is_the_newest(
+def test_speculation_is_one_line_per_step_and_costs_are_the_newest(
     tmp_path: Path,
 ) -> None:
-    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
+    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
     for step in (1, 2):
         costs = CostModel(TimeCurve((1, 8), (0.001, 0.002)), pair_s=0.5 * step, node_pair_s=0.0)
-        journal.log(LoggedRollout(step=step, series=SERIES))
-        journal.write(step, {}, [ROLLOUT], costs)
-    journal.close()
+        logger.write(step, {}, _record(ROLLOUT, series=SERIES, costs=costs.numbers()))
+    logger.close()
     path = tmp_path / "speculation.jsonl"
     assert [line["step"] for line in _lines(path)] == [1, 2]
     assert [read_rollout(path, step).series for step in (1, 2)] == [SERIES, SERIES]
@@ -107,33 +139,36 @@ def test_what_speculation_did_is_a_line_a_step_and_what_it_costs_is_the_newest(
 
 
 @pytest.mark.parametrize(("last_step", "kept"), [(None, [4]), (1, [1, 4]), (9, [1, 2, 3, 4])])
-def test_a_resumed_run_has_what_speculation_did_once_a_step(
+def test_a_resumed_run_has_one_line_of_speculation_per_step(
     tmp_path: Path, last_step: int | None, kept: list[int]
 ) -> None:
-    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
+    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
     for step in (1, 2, 3):
-        journal.log(LoggedRollout(step=step, series=SERIES))
-    journal.close()
+        logger.log([LoggedRollout(step=step, series=SERIES)])
+    logger.close()
     with (tmp_path / "speculation.jsonl").open("a") as file:
-        file.write('{"step": 4, "seconds": [0.0')  # killed while it wrote
+        file.write('{"step": 4, "seconds": [0.0')  # killed while writing
     resumed = RunLogger(RunConfig(), tmp_path, last_step=last_step)
-    resumed.log(LoggedRollout(step=4, series=SERIES))
+    resumed.log([LoggedRollout(step=4, series=SERIES)])
     resumed.close()
     assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == kept
 
 
-def test_steps_that_are_done_again_without_speculation_leave_no_old_lines(tmp_path: Path) -> None:
-    journal = RunLogger(RunConfig(), tmp_path, last_step=None)
+def test_a_run_resumed_without_speculation_drops_the_later_lines(
+    tmp_path: Path,
+) -> None:
+    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
     for step in (1, 2, 3):
-        journal.log(LoggedRollout(step=step, series=SERIES))
-    journal.close()
+        logger.log([LoggedRollout(step=step, series=SERIES)])
+    logger.close()
     resumed = RunLogger(RunConfig(), tmp_path, last_step=1)
-    resumed.write(2, {}, [])
+    resumed.write(2, {}, _record())
     resumed.close()
     assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [1]
 
 
-def test_what_speculation_did_is_bounded_and_what_is_kept_is_whole(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_file_of_speculation_is_bounded_and_has_whole_lines(tmp_path: Path) -> None:
     steps = 4000
     long = replace(
         SERIES,
@@ -143,16 +178,16 @@ def test_what_speculation_did_is_bounded_and_what_is_kept_is_whole(tmp_path: Pat
         },
         seconds=tuple(float(step) for step in range(1, steps + 1)),
     )
-    path, journal = tmp_path / "speculation.jsonl", _bounded(tmp_path, None)
+    path, logger = tmp_path / "speculation.jsonl", _bounded(tmp_path, None)
     for step in range(1, 31):
-        journal.log(LoggedRollout(step=step, series=long))
+        logger.log([LoggedRollout(step=step, series=long)])
         assert path.stat().st_size <= 2**20
         assert read_rollout(path, step).series == long
-    journal.close()
+    logger.close()
     first, *_, last = (line["step"] for line in _lines(path))
     assert (first > 20, last) == (True, 30)
     resumed = _bounded(tmp_path, 29)
-    resumed.log(LoggedRollout(step=30, series=SERIES))
+    resumed.log([LoggedRollout(step=30, series=SERIES)])
     resumed.close()
     kept = [line["step"] for line in _lines(path)]
     assert kept == list(range(kept[0], 31))

@@ -2,11 +2,14 @@ from dataclasses import replace
 
 import pytest
 
+from longtail.cluster.pool import TaskResult
+from longtail.cluster.records import ShardResult
+from longtail.cluster.rollout import RolloutResult
 from longtail.engine.report import RolloutReport, Switch, merge_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
-from longtail.run.step_metrics import group_metrics, rollout_metrics, rollout_row, step_metrics
+from longtail.run.step_metrics import StepRecord, group_metrics, rollout_metrics, rollout_row
 from longtail.types import Completion, FinishReason, GradingFailure, Group, Prompt, Rollout
 
 P = Prompt(prompt_id="p", tokens=(1,), text="?")
@@ -48,7 +51,7 @@ def _failure() -> GradingFailure:
     return GradingFailure(prompt=P, completion=_completion(1), error="hung")
 
 
-def test_the_rollout_phase_in_numbers() -> None:
+def test_metrics_of_a_rollout() -> None:
     completions = [_completion(n) for n in (1, 2, 2, 3)] + [_completion(40, FinishReason.LENGTH)]
     assert rollout_metrics(REPORT, completions) == {
         "response_length/mean": 48 / 5,
@@ -65,7 +68,7 @@ def test_the_rollout_phase_in_numbers() -> None:
     }
 
 
-def test_an_engine_that_waits_for_another_does_no_bookkeeping() -> None:
+def test_waiting_for_another_engine_is_not_bookkeeping() -> None:
     half = replace(REPORT, seconds=1.0, engine_s=1.0, forward_s=0.5, sample_s=0.25, running_s=3.0)
     both = merge_reports([REPORT, half], seconds=2.0)
     assert both.engine_s == 1.5
@@ -73,7 +76,7 @@ def test_an_engine_that_waits_for_another_does_no_bookkeeping() -> None:
     assert both.tail_idle_share == 1 - 9.0 / (8 * 2.0)
 
 
-def test_drafts_are_summed_up_where_there_were_any() -> None:
+def test_metrics_of_drafting_exist_only_for_steps_that_drafted() -> None:
     completions = [_completion(40)]
     drafted = replace(
         REPORT, num_drafted=60, num_accepted=15, num_verified=10, draft_s=0.5, draft_forward_s=0.25
@@ -89,7 +92,7 @@ def test_drafts_are_summed_up_where_there_were_any() -> None:
     assert metrics["rollout/bookkeeping_share"] == plain["rollout/bookkeeping_share"] - 0.125
 
 
-def test_what_was_decided_is_summed_up_also_where_nothing_was_drafted() -> None:
+def test_metrics_of_the_tuner_exist_for_steps_without_drafts() -> None:
     series = RolloutSeries(
         seconds=(0.5, 1.0, 1.5, 2.0),
         running=(4,) * 4,
@@ -108,7 +111,7 @@ def test_what_was_decided_is_summed_up_also_where_nothing_was_drafted() -> None:
     }
 
 
-def test_failures_are_counted_beside_the_rewards_never_among_them() -> None:
+def test_grading_failures_are_counted_apart_from_rewards() -> None:
     rollouts = (_rollout(1.0, correct=1.0), _rollout(0.5, correct=0.0), _rollout(0.5))
     graded = Graded(rollouts=rollouts, failures=(_failure(), _failure()))
     groups = [Group(prompt=P, rollouts=rollouts[:2]), Group(prompt=P, rollouts=rollouts[2:])]
@@ -116,21 +119,30 @@ def test_failures_are_counted_beside_the_rewards_never_among_them() -> None:
     assert numbers["reward/mean"] == pytest.approx(2 / 3)
     assert (numbers["reward/min"], numbers["reward/max"]) == (0.5, 1.0)
     assert numbers["reward/failures"] == 2.0
-    assert numbers["reward/correct"] == 0.5  # over those that have the term
+    assert numbers["reward/correct"] == 0.5  # mean over the rollouts with this component
     assert numbers["reward/informative_groups"] == 0.5
 
 
-def test_seconds_of_the_learner_join_those_of_the_loop() -> None:
+def test_metrics_of_a_step_include_the_seconds_of_loop_and_learner() -> None:
     rollouts = (_rollout(1.0), _rollout(0.0))
     learned = LearnerMetrics(logprob_seconds=3.0, update_seconds=4.0).report(8, [])
-    numbers = step_metrics(
-        rollout=REPORT,
-        completions=[_completion(1)],
+    shard = ShardResult(
+        completions=(_completion(1),), report=REPORT, series=None, costs=None, initial_costs=None
+    )
+    record = StepRecord(
+        rollout=RolloutResult(
+            completions=shard.completions,
+            shards=(TaskResult(worker=0, result=shard),),
+            spots=(),
+            seconds=2.0,
+            stop_s=0.0,
+        ),
         graded=Graded(rollouts=rollouts, failures=()),
         groups=[Group(prompt=P, rollouts=rollouts)],
         learned=learned,
         seconds={"rollout": 2.0, "reward": 0.5, "publish": 0.25, "step": 10.0},
     )
+    numbers = record.metrics()
     timings = {name: value for name, value in numbers.items() if name.startswith("timing_s/")}
     assert timings == {
         "timing_s/rollout": 2.0,
@@ -145,7 +157,7 @@ def test_seconds_of_the_learner_join_those_of_the_loop() -> None:
     assert all(type(value) is float for value in numbers.values())
 
 
-def test_a_row_of_rollouts_tells_what_was_written_by_whom_and_its_worth() -> None:
+def test_a_row_of_rollouts_has_text_ids_version_and_reward() -> None:
     rollout = Rollout(prompt=P, completion=_completion(3, FinishReason.LENGTH), reward=0.25)
     assert rollout_row(rollout) == {
         "prompt_id": "p",

@@ -319,6 +319,7 @@ def test_requests_and_health_fail_if_the_engine_cannot_be_made_again() -> None:
         assert "error" in json.loads(last.removeprefix("data: "))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_stream_continues_where_it_was_when_the_engine_is_replaced() -> None:
     body = chat(max_tokens=60, stream=True)

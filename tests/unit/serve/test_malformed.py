@@ -56,6 +56,7 @@ def check(answer: httpx.Response) -> None:
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from([CHAT, TEXT]),

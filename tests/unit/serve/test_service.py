@@ -137,6 +137,7 @@ async def answers(service: Service, requests: list[Request]) -> list[Any]:
     return await asyncio.gather(*map(read, calls), return_exceptions=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_fails_is_replaced_and_no_text_changes() -> None:
     requests = [request(seed, 20 + seed) for seed in range(7)]
@@ -158,6 +159,7 @@ def test_an_engine_that_fails_is_replaced_and_no_text_changes() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_request_that_fails_two_engines_gets_an_error_and_all_others_their_texts() -> None:
     poisoned = request(1, 50, prompt=(PoisonedEngine.poison,))

@@ -157,6 +157,7 @@ def test_it_is_the_same_however_often_one_asks(outcomes):
     assert lazy.table() == pytest.approx(eager.table(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_on_calibrated_data_the_calibration_error_goes_to_zero():
     curve = ConfidenceCurve()
     prior = ConfidenceCurve().table()

@@ -224,6 +224,7 @@ def test_no_pass_is_made_where_none_is_worth_it():
     assert grown([9, 9], Strategy(depth=2, thresholds=extend), curve)[1] == []
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), STRATEGIES, OUTCOMES)
 def test_what_is_foreseen_drafts_what_a_look_would_once_rounds_are_alike(

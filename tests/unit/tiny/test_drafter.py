@@ -26,6 +26,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_it_is_trained_once_and_found_again(target: Path, tmp_path: Path, recipe: str) -> None:
     told: list[Lesson] = []
@@ -41,6 +42,7 @@ def test_it_is_trained_once_and_found_again(target: Path, tmp_path: Path, recipe
     assert [path.name for path in (tmp_path / "tiny-drafter").iterdir()] == [first.name]
 
 
+@pytest.mark.slow
 def test_another_target_has_another_drafter(target: Path, tmp_path: Path) -> None:
     first = drafter.ensure(target, cache_dir=tmp_path)
     moved = target.rename(tmp_path / "other")

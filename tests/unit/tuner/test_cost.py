@@ -89,6 +89,7 @@ def test_more_never_takes_less_whatever_was_learned(sketch, counts):
     assert times[0] > 0
 
 
+@pytest.mark.slow
 @given(any_sketch(), st.lists(st.integers(1, 600), min_size=1, max_size=8))
 def test_many_at_once_are_predicted_as_one_by_one(sketch, counts):
     found, first = curve_of(sketch), sketch[0][0]

@@ -1,1 +1,1 @@
-"""What all benchmarks share."""
+"""Options, timing, cards and models that several benchmarks share."""

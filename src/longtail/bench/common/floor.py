@@ -1,11 +1,10 @@
-"""The floor under a decode step: a bare loop over its matrix products, nothing else.
+"""A lower bound of a decode step: a bare loop over its matrix products, nothing else.
 
     for each layer:   qkv   (q K^T, p V)   output   gate_up   down          then the LM head
 
-Products with weights are the model's own packed layers. The products with keys and values are taken
-over a contiguous cache of one context length by the fastest of several ways, so the floor is as low
-as this machine lets it be. Left out: embedding, norms, rotary positions, activations, residuals,
-storing keys and values, sampling, scheduling, and every decision.
+Products with weights are the model's own packed layers. Attention runs over a contiguous cache of
+one context length in the fastest of several implementations. Left out: embedding, norms, rotary
+positions, activations, residuals, storing keys and values, sampling, scheduling.
 """
 
 import time
@@ -25,12 +24,12 @@ from longtail.model.transformer import DecoderLayer, ModelConfig, Transformer
 Rows = Float[Tensor, "rows row_len kv_heads head_dim"]
 Heads = Float[Tensor, "rows heads head_dim"]
 Attend = Callable[[Heads, Rows, Rows], Heads]
-"""Queries, one a row, against all keys and values of their rows."""
+"""Attention of one query per row to all keys and values of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloorTime:
-    """Seconds a step.
+    """Seconds per step.
 
     Example: FloorTime(step_s=0.03, step_cpu_s=0.03, linear_s=0.027, attention="sdpa")
     """
@@ -39,14 +38,14 @@ class FloorTime:
     step_cpu_s: float
     """Below `step_s` when something else had the core."""
     linear_s: float
-    """The part in products with weights."""
+    """Seconds of the products with weights."""
     attention: str
-    """Which way of attending was the fastest."""
+    """Name of the fastest implementation of attention."""
 
 
 @final
 class Floor:
-    """The matrix products of decode steps of `rows` requests that each see `context` tokens."""
+    """Matrix products of decode steps of `rows` requests with `context` tokens each."""
 
     def __init__(self, model: Transformer, *, rows: int, context: int) -> None:
         """Make inputs and caches; the model must be packed."""
@@ -71,7 +70,7 @@ class Floor:
 
     @torch.inference_mode()
     def measure(self, steps: int) -> FloorTime:
-        """Run so many steps and return the mean time of one."""
+        """Run `steps` steps and return the mean time of one."""
         attend = self._ways[self._fastest]
         attention_s = 0.0
         start, cpu_start = time.perf_counter(), time.process_time()
@@ -86,7 +85,7 @@ class Floor:
         )
 
     def _step(self, attend: Attend) -> float:
-        """One step; returns the seconds spent attending."""
+        """Run one step and return the seconds of attention."""
         clock, attention_s = time.perf_counter, 0.0
         for (qkv, output, gate_up, down), (keys, values) in zip(
             self._layers, self._caches, strict=True
@@ -102,7 +101,7 @@ class Floor:
         return attention_s
 
     def _choose(self) -> str:
-        """Attend in every way, in turns, and name the one with the fastest turn."""
+        """Run all implementations of attention in turns; return the one with the fastest turn."""
         best = dict.fromkeys(self._ways, float("inf"))
         for _ in range(5):
             for name, attend in self._ways.items():
@@ -116,7 +115,7 @@ class Floor:
 def attention_ways(
     config: ModelConfig, dtype: torch.dtype, *, rows: int, context: int
 ) -> dict[str, Attend]:
-    """Return the ways to attend one query a row to `context` keys, by name; all agree."""
+    """Return implementations of attention to `context` keys, by name; all agree."""
     kernels = select_kernels(dtype, torch.device("cpu"), config.head_dim)
     places = text_places(torch.arange(rows), torch.full((rows,), context - 1))
 
@@ -139,7 +138,7 @@ def attention_ways(
 
 
 def _products(layer: torch.nn.Module) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """The four products of a layer, past nn.Module's call machinery."""
+    """Return the four products of a layer, without nn.Module's call hooks."""
     assert isinstance(layer, DecoderLayer)
     attention, feed_forward = layer.attention, layer.feed_forward
     linears = (attention.qkv, attention.output, feed_forward.gate_up, feed_forward.down)

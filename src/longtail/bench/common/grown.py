@@ -1,17 +1,16 @@
-"""A model of 100M parameters that writes what the tiny reasoner writes: the same function, grown.
+"""A model of 100M parameters with the text of the tiny reasoner: the same function, grown.
 
-A benchmark of speculation needs two things that no small machine has at once: a model of a real
-size, and a drafter that was trained on it. So the tiny reasoner and its drafter are laid into the
-corner of a large shape and everything around them is zero (function-preserving growth, as Net2Net:
-Chen, Goodfellow and Shlens 2016). SPEED IS THE LARGE SHAPE'S, ACCEPTANCE THE SMALL ONE'S: every
-product is computed in full, and the text is the tiny reasoner's.
+A benchmark of speculation needs a model of a realistic size and a drafter trained on it. So the
+tiny reasoner and its drafter are placed into the corner of a large shape with zeros around them
+(function-preserving growth, as Net2Net: Chen, Goodfellow and Shlens 2016). Speed is that of the
+large shape, acceptance that of the small one: every product is computed in full.
 
     stream      [ small | 0 ]          norms divide by more dims: weights times sqrt(small / large)
     head        pairs (0, 16) (1, 17) ...  ->  (0, 32) (2, 34) ...       the same frequencies
     heads       of a key head: 0 1  ->  0 1 -                            - is zero
     layers      0 .. 7  ->  0 .. 7, then layers that add zero
 
-Exact but for rounding: a norm over more dims sees its epsilon as larger, so `large_shape` shrinks
+Exact but for rounding: a norm over more dims sees its epsilon as larger, so `grown_shape` shrinks
 it, and queries and keys (whose norm grows by another factor) are scaled to meet the same one.
 """
 
@@ -34,27 +33,39 @@ from longtail.model.transformer import (
 )
 
 
-def large_shape(small: ModelConfig) -> ModelConfig:
-    """Return the shape of a decoder of 100M parameters for a small one's text."""
-    hidden_size = 768
+def grown_shape(small: ModelConfig, large: ModelConfig) -> ModelConfig:
+    """Return the small config with the large one's sizes, except for the vocabulary."""
     return replace(
         small,
-        hidden_size=hidden_size,
+        hidden_size=large.hidden_size,
+        intermediate_size=large.intermediate_size,
+        num_layers=large.num_layers,
+        num_heads=large.num_heads,
+        num_kv_heads=large.num_kv_heads,
+        head_dim=large.head_dim,
+        norm_eps=small.norm_eps * small.hidden_size / large.hidden_size,
+    )
+
+
+def large_shape(small: ModelConfig) -> ModelConfig:
+    """Return the shape of a decoder of 100M parameters for a small one's text."""
+    large = replace(
+        small,
+        hidden_size=768,
         intermediate_size=2048,
         num_layers=16,
         num_heads=12,
         num_kv_heads=4,
         head_dim=64,
-        norm_eps=small.norm_eps * small.hidden_size / hidden_size,
     )
+    return grown_shape(small, large)
 
 
 LARGE = large_shape(tiny.model_config())
-"""The tiny reasoner's."""
 
 
 def grow_target(model: Transformer, shape: ModelConfig) -> Transformer:
-    """Return a decoder of `shape` with the model's logits; its states are the model's, then 0."""
+    """Return a decoder of `shape` with the model's logits; its states end in zeros."""
     places = _places(model.config, shape)
     grown = Transformer(shape).to(model.device, model.dtype)
     hidden = places.hidden(1)
@@ -76,7 +87,7 @@ def grow_target(model: Transformer, shape: ModelConfig) -> Transformer:
 
 
 def grow_drafter(layer: EagleLayer, shape: ModelConfig) -> EagleLayer:
-    """Return a drafter of the grown target that proposes what the given one does."""
+    """Return a drafter of the grown target with the same proposals."""
     config = layer.config
     places = _places(config.target, shape)
     grown = EagleLayer(replace(config, target=shape, feature_scale=1.0))
@@ -105,7 +116,7 @@ def grow_drafter(layer: EagleLayer, shape: ModelConfig) -> EagleLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where rows and columns of the small shape's matrices lie in the large one's."""
+    """Positions of the small shape's rows and columns in the large shape's matrices."""
 
     small: ModelConfig
     large: ModelConfig
@@ -120,29 +131,29 @@ class _Places:
 
     @property
     def normed_factors(self) -> tuple[float, float]:
-        """Of queries and keys that are normed: mean square and epsilon shrink in proportion."""
+        """Factors of normed queries and keys: mean square and epsilon shrink in proportion."""
         factor = (self.head_ratio / self.hidden_ratio) ** 0.5
         return factor, factor
 
     @property
     def bare_factors(self) -> tuple[float, float]:
-        """Of queries and keys as they are: the scale of the scores, 1 / sqrt(head_dim)."""
+        """Factors of plain queries and keys: the scale of the scores, 1 / sqrt(head_dim)."""
         return self.head_ratio**0.5, 1.0
 
     def hidden(self, blocks: int) -> Int[Tensor, "places"]:
-        """So many hidden vectors laid end to end."""
+        """Return the dims of `blocks` hidden vectors laid end to end."""
         return _blocks(
             torch.arange(self.small.hidden_size), self.large.hidden_size, list(range(blocks))
         )
 
     def dims(self) -> Int[Tensor, "places"]:
-        """Dims of a head: those of the same frequency, in either half."""
+        """Return the dims of a head with the same frequencies, in either half."""
         step = self.large.head_dim // self.small.head_dim
         half = torch.arange(self.small.head_dim // 2) * step
         return torch.cat((half, half + self.large.head_dim // 2))
 
     def queries(self) -> Int[Tensor, "places"]:
-        """Dims of all query heads; heads stay with their key head."""
+        """Return the dims of all query heads; heads stay with their key head."""
         group = self.small.num_heads // self.small.num_kv_heads
         wider = self.large.num_heads // self.large.num_kv_heads
         heads = [i // group * wider + i % group for i in range(self.small.num_heads)]
@@ -162,7 +173,7 @@ class _Places:
                 wider.weight[self.dims()] = norm.weight * self.head_ratio**-0.25
 
     def heads(self, old: Linear, new: Linear, blocks: int, query: float, key: float) -> None:
-        """Place a fused projection whose input is so many hidden vectors, scaling its parts."""
+        """Place a fused projection of `blocks` hidden vectors, scaling queries and keys."""
         keys = _blocks(self.dims(), self.large.head_dim, list(range(self.small.num_kv_heads)))
         first_key = self.large.num_heads * self.large.head_dim
         first_value = first_key + self.large.num_kv_heads * self.large.head_dim
@@ -189,22 +200,14 @@ class _Places:
 
 
 def _blocks(inside: Tensor, size: int, chosen: list[int]) -> Tensor:
-    """Places `inside` each of the chosen blocks of `size`."""
+    """Return the positions `inside` each of the chosen blocks of `size`."""
     return torch.cat([inside + block * size for block in chosen])
 
 
 def _places(small: ModelConfig, large: ModelConfig) -> _Places:
-    """Refuse pairs of shapes between which the function would not stay the same."""
-    assert large == replace(
-        small,
-        hidden_size=large.hidden_size,
-        intermediate_size=large.intermediate_size,
-        num_layers=large.num_layers,
-        num_heads=large.num_heads,
-        num_kv_heads=large.num_kv_heads,
-        head_dim=large.head_dim,
-        norm_eps=large.norm_eps,
-    ), "a grown model differs in its sizes only"
+    """Check that the function stays the same between the shapes."""
+    sizes = replace(grown_shape(small, large), norm_eps=large.norm_eps)
+    assert large == sizes, "a grown model differs in its sizes only"
     assert small.rope.scaling == "default", "other scalings depend on the size of a head"
     assert not any((small.qkv_bias, small.output_bias, small.mlp_bias)), "biases are not grown"
     assert not small.windows, "windows are not grown"
@@ -215,6 +218,6 @@ def _places(small: ModelConfig, large: ModelConfig) -> _Places:
     assert large.num_kv_heads >= small.num_kv_heads, "growing is upwards"
     group, wider = small.num_heads // small.num_kv_heads, large.num_heads // large.num_kv_heads
     assert wider >= group, "a key head must have room for its queries"
-    expected = small.norm_eps * small.hidden_size / large.hidden_size
-    assert abs(large.norm_eps - expected) <= 1e-6 * expected, "norm_eps: see large_shape"
+    expected = grown_shape(small, large).norm_eps
+    assert abs(large.norm_eps - expected) <= 1e-6 * expected, "norm_eps: see grown_shape"
     return _Places(small, large)

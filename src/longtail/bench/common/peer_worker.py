@@ -1,15 +1,13 @@
-"""A rival engine in a process of its own, driven by JSON lines; run by path, maybe elsewhere.
+"""Another engine in a process of its own, driven by JSON lines; run by path, without longtail.
 
-    python -I peer_worker.py KIND MODEL_DIR DTYPE THREADS MAX_LEN MAX_BATCH
+    python -I peer_worker.py {"kind": "vllm", "model_dir": ..., ...}     as `peers.PeerSpec`
 
     --> {"prompts": [[1, 2], [3]], "new_tokens": 64}       one line a turn on standard input
     <-- {"ready": "vllm 0.32.0, ..."}                      once, when the model is loaded
     <-- {"seconds": 0.8, "cpu_seconds": 0.8, "num_tokens": 128}
 
-KIND is `generate` (transformers) or `vllm`. The interpreter need not have longtail: the standard
-library and the rival are all it imports. Both sample alike: temperature 1, no truncation, no
-end-of-sequence token, no text. Between turns it waits for a line, next to idle (vLLM's background
-threads take under 1% of a core).
+KIND is `generate` (transformers) or `vllm`; the standard library and that package are all it
+imports. Both sample at temperature 1, without truncation, end-of-sequence token or text.
 """
 
 import json
@@ -23,15 +21,15 @@ Generate = Callable[[list[list[int]], int], int]
 """Prompts and new tokens of each -> tokens generated in total."""
 
 
-def load_generate(model_dir: str, dtype: str, threads: int) -> tuple[str, Generate]:
-    """Load `transformers`: dynamic cache and SDPA, its fastest eager setting on a CPU."""
+def load_generate(spec: dict[str, Any]) -> tuple[str, Generate]:
+    """Load `transformers`: dynamic cache and SDPA, its fastest eager mode on a CPU."""
     import torch
     import transformers
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(spec["threads"])
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        spec["model_dir"], dtype=getattr(torch, spec["dtype"]), attn_implementation="sdpa"
     )
     model.eval()
 
@@ -56,14 +54,12 @@ def load_generate(model_dir: str, dtype: str, threads: int) -> tuple[str, Genera
     return f"transformers {transformers.__version__}, dynamic cache, sdpa", generate
 
 
-def load_vllm(
-    model_dir: str, dtype: str, threads: int, max_len: int, max_batch: int
-) -> tuple[str, Generate]:
-    """Load vLLM with its engine in this process and compiled, its fastest setting on one thread.
+def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
+    """Load vLLM with its engine in this process and compiled, its fastest mode on one thread.
 
     A separate engine process would need a core of its own: on a shared one it is a third slower.
     """
-    cpus = sorted(os.sched_getaffinity(0))[:threads] if sys.platform == "linux" else []
+    cpus = sorted(os.sched_getaffinity(0))[: spec["threads"]] if sys.platform == "linux" else []
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cpus)) or "nobind",
@@ -73,11 +69,11 @@ def load_vllm(
     import vllm
 
     engine = vllm.LLM(
-        model=model_dir,
+        model=spec["model_dir"],
         skip_tokenizer_init=True,
-        dtype=dtype,
-        max_model_len=max_len,
-        max_num_seqs=max_batch,
+        dtype=spec["dtype"],
+        max_model_len=spec["max_len"],
+        max_num_seqs=spec["max_batch"],
         enable_prefix_caching=False,  # the prompts of every turn are the same
         disable_log_stats=True,
         seed=0,
@@ -87,23 +83,20 @@ def load_vllm(
         params = vllm.SamplingParams(
             temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
         )
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        done = engine.generate(asked, params, use_tqdm=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        done = engine.generate(inputs, params, use_tqdm=False)
         return sum(len(each.outputs[0].token_ids) for each in done)
 
     return f"vllm {vllm.__version__}, in process, compiled", generate
 
 
-def main(words: list[str]) -> None:
-    """Load the rival, then serve turns until standard input ends."""
-    kind, model_dir, dtype, threads, max_len, max_batch = words
+def main(spec: dict[str, Any]) -> None:
+    """Load the engine, then serve turns until standard input ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the rival prints goes to the log
-    if kind == "vllm":
-        setting, generate = load_vllm(model_dir, dtype, int(threads), int(max_len), int(max_batch))
-    else:
-        setting, generate = load_generate(model_dir, dtype, int(threads))
-    print(json.dumps({"ready": setting}), file=replies, flush=True)
+    os.dup2(2, 1)  # output of the engine goes to the log
+    load = {"vllm": load_vllm, "generate": load_generate}[spec["kind"]]
+    description, generate = load(spec)
+    print(json.dumps({"ready": description}), file=replies, flush=True)
     for line in sys.stdin:
         turn = json.loads(line)
         start, cpu_start = time.perf_counter(), time.process_time()
@@ -117,4 +110,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(json.loads(sys.argv[1]))

@@ -1,96 +1,84 @@
-"""Handles on rival engines: a process each, started once a model, idle while others run.
+"""Handles on other engines: a process for each, started once per model, idle while others run.
 
-What a rival does is `peer_worker`'s business, which a foreign interpreter runs by path. Here are
-starting, asking, and saying why it failed.
+`peer_worker` is the program of that process; a foreign interpreter runs it by path.
 """
 
-import contextlib
 import json
 import os
 import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, final
 
 from longtail.errors import ConfigError
 
 PeerKind = Literal["generate", "vllm"]
-
 _WORKER = Path(__file__).with_name("peer_worker.py")
+_TIMEOUT_S = 900.0
+"""Seconds in which a peer must load, and in which it must answer a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerSetting:
-    """What a rival is started with.
-
-    Example: PeerSetting(kind="vllm", python="/opt/vllm/bin/python", model_dir=Path("m"),
-                         dtype="bfloat16", threads=1, max_len=528, max_batch=32)
-    """
+class PeerSpec:
+    """Arguments of `peer_worker`."""
 
     kind: PeerKind
-    python: str
-    """Interpreter of an environment that has the rival."""
-    model_dir: Path
+    model_dir: str
     dtype: str
     threads: int
     max_len: int
-    """Longest prompt plus completion, tokens."""
+    """Tokens of the longest prompt plus completion."""
     max_batch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One batch generated, measured inside the rival's process.
+    """One batch generated, measured inside the peer's process.
 
     Example: Turn(seconds=1.2, cpu_seconds=1.2, num_tokens=512)
     """
 
     seconds: float
     cpu_seconds: float
-    """Of all threads; below `seconds` when something else had the core."""
+    """CPU seconds of all threads; below `seconds` when something else had the core."""
     num_tokens: int
 
 
 @final
 class Peer:
-    """A running rival. It inherits this process's CPU pinning, so pin before starting it.
+    """A running peer. It inherits this process's CPU pinning, so pin before starting it.
 
     Lifecycle: started (loads, maybe compiles) -> generate* -> close, also by `with`.
     """
 
-    def __init__(
-        self, setting: PeerSetting, *, start_timeout_s: float = 900.0, turn_timeout_s: float = 900.0
-    ) -> None:
-        """Start it and wait until its model is loaded; ConfigError with its last words if not."""
-        self._kind, self._python = setting.kind, setting.python
-        self._turn_timeout_s = turn_timeout_s
+    def __init__(self, python: str, spec: PeerSpec) -> None:
+        """Start it and wait until its model is loaded; a ConfigError shows its last output."""
+        self._kind, self._python = spec.kind, python
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (see close)
-        words = (setting.kind, str(setting.model_dir), setting.dtype)
-        numbers = (setting.threads, setting.max_len, setting.max_batch)
-        threads = str(setting.threads)
+        threads = str(spec.threads)
+        limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         try:
             self._process = subprocess.Popen(
-                # -I: neither this folder nor PYTHONPATH may shadow the rival's modules
-                [setting.python, "-I", str(_WORKER), *words, *map(str, numbers)],
+                # -I: neither this folder nor PYTHONPATH may shadow the peer's modules
+                [python, "-I", str(_WORKER), json.dumps(asdict(spec))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env=dict(os.environ, OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, **offline),
+                env={**os.environ, **limits, **offline},
             )
         except OSError as error:
             self._log.close()
             raise ConfigError(
-                f"--{setting.kind}-python = {setting.python!r} cannot be started ({error}); name "
-                "the python of an environment that has it"
+                f"--{spec.kind}-python = {python!r} cannot be started ({error}); name the python "
+                "of an environment that has it"
             ) from error
         try:
-            self.description: str = self._read(start_timeout_s)["ready"]
+            self.description: str = self._read()["ready"]
         except BaseException:
             self.close()
             raise
@@ -103,39 +91,29 @@ class Peer:
             print(json.dumps(turn), file=self._process.stdin, flush=True)
         except BrokenPipeError:
             raise self._failure("died") from None
-        done = Turn(**self._read(self._turn_timeout_s))
+        done = Turn(**self._read())
         assert done.num_tokens == new_tokens * len(prompts), f"{self._kind} stopped early: {done}"
         return done
 
     def close(self) -> None:
-        """Let the process end; kill it if it does not."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        """Wait for the process to end; kill it if it does not."""
         try:
-            self._process.wait(timeout=10)
+            self._process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+            self._process.communicate()
         self._log.close()
 
     def __enter__(self) -> "Peer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for one line; a rival that says nothing for too long is killed."""
+    def _read(self) -> dict[str, Any]:
+        """Wait for one line; kill a peer that does not answer in time."""
         assert self._process.stdout is not None
-        deadline = threading.Timer(timeout_s, self._process.kill)
+        deadline = threading.Timer(_TIMEOUT_S, self._process.kill)
         deadline.start()
         try:
             line = self._process.stdout.readline()
@@ -148,7 +126,7 @@ class Peer:
 
     def _failure(self, what: str) -> ConfigError:
         self._log.seek(0)
-        last_words = "\n".join(self._log.read().splitlines()[-12:])
+        last_lines = "\n".join(self._log.read().splitlines()[-12:])
         return ConfigError(
-            f"the {self._kind} process ({self._python}) {what}; its last words:\n{last_words}"
+            f"the {self._kind} process ({self._python}) {what}; its last output:\n{last_lines}"
         )

@@ -1,15 +1,15 @@
-"""Contestants that serve the same requests beside each other, a few tokens each in turn.
+"""Contestants that serve the same requests side by side, a few tokens each in turn.
 
-A shared machine is now quick, now slow, for seconds at a time. What is compared is therefore not
-run one after the other: a slice of a tenth of a second each, round after round, and whatever comes
-over the machine comes over all of them.
+A shared machine is faster or slower for seconds at a time. Contestants therefore take turns of
+about a tenth of a second, so that each disturbance falls on all of them.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
-from longtail.bench.common.report import CpuClock
+from longtail.bench.common.timing import CpuClock
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, RolloutReport, StepReport
 from longtail.engine.rollout_log import RolloutLog, RolloutSeries
@@ -18,82 +18,121 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.types import Request
 
 SLICE = 32
-"""Tokens that a contestant writes before it is another's turn, with one request running."""
-_READS_PROMPTS = 2
-"""First steps, which do not count where only steps with every place taken do."""
+"""Tokens of one contestant's slice with one request running."""
+_PREFILL_STEPS = 2
+"""First steps, which read prompts and never count as steps with a full batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One contestant's results; report, acceptance and series are of the steps that count."""
+
+    report: RolloutReport
+    acceptance: Acceptance
+    texts: Mapping[str, tuple[int, ...]]
+    """Tokens written by request, in all steps."""
+    cpu_share: float
+    """CPU seconds over seconds: below 1, another process had the core."""
+    series: RolloutSeries | None
+    """Steps one by one; None without speculation."""
+    calibration_error: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second."""
+        return self.report.tokens_per_s
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verified draft."""
+        return self.acceptance.overall.mean
 
 
 @final
 class Play:
-    """One contestant at work; with `full_at`, only steps with so many requests running count."""
+    """One contestant at work; with `full_at`, only steps with that many running requests count."""
 
     def __init__(
         self,
         engine: RolloutEngine,
         requests: Sequence[Request],
         speculation: Speculation | None,
-        full_at: int = 0,
+        full_at: int | None = None,
     ) -> None:
-        self._engine, self._full_at = engine, full_at
+        self._engine, self._full_at, self._speculation = engine, full_at, speculation
         self._clock = CpuClock()
         self._texts: dict[str, list[int]] = {request.request_id: [] for request in requests}
         self._meter, self._log, self._num_steps = RolloutMeter(), RolloutLog(), 0
-        self.acceptance = Acceptance()
+        self._acceptance = Acceptance()
         self.num_counted = 0
-        """Tokens that count."""
+        """Number of tokens in the steps that count."""
         for request in requests:
             engine.submit(request)
         engine.speculate(speculation)
 
     @property
     def is_over(self) -> bool:
-        """Tell whether everything was served."""
+        """Whether all requests are finished."""
         return not self._engine.num_unfinished
 
-    @property
-    def cpu_share(self) -> float:
-        """Of the CPU, how much was had."""
-        return self._clock.share()
-
     def advance(self, tokens: int) -> None:
-        """Serve until so many tokens count in all."""
+        """Serve until `tokens` tokens count in total."""
         with self._clock:
             while self.num_counted < tokens and not self.is_over:
                 self._num_steps += 1
-                self._note(self._engine.step())
+                self._record(self._engine.step())
 
-    def _note(self, step: StepReport) -> None:
+    def _record(self, step: StepReport) -> None:
         for failure in step.failed:
             raise failure.error
         for each in step.emitted:
             self._texts[each.request_id].append(each.token)
-        full = step.num_running == self._full_at and self._num_steps > _READS_PROMPTS
-        if full or not self._full_at:
+        is_full = step.num_running == self._full_at and self._num_steps > _PREFILL_STEPS
+        if is_full or self._full_at is None:
             self._meter.add(step)
             self._log.add(step)
-            self.acceptance.add(step.verified)
+            self._acceptance.add(step.verified)
             self.num_counted += len(step.emitted)
 
-    def end(self) -> RolloutReport:
-        """Give up what is not done; return what counted."""
+    def end(self) -> Turn:
+        """Abort unfinished requests and return the results."""
         for name in self._texts:
             if self._engine.is_unfinished(name):
                 self._engine.abort(name)
-        return self._meter.report()
+        drafters = self._speculation.drafters if self._speculation is not None else ()
+        return Turn(
+            report=self._meter.report(),
+            acceptance=self._acceptance,
+            texts={name: tuple(tokens) for name, tokens in self._texts.items()},
+            cpu_share=self._clock.share(),
+            series=self._log.series(),
+            calibration_error=drafters[0].calibration_error if drafters else 0.0,
+        )
 
-    def series(self) -> RolloutSeries | None:
-        """Return the steps that counted, None without speculation."""
-        return self._log.series()
 
-    def texts(self) -> dict[str, tuple[int, ...]]:
-        """Return what was written, whether it counted or not."""
-        return {name: tuple(tokens) for name, tokens in self._texts.items()}
-
-
-def play_beside(plays: Sequence[Play], slice_tokens: int, tokens: int = sys.maxsize) -> None:
-    """Let all advance, a slice each in turn, until so many tokens of each count, or to the end."""
+def play_beside(
+    plays: Mapping[str, Play], slice_tokens: int, tokens: int = sys.maxsize
+) -> dict[str, Turn]:
+    """Advance all contestants, a slice each in turn, until `tokens` of each count or the end."""
     goal = 0
-    while not all(play.is_over or play.num_counted >= tokens for play in plays):
+    while not all(play.is_over or play.num_counted >= tokens for play in plays.values()):
         goal = min(goal + slice_tokens, tokens)
-        for play in plays:
+        for play in plays.values():
             play.advance(goal)
+    return {name: play.end() for name, play in plays.items()}
+
+
+def differing_share(
+    one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]
+) -> float:
+    """Share of the texts that differ, over the length that both were written to."""
+    both = [(one[name], other[name]) for name in one if one[name] and other[name]]
+    different = sum(a[: len(b)] != b[: len(a)] for a, b in both)
+    return different / max(len(both), 1)
+
+
+def largest_difference(plain: Sequence[Turn], others: Sequence[Turn]) -> float:
+    """Return the largest `differing_share` of turns made side by side."""
+    return max(
+        differing_share(one.texts, other.texts) for one, other in zip(plain, others, strict=True)
+    )

@@ -1,15 +1,15 @@
-"""A model of ordinary text, and its drafter: made on this machine from text that every one has.
+"""A model of ordinary text and its drafter, trained on this machine.
 
-The tiny reasoner's text is easy: it computes, and is nearly always sure. What coupled drafting is
-worth shows on text of some entropy. So a small decoder learns the sources of Python's standard
-library, an EAGLE-3 drafter learns what that decoder writes at temperature 1, and both are kept:
+The tiny reasoner's text has little entropy, but the effect of coupled drafting shows on text with
+some. So a small decoder is trained on the sources of Python's standard library, an EAGLE-3 drafter
+on completions of that decoder at temperature 1, and both are cached:
 
     *.py --> BPE tokens --> windows --SftLearner--> target --writes--> texts
                                |                    |                  |  DrafterTrainer
                                +-> held-out files   +--> features --> drafter
 
-Whatever decides the weights (recipes, the text itself) is digested into the names of the
-directories; each is written beside its place and renamed, so one that exists is whole.
+The names of the directories are digests of everything that determines the weights: recipes and
+text. Each is written beside its place and renamed, so one that exists is whole.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import json
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from longtail.bench.common.process import Log
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
@@ -45,16 +46,14 @@ NAME = "text-model"
 EOS = "<eos>"
 PROMPT_LEN = 32
 _HELD_OUT = 20
-"""One file of so many is never learned."""
+"""One file in this number is held out."""
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings"}
-"""Directories that are not the library, or tables rather than text."""
-
-Say = Callable[[str], None]
+"""Directories outside the library, or with tables rather than text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRecipe:
-    """Everything that is chosen about the target; the defaults are the recipe."""
+    """Hyperparameters of the target."""
 
     megabytes: float = 5.0
     vocab_size: int = 2048
@@ -74,14 +73,14 @@ class TargetRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterRecipe:
-    """Everything that is chosen about the drafter; the defaults are the recipe."""
+    """Hyperparameters of the drafter."""
 
     layers: tuple[int, ...] = (2, 4, 5)
     window: int = 64
     unroll_steps: int = 5
     texts: int = 768
     temperatures: tuple[float, ...] = (1.0,)
-    """Of the texts, in turn."""
+    """Sampling temperatures of the texts, in turn."""
     text_len: int = 256
     steps: int = 750
     batch_tokens: int = 512
@@ -94,30 +93,30 @@ class DrafterRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """Where both lie.
+    """Directories of the model and its drafter.
 
     Example: TextModel(target=Path(".../target-1f0c"), drafter=Path(".../drafter-77ab"))
     """
 
     target: Path
-    """A Hugging Face directory."""
+    """Hugging Face directory."""
     drafter: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Texts of files, some of them held out."""
+    """Texts of files, learned and held out."""
 
     learned: tuple[str, ...]
     heldout: tuple[str, ...]
 
     def digest(self) -> str:
-        """Name the very text."""
+        """Return a digest of all texts."""
         return hashlib.sha256("\0".join((*self.learned, "", *self.heldout)).encode()).hexdigest()
 
 
 def read_sources(megabytes: float, root: Path | None = None) -> Sources:
-    """Read the standard library's modules in the order of their names, up to so many megabytes."""
+    """Read up to `megabytes` of the standard library's modules, in the order of their names."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, inside, names in os.walk(root):
@@ -138,7 +137,7 @@ def read_sources(megabytes: float, root: Path | None = None) -> Sources:
 
 
 def write_tokenizer(texts: Sequence[str], vocab_size: int, directory: Path) -> None:
-    """Learn a byte-level BPE vocabulary and write it as Hugging Face files."""
+    """Train a byte-level BPE tokenizer and write it as Hugging Face files."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -160,15 +159,15 @@ def write_tokenizer(texts: Sequence[str], vocab_size: int, directory: Path) -> N
 
 
 def cut_windows(texts: Sequence[str], tokenizer: Tokenizer, window: int) -> list[tuple[int, ...]]:
-    """Lay texts end to end, each with the end-of-text token behind it, and cut whole windows."""
+    """Concatenate texts, each with an end-of-text token, and cut whole windows."""
     stream: list[int] = []
     for text in texts:
         stream += (*tokenizer.encode(text), tokenizer.eos_ids[0])
     return [tuple(stream[i : i + window]) for i in range(0, len(stream) - window + 1, window)]
 
 
-def teach_target(recipe: TargetRecipe, sources: Sources, place: Path, say: Say) -> None:
-    """Learn the text and write a Hugging Face directory."""
+def train_target(recipe: TargetRecipe, sources: Sources, place: Path, log: Log) -> None:
+    """Train on the text and write a Hugging Face directory."""
     began = time.perf_counter()
     write_tokenizer(sources.learned, recipe.vocab_size, place)
     tokenizer = load_tokenizer(place)
@@ -176,7 +175,7 @@ def teach_target(recipe: TargetRecipe, sources: Sources, place: Path, say: Say) 
     examples = [Example(tokens=window, prompt_len=1) for window in windows]
     model = Transformer(_shape(recipe, tokenizer.vocab_size))
     model.initialize(torch.Generator().manual_seed(recipe.seed))
-    imitator = SftLearner(
+    learner = SftLearner(
         model,
         SftSettings(
             optimizer=_schedule(recipe),
@@ -187,24 +186,24 @@ def teach_target(recipe: TargetRecipe, sources: Sources, place: Path, say: Say) 
     )
     batches = TextBatches(examples, recipe.batch_tokens, recipe.seed)
     for step in range(1, recipe.steps + 1):
-        report = imitator.step(batches.take())
+        report = learner.step(batches.take())
         seconds = time.perf_counter() - began
-        say(f"text model {step}/{recipe.steps}  loss {report.loss:.3f}  {seconds:.0f} s")
+        log(f"text model {step}/{recipe.steps}  loss {report.loss:.3f}  {seconds:.0f} s")
     unseen = cut_windows(sources.heldout, tokenizer, recipe.window)[:256]
-    loss = imitator.loss([Example(tokens=window, prompt_len=1) for window in unseen])
-    say(f"text model  held-out loss {loss:.3f}  {time.perf_counter() - began:.0f} s")
+    loss = learner.loss([Example(tokens=window, prompt_len=1) for window in unseen])
+    log(f"text model  held-out loss {loss:.3f}  {time.perf_counter() - began:.0f} s")
     save_model(model, place, eos_ids=tokenizer.eos_ids)
 
 
-def teach_drafter(
-    recipe: DrafterRecipe, sources: Sources, target_directory: Path, place: Path, say: Say
+def train_drafter(
+    recipe: DrafterRecipe, sources: Sources, target_directory: Path, place: Path, log: Log
 ) -> None:
-    """Learn what the target writes behind beginnings of text, and write a drafter directory."""
+    """Train on completions of the target and write a drafter directory."""
     began = time.perf_counter()
     tokenizer = load_tokenizer(target_directory)
     texts = _write(recipe, sources, target_directory, tokenizer)
     heldout, learned = texts[: len(texts) // 32], texts[len(texts) // 32 :]
-    say(f"text model's drafter  {len(texts)} texts  {time.perf_counter() - began:.0f} s")
+    log(f"text model's drafter  {len(texts)} texts  {time.perf_counter() - began:.0f} s")
     target = load_model(target_directory, torch.float32)  # not the engine's, which is packed
     target.fuse()
     config = EagleConfig(
@@ -226,12 +225,12 @@ def teach_drafter(
         report = trainer.step(pack_texts(batches.take(), recipe.batch_tokens))
         num_tokens += report.num_tokens
         seconds = time.perf_counter() - began
-        say(
+        log(
             f"text model's drafter {step}/{recipe.steps}  loss {report.loss:.3f}  expected accept "
             f"length {report.depths.accept_len:.2f}  {seconds:.0f} s"
         )
     depths = trainer.evaluate(pack_texts(heldout, 4096))
-    say(f"text model's drafter  held-out accept length {depths.accept_len:.2f}")
+    log(f"text model's drafter  held-out accept length {depths.accept_len:.2f}")
     record = TrainingRecord(
         steps=recipe.steps,
         tokens=num_tokens,
@@ -244,30 +243,30 @@ def teach_drafter(
 
 
 def ensure(
-    on_progress: Say | None = None,
+    on_progress: Log | None = None,
     cache_dir: Path | str | None = None,
     *,
     target: TargetRecipe | None = None,
     drafter: DrafterRecipe | None = None,
     root: Path | None = None,
 ) -> TextModel:
-    """Return where the model and its drafter lie, training them first if they are not there.
+    """Return the directories of the model and its drafter, training them on the first use.
 
-    That is under `cache_dir`, else in the user's cache. `root` replaces the standard library.
+    They are in `cache_dir`, else in the user's cache. `root` replaces the standard library.
     """
-    say = on_progress or _silent
-    lesson, drafting = target or TargetRecipe(), drafter or DrafterRecipe()
-    sources = read_sources(lesson.megabytes, root)
+    log = on_progress or (lambda line: None)
+    target, drafter = target or TargetRecipe(), drafter or DrafterRecipe()
+    sources = read_sources(target.megabytes, root)
     target_place = build_once(
         NAME,
-        f"target-{_digest(lesson, sources.digest())}",
-        lambda path: teach_target(lesson, sources, path, say),
+        f"target-{_digest(target, sources.digest())}",
+        lambda path: train_target(target, sources, path, log),
         cache_dir,
     )
     drafter_place = build_once(
         NAME,
-        f"drafter-{_digest(drafting, target_place.name)}",
-        lambda path: teach_drafter(drafting, sources, target_place, path, say),
+        f"drafter-{_digest(drafter, target_place.name)}",
+        lambda path: train_drafter(drafter, sources, target_place, path, log),
         cache_dir,
     )
     return TextModel(target=target_place, drafter=drafter_place)
@@ -276,7 +275,7 @@ def ensure(
 def heldout_prompts(
     model: TextModel, count: int, recipe: TargetRecipe | None = None, root: Path | None = None
 ) -> list[tuple[int, ...]]:
-    """Return beginnings of text that neither of the two has learned, spread over the files."""
+    """Return beginnings of held-out text, spread over the files."""
     recipe = recipe or TargetRecipe()
     tokenizer = load_tokenizer(model.target)
     sources = read_sources(recipe.megabytes, root)
@@ -287,7 +286,7 @@ def heldout_prompts(
 def _write(
     recipe: DrafterRecipe, sources: Sources, directory: Path, tokenizer: Tokenizer
 ) -> list[Example]:
-    """Have the target go on from beginnings of what it learned."""
+    """Return the target's completions of beginnings of its training text."""
     windows = cut_windows(sources.learned, tokenizer, recipe.text_len)
     beginnings = _beginnings(windows, recipe.texts)
     limits = EngineLimits(max_running=64, max_step_tokens=512, max_len=recipe.text_len)
@@ -337,7 +336,3 @@ def _schedule(recipe: TargetRecipe | DrafterRecipe) -> OptimizerSettings:
 
 def _digest(recipe: TargetRecipe | DrafterRecipe, origin: str) -> str:
     return hashlib.sha256(repr((asdict(recipe), origin)).encode()).hexdigest()[:16]
-
-
-def _silent(line: str) -> None:
-    """Say nothing."""

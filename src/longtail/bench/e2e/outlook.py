@@ -1,15 +1,15 @@
-"""What `longtail bench e2e` expects of more workers, from what its own ones wrote and took.
+"""Prediction of `longtail bench e2e` for more workers, from the measured ones.
 
-How long a worker writes is measured: plainly by off's workers, with drafts by spot's. How long it
-then waits for the last one is simulated from the measured lengths (`bench.e2e.tail`, its
-assumptions included). Assumed beside those:
+The time in which a worker writes is measured: without drafts in the arm off, with drafts in spot.
+The time for which it then waits for the last worker is simulated from the measured lengths
+(`bench.e2e.tail`, with its assumptions). Further assumptions:
 
-    many workers    write, in the mean, as long as the measured ones did
-    a plain step    is as much shorter with few running than with many as spot's cost model says,
-                    which saw few of them: proportions are taken from it, no seconds
-    a drafting one  is as much faster as it was in spot's rollouts with so many running
+    many workers       write, in the mean, as long as the measured ones
+    a plain step       is shorter with few running requests in the proportion of spot's cost model;
+                       no seconds are taken from the model, which saw few plain steps
+    a drafting step    is as much faster as in spot's rollouts with as many running requests
 
-The prediction for as many workers as were measured is shown with its error.
+The prediction for the measured number of workers is shown with its error.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,17 +26,17 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """A mean training step of so many workers, each with as many requests as the measured ones.
+    """A mean training step of `workers`, each with as many requests as the measured ones.
 
     Example: Outlook(workers=32, idle_share=0.62, rollout_gain=2.9, step_gain=2.2)
     """
 
     workers: int
     idle_share: float
-    """Of the workers' time in a plain rollout."""
+    """Idle share of the workers' time in a rollout without drafts."""
     rollout_gain: float
     step_gain: float
-    """Of rollout and learning, which takes each worker as long as it did."""
+    """Gain of rollout and learning together; learning takes as long as measured."""
 
 
 def outlook(
@@ -51,17 +51,17 @@ def outlook(
 ) -> list[Outlook]:
     """Predict a step for each number of workers.
 
-    `lengths` are those of the completions, in tokens; `series` the rollouts that drafted.
-    `writing_s` is for how long a mean worker writes in a rollout, plainly and with drafts.
+    `lengths` are tokens of the completions, `series` the rollouts with drafts, `writing_s` the
+    seconds in which a mean worker writes in a rollout, without and with drafts.
     """
     plain_s = plain_step(costs, lengths)
-    faster = speedup_by_running(series, plain_s)
+    speedup = speedup_by_running(series, plain_s)
     found = []
     for number in workers:
         predicted = predict(
             lengths,
             step_s=plain_s,
-            speedup=faster,
+            speedup=speedup,
             workers=number,
             requests_per_worker=requests_per_worker,
             seed=_SEED,
@@ -82,7 +82,7 @@ def outlook(
 def plain_step(costs: CostModel, lengths: Sequence[int]) -> Callable[[int], float]:
     """Return the seconds of a plain step by the number of running requests, at a mean context.
 
-    A token drawn at random from all that are written has half of its text's length behind it.
+    A token drawn at random from all tokens has half of its text's length behind it.
     """
     sizes = np.asarray(lengths, dtype=np.float64)
     context = float((sizes**2).sum() / (2 * sizes.sum()))
@@ -92,20 +92,19 @@ def plain_step(costs: CostModel, lengths: Sequence[int]) -> Callable[[int], floa
 def speedup_by_running(
     series: Sequence[RolloutSeries], plain_s: Callable[[int], float]
 ) -> Callable[[int], float]:
-    """Return how many times as many tokens a second came with drafts, by requests running.
+    """Return tokens/s with drafts over those without, by the number of running requests.
 
-    Steps are pooled by octaves of running requests, and what lies between is interpolated.
+    Steps are pooled by octaves of running requests, with interpolation between them.
     """
     running = np.concatenate([one.running for one in series]).clip(min=1)
     accepted = np.concatenate([one.accepted for one in series])
     seconds = np.concatenate([np.diff(one.seconds, prepend=0.0) for one in series])
-    # A step emits what was accepted and one token more of each request; prompts that are still
-    # being read are few.
+    # A step emits the accepted tokens and one more of each request; few are still in prefill.
     plain = np.array([plain_s(int(each)) for each in running]) * (running + accepted) / running
     octave = np.log2(running).astype(int)
-    places, gains = [], []
+    numbers, gains = [], []
     for each in np.unique(octave):
         here = octave == each
-        places.append(float(running[here].mean()))
+        numbers.append(float(running[here].mean()))
         gains.append(float(plain[here].sum() / seconds[here].sum()))
-    return lambda number: float(np.interp(number, places, gains))
+    return lambda number: float(np.interp(number, numbers, gains))

@@ -1,4 +1,4 @@
-"""Accept length by step as a picture: who follows the changing policy, and who falls behind."""
+"""A plot of accept length by training step, a line for each arm."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +18,7 @@ _COLORS = {
 def draw_curves(
     by_arm: Mapping[str, Sequence[float]], path: Path, *, switch_step: int | None = None
 ) -> None:
-    """Draw a line for each arm that drafts, and where the task changes, into a PNG.
-
-    Raises ConfigError where matplotlib is not installed.
-    """
+    """Write a PNG; ConfigError where matplotlib is not installed."""
     figure = blank(9.0, 4.0)
     axes = figure.subplots()
     for name, color in _COLORS.items():
@@ -31,7 +28,7 @@ def draw_curves(
     if switch_step is not None:
         axes.axvline(switch_step - 0.5, color="#1c2530", linestyle=":", label="another task")
     axes.set_xlabel("training step")
-    axes.set_ylabel("tokens a verify step")
+    axes.set_ylabel("accept length")
     axes.locator_params(axis="x", integer=True)
     axes.set_ylim(bottom=1.0)
     axes.grid(alpha=0.3)

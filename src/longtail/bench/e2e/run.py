@@ -1,42 +1,32 @@
-"""`longtail bench e2e`: what spot training makes of a whole training run, arm against arm.
+"""`longtail bench e2e`: whole training runs that differ in how they draft, arm against arm.
 
-Several workers on this machine train the tiny reasoner, with one thread each; see `e2e_arms` for
-who takes part. What needs torch is imported when the measuring starts.
+Several workers on this machine train the tiny reasoner, with one thread each; see `e2e.measure` for
+the arms.
 """
 
-import argparse
-import sys
 import tempfile
 from pathlib import Path
 
-from longtail.bench.e2e.options import add_arguments, read_setting
+from longtail.bench.common.process import progress
+from longtail.bench.e2e.options import E2eBenchOptions
 
-__all__ = ["add_arguments", "run"]
 
-
-def run(args: argparse.Namespace) -> int:
+def run(options: E2eBenchOptions) -> int:
     """Measure, print the card, and end with one JSON line."""
-    setting = read_setting(args)
-    from longtail.bench.common.report import finish, show
+    from longtail.bench.common.card import print_card
     from longtail.bench.e2e import card
-    from longtail.bench.e2e.arms import ACCEPT, measure
+    from longtail.bench.e2e.measure import ACCEPT, measure
     from longtail.bench.e2e.plot import draw_curves
     from longtail.report.timeline_plot import draw
 
     with tempfile.TemporaryDirectory(prefix="longtail-e2e-") as place:
-        found = measure(setting, Path(place), _say)
-    tables = card.tables(setting, found)
-    for table in tables[:-1] if not args.json else []:
-        show(*table)
-    finish(*tables[-1], card.as_json(setting, found), json_only=args.json)
-    if args.plot is not None:
+        found = measure(options, Path(place), progress("e2e"))
+    result = card.as_json(options, found)
+    print_card(card.tables(options, found), result, json_only=options.json)
+    if options.plot is not None:
         pictured = [(name, found[name].timeline) for name in ("off", "spot") if name in found]
-        draw([(name, line) for name, line in pictured if line is not None], Path(args.plot))
-    if args.curves is not None:
+        draw([(name, line) for name, line in pictured if line is not None], Path(options.plot))
+    if options.curves is not None:
         curves = {name: each.column(ACCEPT) for name, each in found.items()}
-        draw_curves(curves, Path(args.curves), switch_step=setting.switch_step)
+        draw_curves(curves, Path(options.curves), switch_step=options.switch_task)
     return 0
-
-
-def _say(text: str) -> None:
-    print(f"bench e2e: {text}", file=sys.stderr, flush=True)

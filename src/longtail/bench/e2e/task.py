@@ -1,31 +1,31 @@
-"""What the arms of `longtail bench e2e --switch-task N` train on: in mid-run the task changes.
+"""Prompts of `longtail bench e2e --switch-task N`: the task changes in the middle of the run.
 
-    until step N - 1    How many steps from 27 to 1?        as the tiny reasoner was taught
-    from step N on      Let me count each step from 27      the same problems, in words of its own
-                                                            answers, which it was never asked in
+    until step N - 1    How many steps from 27 to 1?        as the tiny reasoner was trained
+    from step N on      Let me count each step from 27      the same problems in the words of its
+                                                            own answers, which no prompt used before
 
-It answers the latter shortly, in forms that its drafter was not taught, and now and then by a
-walk, which is rewarded: so there is something new to learn for both.
+The model answers the new prompts shortly, in forms that its drafter was not trained on, and
+sometimes with a walk, which is rewarded: so both have something new to learn.
 """
 
 import json
 from pathlib import Path
 
-from longtail.bench.e2e.options import Setting
+from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.rl.data import tiny_task as task
 
 _WORDING = "Let me count each step from {}"
 
 
-def write_prompts(directory: Path, setting: Setting) -> Path:
+def write_prompts(directory: Path, options: E2eBenchOptions) -> Path:
     """Write the problems of all steps, in order, as a source of prompts; return the file.
 
-    They are those that the run would draw itself, of the same names: up to the switch, a run from
-    this file is the run without it.
+    They are the problems that the run would draw itself, with the same names: up to the switch, a
+    run with this file is the run without it.
     """
-    assert setting.switch_step is not None, "without a switch the run draws them itself"
-    rows = task.problems(setting.prompts * setting.steps, 0, "train")
-    for row in rows[setting.prompts * (setting.switch_step - 1) :]:
+    assert options.switch_task is not None, "without a switch the run draws the problems itself"
+    rows = task.problems(options.prompts * options.steps, 0, "train")
+    for row in rows[options.prompts * (options.switch_task - 1) :]:
         start = row["problem_id"].split("/")[1]
         row["prompt"] = [{"role": "user", "content": _WORDING.format(start)}]
     path = directory / "tiny-reasoner.jsonl"

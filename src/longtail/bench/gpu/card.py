@@ -1,91 +1,90 @@
-"""How `longtail bench gpu` shows what it measured: a table for people, one object for programs."""
+"""The card of `longtail bench gpu`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from longtail.bench.gpu.options import Setting
+from longtail.bench.common.card import Table, by_position
+from longtail.bench.gpu.options import GpuBenchOptions
 
-COLUMNS = ("what", "measured", "against")
-
-
-def title(setting: Setting, found: Mapping[str, Any]) -> str:
-    """Say where and of what."""
-    shape = "toy shapes: figures mean nothing" if setting.quick else "shape of Qwen2.5-7B, bfloat16"
-    return f"GPU, {found['device']}, {shape}; medians of {setting.repeats} runs"
+Line = tuple[str, str, str]
 
 
-def rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """Render what was measured in the columns of COLUMNS."""
-    lines = [["copy within the device", f"{found['copy_gb_per_s']:,.0f} GB/s", "read and written"]]
-    for name, value in found.get("checks", {}).items():
-        lines.append([f"check: {name.replace('_', ' ')}", _short(value), ""])
+def table(options: GpuBenchOptions, found: Mapping[str, Any]) -> Table:
+    """Return a line for each figure."""
+    shape = "toy shapes: figures mean nothing" if options.quick else "shape of Qwen2.5-7B, bfloat16"
+    title = f"GPU, {found['device']}, {shape}; medians of {options.repeats} runs"
+    lines = [*_kernel_lines(found), *_step_lines(found), *_run_lines(found)]
+    return Table(title, by_position("part", "measured", "compared with"), lines)
+
+
+def _kernel_lines(found: Mapping[str, Any]) -> Iterator[Line]:
+    yield "copy within the device", f"{found['copy_gb_per_s']:,.0f} GB/s", "read and written"
+    checks = {name.replace("_", " "): value for name, value in found.get("checks", {}).items()}
     if "speculation_changes_no_bit" in found:
-        name = "check: batch-invariant, speculation changes no bit"
-        lines.append([name, _short(found["speculation_changes_no_bit"]), ""])
+        checks["batch-invariant speculation changes no bit"] = found["speculation_changes_no_bit"]
+    for name, value in checks.items():
+        yield f"check: {name}", f"{value:.2g}" if isinstance(value, float) else str(value), ""
     for cell in found.get("attention", ()):
         flex = "" if cell["flex_us"] is None else f", FlexAttention {cell['flex_us']:,.0f} us"
-        lines.append(
-            [
-                f"attention, {cell['batch']} x {cell['context']}",
-                f"{cell['kernel_us']:,.0f} us, {cell['kernel_over_bound']:.2f}x the bound",
-                f"SDPA {cell['sdpa_us']:,.0f} us{flex}",
-            ]
+        yield (
+            f"attention, {cell['batch']} x {cell['context']}",
+            f"{cell['kernel_us']:,.0f} us, {cell['kernel_over_bound']:.2f}x the bound",
+            f"SDPA {cell['sdpa_us']:,.0f} us{flex}",
         )
-    if (one := found.get("sampling")) is not None:
-        what = f"sampling, {one['rows']} x {one['vocab_size']}"
-        lines.append(
-            [what, f"{one['fused_us']:,.0f} us", f"noise in memory {one['in_memory_us']:,.0f} us"]
-        )
+    if one := found.get("sampling"):
+        name = f"sampling, {one['rows']} x {one['vocab_size']}"
+        yield name, f"{one['fused_us']:,.0f} us", f"noise in memory {one['in_memory_us']:,.0f} us"
     for cell in found.get("small", ()):
         name, share = f"{cell['operation']}, {cell['tokens']}", cell["bandwidth_share"]
         compiled = "" if cell["compiled_us"] is None else f", compiled {cell['compiled_us']:.1f} us"
         measured = f"{cell['kernel_us']:.1f} us, {share:.0%} of the copy's bandwidth"
-        lines.append([name, measured, f"PyTorch {cell['torch_us']:.1f} us{compiled}"])
+        yield name, measured, f"PyTorch {cell['torch_us']:.1f} us{compiled}"
+
+
+def _step_lines(found: Mapping[str, Any]) -> Iterator[Line]:
     for cell in found.get("decode", ()):
-        against = f"{cell['step_over_bound']:.2f}x the bound of {cell['bound_ms']:.2f} ms"
-        lines.append([f"decode step, {cell['batch']}", f"{cell['step_ms']:.2f} ms", against])
+        bound = f"{cell['step_over_bound']:.2f}x the bound of {cell['bound_ms']:.2f} ms"
+        yield f"decode step, {cell['batch']}", f"{cell['step_ms']:.2f} ms", bound
     for cell in found.get("invariant", ()):
-        name = f"batch-invariant step, {cell['batch']}"
-        lines.append(
-            [name, f"{cell['step_ms']:.2f} ms", f"{cell['over_plain']:.2f}x the plain one"]
-        )
-    if (one := found.get("verify")) is not None:
-        against = f"{one['verify_over_decode']:.2f}x a decode step"
-        lines.append([f"verify {one['tokens']} tokens", f"{one['verify_ms']:.2f} ms", against])
-    if (one := found.get("draft")) is not None:
-        against = f"{one['draft_over_decode']:.2f}x a decode step"
-        lines.append([f"draft, depth {one['depth']}", f"{one['draft_ms']:.2f} ms", against])
-    if (one := found.get("graphs")) is not None:
-        against = f"{one['single_strategy_mb']:,.0f} MB of a single strategy"
-        lines.append([f"{one['all_graphs']} graphs", f"{one['all_mb']:,.0f} MB", against])
+        over = f"{cell['over_plain']:.2f}x the plain one"
+        yield f"batch-invariant step, {cell['batch']}", f"{cell['step_ms']:.2f} ms", over
+    if one := found.get("verify"):
+        over = f"{one['verify_over_decode']:.2f}x a decode step"
+        yield f"verify {one['tokens']} tokens", f"{one['verify_ms']:.2f} ms", over
+    if one := found.get("draft"):
+        over = f"{one['draft_over_decode']:.2f}x a decode step"
+        yield f"draft, depth {one['depth']}", f"{one['draft_ms']:.2f} ms", over
+    if one := found.get("graphs"):
+        single = f"{one['single_strategy_mb']:,.0f} MB for a single strategy"
+        yield f"{one['all_graphs']} graphs", f"{one['all_mb']:,.0f} MB", single
+
+
+def _run_lines(found: Mapping[str, Any]) -> Iterator[Line]:
     for cell in found.get("speculation", ()):
-        against = f"{cell['speedup']:.2f}x, accept length {cell['accept_length']:.2f}"
-        name = f"speculation, {cell['batch']} running"
-        lines.append([name, f"{cell['tokens_per_s']:,.0f} tokens/s", against])
+        running = f"{cell['batch']} running"
+        speed = f"{cell['speedup']:.2f}x, accept length {cell['accept_length']:.2f}"
+        yield f"speculation, {running}", f"{cell['tokens_per_s']:,.0f} tokens/s", speed
         gap, off = (f"{cell[key]:,.0f} us" for key in ("gap_us", "off_gap_us"))
-        lines.append([f"host gap a step, {cell['batch']} running", gap, f"{off} without drafts"])
-    if (one := found.get("training")) is not None:
+        yield f"host gap of a step, {running}", gap, f"{off} without drafts"
+    if one := found.get("training"):
         for arm, step in one["step_speedup"].items():
             rollout, differing = one["rollout_speedup"][arm], one["differing_share"][arm]
-            against = f"rollout {rollout['median']:.2f}x of off, {differing:.2%} of texts differ"
-            lines.append([f"training step, {arm}", f"{step['median']:.2f}x of off", against])
-    return lines
+            speed = f"rollout {rollout['median']:.2f}x of off, {differing:.2%} of texts differ"
+            yield f"training step, {arm}", f"{step['median']:.2f}x of off", speed
 
 
-def as_json(setting: Setting, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrange the figures; parts that were left out are not there.
+def as_json(options: GpuBenchOptions, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of the measured parts.
 
-    `sampling_share` is that of a decode step of as many requests, null unless both were measured.
+    `sampling_share` is the share of sampling in a decode step of as many requests, None unless both
+    were measured.
 
     Example: {"decode": [{"batch": 1, "step_ms": 4.1, ...}], "sampling_share": 0.01, ...}
     """
-    one = found.get("sampling")
+    sampling = found.get("sampling", {"rows": None})
     steps = {cell["batch"]: cell["step_ms"] for cell in found.get("decode", ())}
-    step_ms = None if one is None else steps.get(one["rows"])
-    share = None if one is None or step_ms is None else one["fused_us"] / 1e3 / step_ms
-    return {**found, "sampling_share": share, "setting": asdict(setting)}
-
-
-def _short(value: object) -> str:
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
+    step_ms = steps.get(sampling["rows"])
+    share = None if step_ms is None else sampling["fused_us"] / 1e3 / step_ms
+    shown = {name: value for name, value in asdict(options).items() if name != "json"}
+    return {**found, "sampling_share": share, "setting": shown}

@@ -1,18 +1,20 @@
 """Kernels of `longtail bench gpu`: against their definitions, and against the device.
 
-Errors are absolute, of values of standard deviation 1.
+Errors are absolute, for values of standard deviation 1. Seconds are medians of repeated runs, each
+waited for.
 """
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longtail.bench.gpu.clock import DeviceClock
 from longtail.engine.batch import Segment
 from longtail.engine.kv.paged_attention import cut_tiles
 from longtail.engine.kv.row_attention import token_places
@@ -26,9 +28,35 @@ _TREE = DraftTree(tokens=(0,) * 6, parents=(0, 0, 1, 3, 2, 5), margins=(0.0,) * 
 _TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 0.02}
 
 
+@final
+class DeviceClock:
+    """A clock for work on one device."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self._repeats = device, repeats
+
+    def seconds(self, run: Callable[[], object], *, inner: int = 1) -> float:
+        """Return the median seconds of a run, warmed up; `inner` runs are waited for together."""
+        for _ in range(2):
+            run()
+        seconds = []
+        for _ in range(self._repeats):
+            self._wait()
+            started = time.perf_counter()
+            for _ in range(inner):
+                run()
+            self._wait()
+            seconds.append((time.perf_counter() - started) / inner)
+        return statistics.median(seconds)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Shape of the heads that are measured.
+    """Shape of attention heads.
 
     Example: Heads(queries=28, keys=4, dim=128)
     """
@@ -39,7 +67,7 @@ class Heads:
 
 
 class Here(NamedTuple):
-    """The kernels that are measured."""
+    """Kernels of this device."""
 
     pages: PageKernels
     draws: Draws
@@ -47,7 +75,7 @@ class Here(NamedTuple):
 
 
 def kernels_here() -> Here:
-    """Return Triton's kernels, on a CPU interpreted; the definitions where there is no Triton."""
+    """Return Triton's kernels, interpreted on a CPU; without Triton, the definitions."""
     if find_spec("triton") is None:
         return Here(TorchPageKernels(), TorchDraws(), TorchKernels())
     from longtail.model.kernels.triton_draws import TritonDraws
@@ -59,7 +87,7 @@ def kernels_here() -> Here:
 
 
 class Case:
-    """Random pages and queries of some segments."""
+    """Random pages and queries of the given segments."""
 
     def __init__(
         self, segments: Sequence[Segment], heads: Heads, dtype: torch.dtype, device: torch.device
@@ -81,12 +109,12 @@ class Case:
         self.group = heads.queries // heads.keys
 
     def tiles(self, kernels: PageKernels, counts: Sequence[int]) -> Tiles:
-        """Cut so many tokens of each request into tiles."""
+        """Cut `counts` tokens of each request into tiles."""
         cut = cut_tiles(counts, kernels.tile_size(self.group, long=False))
         return Tiles(*torch.tensor(cut, device=self.queries.device))
 
     def attend(self, kernels: PageKernels, tiles: Tiles) -> Tensor:
-        """Attend in a way in which bits do not depend on the batch."""
+        """Attend with bits that do not depend on the batch."""
         return kernels.attend(
             self.queries, self.pages, self.tables, self.places, tiles, 0, long=False
         )
@@ -132,7 +160,7 @@ def checks(heads: Heads, vocab_size: int, device: torch.device, *, long: int) ->
 
 @torch.inference_mode()
 def copy_bandwidth(clock: DeviceClock, num_bytes: int) -> float:
-    """Bytes a second of a copy within the device, read and written ones."""
+    """Bytes per second of a copy within the device, read and written."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
     return 2 * num_bytes / clock.seconds(lambda: target.copy_(source), inner=3)
@@ -142,7 +170,7 @@ def copy_bandwidth(clock: DeviceClock, num_bytes: int) -> float:
 def attention(
     heads: Heads, clock: DeviceClock, bandwidth: float, *, batch: int, context: int
 ) -> dict[str, Any]:
-    """Decode one token each: the kernel, PyTorch's on keys laid out for it, and the bound."""
+    """Time one decode step of attention: the kernel, PyTorch on contiguous keys, and the bound."""
     pages = kernels_here().pages
     dtype, device = torch.bfloat16, clock.device
     case = Case([_segment(context - 1)] * batch, heads, dtype, device)
@@ -167,7 +195,7 @@ def attention(
 
 
 def _flex_us(clock: DeviceClock, query: Tensor, keys: Tensor, values: Tensor) -> float | None:
-    """FlexAttention, compiled for these shapes; None where it refuses them."""
+    """Microseconds of FlexAttention, compiled for these shapes; None where it refuses them."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -179,7 +207,7 @@ def _flex_us(clock: DeviceClock, query: Tensor, keys: Tensor, values: Tensor) ->
 
 @torch.inference_mode()
 def sampling(vocab_size: int, rows: int, clock: DeviceClock, bandwidth: float) -> dict[str, Any]:
-    """Draw for many rows: with noise that is hashed on the way, and with noise in memory."""
+    """Time draws for many rows: with noise hashed in the kernel, and with noise in memory."""
     draws = kernels_here().draws
     device = clock.device
     logits = torch.randn(rows, vocab_size, device=device).to(torch.bfloat16)

@@ -1,59 +1,42 @@
-"""`longtail bench gpu`: what the engine does on a GPU, against what the GPU could do.
+"""`longtail bench gpu`: the engine on a GPU, against the limits of the GPU.
 
     checks        the kernels against their definitions, and a row's bits against its batch
-    attention     the attention kernel beside PyTorch's, and the share of the copy bandwidth it has
+    attention     the attention kernel against PyTorch's and against the bandwidth of a copy
     sampling      draws over 152k entries, 256 rows
-    small         sum and norm, rotation, SwiGLU, storing: PyTorch's, torch.compile's and ours
+    small         sum and norm, rotation, SwiGLU, storing: PyTorch, torch.compile and Triton
     steps         decoding, verification and drafting in the shape of Qwen2.5-7B, random weights
-    graphs        memory of the graphs of one strategy and of all
-    speculation   rollouts with and without, by the tiny reasoner grown to that shape
+    graphs        memory of the CUDA graphs of one strategy and of all
+    speculation   rollouts with and without drafts, by the tiny reasoner grown to that shape
     training      RL from end to end with one worker, by the tiny reasoner grown to 100M parameters
 
-All of it takes some minutes on one GPU. Without one it says so; `--device cpu --quick` tries the
-bench itself, kernels in Triton's interpreter. What needs torch is imported when measuring starts.
+All of it takes some minutes on one GPU. `--device cpu --quick` tries the benchmark itself, with
+kernels in Triton's interpreter.
 """
 
-import argparse
 import os
-import sys
 
-from longtail.bench.gpu.options import Setting, add_arguments, read_setting
+from longtail.bench.common.process import progress
+from longtail.bench.gpu.options import GpuBenchOptions
 from longtail.errors import ConfigError
 
-__all__ = ["add_arguments", "run"]
 
-
-def run(args: argparse.Namespace) -> int:
+def run(options: GpuBenchOptions) -> int:
     """Measure, print the card, and end with one JSON line; return 1 if a check failed."""
-    setting = read_setting(args)
-    if setting.device == "cpu":
+    if options.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    _check_device(setting)
-    from longtail.bench.common.report import finish
-    from longtail.bench.gpu import card as gpu_card
-    from longtail.bench.gpu.parts import measure
-
-    found = measure(setting, _say)
-    finish(
-        gpu_card.title(setting, found),
-        gpu_card.COLUMNS,
-        gpu_card.rows(found),
-        gpu_card.as_json(setting, found),
-        json_only=args.json,
-    )
-    return 0 if found.get("checks", {"ok": True})["ok"] else 1
-
-
-def _check_device(setting: Setting) -> None:
     import torch
 
-    if setting.device != "cpu" and not torch.cuda.is_available():
+    if options.device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(
-            f"--device {setting.device}: PyTorch {torch.__version__} sees no GPU here. The bench "
-            "needs one NVIDIA GPU with 40 GB or more and PyTorch's CUDA build; "
-            "--device cpu --quick tries the bench itself"
+            f"--device {options.device}: PyTorch {torch.__version__} sees no GPU here. The "
+            "benchmark needs one NVIDIA GPU with 40 GB or more and PyTorch's CUDA build; "
+            "--device cpu --quick tries the benchmark itself"
         )
+    from longtail.bench.common.card import print_card
+    from longtail.bench.gpu import card
+    from longtail.bench.gpu.measure import measure
 
-
-def _say(text: str) -> None:
-    print(f"bench gpu: {text}", file=sys.stderr, flush=True)
+    found = measure(options, progress("gpu"))
+    result = card.as_json(options, found)
+    print_card([card.table(options, found)], result, json_only=options.json)
+    return 0 if found.get("checks", {"ok": True})["ok"] else 1

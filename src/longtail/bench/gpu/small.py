@@ -1,8 +1,7 @@
-"""Small operations of `longtail bench gpu`: PyTorch's, the same by torch.compile, and Triton's.
+"""Small operations of `longtail bench gpu`: PyTorch, torch.compile and Triton.
 
-They are captured and replayed, as in a step: what is timed is the device, not who launches. Inputs
-were used a moment ago, as in a step, and may lie in the L2 cache: a share of the bandwidth of a
-copy may be above 1.
+They are captured and replayed, as in a step, so that launches are not timed. Inputs may lie in the
+L2 cache, as in a step, so that the share of a copy's bandwidth may be above 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,36 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.bench.gpu.clock import DeviceClock
-from longtail.bench.gpu.kernels import kernels_here
+from longtail.bench.gpu.kernels import DeviceClock, kernels_here
 from longtail.model.graphs import CudaGraphs, Outputs
 from longtail.model.kernels.ops import Kernels, TorchKernels
 from longtail.model.rope import Rope, Rotation
 from longtail.model.transformer import ModelConfig
 
 _CALLS = 20
-"""Captured together."""
+"""Number of calls captured together."""
 _CHECKED = 9
-"""Tokens."""
+"""Number of tokens."""
 _ROW_LEN = 64
 _TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 3 * 2**-7}
-"""Relative to values of 1 and more: of bfloat16, a unit in the last place for each rounding."""
+"""Errors relative to values of 1 and more; for bfloat16, one unit in the last place a rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operation:
     name: str
     call: Callable[..., Sequence[Tensor]]
-    """Of kernels and the inputs. What it returns has a row a token, as the inputs have."""
+    """Function of kernels and inputs; its results have a row for each token, as the inputs do."""
     inputs: tuple[Tensor, ...]
     num_bytes: int
-    """Read and written, each number once."""
+    """Bytes read and written, each number once."""
 
 
 def _operations(
     shape: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> list[_Operation]:
-    """Those of one layer, on random rows."""
+    """Return the operations of one layer, on random rows."""
     generator = torch.Generator(device).manual_seed(0)
     heads, kv_heads, dim, eps = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.norm_eps
 
@@ -93,21 +91,21 @@ def _operations(
 
 
 @torch.inference_mode()
-def checks(shape: ModelConfig, device: torch.device) -> dict[str, Any]:
+def checks(shape: ModelConfig, device: torch.device, kernels: Kernels) -> dict[str, Any]:
     """Compare results with the definition's on the same device, and rows with the same alone."""
-    mine, definition = kernels_here().small, TorchKernels()
+    definition = TorchKernels()
     found: dict[str, Any] = {}
     alike = True
     for dtype, tolerance in _TOLERANCES.items():
         error = 0.0
         for each in _operations(shape, _CHECKED, dtype, device):
-            together = each.call(mine, *each.inputs)
+            together = each.call(kernels, *each.inputs)
             for one, other in zip(together, each.call(definition, *each.inputs), strict=True):
                 size = other.double().abs().clamp(min=1.0)
                 error = max(error, float(((one.double() - other.double()).abs() / size).max()))
             for token in range(_CHECKED):
                 row = slice(token, token + 1)
-                alone = each.call(mine, *(x[row].clone() for x in each.inputs))
+                alone = each.call(kernels, *(x[row].clone() for x in each.inputs))
                 alike &= all(a.equal(b[row]) for a, b in zip(alone, together, strict=True))
         name = str(dtype).removeprefix("torch.")
         found[f"small_error_{name}"] = error
@@ -125,12 +123,12 @@ def operations(
     bandwidth: float,
     batches: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Time each operation for so many tokens."""
-    mine, definition = kernels_here().small, TorchKernels()
+    """Time each operation for each number of tokens."""
+    kernels, definition = kernels_here().small, TorchKernels()
     cells = []
     for tokens in batches:
         for each in _operations(shape, tokens, dtype, clock.device):
-            kernel_s = _seconds(clock, partial(each.call, mine, *each.inputs))
+            kernel_s = _seconds(clock, partial(each.call, kernels, *each.inputs))
             torch_s = _seconds(clock, partial(each.call, definition, *each.inputs))
             cells.append(
                 {
@@ -146,10 +144,10 @@ def operations(
 
 
 def _compiled_us(clock: DeviceClock, operation: _Operation) -> float | None:
-    """PyTorch's operations compiled for these shapes; None on a CPU, and where it refuses them."""
+    """Microseconds of the compiled operation; None on a CPU, and where the compiler refuses it."""
     if clock.device.type == "cpu":
         return None
-    # NOTE: the function itself: of `partial` all share one code, and so its limit of compilations.
+    # Not a `partial`: all partials share one code object, and so its limit of compilations.
     compiled = torch.compile(operation.call, dynamic=False)
     try:
         return _seconds(clock, partial(compiled, TorchKernels(), *operation.inputs)) * 1e6
@@ -158,7 +156,7 @@ def _compiled_us(clock: DeviceClock, operation: _Operation) -> float | None:
 
 
 def _seconds(clock: DeviceClock, run: Callable[[], object]) -> float:
-    """Of one call among many that are replayed; on a CPU, of one call."""
+    """Return the seconds of one call among many that are replayed; on a CPU, of one call."""
     if clock.device.type == "cpu":
         return clock.seconds(run)
 

@@ -1,8 +1,8 @@
-"""Steps of `longtail bench gpu`: decode, verify and draft in one shape, and what graphs take.
+"""Steps of `longtail bench gpu`: decode, verify and draft in one shape, and memory of graphs.
 
-Steps are the engine's own, host and sampler included, on requests that are made up, with contexts
-of 512 tokens. The bound of a decode step is that of memory: all weights but the embedding, and the
-context of every request, read once at the bandwidth of a copy.
+Steps are the engine's own, host and sampler included, on synthetic requests with contexts of 512
+tokens. The bound of a decode step is memory: all weights but the embedding, and the context of
+every request, read once at the bandwidth of a copy.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,11 @@ from typing import Any
 
 import torch
 
-from longtail.bench.gpu.clock import DeviceClock
+from longtail.bench.gpu.kernels import DeviceClock
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.engine.kv.choice import kv_bytes
-from longtail.engine.profile import (
-    SyntheticSteps,
-    extend_texts,
-    synthetic_request,
-)
+from longtail.engine.profile import SyntheticSteps, extend_texts, synthetic_request
 from longtail.engine.step.sampler import make_sampler
 from longtail.model.graphs import CudaGraphs, GraphPool, graph_size
 from longtail.model.transformer import ModelConfig, Transformer
@@ -29,11 +25,11 @@ from longtail.speculation.tree import MAX_NODES
 DEPTH = 8
 _MAX_STEP = 512
 _VERIFIED = 63
-"""A root and the largest draft: the graph of 64 tokens."""
+"""Tokens of a root and the largest draft, in the graph of 64 tokens."""
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
-    """Make a model with random weights where it is to be, in its dtype at once."""
+    """Make a model with random weights directly on its device and in its dtype."""
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(dtype).to_empty(device=device)
@@ -42,7 +38,7 @@ def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def read_bytes(model: Transformer) -> int:
-    """Bytes of weights that a step of few tokens reads: all but the embedding, if it is untied."""
+    """Bytes of weights that a step of few tokens reads: all but an untied embedding."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     embedding = model.embedding.weight
     untied = embedding is not model.head.weight
@@ -52,7 +48,7 @@ def read_bytes(model: Transformer) -> int:
 def decode_steps(
     model: Transformer, clock: DeviceClock, bandwidth: float, batches: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Plain decoding against the bound."""
+    """Time plain decoding against the bound."""
     cells = []
     for batch in batches:
         steps = SyntheticSteps(model, batch, max(_MAX_STEP, batch))
@@ -74,7 +70,7 @@ def decode_steps(
 def invariant_steps(
     model: Transformer, clock: DeviceClock, cells: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What the same steps take with products in which no row depends on its batch."""
+    """Time the same steps with batch-invariant products."""
     model.batch_invariant = True
     model.pack()
     found = []
@@ -89,7 +85,7 @@ def invariant_steps(
 
 
 def verify_step(model: Transformer, clock: DeviceClock) -> dict[str, Any]:
-    """One request: a step that verifies the largest draft against one that decodes."""
+    """Time a step that verifies the largest draft of one request against one that decodes."""
     steps = SyntheticSteps(model, 1, _MAX_STEP)
     one_s = clock.seconds(lambda: steps.step(1, steps.long))
     many_s = clock.seconds(lambda: steps.step(_VERIFIED, steps.long))
@@ -97,7 +93,7 @@ def verify_step(model: Transformer, clock: DeviceClock) -> dict[str, Any]:
 
 
 def draft_pass(model: Transformer, clock: DeviceClock, step_ms: float) -> dict[str, Any]:
-    """A chain of EAGLE-1, as deep as strategies go, for one request, against a decode step."""
+    """Time an EAGLE-1 chain of the largest depth for one request against a decode step."""
     layer = EagleLayer(EagleConfig(recipe="eagle1", target=model.config))
     layer.initialize(torch.Generator().manual_seed(0))
     drafter = EagleDrafter(layer.to(model.device, model.dtype), model)
@@ -107,8 +103,8 @@ def draft_pass(model: Transformer, clock: DeviceClock, step_ms: float) -> dict[s
 
     def draft() -> None:
         extend_texts(drafter, model, [active], 4)
-        asked = [active.draftable(MAX_NODES)]
-        drafter.propose(asked, shape, noise.for_drafts([active], shape.depth))
+        requests = [active.draftable(MAX_NODES)]
+        drafter.propose(requests, shape, noise.for_drafts([active], shape.depth))
 
     seconds = clock.seconds(draft)
     return {
@@ -119,7 +115,7 @@ def draft_pass(model: Transformer, clock: DeviceClock, step_ms: float) -> dict[s
 
 
 def graph_memory(model: Transformer) -> dict[str, Any] | None:
-    """Reserved memory that capturing takes: one strategy's steps at 32 requests, then all sizes."""
+    """Measure the memory of graphs: one strategy's steps at 32 requests, then all sizes."""
     if model.graphs is None:
         return None
     model.graphs = GraphPool(CudaGraphs(model.device))

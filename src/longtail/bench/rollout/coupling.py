@@ -1,22 +1,31 @@
-"""What the noise is worth to a drafter: accept length with it and without, all else equal.
-
-Chains of one depth, drafted for the same requests under the same keys; the texts are compared with
-those that plain decoding writes in the same run.
-"""
+"""Accept lengths of fixed chains: with and without shared noise, early and late in long texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from longtail.bench.rollout.measure import Subject, differing_share
+from longtail.bench.common.play import differing_share
+from longtail.bench.common.process import Log
+from longtail.bench.rollout.subjects import (
+    Subject,
+    eagle_maker,
+    hailstones,
+    requests_for,
+    tiny_reasoner,
+    tiny_sampling,
+    tiny_subject,
+)
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.engine.speculation.acceptance import Acceptance
+from longtail.engine.speculation.acceptance import POSITIONS, Acceptance
 from longtail.engine.speculation.speculator import Speculation
-from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, Request, SamplingParams
+from longtail.types import Completion, SamplingParams
 
 _RUNNING = 16
+_CHAIN = Strategy(depth=6, size=6)
+_LONG_STEPS = 80
+"""Steps of a walk whose careful solution has well over a thousand tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,25 +39,22 @@ class Coupling:
     drafter: str
     temperature: float
     entropy: float
-    """Nats a token of the distribution sampled: minus the mean logprob of what was written."""
+    """Nats per token of the sampled distribution: minus the mean logprob of the tokens."""
     coupled: float
-    """Accept length, pooled over verify steps."""
+    """Accept length with shared noise."""
     uncoupled: float
     differing_share: float
-    """Of the texts of both, against plain decoding."""
+    """Share of the texts of both that differ from plain decoding's."""
 
 
 def coupling(
     subject: Subject,
     prompts: Sequence[tuple[int, ...]],
-    *,
     temperatures: Sequence[float] = (0.0, 0.6, 1.0),
     max_tokens: int = 256,
-    depth: int = 6,
 ) -> list[Coupling]:
     """Compare coupled with uncoupled chains of every drafter of the subject."""
     found = []
-    strategy = Strategy(depth=depth, size=depth)
     for temperature in temperatures:
         sampling = replace(subject.sampling, temperature=temperature, max_tokens=max_tokens)
         plain, _ = answer(subject, prompts, sampling, None)
@@ -56,8 +62,8 @@ def coupling(
             texts: dict[bool, list[Completion]] = {}
             lengths: dict[bool, float] = {}
             for coupled in (True, False):
-                own = Speculation.fixed(make(), strategy, coupled=coupled)
-                texts[coupled], acceptance = answer(subject, prompts, sampling, own)
+                speculation = Speculation.fixed(make(), _CHAIN, coupled=coupled)
+                texts[coupled], acceptance = answer(subject, prompts, sampling, speculation)
                 lengths[coupled] = acceptance.overall.mean
             found.append(
                 Coupling(
@@ -67,10 +73,34 @@ def coupling(
                     coupled=lengths[True],
                     uncoupled=lengths[False],
                     differing_share=max(
-                        differing_share(_by_name(plain), _by_name(each)) for each in texts.values()
+                        differing_share(_tokens(plain), _tokens(each)) for each in texts.values()
                     ),
                 )
             )
+    return found
+
+
+def length_decay(dtype_name: str, log: Log) -> dict[str, Any]:
+    """Accept length early and late in long texts, with the bounded window and without one."""
+    target, layers = tiny_reasoner(dtype_name, ("eagle1", "eagle3"), log)
+    prompts = hailstones(target.tokenizer, at_least=_LONG_STEPS)[::4]
+    subject = tiny_subject("tiny", target, target.model, {})
+    found: dict[str, Any] = {}
+    for name, layer in layers.items():
+        for window, label in ((None, "bounded"), (0, "full")):
+            drafter = eagle_maker(layer, target.model, window)()
+            speculation = Speculation.fixed(drafter, _CHAIN)
+            sampling = tiny_sampling(target, max_tokens=2048)
+            _, acceptance = answer(subject, prompts, sampling, speculation)
+            by_position = dict(zip(POSITIONS, acceptance.by_position(), strict=True))
+            early, late = by_position[50], by_position[1000]
+            found.setdefault(name, {})[label] = {
+                "at_100": early.mean,
+                "at_1000": late.mean,
+                "ratio": late.mean / early.mean if early.num_verified else None,
+                "num_verified": [early.num_verified, late.num_verified],
+            }
+            log(f"length: {name}, {label} window")
     return found
 
 
@@ -80,25 +110,18 @@ def answer(
     sampling: SamplingParams,
     speculation: Speculation | None,
 ) -> tuple[list[Completion], Acceptance]:
-    """Answer every prompt to the end, and sum up the drafts."""
+    """Complete every prompt; return the completions and the acceptance of the drafts."""
     longest = max(map(len, prompts)) + sampling.max_tokens
     limits = EngineLimits(max_running=_RUNNING, max_step_tokens=1024, max_len=longest)
     engine = RolloutEngine(subject.model, subject.decode, limits, speculation=speculation)
     acceptance = Acceptance()
-    requests = [
-        Request(
-            request_id=str(index),
-            prompt_tokens=prompt,
-            noise_key=noise_key(1, "bench", index),
-            sampling=sampling,
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-    completions = engine.generate(requests, lambda report: acceptance.add(report.verified))
+    completions = engine.generate(
+        requests_for(prompts, sampling, seed=1), lambda report: acceptance.add(report.verified)
+    )
     return completions, acceptance
 
 
-def _by_name(completions: Sequence[Completion]) -> dict[str, tuple[int, ...]]:
+def _tokens(completions: Sequence[Completion]) -> dict[str, tuple[int, ...]]:
     return {each.request_id: each.tokens for each in completions}
 
 

@@ -1,64 +1,41 @@
-"""`longtail bench rollout`: what speculation is worth, with fixed strategies.
+"""`longtail bench rollout`: the speedup of speculation with fixed strategies.
 
-The same prompts and keys without and with every drafter, coupled and not, at several numbers of
-running requests, in turns; every text is compared. Three models:
+The same prompts and noise keys with and without every drafter, coupled and not, with several
+numbers of running requests, in turns; every text is compared. Three models:
 
-    tiny   the quickstart's reasoner, as it is warm-started
-    100m   the same function in a shape of 100M parameters (`bench.common.grown`): its speed is the
-    large
-           shape's, its text and acceptance are the small one's
+    tiny   the quickstart's reasoner after its warm start
+    100m   the same function in a shape of 100M parameters (`bench.common.grown`): its speed is that
+           of the large shape, its text and acceptance are those of the small one
     text   a model of ordinary text, the sources of Python's library (`bench.common.textmodel`)
-
-What needs torch is imported when the measuring starts.
 """
 
-import argparse
-import sys
-from typing import TYPE_CHECKING, Any
-
-from longtail.bench.engine.run import pin
-from longtail.bench.rollout.options import add_arguments, read_setting
-
-if TYPE_CHECKING:
-    from longtail.bench.rollout.measure import CellResult
-
-__all__ = ["add_arguments", "run"]
+from longtail.bench.common.process import pin, progress
+from longtail.bench.rollout.options import RolloutBenchOptions
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: RolloutBenchOptions) -> int:
     """Measure, print the card, and end with one JSON line."""
-    setting = read_setting(args)
-    cpus = pin(setting.threads)
-    from longtail.bench.common.report import finish, pin_threads
-    from longtail.bench.rollout import card as rollout_card
-    from longtail.bench.rollout.coupling import coupling
+    cpus = pin(options.threads)
+    from longtail.bench.common.card import print_card
+    from longtail.bench.common.timing import pin_threads
+    from longtail.bench.rollout import card
+    from longtail.bench.rollout.coupling import coupling, length_decay
     from longtail.bench.rollout.measure import Cell
-    from longtail.bench.rollout.subjects import GROUP, length_decay, make_subject
+    from longtail.bench.rollout.subjects import GROUP, make_subject
 
-    pin_threads(setting.threads)
-    cells: list[CellResult] = []
-    couplings: dict[str, Any] = {}
-    for name in setting.models:
-        subject = make_subject(name, setting, _say)
-        for running in setting.running:
-            cells.append(
-                Cell(subject, running).measure(setting.tokens_of(name), setting.repeats, _say)
-            )
+    pin_threads(options.threads)
+    log = progress("rollout")
+    results = card.RolloutResults()
+    for name in options.models:
+        subject = make_subject(name, options.dtype_of(name), options.drafters, log)
+        for running in options.running:
+            cell = Cell(subject, running)
+            results.cells.append(cell.measure(options.tokens_of(name), options.repeats, log))
         if name != "100m":  # its texts are those of `tiny`
-            _say(f"{name}: with and without the noise")
-            couplings[name] = coupling(subject, subject.prompts[::GROUP])
-    decay = length_decay(setting, _say) if setting.length else None
-    finish(
-        rollout_card.title(setting, cpus),
-        rollout_card.COLUMNS,
-        [line for cell in cells for line in rollout_card.rows(cell)]
-        + rollout_card.coupling_rows(couplings)
-        + rollout_card.decay_rows(decay),
-        rollout_card.as_json(cells, couplings, decay, setting, cpus),
-        json_only=args.json,
-    )
+            log(f"{name}: with and without shared noise")
+            results.couplings[name] = coupling(subject, subject.prompts[::GROUP])
+    if not options.quick:
+        results.decay = length_decay(options.dtype_of("tiny"), log)
+    tables, result = card.tables(options, cpus, results), card.as_json(options, cpus, results)
+    print_card(tables, result, json_only=options.json)
     return 0
-
-
-def _say(text: str) -> None:
-    print(f"bench rollout: {text}", file=sys.stderr, flush=True)

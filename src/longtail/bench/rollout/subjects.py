@@ -1,50 +1,94 @@
-"""Who is measured by `longtail bench rollout`: models, their prompts, their drafters."""
+"""Models with their prompts and drafters, for `longtail bench rollout` and others."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from longtail.bench.common import grown, textmodel
-from longtail.bench.rollout.coupling import answer
-from longtail.bench.rollout.measure import Subject
-from longtail.bench.rollout.options import Setting
+from longtail.bench.common.process import Log
 from longtail.build.drafters import Target, taught
 from longtail.build.trainer import TINY_REASONER, model_directory
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.formats.checkpoint import load_drafter
 from longtail.drafter.history import HistoryDrafter
-from longtail.engine.speculation.acceptance import POSITIONS
-from longtail.engine.speculation.speculator import Speculation
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.text import Decode
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data import tiny_task as task
+from longtail.sampling import noise_key
 from longtail.speculation.drafter import Drafter
-from longtail.speculation.strategy import Strategy
 from longtail.system.device import DTYPES
-from longtail.types import SamplingParams
-
-Say = Callable[[str], None]
+from longtail.types import Request, SamplingParams
 
 GROUP = 8
-"""Completions of a prompt, as in a group of training: history sees its siblings."""
+"""Completions of a prompt, as in a training group, so that history drafts from siblings."""
 _PROMPTS = 32
 _MAX_TOKENS = 1024
-_LONG_STEPS = 80
-"""Steps of a walk whose careful solution has well over a thousand tokens."""
+_STEP_TOKENS = 17
+"""Flat tokens of a request in a step: its root and the largest draft."""
 
 
-def make_subject(name: str, setting: Setting, say: Say) -> Subject:
-    """Load or make a model, its drafters and its prompts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model with its prompts and drafters."""
+
+    name: str
+    model: Transformer
+    decode: Decode
+    prompts: Sequence[tuple[int, ...]]
+    sampling: SamplingParams
+    drafters: Mapping[str, Callable[[], Drafter]]
+    """A new drafter for each turn: history must not have seen the same texts before."""
+
+    def engine(self, running: int) -> RolloutEngine:
+        """Make an engine with room for the largest draft of every running request."""
+        limits = EngineLimits(
+            max_running=running,
+            max_step_tokens=max(512, running * _STEP_TOKENS),
+            max_len=max(map(len, self.prompts)) + self.sampling.max_tokens,
+        )
+        return RolloutEngine(self.model, self.decode, limits)
+
+    def requests(self) -> list[Request]:
+        """Return a request for each prompt, always with the same noise keys."""
+        return requests_for(self.prompts, self.sampling, seed=0)
+
+
+def requests_for(
+    prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seed: int
+) -> list[Request]:
+    """Return a request for each prompt; its noise key follows from seed and position."""
+    return [
+        Request(
+            request_id=str(index),
+            prompt_tokens=prompt,
+            noise_key=noise_key(seed, "bench", index),
+            sampling=sampling,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def make_subject(name: str, dtype_name: str, drafters: Sequence[str], log: Log) -> Subject:
+    """Load or train the model `tiny`, `100m` or `text` and its drafters."""
     if name == "text":
-        return _text_subject(setting, say)
-    target, layers = tiny_reasoner(setting.dtype_of(name), setting.drafters, say)
+        return _text_subject(dtype_name, drafters, log)
+    target, layers = tiny_reasoner(dtype_name, drafters, log)
     model = target.model
     if name == "100m":
         model = grown.grow_target(model, grown.LARGE)
         layers = {each: grown.grow_drafter(layer, grown.LARGE) for each, layer in layers.items()}
+    return tiny_subject(name, target, model, {each: layers.get(each) for each in drafters})
+
+
+def tiny_subject(
+    name: str, target: Target, model: Transformer, layers: Mapping[str, EagleLayer | None]
+) -> Subject:
+    """Return the tiny reasoner's prompts for `model`; None stands for the history drafter."""
     return Subject(
         name=name,
         model=model,
@@ -52,17 +96,17 @@ def make_subject(name: str, setting: Setting, say: Say) -> Subject:
         prompts=hailstones(target.tokenizer),
         sampling=tiny_sampling(target),
         drafters={
-            each: HistoryDrafter if each == "history" else _eagle(layers[each], model)
-            for each in setting.drafters
+            each: HistoryDrafter if layer is None else eagle_maker(layer, model)
+            for each, layer in layers.items()
         },
     )
 
 
 def tiny_reasoner(
-    dtype_name: str, drafters: Sequence[str], say: Say
+    dtype_name: str, drafters: Sequence[str], log: Log
 ) -> tuple[Target, dict[str, EagleLayer]]:
-    """Load the tiny reasoner and its drafters, teaching what was never taught here."""
-    directory = model_directory(TINY_REASONER, say)
+    """Load the tiny reasoner and its EAGLE drafters, training what is not in the cache."""
+    directory = model_directory(TINY_REASONER, log)
     dtype = DTYPES[dtype_name]
     tokenizer = load_tokenizer(directory)
     model = load_model(directory, dtype)
@@ -70,75 +114,44 @@ def tiny_reasoner(
     layers = {}
     for recipe in drafters:
         if recipe != "history":
-            path = taught(target, recipe, say)
+            path = taught(target, recipe, log)
             loaded = load_drafter(path, model, tokenizer, strict_weights=False, dtype=dtype)
             layers[recipe] = loaded.layer
     return target, layers
 
 
-def _eagle(
+def eagle_maker(
     layer: EagleLayer, model: Transformer, window: int | None = None
 ) -> Callable[[], Drafter]:
+    """Return a function that makes a drafter with a copy of the layer."""
     return lambda: EagleDrafter(copy.deepcopy(layer), model, window=window)
 
 
-def tiny_sampling(target: Target) -> SamplingParams:
-    """Plain sampling up to the end of an answer."""
-    return SamplingParams(max_tokens=_MAX_TOKENS, stop_token_ids=target.tokenizer.eos_ids)
+def tiny_sampling(target: Target, max_tokens: int = _MAX_TOKENS) -> SamplingParams:
+    """Return temperature 1 up to the end of an answer."""
+    return SamplingParams(max_tokens=max_tokens, stop_token_ids=target.tokenizer.eos_ids)
 
 
 def hailstones(tokenizer: Tokenizer, *, at_least: int = 0) -> list[tuple[int, ...]]:
-    """Held-out problems with walks of at least so many steps, a group of each."""
-    rows = [row for row in task.problems(4096, 1, "heldout") if int(row["answer"]) >= at_least][
-        :_PROMPTS
-    ]
+    """Return held-out problems with walks of `at_least` steps or more, a group of each."""
+    problems = task.problems(4096, 1, "heldout")
+    rows = [row for row in problems if int(row["answer"]) >= at_least][:_PROMPTS]
     return [tokenizer.chat(row["prompt"]) for row in rows for _ in range(GROUP)]
 
 
-def _text_subject(setting: Setting, say: Say) -> Subject:
-    dtype = DTYPES[setting.dtype_of("text")]
-    made = textmodel.ensure(say)
-    tokenizer = load_tokenizer(made.target)
-    model = load_model(made.target, dtype)
-    loaded = load_drafter(made.drafter, model, tokenizer, strict_weights=False, dtype=dtype)
-    drafters: dict[str, Callable[[], Drafter]] = {"history": HistoryDrafter}
-    drafters["eagle3"] = _eagle(loaded.layer, model)
-    prompts = textmodel.heldout_prompts(made, _PROMPTS)
+def _text_subject(dtype_name: str, drafters: Sequence[str], log: Log) -> Subject:
+    dtype = DTYPES[dtype_name]
+    paths = textmodel.ensure(log)
+    tokenizer = load_tokenizer(paths.target)
+    model = load_model(paths.target, dtype)
+    loaded = load_drafter(paths.drafter, model, tokenizer, strict_weights=False, dtype=dtype)
+    makers = {"history": HistoryDrafter, "eagle3": eagle_maker(loaded.layer, model)}
+    prompts = textmodel.heldout_prompts(paths, _PROMPTS)
     return Subject(
         name="text",
         model=model,
         decode=tokenizer.decode,
         prompts=[prompt for prompt in prompts for _ in range(GROUP)],
         sampling=SamplingParams(max_tokens=384),
-        drafters={name: make for name, make in drafters.items() if name in setting.drafters},
+        drafters={name: make for name, make in makers.items() if name in drafters},
     )
-
-
-def length_decay(setting: Setting, say: Say) -> dict[str, Any]:
-    """Accept length early and late in long texts, with the bounded window and without one."""
-    target, layers = tiny_reasoner(setting.dtype_of("tiny"), ("eagle1", "eagle3"), say)
-    prompts = hailstones(target.tokenizer, at_least=_LONG_STEPS)[::4]
-    subject = Subject(
-        name="tiny",
-        model=target.model,
-        decode=target.tokenizer.decode,
-        prompts=prompts,
-        sampling=replace(tiny_sampling(target), max_tokens=2048),
-        drafters={},
-    )
-    found: dict[str, Any] = {}
-    for name, layer in layers.items():
-        for window, label in ((None, "bounded"), (0, "full")):
-            drafter = _eagle(layer, target.model, window)()
-            speculation = Speculation.fixed(drafter, Strategy(depth=6, size=6))
-            _, acceptance = answer(subject, prompts, subject.sampling, speculation)
-            spots = dict(zip(POSITIONS, acceptance.by_position(), strict=True))
-            early, late = spots[50], spots[1000]
-            found.setdefault(name, {})[label] = {
-                "at_100": early.mean,
-                "at_1000": late.mean,
-                "ratio": late.mean / early.mean if early.num_verified else None,
-                "num_verified": [early.num_verified, late.num_verified],
-            }
-            say(f"length: {name}, {label} window")
-    return found

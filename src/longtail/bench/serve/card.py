@@ -1,78 +1,66 @@
-"""How `longtail bench serve` shows its points: tables for people, one object for programs."""
+"""The card of `longtail bench serve`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from longtail.bench.common.card import Table, numbers
+from longtail.bench.common.process import pinned
 from longtail.bench.serve.measure import Point, Turn
-from longtail.bench.serve.options import Setting
+from longtail.bench.serve.options import ServeBenchOptions
 from longtail.bench.serve.peer import Rival
 
-Table = tuple[str, tuple[str, ...], list[list[str]]]
 
-
-def tables(setting: Setting, points: Sequence[Point], cpus: Sequence[int]) -> list[Table]:
-    """Return what all clients get together, and what one of them waits for."""
-    where = f" (CPU {', '.join(map(str, cpus))})" if cpus else ""
+def tables(options: ServeBenchOptions, cpus: Sequence[int], points: Sequence[Point]) -> list[Table]:
+    """Return the throughput of all clients together, and the latency of one."""
+    common: dict[str, Callable[[Point], object]] = {
+        "model, temperature": lambda point: point.name,
+        "clients": lambda point: point.clients,
+    }
     return [
-        (
-            f"Serving over HTTP, {setting.threads} thread{where}, completions of at most "
-            f"{setting.tokens} tokens, {setting.repeats} turns; median (lowest-highest)",
-            ("model, temperature", "clients", "off tok/s", "on tok/s", "on / off", "texts differ"),
-            [_throughput(point) for point in points],
+        Table(
+            f"Serving over HTTP, {options.threads} thread ({pinned(cpus)}), completions of at most "
+            f"{options.tokens} tokens, {options.repeats} turns, without drafts (off) and with "
+            "drafts (on); median (lowest-highest)",
+            common
+            | {
+                "off tok/s": lambda point: f"{_speed(point.off):,.0f}",
+                "on tok/s": lambda point: f"{_speed(point.on):,.0f}",
+                "on / off": lambda point: point.throughput_ratio,
+                "texts differ": lambda point: f"{point.differing_share:.1%}",
+            },
+            points,
         ),
-        (
-            "What a client waits for",
-            (
-                *("model, temperature", "clients", "off ms/token", "on ms/token", "off / on"),
-                "first token, on / off",
-            ),
-            [_latency(point) for point in points],
+        Table(
+            "Latency of a client",
+            common
+            | {
+                "off ms/token": lambda point: _token_ms(point.off),
+                "on ms/token": lambda point: _token_ms(point.on),
+                "off / on": lambda point: point.latency_speedup,
+                "first token, on / off": lambda point: point.first_token_ratio,
+            },
+            points,
         ),
-    ]
-
-
-def _throughput(point: Point) -> list[str]:
-    return [
-        point.name,
-        str(point.clients),
-        f"{_speed(point.off):,.0f}",
-        f"{_speed(point.on):,.0f}",
-        point.throughput_ratio.text(),
-        f"{point.differing_share:.1%}",
-    ]
-
-
-def _latency(point: Point) -> list[str]:
-    return [
-        point.name,
-        str(point.clients),
-        f"{_token_ms(point.off):.2f}",
-        f"{_token_ms(point.on):.2f}",
-        point.latency_speedup.text(),
-        point.first_token_ratio.text(),
     ]
 
 
 def as_json(
-    setting: Setting, points: Sequence[Point], rivals: Mapping[str, Rival]
+    options: ServeBenchOptions, points: Sequence[Point], rivals: Mapping[str, Rival]
 ) -> dict[str, Any]:
-    """Return every figure; ratios are of turns made beside each other."""
-    few, many = min(setting.clients), max(setting.clients)
+    """Return every figure; ratios are of turns made one right after the other."""
+    few, many = min(options.clients), max(options.clients)
     alone = [point for point in points if point.clients == few]
     crowd = [point for point in points if point.clients == many]
     return {
         "bench": "serve",
-        "clients": list(setting.clients),
-        "tokens": setting.tokens,
-        "repeats": setting.repeats,
-        "latency_speedup": {each.name: each.latency_speedup.numbers() for each in alone},
-        "first_token_ratio": {each.name: each.first_token_ratio.numbers() for each in alone},
-        f"throughput_ratio_{many}": {each.name: each.throughput_ratio.numbers() for each in crowd},
-        "peer_ratio": {
-            name: None if rival.ratio is None else rival.ratio.numbers()
-            for name, rival in rivals.items()
-        },
+        "clients": list(options.clients),
+        "tokens": options.tokens,
+        "repeats": options.repeats,
+        "latency_speedup": numbers({each.name: each.latency_speedup for each in alone}),
+        "first_token_ratio": numbers({each.name: each.first_token_ratio for each in alone}),
+        f"throughput_ratio_{many}": numbers({each.name: each.throughput_ratio for each in crowd}),
+        "peer_ratio": numbers({name: rival.ratio for name, rival in rivals.items()}),
         "peer_absent": {name: rival.reason for name, rival in rivals.items() if rival.reason},
         "differing_share": max(point.differing_share for point in points),
         "points": [

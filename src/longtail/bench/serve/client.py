@@ -1,8 +1,7 @@
-"""Callers of a server, for `longtail bench serve`; a process of their own when time is taken.
+"""Clients of `longtail bench serve`: HTTP/1.1 with the standard library, a connection per call.
 
-HTTP/1.1 in the standard library alone, a connection a call, so that the client costs as little as a
-client can. Run as a module it reads jobs from standard input, one JSON object a line, and answers
-each with one; words on its command line are the CPUs that it keeps to.
+Run as a module, in a process of its own, it reads jobs from standard input, one JSON object a line,
+and answers each with one; its arguments are the CPUs that it keeps to.
 
     {"port": 8000, "clients": 2, "calls": [{"model": ...}, ...]} -> {"seconds": 1.0, "answers": ...}
 """
@@ -21,88 +20,98 @@ PATH = "/v1/completions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one call came to.
+    """The answer to one call.
 
     Example: Answer(status=200, text="42", num_tokens=2, first_s=0.01, total_s=0.03, is_whole=True)
     """
 
     status: int
-    """0: the connection ended before there was one."""
+    """HTTP status; 0 if the connection ended before it."""
     text: str
-    """Of the completion; of anything but 200, the body."""
+    """Text of the completion; for any status but 200, the body."""
     num_tokens: int
     first_s: float
-    """Until the first event of a stream; else until the answer."""
+    """Seconds to the first event of a stream, else to the answer."""
     total_s: float
     is_whole: bool
-    """It came to its end."""
+    """Whether the answer is complete."""
 
 
-async def ask(
-    port: int, body: bytes, *, leave_after: int | None = None, path: str = PATH
-) -> Answer:
-    """Make one call; hang up after so many bytes of the answer, None: read it to the end."""
+def head(path: str, length: int) -> bytes:
+    """Return the head of a POST request with a body of `length` bytes."""
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Connection: close",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+    )
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+async def request(port: int, body: bytes, *, leave_after: int | None = None) -> Answer:
+    """Make one call; with `leave_after`, disconnect after that number of bytes of the answer."""
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     try:
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        writer.write(head.encode() + body)
+        writer.write(head(PATH, len(body)) + body)
         await writer.drain()
         if leave_after is not None:
             await reader.read(leave_after)
-            return _answer(0, b"", began, 0.0, is_whole=False)
+            return _disconnected(began)
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         status = int(lines.split(" ", 2)[1])
-        first, chunks, whole = 0.0, [], True
+        first_s, chunks = 0.0, []
         if "transfer-encoding: chunked" in lines:
             while size := int(await reader.readline(), 16):
                 chunks.append((await reader.readexactly(size + 2))[:-2])
-                first = first or time.perf_counter() - began
+                first_s = first_s or time.perf_counter() - began
         else:
             chunks.append(await reader.read())
-        return _answer(status, b"".join(chunks), began, first, is_whole=whole)
-    except (OSError, EOFError, ValueError):  # it hung up
-        return _answer(0, b"", began, 0.0, is_whole=False)
+        return _answer(status, b"".join(chunks).decode(), began, first_s)
+    except (OSError, EOFError, ValueError):  # the server disconnected
+        return _disconnected(began)
     finally:
         writer.close()
 
 
-def _answer(status: int, body: bytes, began: float, first: float, *, is_whole: bool) -> Answer:
-    total = time.perf_counter() - began
-    text, tokens = body.decode(), 0
+def _answer(status: int, text: str, began: float, first_s: float) -> Answer:
+    total_s = time.perf_counter() - began
+    is_whole, num_tokens = True, 0
     if status == 200:
-        streamed = text.startswith("data:")
-        is_whole = is_whole and (not streamed or text.endswith("data: [DONE]\n\n"))
-        events = (
-            [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
-            if streamed
-            else [json.loads(text)]
-        )
-        choices = [choice for event in events for choice in event.get("choices", ())]
+        events = [text]
+        if text.startswith("data:"):
+            is_whole = text.endswith("data: [DONE]\n\n")
+            events = [line[6:] for line in text.split("\n\n") if line.startswith("data: {")]
+        parsed = [json.loads(event) for event in events]
+        choices = [choice for event in parsed for choice in event.get("choices", ())]
         is_whole = is_whole and any(choice["finish_reason"] for choice in choices)
         text = "".join(choice["text"] for choice in choices)
-        tokens = sum(event["usage"]["completion_tokens"] for event in events if event.get("usage"))
+        usages = [event["usage"] for event in parsed if event.get("usage")]
+        num_tokens = sum(usage["completion_tokens"] for usage in usages)
     return Answer(
         status=status,
         text=text,
-        num_tokens=tokens,
-        first_s=first or total,
-        total_s=total,
+        num_tokens=num_tokens,
+        first_s=first_s or total_s,
+        total_s=total_s,
         is_whole=is_whole,
     )
 
 
+def _disconnected(began: float) -> Answer:
+    total_s = time.perf_counter() - began
+    return Answer(status=0, text="", num_tokens=0, first_s=total_s, total_s=total_s, is_whole=False)
+
+
 async def load(port: int, clients: int, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Let so many clients make the calls, each the next one when it has its answer."""
+    """Make the calls with a number of clients, each its next call after its last answer."""
     answers: list[Answer | None] = [None] * len(calls)
     left = iter(enumerate(calls))
 
     async def client() -> None:
         for index, call in left:
-            answers[index] = await ask(port, json.dumps(call).encode())
+            answers[index] = await request(port, json.dumps(call).encode())
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
@@ -111,7 +120,7 @@ async def load(port: int, clients: int, calls: Sequence[dict[str, Any]]) -> dict
 
 
 def main() -> None:
-    """Do jobs until there are no more."""
+    """Do jobs until standard input ends."""
     if len(sys.argv) > 1:
         os.sched_setaffinity(0, [int(word) for word in sys.argv[1:]])
     for line in sys.stdin:

@@ -1,6 +1,6 @@
-"""What a soak sends: sampling at the edges of what is served, and bodies that are not served.
+"""Requests of a soak test: extreme but valid sampling, and invalid bodies with their status.
 
-MODEL stands for the name of the model; beside each body is the status that it must get.
+MODEL stands for the name of the model.
 """
 
 from collections.abc import Mapping

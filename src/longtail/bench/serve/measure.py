@@ -1,25 +1,25 @@
-"""Measures points of `longtail bench serve`: one model, so many clients, one temperature.
+"""Points of `longtail bench serve`: one model, one number of clients, one temperature.
 
-Two servers hold the same weights; one drafts, one does not. Both live in this process, on one
+Two servers hold the same weights; one drafts, one does not. Both live in this process, on the same
 pinned thread, and one sleeps while the other works. The clients are a process of their own, on
-another CPU where there is one. Turns alternate, all with the same calls and seeds, so both write
-the same texts.
+another CPU where there is one. Turns alternate, all with the same calls and seeds, so both servers
+write the same texts.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, final
 
-from longtail.bench.common.report import Spread, ratios
-from longtail.bench.rollout import options as rollout_setting
+from longtail.bench.common.process import Log
+from longtail.bench.common.timing import Spread, ratios
 from longtail.bench.rollout.subjects import make_subject
 from longtail.bench.serve.client import Answer
-from longtail.bench.serve.options import Setting
+from longtail.bench.serve.options import ServeBenchOptions
 from longtail.build.trainer import TINY_REASONER, model_directory
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
@@ -34,15 +34,15 @@ from longtail.speculation.drafter import Drafter
 from longtail.tuner.budget import BudgetTuner
 
 OFF, ON = "off", "on"
-ROOM = 128
-"""Tokens for a prompt."""
+PROMPT_ROOM = 128
+"""Tokens reserved for a prompt."""
 _PROBLEMS = 64
 _RECIPE = "eagle1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """A model with its drafter, and what it is asked."""
+class ServedModel:
+    """A model with its drafter and prompts."""
 
     name: str
     model: Transformer
@@ -51,34 +51,60 @@ class Subject:
     prompts: tuple[str, ...]
     dtype: str
 
+    def server(self, limits: Limits, *, drafts: bool) -> ModelServer:
+        """Return a server with an engine of its own."""
+        sizes = EngineLimits(
+            max_running=limits.max_running, max_step_tokens=512, max_len=limits.max_len
+        )
+
+        def make_engine() -> RolloutEngine:
+            speculation = Speculation(drafters=(self.drafter(),), tuner=BudgetTuner())
+            engine = RolloutEngine(self.model, self.tokenizer.decode, sizes)
+            engine.speculate(speculation if drafts else None)
+            return engine
+
+        return make_server(make_engine, self.tokenizer, limits, name=self.name)
+
+    def calls(
+        self, temperature: float, max_tokens: int, count: int, *, stream: bool = True
+    ) -> list[dict[str, Any]]:
+        """Return the bodies of `count` calls, the same for every server."""
+        options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        if stream:
+            options |= {"stream": True, "stream_options": {"include_usage": True}}
+        return [
+            {"model": self.name, "prompt": self.prompts[n % _PROBLEMS], "seed": n, **options}
+            for n in range(count)
+        ]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The calls of one turn, and the seconds until all were answered."""
+    """The answers of one turn, and the seconds until the last of them."""
 
     seconds: float
     answers: tuple[Answer, ...]
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all clients together."""
+        """Tokens/s of all clients together."""
         return sum(answer.num_tokens for answer in self.answers) / self.seconds
 
     @property
     def token_s(self) -> float:
-        """Seconds a token as its client waits for it, the first one included."""
-        written = sum(answer.num_tokens for answer in self.answers)
-        return sum(answer.total_s for answer in self.answers) / max(written, 1)
+        """Seconds per token as its client waits for it, the first one included."""
+        num_tokens = sum(answer.num_tokens for answer in self.answers)
+        return sum(answer.total_s for answer in self.answers) / max(num_tokens, 1)
 
     @property
     def first_s(self) -> float:
-        """Seconds to the first token, the median call's."""
+        """Seconds to the first token of the median call."""
         return median(answer.first_s for answer in self.answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What drafting is worth to so many clients; the n-th turns were made beside each other."""
+    """Turns of both servers; the n-th turns ran one right after the other."""
 
     model: str
     temperature: float
@@ -93,7 +119,7 @@ class Point:
 
     @property
     def latency_speedup(self) -> Spread:
-        """Seconds a token without drafts over those with them."""
+        """Seconds per token without drafts over those with drafts."""
         return ratios([turn.token_s for turn in self.off], [turn.token_s for turn in self.on])
 
     @property
@@ -109,7 +135,7 @@ class Point:
 
     @property
     def differing_share(self) -> float:
-        """Share of the texts that drafting changed; law 1 says none."""
+        """Share of the texts that drafting changed; it must be 0."""
         pairs = [
             (one.text, other.text)
             for off, on in zip(self.off, self.on, strict=True)
@@ -134,11 +160,7 @@ class Clients:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+        self._process.communicate()
 
     def turn(self, port: int, clients: int, calls: Sequence[dict[str, Any]]) -> Turn:
         """Make the calls. Raises ConfigError unless every one is answered with a text."""
@@ -154,92 +176,55 @@ class Clients:
         return Turn(seconds=done["seconds"], answers=answers)
 
 
-def open_subject(name: str, setting: Setting, say: Callable[[str], None]) -> Subject:
+def open_model(name: str, options: ServeBenchOptions, log: Log) -> ServedModel:
     """Load the tiny reasoner with its drafter, as it is or grown to 100M parameters."""
-    cells = rollout_setting.Setting(
-        models=(name,),
-        drafters=(_RECIPE,),
-        running=setting.clients,
-        dtype=setting.dtype,
-        tokens=setting.tokens,
-        repeats=setting.repeats,
-        threads=setting.threads,
-        length=False,
-    )
-    made = make_subject(name, cells, say)
-    tokenizer = load_tokenizer(model_directory(TINY_REASONER, say))
+    subject = make_subject(name, options.dtype_of(name), (_RECIPE,), log)
+    tokenizer = load_tokenizer(model_directory(TINY_REASONER, log))
     rows = task.problems(_PROBLEMS, 1, "heldout")
-    return Subject(
+    return ServedModel(
         name=name,
-        model=made.model,
+        model=subject.model,
         tokenizer=tokenizer,
-        drafter=made.drafters[_RECIPE],
+        drafter=subject.drafters[_RECIPE],
         prompts=tuple(tokenizer.render(row["prompt"]) for row in rows),
-        dtype=cells.dtype_of(name),
+        dtype=options.dtype_of(name),
     )
-
-
-def serve_subject(subject: Subject, limits: Limits, *, drafts: bool) -> ModelServer:
-    """Put an engine of its own behind a server of its own."""
-    sizes = EngineLimits(
-        max_running=limits.max_running, max_step_tokens=512, max_len=limits.max_len
-    )
-
-    def make_engine() -> RolloutEngine:
-        speculation = Speculation(drafters=(subject.drafter(),), tuner=BudgetTuner())
-        engine = RolloutEngine(subject.model, subject.tokenizer.decode, sizes)
-        engine.speculate(speculation if drafts else None)
-        return engine
-
-    return make_server(make_engine, subject.tokenizer, limits, name=subject.name)
 
 
 @contextmanager
-def both_arms(subject: Subject, setting: Setting) -> Iterator[dict[str, int]]:
-    """Run a server that does not draft and one that does; their ports."""
-    limits = Limits(max_running=max(*setting.clients, 16), max_len=ROOM + setting.tokens)
+def both_servers(served: ServedModel, options: ServeBenchOptions) -> Iterator[dict[str, int]]:
+    """Run a server that does not draft and one that does; yield their ports."""
+    limits = Limits(max_running=max(*options.clients, 16), max_len=PROMPT_ROOM + options.tokens)
     with ExitStack() as stack:
         yield {
-            arm: stack.enter_context(running(serve_subject(subject, limits, drafts=arm == ON)))
+            arm: stack.enter_context(running(served.server(limits, drafts=arm == ON)))
             for arm in (OFF, ON)
         }
 
 
-def calls(
-    subject: Subject, setting: Setting, temperature: float, count: int, *, stream: bool = True
-) -> list[dict[str, Any]]:
-    """Write so many calls; the same for whoever is measured."""
-    options: dict[str, Any] = {"max_tokens": setting.tokens, "temperature": temperature}
-    if stream:
-        options |= {"stream": True, "stream_options": {"include_usage": True}}
-    return [
-        {"model": subject.name, "prompt": subject.prompts[n % _PROBLEMS], "seed": n, **options}
-        for n in range(count)
-    ]
-
-
 def measure(
-    subject: Subject, setting: Setting, ports: dict[str, int], clients: Clients,
-    say: Callable[[str], None],
-) -> list[Point]:  # fmt: skip
+    served: ServedModel,
+    options: ServeBenchOptions,
+    ports: Mapping[str, int],
+    clients: Clients,
+    log: Log,
+) -> list[Point]:
     """Measure every number of clients at every temperature."""
     points = []
-    for temperature in setting.temperatures:
-        for count in setting.clients:
-            asked = calls(subject, setting, temperature, count * setting.calls)
+    for temperature in options.temperatures:
+        for count in options.clients:
+            calls = served.calls(temperature, options.tokens, count * options.calls)
             turns: dict[str, list[Turn]] = {arm: [] for arm in ports}
-            for number in range(1 + setting.repeats):  # the first warms up
+            for number in range(1 + options.repeats):  # the first is a warm-up
                 for arm in sorted(ports, reverse=number % 2 == 0):
-                    turn = clients.turn(ports[arm], count, asked)
-                    if number:
-                        turns[arm].append(turn)
+                    turns[arm].append(clients.turn(ports[arm], count, calls))
             point = Point(
-                model=subject.name,
+                model=served.name,
                 temperature=temperature,
                 clients=count,
-                off=tuple(turns[OFF]),
-                on=tuple(turns[ON]),
+                off=tuple(turns[OFF][1:]),
+                on=tuple(turns[ON][1:]),
             )
             points.append(point)
-            say(f"{point.name}, {count} clients: throughput {point.throughput_ratio.text()} x off")
+            log(f"{point.name}, {count} clients: throughput {point.throughput_ratio.text()} x off")
     return points

@@ -1,4 +1,4 @@
-"""The rival of `longtail bench serve`: `transformers serve` with the same weights and CPU."""
+"""The comparison of `longtail bench serve` with `transformers serve`: same weights, same CPU."""
 
 import os
 import subprocess
@@ -6,15 +6,16 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from socket import create_server
 
-from longtail.bench.common.report import Spread, ratios
-from longtail.bench.serve.measure import ON, Clients, Subject, Turn, calls
-from longtail.bench.serve.options import Setting
+from longtail.bench.common.process import Log
+from longtail.bench.common.timing import Spread, paired, ratios
+from longtail.bench.serve.measure import ON, Clients, ServedModel
+from longtail.bench.serve.options import ServeBenchOptions
 from longtail.errors import ConfigError
 from longtail.model.hf.model import save_model
 
@@ -25,55 +26,52 @@ _PROGRAM = "from transformers.cli.transformers import main; main()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """How the rival fared, or why it did not.
+    """Result of the comparison, or the reason why there is none.
 
     Example: Rival(ratio=None, reason="... requires `accelerate`")
     """
 
     ratio: Spread | None
-    """Its seconds a token, one greedy call at a time, over ours with drafts."""
+    """Its seconds per token, one greedy call at a time, over longtail's with drafts."""
     reason: str
 
 
 def measure_peer(
-    subject: Subject, setting: Setting, ports: dict[str, int], clients: Clients,
-    say: Callable[[str], None],
-) -> Rival:  # fmt: skip
-    """Compare single calls, turn by turn; a rival that cannot be run says why."""
-    if setting.peer_python is None:
-        return Rival(ratio=None, reason="--peer-python none")
-    with tempfile.TemporaryDirectory(prefix="longtail-peer-") as place:
-        path = Path(place) / subject.name
-        save_model(subject.model, path, eos_ids=subject.tokenizer.eos_ids)
-        subject.tokenizer.save(path)
-        try:
-            with _peer(setting.peer_python, path, subject.dtype) as port:
-                rival = _compare(subject, setting, {ON: ports[ON], "peer": port}, path, clients)
-        except ConfigError as error:
-            rival = Rival(ratio=None, reason=str(error))
-    told = rival.reason if rival.ratio is None else f"{rival.ratio.text()} x our seconds a token"
-    say(f"{subject.name}, transformers serve: {told}")
-    return rival
-
-
-def _compare(
-    subject: Subject, setting: Setting, ports: dict[str, int], path: Path, clients: Clients
+    served: ServedModel,
+    options: ServeBenchOptions,
+    ports: Mapping[str, int],
+    clients: Clients,
+    log: Log,
 ) -> Rival:
-    asked = calls(subject, setting, 0.0, _CALLS, stream=False)
-    of_peer = [{**call, "model": str(path)} for call in asked]
-    turns: dict[str, list[Turn]] = {arm: [] for arm in ports}
-    for number in range(1 + setting.repeats):
-        for arm, port in ports.items():
-            turn = clients.turn(port, 1, asked if arm == ON else of_peer)
-            if number:
-                turns[arm].append(turn)
-    peer, own = ([turn.token_s for turn in turns[arm]] for arm in ("peer", ON))
-    return Rival(ratio=ratios(peer, own), reason="")
+    """Compare single calls, turn by turn."""
+    if options.peer_python == "none":
+        return Rival(ratio=None, reason="--peer-python none")
+    calls = served.calls(0.0, options.tokens, _CALLS, stream=False)
+    with tempfile.TemporaryDirectory(prefix="longtail-peer-") as place:
+        path = Path(place) / served.name
+        save_model(served.model, path, eos_ids=served.tokenizer.eos_ids)
+        served.tokenizer.save(path)
+        peer_calls = [{**call, "model": str(path)} for call in calls]
+        try:
+            with serving(options.peer_python, path, served.dtype) as port:
+                seconds = paired(
+                    {
+                        ON: lambda: clients.turn(ports[ON], 1, calls).token_s,
+                        "peer": lambda: clients.turn(port, 1, peer_calls).token_s,
+                    },
+                    repeats=options.repeats,
+                )
+        except ConfigError as error:
+            log(f"{served.name}, transformers serve: {error}")
+            return Rival(ratio=None, reason=str(error))
+    ratio = ratios(seconds["peer"], seconds[ON])
+    log(f"{served.name}, transformers serve: {ratio.text()} x longtail's seconds per token")
+    return Rival(ratio=ratio, reason="")
 
 
 @contextmanager
-def _peer(python: str, path: Path, dtype: str) -> Iterator[int]:
-    """Start it and wait until it answers; ConfigError with its last words if it does not."""
+def serving(python: str, path: Path, dtype: str) -> Iterator[int]:
+    """Run `transformers serve` and yield its port; a ConfigError shows its last output."""
     with create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     words = ["serve", str(path), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
@@ -87,11 +85,11 @@ def _peer(python: str, path: Path, dtype: str) -> Iterator[int]:
         )
         try:
             deadline = time.monotonic() + _START_S
-            while not _answers(port):
+            while not _is_healthy(port):
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
-                    words = log.read().strip().splitlines()[-1:]
-                    raise ConfigError(f"transformers serve does not start: {' '.join(words)}")
+                    last_line = "".join(log.read().strip().splitlines()[-1:])
+                    raise ConfigError(f"transformers serve does not start: {last_line}")
                 time.sleep(0.2)
             yield port
         finally:
@@ -99,7 +97,7 @@ def _peer(python: str, path: Path, dtype: str) -> Iterator[int]:
             process.wait()
 
 
-def _answers(port: int) -> bool:
+def _is_healthy(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
             return True

@@ -1,8 +1,7 @@
-"""Drafters of known quality, for `longtail bench tuner`: a real one whose drafts are spoiled."""
+"""Drafters of known quality for `longtail bench tuner`: a real one with wrong tokens put in."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import final
 from zlib import crc32
 
@@ -10,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.bench.rollout.measure import Subject
+from longtail.bench.rollout.subjects import Subject
 from longtail.bench.tuner.options import RECIPE, SHARES
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
 from longtail.speculation.strategy import Strategy
@@ -19,89 +18,85 @@ from longtail.speculation.tree import DraftTree, depths
 from longtail.speculation.verify import Accepted
 
 _PERIOD = 4096
-"""Positions after which the places repeat."""
+"""Positions after which the wrong positions repeat."""
 
 
 @final
 class SpoilingDrafter(Drafter):
-    """Puts another token at a share of the places; as sure, and as slow, as whom it spoils.
+    """Replaces the inner drafter's tokens at a share of the positions, at no cost in time.
 
-    Which places is a function of the request and the position alone, so every strategy meets the
-    same ones. The inner drafter is told how the spoiled drafts fared: its confidences are true
-    after a while, and then it is not sure any longer.
+    The positions are a function of the request alone, so every strategy meets the same ones. The
+    inner drafter observes the acceptance of the spoiled drafts, so its confidences become true.
     """
 
     def __init__(self, inner: Drafter, share: float, vocab_size: int) -> None:
         self._inner, self._vocab_size, self._share = inner, vocab_size, share
-        self._places: dict[str, bytes] = {}
-        """Of each request, by position: 1 where it is spoiled. Looked up: it costs no time then."""
+        self._spoiled_at: dict[str, bytes] = {}
+        """1 at the spoiled positions of each request; computed once, then looked up."""
 
     @property
     def taps(self) -> Taps:
-        """Those of the inner one."""
+        """Taps of the inner drafter."""
         return self._inner.taps
 
     @property
     def lookback(self) -> int:
-        """That of the inner one."""
+        """Lookback of the inner drafter."""
         return self._inner.lookback
 
     def propose(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Spoil what the inner one proposes."""
+        """Propose the inner drafter's trees with wrong tokens put in."""
         trees = self._inner.propose(requests, strategy, noise)
         return [self._spoiled(*each) for each in zip(requests, trees, strict=True)]
 
     def _spoiled(self, request: Draftable, tree: DraftTree) -> DraftTree:
-        start, places = len(request.tokens) - 1, self._places_of(request.request_id)
+        start, spoiled = len(request.tokens) - 1, self._positions(request.request_id)
         tokens = tuple(
-            (token + places[(start + depth) % _PERIOD]) % self._vocab_size
+            (token + spoiled[(start + depth) % _PERIOD]) % self._vocab_size
             for token, depth in zip(tree.tokens, depths(tree.parents), strict=True)
         )
         return replace(tree, tokens=tokens)
 
-    def _places_of(self, request_id: str) -> bytes:
-        places = self._places.get(request_id)
-        if places is None:
+    def _positions(self, request_id: str) -> bytes:
+        if request_id not in self._spoiled_at:
             drawn = np.random.default_rng(crc32(request_id.encode())).random(_PERIOD)
-            places = self._places[request_id] = (drawn < self._share).astype(np.uint8).tobytes()
-        return places
+            self._spoiled_at[request_id] = (drawn < self._share).astype(np.uint8).tobytes()
+        return self._spoiled_at[request_id]
 
     def observe(
         self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
     ) -> None:
-        """Pass it on."""
+        """Forward to the inner drafter."""
         self._inner.observe(seen, features)
 
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Pass it on: the trees are those that were verified, spoiled as they are."""
+        """Pass the spoiled trees and their acceptance on to the inner drafter."""
         self._inner.learn(trees, accepted)
 
     def forget(self, request_id: str) -> None:
-        """Pass it on."""
+        """Forward to the inner drafter."""
         self._inner.forget(request_id)
 
     def refresh(self) -> None:
-        """Pass it on."""
+        """Forward to the inner drafter."""
         self._inner.refresh()
 
     @property
     def forward_s(self) -> float:
-        """Seconds of the inner one."""
+        """Seconds of the inner drafter's forward passes."""
         return self._inner.forward_s
 
     @property
     def calibration_error(self) -> float:
-        """Of the inner one's confidences, given what became of its drafts."""
+        """Calibration error of the inner drafter's confidences."""
         return self._inner.calibration_error
 
 
 def maker(subject: Subject, name: str) -> Callable[[], Drafter]:
-    """Return what makes a new drafter of that quality."""
-    good = subject.drafters[RECIPE]
-    return partial(_spoiled, good, SHARES[name], subject.model.config.vocab_size)
-
-
-def _spoiled(good: Callable[[], Drafter], share: float, vocab_size: int) -> Drafter:
-    return SpoilingDrafter(good(), share, vocab_size) if share else good()
+    """Return a function that makes a new drafter of the named quality."""
+    good, share = subject.drafters[RECIPE], SHARES[name]
+    if not share:
+        return good
+    return lambda: SpoilingDrafter(good(), share, subject.model.config.vocab_size)

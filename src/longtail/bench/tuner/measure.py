@@ -1,27 +1,21 @@
-"""Points of `longtail bench tuner`: one drafter, so many requests running, all contestants in turn.
+"""Points of `longtail bench tuner`: one drafter with one number of running requests.
 
 The fixed strategies are scanned with a short turn each; the best of the scan get turns of full
-length, beside plain decoding and the tuners. The best fixed strategy is the best median of these:
-the luck of a single turn does not decide.
+length, in turn with plain decoding and the tuners. The best fixed strategy is the best median of
+these turns, so that one lucky turn does not decide.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from longtail.bench.common.report import Spread, ratios
-from longtail.bench.rollout.measure import (
-    CHAINS,
-    FEW,
-    TREES,
-    Cell,
-    Subject,
-    Turn,
-    describe,
-    differing_share,
-)
+from longtail.bench.common.play import Turn, largest_difference
+from longtail.bench.common.process import Log
+from longtail.bench.common.timing import Spread, ratios
+from longtail.bench.rollout.measure import CHAINS, FEW, TREES, Cell, describe
+from longtail.bench.rollout.subjects import Subject
 from longtail.bench.tuner.drafters import maker
-from longtail.bench.tuner.options import Setting
+from longtail.bench.tuner.options import TunerBenchOptions
 from longtail.engine.speculation.speculator import Speculation
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
@@ -30,8 +24,8 @@ from longtail.tuner.budget import BudgetTuner
 
 OFF, BANDIT, BUDGET = "off", "beg-mab", "budget"
 GRID = (*CHAINS, Strategy(depth=16, size=16))
-_HOPELESS = (Strategy(depth=2, size=2), Strategy(depth=6, size=6))
-"""For a drafter that is always wrong; which of them is best is no question."""
+_ADVERSARIAL_GRID = (Strategy(depth=2, size=2), Strategy(depth=6, size=6))
+"""Strategies for a drafter that is always wrong: a scan would find no difference."""
 _BEST = 3
 
 Lineup = dict[str, Callable[[], Speculation | None]]
@@ -39,27 +33,27 @@ Lineup = dict[str, Callable[[], Speculation | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """Tokens/s of every contestant's turns; the n-th turns of all were run beside each other.
+    """Tokens/s of each contestant's turns; the n-th turns of all ran side by side.
 
     Example: Race(speeds={"off": (100.0, 90.0), "chain 4": (200.0, 210.0)}, fixed=("chain 4",))
     """
 
     speeds: Mapping[str, tuple[float, ...]]
     fixed: tuple[str, ...]
-    """Contestants that draft by one strategy."""
+    """Contestants with one fixed strategy."""
 
     @property
     def best_fixed(self) -> str:
         """The fixed strategy with the best median."""
-        return max(self.fixed, key=self._median)
+        return max(self.fixed, key=lambda name: median(self.speeds[name]))
 
     @property
     def best(self) -> str:
-        """The same, where plain decoding counts as one."""
-        return max((*self.fixed, OFF), key=self._median)
+        """The best median of the fixed strategies and plain decoding."""
+        return max((*self.fixed, OFF), key=lambda name: median(self.speeds[name]))
 
     def ratio(self, one: str, other: str) -> Spread:
-        """How many times as fast as the other, turn by turn."""
+        """Speed of `one` over that of `other`, turn by turn."""
         return ratios(self.speeds[one], self.speeds[other])
 
     def regret(self, one: str, other: str) -> Spread:
@@ -67,41 +61,38 @@ class Race:
         ratio = self.ratio(one, other)
         return Spread(median=1 - ratio.median, low=1 - ratio.high, high=1 - ratio.low)
 
-    def _median(self, name: str) -> float:
-        return median(self.speeds[name])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What one drafter is worth with so many requests running."""
+    """Figures of one drafter with one number of running requests."""
 
     drafter: str
     running: int
     race: Race
     strategies: Mapping[str, Strategy]
-    """Those of `race.fixed`."""
+    """Strategies of `race.fixed`."""
     scanned: Mapping[str, float]
-    """tokens/s of each strategy's short turn."""
+    """Tokens/s of each strategy's short turn."""
     accept_length: Mapping[str, float]
-    """Of each contestant's last turn."""
+    """Accept length of each contestant's last turn."""
     tuner_share: float
-    """Of the budget tuner's time: deciding; median of its turns."""
+    """Share of the budget tuner's time spent in decisions, the median of its turns."""
     differing_share: float
-    """Most texts of a turn that differ from plain decoding's."""
+    """Largest share of a turn's texts that differ from plain decoding's."""
     lowest_cpu_share: float
-    """Of all turns; where it is low, something else ran, and the ratios say little."""
+    """CPU share of the most disturbed turn; where it is low, the ratios mean little."""
 
     @property
     def best_strategy(self) -> Strategy | None:
-        """What an oracle would play; None is plain decoding."""
+        """The best strategy; None is plain decoding."""
         return self.strategies.get(self.race.best)
 
 
 def lineup(make: Callable[[], Drafter], strategies: Sequence[Strategy]) -> Lineup:
-    """Name the contestants and what makes each ready for a turn.
+    """Return for each contestant a function that prepares its next turn.
 
-    The tuners keep what they and their drafters learned from turn to turn, as from step to step of
-    a run; fixed strategies have nothing to learn.
+    The tuners and their drafters keep their estimates from turn to turn, as from step to step of a
+    run; fixed strategies start with a new drafter.
     """
     bandit = Speculation(drafters=(make(),), tuner=BanditTuner(), guarded=False)
     budget = Speculation(drafters=(make(),), tuner=BudgetTuner())
@@ -117,52 +108,56 @@ def lineup(make: Callable[[], Drafter], strategies: Sequence[Strategy]) -> Lineu
     }
 
 
-def sweep(subject: Subject, setting: Setting, say: Callable[[str], None]) -> list[Point]:
+def sweep(subject: Subject, options: TunerBenchOptions, log: Log) -> list[Point]:
     """Measure every drafter with every number of running requests."""
     points = []
-    for running in setting.cells.running:
-        cell = Cell(subject, running)
-        cell.turn(None, setting.tokens_at(running) // 3)  # whatever first turns are slowed by
-        for name in setting.drafters:
-            point = _measure(cell, running, name, maker(subject, name), setting)
+    for running in options.running:
+        cell, tokens = Cell(subject, running), options.tokens_at(running)
+        cell.turn(None, tokens // 3)  # warm-up
+        for name in options.drafters:
+            grid = (*GRID, *TREES) if running <= FEW else GRID
+            if name == "adversarial":
+                grid = _ADVERSARIAL_GRID
+            make = maker(subject, name)
+            scanned = cell.scan(make, grid, tokens // 3) if len(grid) > _BEST else {}
+            best = sorted(grid, key=lambda strategy: -scanned.get(strategy, 0.0))[:_BEST]
+            turns = _race(cell, lineup(make, best), tokens, options.repeats)
+            point = summarize(name, running, turns, best, scanned)
             points.append(point)
-            best, vs_best = point.race.best, point.race.ratio(BUDGET, point.race.best)
-            say(f"{name}, {running} running: budget {vs_best.text()} of the best, {best}")
+            vs_best = point.race.ratio(BUDGET, point.race.best)
+            log(f"{name}, {running} running: budget {vs_best.text()} of best, {point.race.best}")
     return points
 
 
-def _measure(
-    cell: Cell, running: int, name: str, make: Callable[[], Drafter], setting: Setting
+def _race(cell: Cell, contestants: Lineup, tokens: int, repeats: int) -> dict[str, list[Turn]]:
+    for tuner in (BANDIT, BUDGET):  # each explores once in a run: not timed
+        cell.turn(contestants[tuner](), tokens, tuner)
+    turns: dict[str, list[Turn]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        ready = {name: prepare() for name, prepare in contestants.items()}
+        for name, turn in cell.turns(ready, tokens).items():
+            turns[name].append(turn)
+    return turns
+
+
+def summarize(
+    drafter: str,
+    running: int,
+    turns: Mapping[str, Sequence[Turn]],
+    best: Sequence[Strategy],
+    scanned: Mapping[Strategy, float],
 ) -> Point:
-    """Scan, then compare, turn by turn."""
-    tokens = setting.tokens_at(running)
-    grid = (*GRID, *TREES) if running <= FEW else GRID
-    if name == "adversarial":
-        grid = _HOPELESS
-    scanned = cell.scan(make, grid, tokens // 3) if len(grid) > _BEST else {}
-    best = sorted(grid, key=lambda strategy: -scanned.get(strategy, 0.0))[:_BEST]
-    contestants = lineup(make, best)
-    turns: dict[str, list[Turn]] = {contestant: [] for contestant in contestants}
-    for learner in (BANDIT, BUDGET):  # what it costs to find out is paid once in a run
-        cell.turn(contestants[learner](), tokens, learner)
-    for _ in range(setting.cells.repeats):
-        ready = {contestant: begin() for contestant, begin in contestants.items()}
-        for contestant, turn in cell.turns(ready, tokens).items():
-            turns[contestant].append(turn)
+    """Return the figures of a point from the turns of its contestants."""
     strategies = {describe(strategy): strategy for strategy in best}
-    speeds = {each: tuple(turn.tokens_per_s for turn in own) for each, own in turns.items()}
+    speeds = {name: tuple(turn.tokens_per_s for turn in own) for name, own in turns.items()}
     return Point(
-        drafter=name,
+        drafter=drafter,
         running=running,
         race=Race(speeds=speeds, fixed=tuple(strategies)),
         strategies=strategies,
         scanned={describe(strategy): speed for strategy, speed in scanned.items()},
-        accept_length={each: own[-1].accept_length for each, own in turns.items()},
-        tuner_share=median(turn.tuner_share for turn in turns[BUDGET]),
-        differing_share=max(
-            differing_share(plain.texts, turn.texts)
-            for own in turns.values()
-            for plain, turn in zip(turns[OFF], own, strict=True)
-        ),
+        accept_length={name: own[-1].accept_length for name, own in turns.items()},
+        tuner_share=median(turn.report.tuner_share for turn in turns[BUDGET]),
+        differing_share=max(largest_difference(turns[OFF], own) for own in turns.values()),
         lowest_cpu_share=min(turn.cpu_share for own in turns.values() for turn in own),
     )

@@ -1,4 +1,4 @@
-"""Whether a Ray answers at an address, found out within seconds: Ray itself tries for minutes."""
+"""A check within seconds that a Ray answers at an address; Ray itself would try for minutes."""
 
 import os
 import socket
@@ -6,22 +6,22 @@ import socket
 from longtail.errors import ClusterError
 
 ANSWER_S = 2.0
-"""For a connection, and again for an answer."""
+"""Seconds for a connection, and again for an answer."""
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""The beginning of HTTP/2, which gRPC answers with its settings: a frame of kind 4."""
+"""Preface of HTTP/2, which a gRPC server answers with its settings: a frame of type 4."""
 _SETTINGS = b"\x04"
 
 
-def check_answers(address: str) -> None:
+def check_answers(address: str, timeout_s: float = ANSWER_S) -> None:
     """Raise ClusterError if nothing at `cluster.address` answers as Ray does.
 
-    What is no host:port, "auto" say, is left to Ray.
+    An address that is no host:port, like "auto", is left to Ray.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdigit()):
         return
     try:
-        reason = _reason(host.strip("[]"), int(port))
+        reason = _reason(host.strip("[]"), int(port), timeout_s)
     except (OSError, OverflowError) as error:
         reason = str(error)
     if reason:
@@ -31,8 +31,8 @@ def check_answers(address: str) -> None:
         )
 
 
-def _reason(host: str, port: int) -> str:
-    with socket.create_connection((host, port), timeout=ANSWER_S) as sock:
+def _reason(host: str, port: int, timeout_s: float) -> str:
+    with socket.create_connection((host, port), timeout=timeout_s) as sock:
         if os.environ.get("RAY_USE_TLS", "0") != "0":
             return ""
         sock.sendall(_HELLO)

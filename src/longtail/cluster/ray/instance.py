@@ -1,13 +1,13 @@
-"""A Ray of our own: on loopback only, behind a random token, in a folder that goes with it.
+"""A Ray instance of our own: on loopback only, behind a random token, in a temporary folder.
 
     longtail-ray-XXXXXXXX/       0700, removed at the end
-        lock                     held as long as the folder is in use
-        token                    0600: what processes of this Ray show to each other
-        team-1, team-2, ...      where learners meet
-        ray/                     Ray's sockets and logs
+        lock                     locked while the folder is in use
+        token                    0600: shared by the processes of this Ray
+        team-1, team-2, ...      rendezvous files of the learners
+        ray/                     sockets and logs of Ray
 
-Ray keeps the mode of authentication, the token and this machine's address for a whole process, and
-offers no other way to set them than the environment and its own modules. All of that is done here.
+Ray holds the authentication mode, the token and this machine's address per process, and offers no
+other way to set them than the environment and its own modules. All of that is done here.
 """
 
 import fcntl
@@ -38,32 +38,32 @@ STORE_BYTES = 512 * 2**20
 _LONGEST_PLACE = 16
 _PREFIX, _NEW = "longtail-ray-", "longtail-new-"
 _RAYS_OWN_LINE = re.compile(r":\w+:|\[20\d\d-\d\d-\d\d |\[\w+ [EWIF] |\s*@ +0x")
-"""What Ray itself writes into the logs of its workers."""
+"""Lines that Ray itself writes into the logs of its workers."""
 
 
 @final
 class OwnRay:
-    """One at a time in a process. Lifecycle: constructing begins it, `close` ends it."""
+    """Starts Ray when constructed, and stops it in `close`; one at a time in a process."""
 
     def __init__(self, num_cpus: int) -> None:
         _sweep()
         new = Path(tempfile.mkdtemp(prefix=_NEW, dir=_place()))
         self._lock = _locked(new / "lock")
-        # Only now has it a name that other processes sweep.
+        # Other processes sweep folders with this name, so the lock is taken before.
         self.folder = new.rename(new.with_name(new.name.replace(_NEW, _PREFIX)))
         self._read: dict[Path, int] = {}
-        """By log of a worker, the bytes that were read."""
+        """Number of bytes read from each worker's log."""
         self._num_teams = 0
         token = self.folder / "token"
         with open(os.open(token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         self._before = _environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
         self._addresses = ray_constants.ENABLE_RAY_CLUSTER
-        # Where it is off, as on other systems by default, Ray takes 127.0.0.1 for this machine's
-        # address, and all of its processes listen there only.
+        # When this is off, Ray takes 127.0.0.1 for this machine's address, and all of its processes
+        # listen on loopback only.
         ray_constants.ENABLE_RAY_CLUSTER = False
         try:
-            with discreetly():
+            with quietly():
                 ray.init(
                     address="local",
                     num_cpus=num_cpus,
@@ -82,8 +82,8 @@ class OwnRay:
         self._num_teams += 1
         return f"file://{self.folder}/team-{self._num_teams}"
 
-    def lines(self) -> Iterator[str]:
-        """Hand out what the workers have printed since the last time."""
+    def read_new_lines(self) -> Iterator[str]:
+        """Yield the lines that workers have printed since the last call."""
         for path in sorted(self.folder.glob("ray/session_2*/logs/worker-*.err")):
             with open(path, "rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -94,7 +94,7 @@ class OwnRay:
                     yield line
 
     def close(self) -> None:
-        """End Ray and remove its folder; the environment is what it was."""
+        """Stop Ray, remove its folder, and restore the environment."""
         ray.shutdown()
         ray_constants.ENABLE_RAY_CLUSTER = self._addresses
         _environment(**self._before)
@@ -103,11 +103,11 @@ class OwnRay:
 
 
 @contextmanager
-def discreetly() -> Iterator[None]:
-    """Let Ray be begun or reached: it takes no signal for good and prints nothing, then or later.
+def quietly() -> Iterator[None]:
+    """Start or reach Ray in this context: Ray keeps no signal handler and prints nothing, ever.
 
-    SIGTERM is Ctrl-C meanwhile, afterwards what it was. What Ray prints is about lost workers: the
-    pool reports those itself.
+    SIGTERM raises KeyboardInterrupt meanwhile, and is handled as before afterwards. Ray would print
+    the losses of workers, which the pool reports itself.
     """
     ray_worker.print_to_stdstream = lambda *_, **__: None
     is_main = threading.current_thread() is threading.main_thread()
@@ -121,10 +121,10 @@ def discreetly() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def check_is_ray(address: str, patience_s: float) -> None:
-    """See that what answers at an address is a Ray that takes this process's token.
+def check_is_ray(address: str, timeout_s: float) -> None:
+    """Check that a Ray that accepts this process's token answers at an address.
 
-    Raises ConnectionError, or what Ray says against it. Ray itself would try for minutes.
+    Raises ConnectionError, or Ray's own error. Ray itself would try for minutes.
     """
     found: list[RayError | None] = []
 
@@ -137,9 +137,9 @@ def check_is_ray(address: str, patience_s: float) -> None:
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(patience_s)
+    asking.join(timeout_s)
     if not found:
-        raise ConnectionError(f"no word of Ray's came for {patience_s:.0f} s")
+        raise ConnectionError(f"no word of Ray's came for {timeout_s:.0f} s")
     if found[0] is not None:
         raise found[0]
 
@@ -150,7 +150,7 @@ def _environment(
     RAY_AUTH_TOKEN_PATH: str | None,  # noqa: N803
     RAY_AUTH_TOKEN: str | None = None,  # noqa: N803
 ) -> dict[str, str | None]:
-    """Set how processes of Ray authenticate, this one included; return how they did."""
+    """Set the authentication of Ray processes, including this one; return the earlier values."""
     wanted = {
         "RAY_AUTH_MODE": RAY_AUTH_MODE,
         "RAY_AUTH_TOKEN_PATH": RAY_AUTH_TOKEN_PATH,
@@ -164,13 +164,13 @@ def _environment(
 
 
 def _place() -> Path:
-    """Return where folders are made: what Ray's sockets are named may have 107 letters in all."""
+    """Return the parent of our folders: the paths of Ray's sockets have at most 107 bytes."""
     place = tempfile.gettempdir()
     return Path(place if len(place) <= _LONGEST_PLACE else "/tmp")
 
 
 def _locked(path: Path) -> int:
-    """Open a file and lock it, as long as this process lives. Raises OSError if another has it."""
+    """Lock a file until this process ends. Raises OSError if another process has locked it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,7 +181,7 @@ def _locked(path: Path) -> int:
 
 
 def _sweep() -> None:
-    """Remove the folders of processes of this user that were killed."""
+    """Remove the folders that killed processes of this user left."""
     for folder in _place().glob(f"{_PREFIX}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

@@ -1,9 +1,9 @@
 """Workers as Ray actors (extra `cluster`).
 
-Without an address a Ray of its own is started on this machine (`own_ray`) and stopped at the end.
-With one, an existing cluster is used; the model's directory and the run's must be readable there
-under the same paths. What passes between processes is pickled by Ray: use a cluster that you trust,
-as Ray itself asks (SECURITY.md).
+Without an address the pool starts a Ray of its own on this machine (`instance`), and stops it at
+the end. With an address it uses an existing cluster, where the directories of the model and of the
+run must be readable under the same paths. Ray pickles what passes between processes: use a cluster
+that you trust, as Ray itself requires (SECURITY.md).
 """
 
 import logging
@@ -11,49 +11,44 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, ClassVar, TypeVar, cast, final
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from longtail.cluster.pool import TaskResult, WorkerPool
-from longtail.cluster.ray.instance import OwnRay, check_is_ray, discreetly
+from longtail.cluster.ray.instance import OwnRay, check_is_ray, quietly
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
-_PATIENCE_S = 20.0
-"""For the answer to a message: an engine step and a garbage collection are far shorter."""
-_REACH_S = 4.0
-"""For a cluster to say that it is one."""
+_ANSWER_S = 20.0
+"""Seconds for the answer to a message: an engine step is far shorter."""
+_CONNECT_S = 4.0
+"""Seconds for the answer of an existing cluster."""
 _MESSAGES = "messages"
-_MOMENT_S = 2.0
-"""For word of how far everybody is. Who is late is heard the next time."""
+_PROGRESS_S = 2.0
+"""Seconds for the answers to `progress`; a late answer is returned by the next call."""
 
 
 class _Actor:
-    """A worker in a process of its own; tasks in one thread, messages in another."""
+    """A worker in a process of its own; tasks run in one thread, messages in another."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
 
     def make(self, make: Callable[[int], Worker], number: int) -> None:
-        """Make the worker. A task like others: an error there is no lost process."""
+        """Make the worker. This is a task, so that an exception in it is not a lost process."""
         self._worker = make(number)
 
-    def run(self, task: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Do a task."""
-        return task(self._worker, *args, **kwargs)
+    def call(self, method: Callable[..., Any], args: Any) -> Any:
+        """Call a task or a message."""
+        return method(self._worker, *args)
 
-    def tell(self, message: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Deliver a message."""
-        return message(self._worker, *args, **kwargs)
-
-    def whereabouts(self) -> tuple[str, int]:
-        """Return its address, and a port that is free there."""
+    def free_address(self) -> tuple[str, int]:
+        """Return the address of the worker's machine, and a free port there."""
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -64,14 +59,14 @@ class _Actor:
 class RayWorkerPool(WorkerPool):
     """Starts `size` workers, each made by `make(number)` in a process of its own.
 
-    `log` is given what they print, where they are on this machine.
+    `log` receives the lines that workers of this machine print.
     """
 
     _own_ray: ClassVar[OwnRay | None] = None
     _has_connected: ClassVar[bool] = False
-    """To a Ray by address, which was not done before by others in this process."""
-    _sharers: ClassVar[set[int]] = set()
-    """Crews of this process that use its Ray; the last one stops it."""
+    """Whether a pool of this process has connected it to an existing cluster."""
+    _users: ClassVar[set[int]] = set()
+    """Pools of this process that use its Ray; the last one stops it."""
 
     def __init__(
         self,
@@ -85,11 +80,11 @@ class RayWorkerPool(WorkerPool):
         self._log = log
         self._make, self._size, self._gpus = make, size, gpus
         self._is_local = not address
-        self._sharers.add(id(self))
-        self._begin_ray(address)
+        self._users.add(id(self))
+        self._start_ray(address)
         self._running: dict[Any, int] = {}
-        self._looks: dict[int, Any] = {}
-        """Questions how far a worker is that are not answered yet."""
+        self._progress: dict[int, Any] = {}
+        """Calls of `Worker.progress` that are not answered yet."""
         self._actors = [self._actor(worker) for worker in range(size)]
 
     @property
@@ -97,76 +92,66 @@ class RayWorkerPool(WorkerPool):
         """Number of workers."""
         return self._size
 
-    def start(
-        self,
-        worker: int,
-        task: Callable[Concatenate[Worker, P], object],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
-        """Send the task off."""
+    def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
+        """Send the task to the worker."""
         assert worker not in self._running.values(), f"worker {worker} is at work"
-        self._running[self._sent(worker, self._actors[worker].run, task, args, kwargs)] = worker
+        self._running[self._sent(worker, self._actors[worker].call, task, args)] = worker
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
-        """Return what has ended; at once if something has."""
-        self._pass_on()
+        """Return the tasks that have ended; wait only if there is none."""
+        self._log_output()
         if not self._running:
             time.sleep(timeout_s)
             return []
         done, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
         return [self._ended(reference) for reference in done]
 
-    def ask(
-        self,
-        worker: int,
-        message: Callable[Concatenate[Worker, P], R],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R:
-        """Ask, with patience for some seconds."""
-        tell = self._beside(self._actors[worker].tell)
-        return self._answer(worker, self._sent(worker, tell, message, args, kwargs))
+    def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
+        """Call the message, and wait some seconds for the answer."""
+        call = self._in_message_thread(self._actors[worker].call)
+        return cast(R, self._answer(worker, self._sent(worker, call, message, args)))
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
-        """Ask all at once, and wait a moment."""
+        """Ask all workers together, and wait a short time for their answers."""
         for worker in workers:
-            if worker not in self._looks:
-                tell = self._beside(self._actors[worker].tell)
-                self._looks[worker] = tell.remote(Worker.progress, (), {})
-        asked = {self._looks[worker]: worker for worker in workers}
-        done = ray.wait(list(asked), num_returns=len(asked), timeout=_MOMENT_S)[0] if asked else ()
+            if worker not in self._progress:
+                call = self._in_message_thread(self._actors[worker].call)
+                self._progress[worker] = call.remote(Worker.progress, ())
+        asked = {self._progress[worker]: worker for worker in workers}
+        done = (
+            ray.wait(list(asked), num_returns=len(asked), timeout=_PROGRESS_S)[0] if asked else ()
+        )
         found: dict[int, Progress] = {}
         for reference in done:
-            del self._looks[asked[reference]]
+            del self._progress[asked[reference]]
             try:
                 found[asked[reference]] = ray.get(reference)
-            except RayError:  # it is gone: then its task ends
+            except RayError:  # the worker is gone, so its task ends, too
                 continue
         return found
 
     def meeting_point(self) -> str:
-        """Return where all can meet; elsewhere that is where the first is. Raises ClusterError."""
+        """Return an address for a team: a file here, or a port at the first worker's machine."""
         if self._own_ray is not None:
             return self._own_ray.meeting_point()
-        host, port = self._answer(0, self._beside(self._actors[0].whereabouts).remote())
+        host, port = self._answer(0, self._in_message_thread(self._actors[0].free_address).remote())
         return f"tcp://{host}:{port}"
 
     def replace(self, worker: int) -> None:
-        """Kill what is left of it and begin another."""
+        """Kill the worker's process and start another."""
         ray.kill(self._actors[worker])
-        self._looks.pop(worker, None)
+        self._progress.pop(worker, None)
         self._running = {ref: each for ref, each in self._running.items() if each != worker}
         self._actors[worker] = self._actor(worker)
 
     def close(self) -> None:
-        """End all workers, and leave Ray, which ends if it is ours."""
+        """End all workers; the last pool also disconnects from Ray, or stops its own."""
         for actor in self._actors:
             ray.kill(actor)
-        self._pass_on()
+        self._log_output()
         self._running.clear()
-        self._sharers.discard(id(self))
-        if self._sharers:
+        self._users.discard(id(self))
+        if self._users:
             return
         if self._own_ray is not None:
             self._own_ray.close()
@@ -175,23 +160,22 @@ class RayWorkerPool(WorkerPool):
             ray.shutdown()
         RayWorkerPool._has_connected = False
 
-    def _pass_on(self) -> None:
-        """Say what the workers have printed."""
-        for line in [] if self._own_ray is None else self._own_ray.lines():
+    def _log_output(self) -> None:
+        """Log the lines that workers have printed."""
+        for line in [] if self._own_ray is None else self._own_ray.read_new_lines():
             self._log(line)
 
-    def _begin_ray(self, address: str) -> None:
+    def _start_ray(self, address: str) -> None:
         if ray.is_initialized():
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray's own default lets anything else on the machine go first: workers wait for it, and
-        # whoever learns together waits for the slowest.
+        # By default Ray gives workers a low priority, and a team waits for its slowest member.
         os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             if address:
                 if ":" in address:
-                    check_is_ray(address, _REACH_S)
-                with discreetly():
+                    check_is_ray(address, _CONNECT_S)
+                with quietly():
                     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
                 RayWorkerPool._has_connected = True
             else:
@@ -208,7 +192,7 @@ class RayWorkerPool(WorkerPool):
         remote: Any = ray.remote  # its stubs do not know concurrency groups
         remote = remote(concurrency_groups={_MESSAGES: 2}, max_restarts=0)
         own = remote(_Actor).options(
-            num_cpus=0 if self._is_local else 1,  # several crews may share this machine
+            num_cpus=0 if self._is_local else 1,  # several pools may share this machine
             num_gpus=self._gpus,
         )
         actor = own.remote()
@@ -218,7 +202,7 @@ class RayWorkerPool(WorkerPool):
     def _ended(self, reference: Any) -> TaskResult:
         worker = self._running.pop(reference)
         try:
-            return TaskResult(worker=worker, result=ray.get(reference, timeout=_PATIENCE_S))
+            return TaskResult(worker=worker, result=ray.get(reference, timeout=_ANSWER_S))
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LongtailError | Stopped):
@@ -226,16 +210,16 @@ class RayWorkerPool(WorkerPool):
             if isinstance(cause, RayError):  # no room for the result
                 return _lost(worker, cause)
             return TaskResult(worker=worker, error=ClusterError(f"worker {worker}: {error}"))
-        except RayError as error:  # the process is gone, or the result: as good as gone
+        except RayError as error:  # the process is gone, or its result is
             return _lost(worker, error)
 
     @staticmethod
-    def _beside(method: Any) -> Any:
-        """Have a method called in the thread of messages, whatever the other one does."""
+    def _in_message_thread(method: Any) -> Any:
+        """Return a method that is called in the thread of messages, beside any task."""
         return method.options(concurrency_group=_MESSAGES)
 
     def _sent(self, worker: int, method: Any, *args: object) -> Any:
-        """Send something off. Raises ClusterError if it finds no room on its way."""
+        """Call a method of an actor. Raises ClusterError if Ray cannot store its arguments."""
         try:
             return method.remote(*args)
         except RayError as error:
@@ -245,11 +229,9 @@ class RayWorkerPool(WorkerPool):
 
     def _answer(self, worker: int, reference: Any) -> Any:
         try:
-            return ray.get(reference, timeout=_PATIENCE_S)
+            return ray.get(reference, timeout=_ANSWER_S)
         except GetTimeoutError as error:
-            raise ClusterError(
-                f"worker {worker} has not answered for {_PATIENCE_S:.0f} s"
-            ) from error
+            raise ClusterError(f"worker {worker} has not answered for {_ANSWER_S:.0f} s") from error
         except RayActorError as error:
             raise LostWorkerError(f"worker {worker} is gone: {_first_line(error)}") from error
         except RayTaskError as error:

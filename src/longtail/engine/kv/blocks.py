@@ -1,8 +1,8 @@
-"""Who owns which blocks of a paged KV cache. Integers only: no tensor, no text.
+"""Ownership of the blocks of a paged KV cache, in integers.
 
-A block holds `block_size` consecutive tokens. Blocks that are full are shared by reference between
-requests that start alike; the block in which a newcomer goes on is copied for it. So whoever writes
-into a block owns it alone.
+A block holds `block_size` consecutive tokens. Requests with the same beginning share full blocks by
+reference; a partly filled block is copied for the new request. So a request that writes into a
+block owns it alone.
 
     block_size 4, b shares 6 tokens of a's 10
 
@@ -22,21 +22,20 @@ from longtail.engine.kv.cache import KVUsage
 
 @dataclass(slots=True)
 class _Owner:
-    """What one request has: a row of the table, and blocks in the order of its tokens."""
+    """A request's row of the table, and its blocks in the order of its tokens."""
 
     row: int
     blocks: list[int]
     borrowed: int | None = None
-    """Place of the block in which another's text goes on and this one's will: copied before it
-    is written, if it is still shared then."""
+    """Index of a partly filled block taken from another request: copied before it is written, if
+    it is still shared then."""
 
 
 @final
 class BlockPool:
-    """Blocks with reference counts, and the table in which attention looks them up.
+    """Blocks with reference counts, and the block table of attention.
 
-    Free + owned = total at any time. `copy(source, target)` is called for every block whose content
-    is wanted twice.
+    Free + owned = total at any time. `copy(source, target)` is called for each copied block.
     """
 
     def __init__(
@@ -54,9 +53,9 @@ class BlockPool:
         self._free_rows = list(range(max_owners))[::-1]
         self._owners: dict[str, _Owner] = {}
         self.table = np.zeros((max_owners, max_blocks), dtype=np.int32)
-        """Blocks of each row in order; what lies behind a request's last block means nothing."""
+        """Blocks of each row in order; entries after a request's last block are undefined."""
         self.changes = 0
-        """Counts changes of the table."""
+        """Number of changes of the table."""
 
     def row(self, request_id: str) -> int:
         """Return the request's row of the table."""
@@ -67,7 +66,7 @@ class BlockPool:
         return tuple(self._owners[request_id].blocks)
 
     def usage(self) -> KVUsage:
-        """Count tokens; what several own is counted once."""
+        """Return the numbers of tokens; a shared block counts once."""
         owned = len({block for owner in self._owners.values() for block in owner.blocks})
         size = self._block_size
         return KVUsage(
@@ -75,7 +74,7 @@ class BlockPool:
         )
 
     def try_grow(self, request_id: str, num_tokens: int) -> bool:
-        """Own room for so many tokens, and alone where the request writes next."""
+        """Reserve `num_tokens`; copy a shared block in which the request writes next."""
         owner = self._owners.get(request_id)
         held = 0 if owner is None else len(owner.blocks)
         copied = owner is not None and self._is_shared(owner)
@@ -99,11 +98,11 @@ class BlockPool:
     def try_share(
         self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int
     ) -> bool:
-        """Give a new owner room for so many tokens, the first of which are the source's."""
+        """Reserve `num_tokens` for a new owner, the first ones shared with the source."""
         assert target_id not in self._owners, f"{target_id} already owns blocks"
-        assert num_shared <= num_tokens, "share into room not asked for"
+        assert num_shared <= num_tokens, "more tokens shared than reserved"
         source = self._owners[source_id]
-        assert self._count(num_shared) <= len(source.blocks), "share more than is owned"
+        assert self._count(num_shared) <= len(source.blocks), "more tokens shared than owned"
         num_full = num_shared // self._block_size
         missing = self._count(num_tokens) - num_full
         if missing > len(self._free) or not self._free_rows:
@@ -119,10 +118,10 @@ class BlockPool:
         return True
 
     def hand_over(self, source_id: str, target_id: str, num_tokens: int) -> None:
-        """Make the source's blocks, as far as `num_tokens` reach, a new owner's."""
+        """Give the source's blocks of its first `num_tokens` tokens to a new owner."""
         assert target_id not in self._owners, f"{target_id} already owns blocks"
         owner = self._owners[source_id]
-        assert self._count(num_tokens) <= len(owner.blocks), "hand over more than is owned"
+        assert self._count(num_tokens) <= len(owner.blocks), "more tokens handed over than owned"
         del self._owners[source_id]
         self._owners[target_id] = owner
         self.cut(target_id, num_tokens)
@@ -130,13 +129,13 @@ class BlockPool:
         owner.borrowed = place if inside else None
 
     def cut(self, request_id: str, num_tokens: int) -> None:
-        """Free the blocks behind the first `num_tokens` tokens."""
+        """Free the blocks after the first `num_tokens` tokens."""
         blocks, kept = self._owners[request_id].blocks, self._count(num_tokens)
         self._drop(blocks[kept:])
         del blocks[kept:]
 
     def release(self, request_id: str) -> None:
-        """Free all that nobody else owns, and the row."""
+        """Free the row, and the blocks that no other request owns."""
         owner = self._owners.pop(request_id)
         self._drop(owner.blocks)
         self._free_rows.append(owner.row)
@@ -145,7 +144,7 @@ class BlockPool:
         return -(-num_tokens // self._block_size)
 
     def _is_shared(self, owner: _Owner) -> bool:
-        """Tell whether the block in which the owner writes next has other users, too."""
+        """Return whether the block in which the owner writes next has other users."""
         place = owner.borrowed
         return place is not None and self._users[owner.blocks[place]] > 1
 

@@ -1,8 +1,8 @@
-"""Keys and values of the running requests, behind a seam.
+"""The KV cache of the running requests: its interface, and the CPU layout.
 
-`KVCache` is what the scheduler and the runner know: who owns room for how many tokens, and an
-`Attention` for one step. `ContiguousKVCache` is the CPU layout: every request a contiguous row, so
-attention reads views and gathers nothing. The GPU's layout is `paged_cache.PagedKVCache`.
+`KVCache` is the interface for scheduler and runner: the tokens reserved for each request, and the
+`Attention` of one step. `ContiguousKVCache` is the CPU layout: one contiguous row per request, so
+attention reads views without a gather. The GPU layout is `paged_cache.PagedKVCache`.
 
     row 0  | request a : k k k k k k . . |
     row 1  | request b : k k . . . . . . |
@@ -38,7 +38,7 @@ class KVUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPath:
-    """What stays of a draft that lies behind the text of a request.
+    """The accepted part of a draft in the slots after the text of a request.
 
     Example: KeptPath(request_id="b", num_tokens=10, path=(1, 3)): slots 10 and 12 of b hold the
     nodes 1 and 3, which are its tokens 10 and 11 now
@@ -46,63 +46,62 @@ class KeptPath:
 
     request_id: str
     num_tokens: int
-    """Of the text before the draft."""
+    """Number of text tokens before the draft."""
     path: tuple[int, ...]
-    """Accepted nodes, rising."""
+    """Accepted nodes, in rising order."""
 
 
 class KVCache(abc.ABC):
-    """Room for the KV of requests. A request unknown to the cache owns nothing."""
+    """Reserves KV for requests. A request unknown to the cache owns nothing."""
 
     @abc.abstractmethod
     def try_grow(self, request_id: str, num_tokens: int) -> bool:
-        """Own room for at least `num_tokens` tokens; False, with nothing changed, when short."""
+        """Reserve at least `num_tokens` tokens; False, without any change, if too few are free."""
 
     @abc.abstractmethod
     def try_share(
         self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int
     ) -> bool:
-        """Give a new target room for `num_tokens`, the first `num_shared` of them the source's.
+        """Reserve `num_tokens` for a new target, the first `num_shared` with the source's KV.
 
-        False, with nothing changed, when short.
+        False, without any change, if too few are free.
         """
 
     @abc.abstractmethod
     def hand_over(self, source_id: str, target_id: str, num_tokens: int) -> None:
-        """Make the source's room, cut to its first `num_tokens` tokens, the new target's."""
+        """Give the source's first `num_tokens` tokens to a new target, and free the others."""
 
     @abc.abstractmethod
     def keep(self, paths: Sequence[KeptPath]) -> None:
-        """Join accepted nodes to their texts, in order, and free the room of all other nodes."""
+        """Append accepted nodes to their texts, in order, and free all other nodes."""
 
     @abc.abstractmethod
     def release(self, request_id: str) -> None:
-        """Free everything the request owns."""
+        """Free all tokens of the request."""
 
     @abc.abstractmethod
     def usage(self) -> KVUsage:
-        """Count tokens."""
+        """Return the numbers of free and owned tokens."""
 
     @abc.abstractmethod
     def sleep(self) -> None:
-        """Give memory back to the device, where it is missed; nobody owns anything."""
+        """Free the device's memory, if that is useful; no request owns tokens."""
 
     @abc.abstractmethod
     def wake(self) -> None:
-        """Take back what `sleep` gave; nothing if awake."""
+        """Allocate the memory again after `sleep`."""
 
     @abc.abstractmethod
     def attention(self, batch: FlatBatch) -> Attention:
-        """Attend as `batch` says: each token is stored, then sees its request up to itself."""
+        """Return attention that stores each token, which then sees its request so far."""
 
 
 @final
 class ContiguousKVCache(KVCache):
-    """One row a request, in one tensor for all layers.
+    """One row per request, in one tensor for all layers.
 
-    Room is accounted in blocks of `block_size` tokens against `num_tokens`, like a paged cache; the
-    rectangle behind it grows as its longest row does, and its memory is touched only where tokens
-    are written.
+    Tokens are accounted in blocks of `block_size`, like in a paged cache. The tensor grows with its
+    longest row, and its memory is touched only where tokens are written.
     """
 
     def __init__(
@@ -129,12 +128,12 @@ class ContiguousKVCache(KVCache):
         self._layers = _layers(self._storage)
 
     def _allocate(self, row_len: int) -> Shaped[Tensor, "layers 2 rows row_len kv_heads head_dim"]:
-        """Make a zeroed rectangle; on a CPU its pages are committed when first written."""
+        """Return a zeroed tensor; on a CPU its pages are committed when first written."""
         c = self._config
         shape = (c.num_layers, 2, self._max_rows, row_len, c.num_kv_heads, c.head_dim)
         if self._device.type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        # calloc, unlike torch.zeros, does not write: a heavy-tailed batch never touches most of it.
+        # calloc, unlike torch.zeros, writes no pages, and most of them are never used.
         size = torch.empty((), dtype=self._dtype).element_size()
         flat = np.zeros(int(np.prod(shape)) * size, dtype=np.uint8)
         return torch.from_numpy(flat).view(self._dtype).view(shape)
@@ -143,7 +142,7 @@ class ContiguousKVCache(KVCache):
         return -(-num_tokens // self._block_size)
 
     def try_grow(self, request_id: str, num_tokens: int) -> bool:
-        """Take blocks, and a row if the request has none."""
+        """Reserve blocks, and a row for a new request."""
         owned = self._blocks.get(request_id, 0)
         missing = max(0, self._blocks_for(num_tokens) - owned)
         is_new = request_id not in self._rows
@@ -158,7 +157,7 @@ class ContiguousKVCache(KVCache):
         return True
 
     def _widen(self, num_tokens: int) -> None:
-        """Replace the rectangle by one at least half as long again, keeping every owned token."""
+        """Replace the tensor by one with rows at least half as long again; copy owned tokens."""
         old = self._storage
         wanted = max(num_tokens, old.shape[3] * 3 // 2)
         self._storage = self._allocate(
@@ -172,9 +171,9 @@ class ContiguousKVCache(KVCache):
     def try_share(
         self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int
     ) -> bool:
-        """Copy the tokens: in a contiguous layout a prefix cannot have two owners."""
+        """Reserve and copy: in a contiguous layout a prefix cannot have two owners."""
         assert target_id not in self._rows, f"{target_id} already owns a row"
-        assert num_shared <= num_tokens, "share into room not asked for"
+        assert num_shared <= num_tokens, "more tokens shared than reserved"
         if not self.try_grow(target_id, num_tokens):
             return False
         source, target = self._rows[source_id], self._rows[target_id]
@@ -182,23 +181,23 @@ class ContiguousKVCache(KVCache):
         return True
 
     def hand_over(self, source_id: str, target_id: str, num_tokens: int) -> None:
-        """Rename the row; nothing is copied."""
+        """Rename the row without a copy."""
         assert target_id not in self._rows, f"{target_id} already owns a row"
         row, owned = self._rows.pop(source_id), self._blocks.pop(source_id)
         kept = self._blocks_for(num_tokens)
-        assert kept <= owned, "hand over more than is owned"
+        assert kept <= owned, "more tokens handed over than owned"
         self._rows[target_id], self._blocks[target_id] = row, kept
         self._free_blocks += owned - kept
 
     def keep(self, paths: Sequence[KeptPath]) -> None:
-        """Move nodes that are not in their place, all at once; a chain is in its place."""
+        """Move accepted nodes to their slots; an accepted chain is in its slots already."""
         moves = [
             (self._rows[kept.request_id], kept.num_tokens + node - 1, kept.num_tokens + i)
             for kept in paths
             for i, node in enumerate(kept.path)
             if node != i + 1
         ]
-        if moves:  # read in full before anything is written
+        if moves:  # reads everything before it writes
             rows, sources, targets = torch.tensor(moves, device=self._device).T
             self._storage[:, :, rows, targets] = self._storage[:, :, rows, sources]
         for kept in paths:
@@ -212,7 +211,7 @@ class ContiguousKVCache(KVCache):
         self._free_blocks += self._blocks.pop(request_id)
 
     def usage(self) -> KVUsage:
-        """Count blocks, in tokens."""
+        """Return the blocks, in tokens."""
         owned = sum(self._blocks.values())
         size = self._block_size
         return KVUsage(
@@ -220,17 +219,17 @@ class ContiguousKVCache(KVCache):
         )
 
     def sleep(self) -> None:
-        """Keep it: on a CPU it is only what tokens were written to."""
+        """Do nothing: a CPU commits memory only where tokens are written."""
 
     def wake(self) -> None:
-        """It never sleeps."""
+        """Do nothing."""
 
     def attention(self, batch: FlatBatch) -> Attention:
-        """Attend over views of the rows."""
+        """Return attention over views of the rows."""
         rows = [self._rows[segment.request_id] for segment in batch.segments]
         return RowAttention(self._layers, self._kernels, batch.segments, rows)
 
 
 def _layers(storage: Tensor) -> list[LayerRows]:
-    """View the rectangle layer by layer."""
+    """Return views of the tensor by layer."""
     return [LayerRows(*layer.unbind(0)) for layer in storage.unbind(0)]

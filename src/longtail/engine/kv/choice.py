@@ -1,7 +1,7 @@
-"""Which KV cache an engine has, and of what size: the device decides.
+"""The choice of KV cache and its size, by device.
 
-On a CPU memory is touched only where tokens are written, so the cache may be as large as its
-requests could ever make it. On a GPU it is allocated at once: as much of that as is free.
+On a CPU memory is touched only where tokens are written, so the cache has the size that its
+requests can need at most. On a GPU it is allocated at once, as far as memory is free.
 """
 
 import torch
@@ -16,13 +16,13 @@ from longtail.speculation.tree import MAX_NODES
 
 _ROW_BLOCK = 32
 _USABLE = 0.9
-"""Share of what is free that is given to KV; the rest is for activations and graphs."""
+"""Share of the free memory for KV; the rest is for activations and graphs."""
 _SCORE_BYTES = 16
-"""Of a step, for each token and vocabulary entry: logits, their float32 copy, noise, a sum."""
+"""Bytes of a step per token and vocabulary entry: logits, float32 copy, noise, sum."""
 
 
 def make_kv(model: Transformer, limits: EngineLimits) -> KVCache:
-    """Make the cache for the device that the model is on."""
+    """Make the cache for the model's device."""
     if model.device.type == "cpu":
         longest = _rounded(limits.max_len, _ROW_BLOCK)
         return ContiguousKVCache(
@@ -49,21 +49,21 @@ def make_kv(model: Transformer, limits: EngineLimits) -> KVCache:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return what can be allocated on a GPU: what nobody has, and what PyTorch keeps unused."""
+    """Return the free bytes of a GPU, including those that PyTorch reserves but does not use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of one token."""
+    """Return the bytes of the keys and values of one token."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def paged_tokens(limits: EngineLimits, bytes_per_token: int, free_bytes: int) -> int:
-    """Return the tokens of a paged cache in whole blocks; RequestError where too few fit.
+    """Return the tokens of a paged cache in whole blocks; RequestError if too few fit.
 
-    `kv_tokens` is had in full or refused. Where it is left open, the cache holds all requests at
-    their longest or what fits, whichever is less; requests are preempted when it runs short.
+    A given `kv_tokens` must fit. Otherwise the cache holds all requests at full length, or what
+    fits; requests are preempted when it runs short.
 
     Example: 64 requests of 2560 tokens at 57 344 bytes each want 9.4 GB; with 6 GB free they get
     94 144 tokens in 1471 blocks

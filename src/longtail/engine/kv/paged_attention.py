@@ -1,8 +1,8 @@
 """Attention of a flat batch over a paged KV cache.
 
-Segments of few tokens (decode, verification) come first, in tiles in which a token's bits do not
-depend on its batch. Long segments (prefill) go through larger tiles that sum in another order, so
-a token's bits depend on where its prompt was cut; a batch-invariant cache uses the former for all.
+Segments of few tokens (decode, verification) come first, in tiles where a token's bits do not
+depend on its batch. Long segments (prefill) use larger tiles with another order of summation, so
+a token's bits depend on the chunks of its prompt; a batch-invariant cache uses small tiles for all.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from longtail.model.kernels.ops import Places
 from longtail.model.kernels.pages import PageKernels, Pages, Tiles, page_addresses
 
 FEW_TOKENS = 8
-"""Segments of at most this many text tokens are few; beyond, the larger tiles are faster."""
+"""Maximum number of text tokens of a short segment; for longer ones larger tiles are faster."""
 
 
 @final
 class PagedAttention(Attention):
-    """Stores a step's keys and values in their pages, then attends."""
+    """Stores the keys and values of a step in their pages, then attends."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class PagedAttention(Attention):
         values: Float[Tensor, "tokens kv_heads head_dim"],
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Store, then attend: segments of few tokens in one call, the long ones in another."""
+        """Store, then attend with one call for short segments and one for long ones."""
         pages, cut = self._layers[layer], self._num_few
         self._kernels.store(keys, values, pages, self._addresses)
         parts = []
@@ -66,7 +66,7 @@ class PagedAttention(Attention):
 
 
 def cut_tiles(counts: Sequence[int], size: int) -> tuple[list[int], list[int]]:
-    """Cut runs of so many tokens, laid end to end, into tiles of at most `size`: firsts, counts.
+    """Cut consecutive runs of `counts` tokens into tiles of at most `size`; return firsts, counts.
 
     Example: cut_tiles([1, 5], 4) == ([0, 1, 5], [1, 4, 1])
     """
@@ -81,7 +81,7 @@ def cut_tiles(counts: Sequence[int], size: int) -> tuple[list[int], list[int]]:
 
 
 def count_few(segments: Sequence[Segment]) -> int:
-    """Count the leading segments of few tokens; they come first."""
+    """Return the number of segments of few tokens, which come first."""
     few = [segment.num_tokens <= FEW_TOKENS for segment in segments]
     assert few == sorted(few, reverse=True), "segments of few tokens come first"
     return sum(few)

@@ -1,7 +1,7 @@
-"""Keys and values in blocks that any request may own: the KV cache of a GPU.
+"""The paged KV cache of a GPU: blocks that any request can own.
 
-One tensor holds all blocks of all layers; who owns which is `blocks.BlockPool`'s business. The last
-block is nobody's: what padding writes goes there.
+One tensor holds all blocks of all layers; `blocks.BlockPool` assigns them. The last block belongs
+to no request: padding writes into it.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from longtail.model.kernels.pages import PageKernels, Pages, Tiles
 from longtail.model.transformer import ModelConfig
 
 BLOCK_SIZE = 64
-"""Tokens: 16 KB of a key head of 128 dims in bfloat16, read in one piece."""
+"""Tokens per block: 16 KB of a key head of 128 dims in bfloat16, read in one piece."""
 
 
 @final
 class PagedKVCache(KVCache):
-    """Blocks shared by reference, copied before they are written."""
+    """KV cache of blocks that are shared by reference and copied before they are written."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class PagedKVCache(KVCache):
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self._storage = torch.zeros(config.num_layers, 2, *shape, dtype=dtype, device=device)
         self.num_bytes = self._storage.untyped_storage().nbytes()
-        """Of all blocks, when awake."""
+        """Bytes of all blocks, when awake."""
         self._layers = [Pages(*layer.unbind(0)) for layer in self._storage.unbind(0)]
         self._pool = BlockPool(
             num_blocks=num_blocks,
@@ -59,7 +59,7 @@ class PagedKVCache(KVCache):
             max_blocks=-(-max_len // block_size),
             copy=self._copy,
         )
-        # The last row is padding's: the block that is nobody's, all along.
+        # The last row is the padding's: it holds only the block without owner.
         self._tables = torch.full(
             (max_rows + 1, self._pool.table.shape[1]), num_blocks, dtype=torch.int32, device=device
         )
@@ -69,30 +69,30 @@ class PagedKVCache(KVCache):
         self._storage[:, :, target] = self._storage[:, :, source]
 
     def try_grow(self, request_id: str, num_tokens: int) -> bool:
-        """Take blocks, and copy the one that the request goes on in if it is another's, too."""
+        """Reserve blocks; copy a shared one in which the request continues."""
         return self._pool.try_grow(request_id, num_tokens)
 
     def try_share(
         self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int
     ) -> bool:
-        """Share full blocks; the one in which the target goes on is copied."""
+        """Share full blocks; copy the one in which the target continues."""
         return self._pool.try_share(
             source_id, target_id, num_shared=num_shared, num_tokens=num_tokens
         )
 
     def hand_over(self, source_id: str, target_id: str, num_tokens: int) -> None:
-        """Rename the owner; nothing is copied."""
+        """Rename the owner without a copy."""
         self._pool.hand_over(source_id, target_id, num_tokens)
 
     def keep(self, paths: Sequence[KeptPath]) -> None:
-        """Move nodes that are not in their place, all at once; a chain is in its place."""
+        """Move accepted nodes to their slots; an accepted chain is in its slots already."""
         moves = [
             (self._pool.row(kept.request_id), kept.num_tokens + node - 1, kept.num_tokens + i)
             for kept in paths
             for i, node in enumerate(kept.path)
             if node != i + 1
         ]
-        if moves:  # read in full before anything is written
+        if moves:  # reads everything before it writes
             rows, *slots = np.array(moves).T
             sources, targets = (torch.from_numpy(self._address(rows, each)) for each in slots)
             flat = self._storage.flatten(2, 3)
@@ -105,21 +105,21 @@ class PagedKVCache(KVCache):
         return blocks * self._block_size + slots % self._block_size
 
     def release(self, request_id: str) -> None:
-        """Free what nobody else owns."""
+        """Free the blocks that no other request owns."""
         self._pool.release(request_id)
 
     def usage(self) -> KVUsage:
-        """Count blocks, in tokens; a shared one once."""
+        """Return the blocks, in tokens; a shared block counts once."""
         return self._pool.usage()
 
     def sleep(self) -> None:
-        """Give the blocks' memory to whoever works while nothing is generated."""
+        """Free the memory of the blocks while nothing is generated."""
         assert not self.usage().owned, "a request would lose its keys and values"
         self._storage.untyped_storage().resize_(0)
-        _return_unused(self._device)  # in one piece, before something small settles in it
+        _return_unused(self._device)  # at once, before a small allocation splits it
 
     def wake(self) -> None:
-        """Have the memory again, perhaps elsewhere: `address` tells."""
+        """Allocate the memory again, possibly at another `address`."""
         if self._storage.untyped_storage().nbytes() < self.num_bytes:
             _return_unused(self._device)
             self._storage.untyped_storage().resize_(self.num_bytes)
@@ -127,11 +127,11 @@ class PagedKVCache(KVCache):
 
     @property
     def address(self) -> int:
-        """Where the blocks lie; captured passes know no other place."""
+        """Address of the blocks, which captured passes depend on."""
         return self._storage.data_ptr()
 
     def attention(self, batch: FlatBatch) -> Attention:
-        """Attend through the table."""
+        """Return attention through the block table."""
         segments = batch.segments
         few = len(segments) if self._batch_invariant else count_few(segments)
         counts = [segment.num_tokens + segment.draft.size for segment in segments]
@@ -146,11 +146,11 @@ class PagedKVCache(KVCache):
         )
 
     def is_short(self, batch: FlatBatch) -> bool:
-        """Tell whether all segments are of few tokens."""
+        """Return whether all segments have few tokens."""
         return count_few(batch.segments) == len(batch.segments)
 
     def numbers(self, batch: FlatBatch) -> list[Int[Tensor, "tokens"]]:
-        """What `attention_at` wants to know of each token of a batch of short segments."""
+        """Return the inputs of `attention_at` for each token of a batch of short segments."""
         counts = [segment.num_tokens + segment.draft.size for segment in batch.segments]
         tiles = cut_tiles(counts, self._kernels.tile_size(self._group, long=False))
         missing = [0] * (sum(counts) - len(tiles[0]))
@@ -158,18 +158,18 @@ class PagedKVCache(KVCache):
         return [*self._places(batch), *filled]
 
     def padding(self) -> list[int]:
-        """Return the numbers of a token that is nobody's."""
+        """Return the inputs of `attention_at` for a padding token."""
         return [len(self._tables) - 1, 0, 0, 0, 0, 0, 0]
 
     def attention_at(self, numbers: Sequence[Int[Tensor, "tokens"]]) -> Attention:
-        """Attend as static tensors say, through the table as it is when the pass runs."""
+        """Return attention with static inputs; it reads the table when the pass runs."""
         places, tiles = Places(*numbers[:5]), Tiles(*numbers[5:])
         return PagedAttention(
             self._layers, self._kernels, self._tables, places, tiles, None, len(numbers[0])
         )
 
     def tables(self) -> Int[Tensor, "rows row_pages"]:
-        """The table on the device, as it is now, in its place."""
+        """Return the current table on the device, at a fixed address."""
         if self._pool.changes != self._known_changes:
             self._tables[:-1].copy_(torch.from_numpy(self._pool.table))
             self._known_changes = self._pool.changes
@@ -187,6 +187,6 @@ class PagedKVCache(KVCache):
 
 
 def _return_unused(device: torch.device) -> None:
-    """Give the device what PyTorch keeps for later."""
+    """Return unused memory of PyTorch to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

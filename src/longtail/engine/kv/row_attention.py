@@ -1,8 +1,8 @@
 """Attention of a flat batch over a contiguous KV cache, without a gather.
 
-Every token reads its request's row at its own length: decoded tokens, drafts and prompts in one
-kernel call. The native kernel sums in the order of what a token sees, so a token's bits depend
-neither on its neighbours nor on where its prompt is cut into steps (law 4).
+Every token reads its request's row up to its own position: decoded tokens, drafts and prompts in
+one kernel call. The native kernel sums in the order of the positions, so a token's bits depend
+neither on its neighbours nor on the chunks of its prompt (law 4).
 
     flat tokens   [ a | b | c n n | d d d d d d d d d ]     a, b decode, c verifies, d is prefilled
 """
@@ -22,7 +22,7 @@ from longtail.system.transfer import to_device
 
 
 class LayerRows(NamedTuple):
-    """What one layer has cached."""
+    """Cached keys and values of one layer."""
 
     keys: Float[Tensor, "rows row_len kv_heads head_dim"]
     values: Float[Tensor, "rows row_len kv_heads head_dim"]
@@ -30,7 +30,7 @@ class LayerRows(NamedTuple):
 
 @final
 class RowAttention(Attention):
-    """Stores a step's keys and values, then attends."""
+    """Stores the keys and values of a step, then attends."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RowAttention(Attention):
         values: Float[Tensor, "tokens kv_heads head_dim"],
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Store, then attend, all segments in one call each."""
+        """Store and attend with one call each for all segments."""
         key_rows, value_rows = self._layers[layer]
         places = self._places
         self._kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
@@ -58,9 +58,9 @@ class RowAttention(Attention):
 
 
 def token_places(segments: Sequence[Segment], rows: Sequence[int], device: torch.device) -> Places:
-    """Say of every token and node where it is kept and what it sees; `rows` are the segments'.
+    """Return slot and visibility of every token and node; `rows` are those of the segments.
 
-    Nodes lie behind the text in the order of their numbers, whatever their depth.
+    Nodes follow the text in the order of their numbers, not of their depths.
     """
     token_rows: list[int] = []
     slots: list[int] = []

@@ -1,14 +1,13 @@
-"""What the target computed for the texts it wrote, kept for whoever trains a drafter on them.
+"""The feature store: the target's features of generated texts, for drafter training.
 
-    step --waits--spans--> a row for each token of a text, once --find(tokens)--> its rows
+    step --pending--spans--> one row for each token of a text --find(tokens)--> its rows
 
-A feature follows from the weights and the tokens up to there. So a text is found by its tokens,
-whoever wrote it: siblings share the rows of their prompt, as they share its KV, a text that another
-worker wrote is not there, and a window that begins inside a text is not taken for its beginning.
-When the weights change, everything goes.
+A feature depends on the weights and the tokens so far. So a text is found by its tokens: siblings
+share the rows of their prompt, like its KV; a text of another worker is missing; and a window from
+the middle of a text does not match its beginning. All features are dropped when the weights change.
 
-Whoever writes last trains least. So a step costs its engine an append: steps wait as they are, the
-nodes that were rejected included, until a text is asked for or they are many.
+Workers that finish last rarely train, so storing must be nearly free: a step only appends to the
+pending steps, with rejected nodes, until a text is requested or the pending steps are large.
 """
 
 from collections.abc import Sequence
@@ -23,13 +22,13 @@ from longtail.engine.request import ActiveRequest
 from longtail.engine.speculation.queue import Computed, TokenSpan
 from longtail.speculation.taps import Taps
 
-_WAITING = 4
-"""One part in so many of the memory is for steps that wait."""
+_PENDING_PARTS = 4
+"""Fraction 1/4 of the memory is for pending steps."""
 
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """Rows of a request's tokens from `start` on: from 0, or from where a sibling's KV ended."""
+    """Rows of a request's tokens from `start` on: from 0, or from the end of a sibling's KV."""
 
     active: ActiveRequest
     start: int
@@ -40,7 +39,7 @@ class _Text:
         return self.start + len(self.slots)
 
     def slots_from(self, at: int, tokens: Sequence[int]) -> list[int]:
-        """Rows of `tokens` from `at` on, as far as there are some; the prompt is the same one."""
+        """Return the known rows of `tokens` from `at` on; the prompt is the same."""
         prompt_len, end = self.active.prompt_len, min(self.end, len(tokens))
         if self.active.tokens[prompt_len:end] != tokens[prompt_len:end]:
             end = min(end, prompt_len)
@@ -49,58 +48,58 @@ class _Text:
 
 @final
 class FeatureStore:
-    """Features of the texts that were written last, in at most `max_bytes`.
+    """Features of the latest texts, in at most `max_bytes`.
 
-    Where room is short, the request that was heard of longest ago goes as a whole: those that are
-    done before those that run. A request that is computed anew keeps the rows that it had.
+    The least recently extended request is dropped first, as a whole: finished before running ones.
+    A recomputed request keeps its rows.
     """
 
     def __init__(self, taps: Taps, max_bytes: int) -> None:
-        assert taps.any, "nothing to keep"
+        assert taps.any, "features need taps"
         self.taps = taps
-        self._most_waiting = max_bytes // _WAITING
-        self._most_kept = max_bytes - self._most_waiting
-        self._waiting: list[Computed] = []
-        self._num_waiting = 0
-        """Their bytes."""
+        self._max_pending = max_bytes // _PENDING_PARTS
+        self._max_kept = max_bytes - self._max_pending
+        self._pending: list[Computed] = []
+        self._num_pending = 0
+        """Bytes of the pending steps."""
         self._rows: Tensor | None = None
-        """Made with the first step, which knows shape and dtype; touched only where written."""
+        """Allocated with the shape and dtype of the first step; touched only where written."""
         self._free: list[int] = []
         self._texts: dict[ActiveRequest, _Text] = {}
-        """In the order in which they were heard of last."""
+        """In the order of their last extension."""
         self._groups: dict[tuple[int, ...], list[_Text]] = {}
-        """By prompt."""
+        """Texts by prompt."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory of steps that wait, and of rows that are taken."""
+        """Bytes of pending steps and of used rows."""
         if self._rows is None:
-            return self._num_waiting
-        return self._num_waiting + (len(self._rows) - len(self._free)) * _row_bytes(self._rows)
+            return self._num_pending
+        return self._num_pending + (len(self._rows) - len(self._free)) * _row_bytes(self._rows)
 
     def clear(self) -> None:
-        """Drop everything: the weights are other ones."""
-        self._waiting, self._num_waiting = [], 0
+        """Drop everything, since the weights changed."""
+        self._pending, self._num_pending = [], 0
         for active in list(self._texts):
             self._drop(self._texts.pop(active))
 
     def add(self, step: Computed) -> None:
-        """Take note of a step that was tapped for this; its features are not written to again."""
-        assert step.features is not None, "the step was tapped for it"
-        self._waiting.append(step)
-        self._num_waiting += len(step.features) * _row_bytes(step.features)
-        if self._num_waiting > self._most_waiting:
-            self._settle()
+        """Append a step with features, which must not be changed afterwards."""
+        assert step.features is not None, "steps of the store have features"
+        self._pending.append(step)
+        self._num_pending += len(step.features) * _row_bytes(step.features)
+        if self._num_pending > self._max_pending:
+            self._store_pending()
 
     def find(
         self, tokens: Sequence[int], prompt_len: int
     ) -> Float[Tensor, "tokens features"] | None:
-        """Return the features of a text, None if some are not there.
+        """Return the features of a text; None if some are missing.
 
-        The last row is NaN. An engine never computes the last token of a text, and no prediction
-        that is learned depends on it.
+        The last row is NaN: an engine never computes the last token of a text, and no training
+        target depends on it.
         """
-        self._settle()
+        self._store_pending()
         tokens = list(tokens)
         texts = self._groups.get(tuple(tokens[:prompt_len]), ())
         slots: list[int] = []
@@ -115,17 +114,17 @@ class FeatureStore:
         kept = self._rows[torch.tensor(slots, device=self._rows.device)]
         return torch.cat((kept, kept.new_full((1, kept.shape[1]), float("nan"))))
 
-    def _settle(self) -> None:
-        """Give the tokens of the steps that wait a row each."""
-        steps, self._waiting, self._num_waiting = self._waiting, [], 0
+    def _store_pending(self) -> None:
+        """Store the tokens of the pending steps in rows."""
+        steps, self._pending, self._num_pending = self._pending, [], 0
         for step in steps:
-            self._take(step)
+            self._store(step)
 
-    def _take(self, step: Computed) -> None:
+    def _store(self, step: Computed) -> None:
         features, spans = step.features, list(step.spans())
         assert features is not None, "see `add`"
         if self._rows is None:
-            size = self._most_kept // _row_bytes(features)
+            size = self._max_kept // _row_bytes(features)
             self._rows = features.new_empty(size, features.shape[1])
             self._free = list(range(size))
         if not self._make_room(sum(len(each.rows) for each in spans)):
@@ -133,26 +132,26 @@ class FeatureStore:
         slots: list[int] = []
         rows: list[int] = []
         for each in spans:
-            text = self._continued(each)
+            text = self._text_of(each)
             if text is not None:
-                news = each.rows[text.end - each.start :]
-                text.slots += (self._free.pop() for _ in news)
-                slots += text.slots[len(text.slots) - len(news) :]
-                rows += news
+                added = each.rows[text.end - each.start :]
+                text.slots += (self._free.pop() for _ in added)
+                slots += text.slots[len(text.slots) - len(added) :]
+                rows += added
         if slots:  # one copy for all requests
             where = torch.tensor([slots, rows], device=features.device)
             self._rows[where[0]] = features[where[1]]
 
     def _make_room(self, count: int) -> bool:
-        """Have so many rows free, if there can be so many."""
+        """Free at least `count` rows if possible; return whether they are free."""
         while len(self._free) < count and self._texts:
             self._drop(self._texts.pop(next(iter(self._texts))))
         return len(self._free) >= count
 
-    def _continued(self, each: TokenSpan) -> _Text | None:
-        """Return the text that a stretch goes on with; None if its beginning is not there."""
+    def _text_of(self, each: TokenSpan) -> _Text | None:
+        """Return the text that a span extends; None if its beginning is missing."""
         text = self._texts.pop(each.active, None)
-        if text is not None and text.end < each.start:  # it began anew, behind a sibling's prompt
+        if text is not None and text.end < each.start:  # recomputed, after a sibling's prompt
             self._drop(text)
             text = None
         if text is None:

@@ -97,7 +97,7 @@ class FeedbackLoop:
         return verified
 
     def apply(self, *, hidden: bool = True) -> None:
-        """Let drafters, cost model, tuner and guard learn from the previous step, if planned.
+        """Pass the previous step, if planned, to drafters, cost model, tuner and guard.
 
         `hidden`: no step waits for it, because a pass is in progress or no step is. On a CPU it is
         not hidden: the drafters' seconds count towards the step that they learn from, since they

@@ -1,7 +1,7 @@
-"""What the target computed and the drafter was not told yet.
+"""The queue of computed tokens that the drafters have not observed yet.
 
-A drafter is told when it is next asked for drafts. While the engine decodes plainly nobody needs to
-be, so a step costs two appends, and what is older than the drafter's use for it falls off the end.
+Drafters observe before their next proposals. During plain decoding a step only appends to the
+queue, and steps beyond the drafters' lookback are dropped.
 """
 
 from collections import deque
@@ -19,24 +19,24 @@ from longtail.speculation.drafter import Observed
 from longtail.speculation.verify import Accepted
 
 _BYTES = 64 * 2**20
-"""Features that may wait."""
+"""Maximum bytes of features in the queue."""
 _STEPS = 512
-"""Steps that may wait where a drafter reads all it can get."""
+"""Maximum number of steps in the queue, for a drafter with unlimited lookback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """One step that is over: what was scheduled, and what came of it."""
+    """One computed step."""
 
     scheduled: Sequence[Scheduled]
     ends: Sequence[int]
-    """Of each: its tokens that are computed now."""
+    """Number of computed tokens of each scheduled request."""
     accepted: Mapping[str, Accepted]
     features: Float[Tensor, "tokens features"] | None
-    """Of all flat tokens."""
+    """Features of all flat tokens."""
 
     def spans(self) -> Iterator["TokenSpan"]:
-        """Say of each request what was computed for good, as far as its text goes."""
+        """Yield the computed tokens of each request, without rejected nodes."""
         first = 0
         for each, end in zip(self.scheduled, self.ends, strict=True):
             last = first + each.num_tokens
@@ -51,7 +51,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Consecutive tokens of a request that one step computed; `rows` says where in its features."""
+    """Consecutive tokens of a request from one step; `rows` are their rows in its features."""
 
     active: ActiveRequest
     start: int
@@ -60,18 +60,18 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class ObservationBatch:
-    """What drafters are to be told at once."""
+    """Tokens that drafters observe in one call."""
 
     seen: list[Observed]
     features: Tensor | None
-    """Of the tokens in `seen`, in order."""
+    """Features of the tokens in `seen`, in order."""
     done: tuple[str, ...]
-    """Requests among them that have left."""
+    """Requests among them that have left the engine."""
 
 
 @final
 class ObservationQueue:
-    """Steps that wait to be told, the oldest first."""
+    """Steps to observe, the oldest first."""
 
     def __init__(self, lookback: int = 0) -> None:
         self._steps: deque[Computed] = deque()
@@ -79,27 +79,27 @@ class ObservationQueue:
         self._num_bytes = 0
 
     def add(self, step: Computed) -> None:
-        """Keep one step."""
+        """Append a step."""
         self._steps.append(step)
         self._num_bytes += _size(step.features)
         while len(self._steps) > 1 and (len(self._steps) > self._most or self._num_bytes > _BYTES):
             self._num_bytes -= _size(self._steps.popleft().features)
 
     def inherit(self, other: "ObservationQueue") -> None:
-        """Take over what another one kept."""
+        """Append the steps of another queue."""
         for step in other._steps:
             self.add(step)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all steps."""
         self._steps.clear()
         self._num_bytes = 0
 
     def take(self, *, with_done: bool) -> Iterator[ObservationBatch]:
-        """Hand out what waits: steps joined, request by request, tokens in order.
+        """Empty the queue in batches: steps merged by request, tokens in order.
 
-        `with_done` also of requests that have left; who reads features has no use for those.
-        A step that ends a prompt is the last of its record: siblings of that prompt come after.
+        `with_done` includes requests that have left, which drafters that read features ignore. A
+        step that ends a prompt is the last of its batch: siblings of that prompt come later.
         """
         steps = list(self._steps)
         self._steps.clear()
@@ -108,24 +108,24 @@ class ObservationQueue:
         for step in steps:
             part.append(step)
             if any(_ends_prompt(each) for each in step.scheduled):
-                yield self._joined(part, with_done)
+                yield self._merge(part, with_done)
                 part = []
         if part:
-            yield self._joined(part, with_done)
+            yield self._merge(part, with_done)
 
     @staticmethod
-    def _joined(steps: Sequence[Computed], with_done: bool) -> ObservationBatch:
-        """Make one record of some steps."""
+    def _merge(steps: Sequence[Computed], with_done: bool) -> ObservationBatch:
+        """Merge steps to one batch."""
         spans: dict[ActiveRequest, list[tuple[int, list[int]]]] = {}
         first = 0
         for step in steps:
             for each in step.spans():
                 if each.active.is_done and not with_done:
                     continue
-                mine = spans.setdefault(each.active, [])
-                if not mine or mine[-1][0] + len(mine[-1][1]) != each.start:  # computed anew
-                    mine.append((each.start, []))
-                mine[-1][1].extend(first + row for row in each.rows)
+                own = spans.setdefault(each.active, [])
+                if not own or own[-1][0] + len(own[-1][1]) != each.start:  # recomputed
+                    own.append((each.start, []))
+                own[-1][1].extend(first + row for row in each.rows)
             first += 0 if step.features is None else len(step.features)
         seen = [
             Observed(
@@ -135,14 +135,14 @@ class ObservationQueue:
                 num_tokens=len(rows),
                 prompt_len=active.prompt_len,
             )
-            for active, mine in spans.items()
-            for start, rows in mine
+            for active, own in spans.items()
+            for start, rows in own
         ]
         done = tuple(active.request_id for active in spans if active.is_done)
         held = [step.features for step in steps if step.features is not None]
         if not held:
             return ObservationBatch(seen, None, done)
-        order = [row for mine in spans.values() for _, rows in mine for row in rows]
+        order = [row for own in spans.values() for _, rows in own for row in rows]
         every = held[0] if len(held) == 1 else torch.cat(held)
         if len(order) < len(every) or order != list(range(len(every))):
             every = every[torch.tensor(order, dtype=torch.int64, device=every.device)]
@@ -150,7 +150,7 @@ class ObservationQueue:
 
 
 def _ends_prompt(each: Scheduled) -> bool:
-    """Tell whether it may have: a step of several tokens that drew."""
+    """Return whether the step may end a prompt: it computed several tokens."""
     return each.num_tokens > 1
 
 

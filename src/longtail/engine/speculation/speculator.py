@@ -240,7 +240,7 @@ class Speculator:
         self._forget_finished()
 
     def detach(self, successors: Sequence[Drafter], unfinished: Iterable[str]) -> None:
-        """Have the drafters that are not among the successors forget all requests."""
+        """Remove all requests from the drafters that are not among the successors."""
         self._feedback.apply()
         self._forget_finished()
         for drafter in self.drafters:
@@ -249,7 +249,7 @@ class Speculator:
                     drafter.forget(request_id)
 
     def _send_observations(self) -> None:
-        """Let drafters observe all waiting tokens."""
+        """Pass all waiting tokens to the drafters."""
         text_only = not all(drafter.taps.any for drafter in self.drafters)
         for batch in self.queue.take(with_done=text_only):
             for drafter in self.drafters if batch.seen else ():

@@ -1,6 +1,6 @@
-"""Steps in which every token draws, as captured passes: decoding and verification alike.
+"""Captured passes (CUDA graphs) for steps in which every token draws: decode and verification.
 
-Steps that prefill are long, vary in shape and are worth their launches; they run as they are.
+Steps with prefill are long and vary in shape; they run without capture.
 """
 
 from typing import final
@@ -18,14 +18,14 @@ from longtail.speculation.taps import Taps
 
 @final
 class StepGraphs:
-    """The captured passes of one model over one cache, by what is tapped."""
+    """Captured passes of one model and one cache, by taps."""
 
     def __init__(self, model: Transformer, kv: PagedKVCache, pool: GraphPool) -> None:
         self._model, self._kv, self._pool = model, kv, pool
         self._passes: dict[Taps, GraphedPass] = {}
 
     def fits(self, batch: FlatBatch) -> bool:
-        """Tell whether the step is one of those that are captured."""
+        """Return whether a captured pass can run the step."""
         return (
             batch.drawing is None and len(batch.tokens) <= MAX_TOKENS and self._kv.is_short(batch)
         )
@@ -33,13 +33,13 @@ class StepGraphs:
     def run(
         self, batch: FlatBatch, taps: Taps
     ) -> tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens features"] | None]:
-        """Return logits, good until the next pass, and what the taps gave."""
+        """Return logits, valid until the next pass, and features."""
         if taps not in self._passes:
             self._passes[taps] = self._make(taps)
         numbers = torch.stack((batch.tokens, batch.positions, *self._kv.numbers(batch)), 1)
-        self._kv.tables()  # as it is now; the pass reads it where it lies
+        self._kv.tables()  # updates the table that the pass reads
         logits, *features = self._passes[taps](numbers, key=self._kv.address)
-        return logits, features[0].clone() if features else None  # drafters read them later
+        return logits, features[0].clone() if features else None  # read after the next pass
 
     def _make(self, taps: Taps) -> GraphedPass:
         def compute(numbers: Tensor) -> tuple[Tensor, ...]:
@@ -49,5 +49,5 @@ class StepGraphs:
             logits = self._model.logits(tapped.hidden)
             return (logits,) if tapped.features is None else (logits, tapped.features)
 
-        nobody = torch.tensor([0, 0, *self._kv.padding()], device=self._model.device)
-        return GraphedPass(self._pool, compute, [nobody])
+        padding = torch.tensor([0, 0, *self._kv.padding()], device=self._model.device)
+        return GraphedPass(self._pool, compute, [padding])

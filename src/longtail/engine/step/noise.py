@@ -1,8 +1,8 @@
-"""Keyed noise of the next places of the requests in progress, made several places at a time.
+"""Keyed noise of the next positions of the requests in progress, computed in large groups.
 
-The noise of a place is known before its token is, and a few large tensor operations cost less than
-many small ones. Values are those of `sampling.gumbel_noise`, whatever the grouping. Verification
-and drafting read the same table.
+The noise of a position does not depend on its token, and a few large tensor operations cost less
+than many small ones. Values are those of `sampling.gumbel_noise` for any grouping. Verification and
+drafting read the same table.
 """
 
 import abc
@@ -19,25 +19,25 @@ from longtail.speculation.drafter import Noise
 
 
 class NoiseSource(abc.ABC):
-    """Noise of places that are still to be written."""
+    """Noise of positions without a token yet."""
 
     @abc.abstractmethod
     def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
-        """Make the next `ahead` + 1 places of each request ready, as far as that is worth it."""
+        """Prepare the next `ahead` + 1 positions of each request, if the source stores noise."""
 
     @abc.abstractmethod
     def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
-        """Noise for drafts of at most `depth`, good until the requests get their next tokens."""
+        """Return noise for drafts of at most `depth`, valid until the requests' next tokens."""
 
 
 @final
 class NoiseTable(NoiseSource):
-    """A table of noise: for each request in progress, its next places."""
+    """A table of noise for the next positions of each request."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, max_entries: int = 2**19) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._max_entries = max_entries
-        # By the request itself: another one may come back under the same name with another key.
+        # The key is the request itself: a later one may have the same id and another noise key.
         self._starts: dict[ActiveRequest, int] = {}
         self._rows: dict[ActiveRequest, int] = {}
         self._table = torch.empty(0, 0, vocab_size, device=device)
@@ -45,9 +45,9 @@ class NoiseTable(NoiseSource):
     def rows(
         self, requests: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
     ) -> Float[Tensor, "drawing vocab"]:
-        """Noise of places of each request, counted from its next token (0), one after the other.
+        """Return noise of positions of each request, counted from its next token (0).
 
-        Example: rows([a, b], [[0], [0, 1, 1]]) is one row of a's and three of b's
+        Example: rows([a, b], [[0], [0, 1, 1]]) has one row of a and three rows of b
         """
         self.prepare(requests, max(max(ahead) for ahead in aheads))
         rows: list[int] = []
@@ -55,13 +55,13 @@ class NoiseTable(NoiseSource):
         for active, ahead in zip(requests, aheads, strict=True):
             rows += [self._rows[active]] * len(ahead)
             offset = len(active.tokens) - self._starts[active]
-            offsets += [offset + place for place in ahead]
+            offsets += [offset + row for row in ahead]
         return self._gather(rows, offsets)
 
     def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
-        """Noise for drafts of at most `depth`, good until the requests get their next tokens."""
+        """Return noise for drafts of at most `depth`, valid until the requests' next tokens."""
         self.prepare(requests, depth)
-        return _Ahead(
+        return _TableNoise(
             table=self._table,
             rows=torch.tensor([self._rows[active] for active in requests], device=self._device),
             offsets=torch.tensor(
@@ -70,7 +70,7 @@ class NoiseTable(NoiseSource):
         )
 
     def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
-        """See that the table holds the next `ahead` + 1 places of each request."""
+        """Extend the table to the next `ahead` + 1 positions of each request."""
         last = self._table.shape[1] - 1 - ahead
         if not all(0 <= self._offset(active) <= last for active in requests):
             self._refill(requests, ahead + 1)
@@ -80,12 +80,12 @@ class NoiseTable(NoiseSource):
         return self._table[where[0], where[1]]
 
     def _offset(self, active: ActiveRequest) -> int:
-        """Column of the request's next place in the table; -1 if it has no row."""
+        """Return the column of the request's next position in the table; -1 if it has no row."""
         start = self._starts.get(active)
         return -1 if start is None else len(active.tokens) - start
 
     def _refill(self, requests: Sequence[ActiveRequest], least: int) -> None:
-        """Start every request's window at its next place; what was made already is moved."""
+        """Make a table from every request's next position on; known noise is copied."""
         count, old = len(requests), self._table
         depth = max(least, min(32, self._max_entries // (count * self._vocab_size)))
         firsts = [self._offset(active) for active in requests]
@@ -112,22 +112,22 @@ class NoiseTable(NoiseSource):
             there = ~missing
             table[there] = old[row.expand_as(there)[there], (first + columns)[there]]
         self._table = table
-        self._rows = {active: place for place, active in enumerate(requests)}
+        self._rows = {active: row for row, active in enumerate(requests)}
         self._starts = dict(zip(requests, starts, strict=True))
 
 
 @final
-class _Ahead(Noise):
-    """Rows of the table, a depth at a time."""
+class _TableNoise(Noise):
+    """Rows of the table by depth."""
 
     def __init__(self, *, table: Tensor, rows: Tensor, offsets: Tensor) -> None:
         self._table, self._rows, self._offsets = table, rows, offsets
 
     def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
-        """A node of depth 1 takes the request's next place."""
+        """Return the noise of one depth; depth 1 is the request's next position."""
         return self._table[self._rows, self._offsets + (depth - 1)]
 
     def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        """Rows of consecutive places."""
-        places = self._offsets[:, None] + torch.arange(depth, device=self._offsets.device)
-        return self._table[self._rows[:, None], places]
+        """Return the noise of consecutive positions."""
+        columns = self._offsets[:, None] + torch.arange(depth, device=self._offsets.device)
+        return self._table[self._rows[:, None], columns]

@@ -1,10 +1,9 @@
-"""One step of arithmetic: a flat batch through the decoder, then a draw at every drawing token.
+"""The model runner: a flat batch through the decoder, then a draw at every drawing token.
 
-    launch --- the host is free, as long as a GPU computes --- wait
+    launch --- the host is free while a GPU computes --- wait
 
-A GPU is told everything before it has computed anything: what the draws need is sent without
-waiting for what is under way (`transfer`), and the results come home by themselves. On a CPU a step
-is computed when it has been launched.
+On a GPU everything is launched without waiting: inputs of the draws are copied asynchronously
+(`transfer`), and so are the results. On a CPU `launch` computes the step.
 """
 
 import time
@@ -27,37 +26,37 @@ from longtail.speculation.taps import Taps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOutput:
-    """What was drawn in a step, and the seconds of its two parts."""
+    """Draws of a step, and the seconds of its two parts."""
 
     tokens: list[int]
-    """For each drawing request in order: the draw at its last token, then at its draft's nodes."""
+    """Draws of each drawing request in order: at its last token, then at its draft's nodes."""
     logprobs: list[float]
     features: Float[Tensor, "tokens features"] | None
-    """What the taps gave, of all flat tokens."""
+    """Features of all flat tokens."""
     forward_s: float
-    """On a GPU: launching everything but the draws, and waiting for the results."""
+    """On a GPU: seconds of launching all but the draws, and of waiting for the results."""
     sample_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A step that was launched."""
+    """A launched step."""
 
     drawn: Drawn | None
-    """On the host, not to be read before the step is done; None where nobody draws."""
+    """Draws on the host, valid when the step is done; None if no token draws."""
     features: Float[Tensor, "tokens features"] | None
     forward_s: float
     sample_s: float
     done: torch.cuda.Event | None
-    """When a GPU has computed it; None: it is computed."""
+    """Event of the GPU at the end of the step; None: the step is done."""
 
     @property
-    def is_under_way(self) -> bool:
-        """Tell whether somebody else computes it, so that the host's time is its own."""
+    def is_running(self) -> bool:
+        """Whether a GPU computes the step while the host is free."""
         return self.done is not None
 
     def wait(self) -> RunnerOutput:
-        """Wait for the results: the only place in which the host waits for a GPU's step."""
+        """Wait for the results; the host waits for a GPU only here."""
         began = time.perf_counter()
         if self.done is not None:
             self.done.synchronize()
@@ -71,7 +70,7 @@ class Launched:
 
 
 class ModelRunner:
-    """Runs batches on one set of weights."""
+    """Runs batches on one model and one cache."""
 
     def __init__(self, model: Transformer, kv: KVCache) -> None:
         self._model, self._kv = model, kv
@@ -82,17 +81,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: FlatBatch, drawing: Sequence[Scheduled], taps: Taps) -> Launched:
-        """Compute the batch and draw at every request of `drawing` and its draft, in order."""
+        """Compute the batch; draw for each request of `drawing` and its draft, in order."""
         started = time.perf_counter()
         logits, features = self._forward(batch, taps)
         forwarded = time.perf_counter()
         drawn, device = None, self._model.device
         if logits is not None:
-            there = self.sampler.draw(logits, drawing)
-            # Two copies into pinned memory, waited for as one: to join them is no less to launch.
+            draws = self.sampler.draw(logits, drawing)
+            # Two copies into pinned memory with one event: one copy would need another launch.
             drawn = Drawn(
-                tokens=there.tokens.to("cpu", non_blocking=True),
-                logprobs=there.logprobs.to("cpu", non_blocking=True),
+                tokens=draws.tokens.to("cpu", non_blocking=True),
+                logprobs=draws.logprobs.to("cpu", non_blocking=True),
             )
         done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         return Launched(
@@ -106,7 +105,7 @@ class ModelRunner:
     def _forward(
         self, batch: FlatBatch, taps: Taps
     ) -> tuple[Float[Tensor, "drawing vocab"] | None, Float[Tensor, "tokens features"] | None]:
-        """Return the logits of all tokens that draw, if any, and what the taps gave of all."""
+        """Return the logits of all tokens that draw, if any, and the features of all tokens."""
         if self._graphs is not None and self._graphs.fits(batch):
             return self._graphs.run(batch, taps)
         attention = self._kv.attention(batch)

@@ -1,7 +1,7 @@
-"""From logits to tokens: who makes the noise, and when.
+"""Samplers: from logits to tokens, with keyed noise.
 
-On a CPU noise is made several places ahead, in a table (`noise.NoiseTable`). On a GPU it is hashed
-where it is added and kept nowhere; only rows with a truncation are given theirs in memory.
+On a CPU noise is computed for several positions at once, in a table (`noise.NoiseTable`). On a GPU
+it is hashed where it is added and never stored, except for rows with truncation.
 """
 
 import abc
@@ -27,31 +27,24 @@ from longtail.system.transfer import to_device
 class Sampler(abc.ABC):
     """Draws the tokens of a step."""
 
-    @property
-    @abc.abstractmethod
-    def noise(self) -> NoiseSource:
-        """Where drafts hear the noise of the places that they would take."""
+    noise: NoiseSource
+    """Noise for drafters."""
 
     @abc.abstractmethod
     def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
-        """Draw behind the last token of every request, and behind every node of its draft."""
+        """Draw after the last token of every request, and after every node of its draft."""
 
 
 @final
 class TableSampler(Sampler):
-    """Adds noise out of a table."""
+    """Adds noise from a table."""
 
     def __init__(self, noise: NoiseTable) -> None:
-        self._noise = noise
-
-    @property
-    def noise(self) -> NoiseSource:
-        """The table."""
-        return self._noise
+        self.noise = self._table = noise
 
     def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
-        """Gather the rows, draw under each row's own parameters."""
-        noise = self._noise.rows([each.active for each in drawing], _aheads(drawing))
+        """Draw each row with its own noise and parameters."""
+        noise = self._table.rows([each.active for each in drawing], _offsets(drawing))
         params = [
             each.active.request.sampling for each in drawing for _ in range(1 + each.draft.size)
         ]
@@ -60,26 +53,21 @@ class TableSampler(Sampler):
 
 @final
 class KeyedSampler(Sampler):
-    """Has noise hashed where it is added."""
+    """Hashes noise where it is added."""
 
     def __init__(self, draws: Draws, vocab_size: int, device: torch.device) -> None:
         self._draws, self._device = draws, device
-        self._noise = HashedNoise(draws, vocab_size, device)
-
-    @property
-    def noise(self) -> NoiseSource:
-        """Made when it is heard."""
-        return self._noise
+        self.noise = HashedNoise(draws, vocab_size, device)
 
     def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
-        """Draw all rows without truncation, then those with one anew."""
+        """Draw all rows without truncation, then draw truncated rows again."""
         requests = [each.active for each in drawing]
         params = [
             active.request.sampling
-            for active, ahead in zip(requests, _aheads(drawing), strict=True)
+            for active, ahead in zip(requests, _offsets(drawing), strict=True)
             for _ in ahead
         ]
-        keys, positions = _places(requests, _aheads(drawing), self._device)
+        keys, positions = _positions(requests, _offsets(drawing), self._device)
         temperatures = to_device([each.temperature for each in params], self._device)
         drawn = self._draws.draw(logits, keys, positions, temperatures)
         cut = [row for row, each in enumerate(params) if each.temperature and is_truncated(each)]
@@ -93,39 +81,39 @@ class KeyedSampler(Sampler):
 
 @final
 class HashedNoise(NoiseSource):
-    """Noise that is made anew whenever it is asked for."""
+    """Noise that is computed at each use."""
 
     def __init__(self, draws: Draws, vocab_size: int, device: torch.device) -> None:
         self._draws, self._vocab_size, self._device = draws, vocab_size, device
 
     def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
-        """Nothing is to be made ready."""
+        """Do nothing."""
 
     def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
-        """Noise for drafts of any depth, good until the requests get their next tokens."""
-        keys, firsts = _places(requests, [[0]] * len(requests), self._device)
+        """Return noise for drafts of any depth, valid until the requests' next tokens."""
+        keys, firsts = _positions(requests, [[0]] * len(requests), self._device)
         return _Hashed(self._draws, keys, firsts, self._vocab_size)
 
 
 @final
 class _Hashed(Noise):
-    """Noise of the next places of some requests."""
+    """Noise of the next positions of some requests."""
 
     def __init__(self, draws: Draws, keys: Tensor, firsts: Tensor, vocab_size: int) -> None:
         self._draws, self._keys, self._firsts = draws, keys, firsts
         self._vocab_size = vocab_size
 
     def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
-        """A node of depth 1 takes the request's next place."""
+        """Return the noise of one depth; depth 1 is the request's next position."""
         return self._draws.noise(self._keys, self._firsts + (depth - 1), self._vocab_size)
 
     def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        """Rows of consecutive places."""
+        """Return the noise of consecutive positions."""
         return torch.stack([self.at_depth(d) for d in range(1, depth + 1)], 1)
 
 
 def make_sampler(model: Transformer) -> Sampler:
-    """Choose by what the model computes with."""
+    """Make the sampler for the model's dtype and device."""
     vocab_size, device = model.config.vocab_size, model.device
     draws = select_draws(model.dtype, device)
     if draws is None:
@@ -133,23 +121,23 @@ def make_sampler(model: Transformer) -> Sampler:
     return KeyedSampler(draws, vocab_size, device)
 
 
-def _aheads(drawing: Sequence[Scheduled]) -> list[list[int]]:
-    """Places that each request's draws take, counted from its next token."""
+def _offsets(drawing: Sequence[Scheduled]) -> list[list[int]]:
+    """Return the positions of each request's draws, counted from its next token."""
     return [[0, *depths(each.draft.parents)] for each in drawing]
 
 
-def _places(
-    requests: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]], device: torch.device
+def _positions(
+    requests: Sequence[ActiveRequest], offsets: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Noise key and position of each draw."""
+    """Return noise key and position of each draw."""
     keys = [
-        active.request.noise_key for active, ahead in zip(requests, aheads, strict=True)
+        active.request.noise_key for active, ahead in zip(requests, offsets, strict=True)
         for _ in ahead
     ]  # fmt: skip
     positions = [
-        len(active.tokens) + place
-        for active, ahead in zip(requests, aheads, strict=True)
-        for place in ahead
+        len(active.tokens) + offset
+        for active, ahead in zip(requests, offsets, strict=True)
+        for offset in ahead
     ]
     both = to_device([keys, positions], device)
     return both[0], both[1]

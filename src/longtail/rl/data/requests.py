@@ -1,8 +1,7 @@
-"""From prompts to requests, and from graded completions back to groups.
+"""Requests from prompts, and groups from graded rollouts.
 
-Owns the ids and the noise keys of requests. A completion depends on its key alone, so the same
-visit of a prompt is answered alike in every sitting of a run, and every evaluation draws with the
-same noise.
+Owns the ids and the noise keys of requests. A completion is determined by its key and the policy,
+so a resumed run repeats the completions of a prompt, and all evaluations use the same noise.
 
                  request id           key of its noise
     training     p/17@2#3             (seed, prompt "p/17", epoch 2, sample 3)
@@ -17,15 +16,15 @@ from longtail.rl.data.prompts import Taken
 from longtail.sampling import noise_key
 from longtail.types import Group, Prompt, Request, Rollout, SamplingParams
 
-_PROBES, _PROBE_TOKENS = 8, 96
-"""So many texts, so long, tell how a drafter does."""
+_NUM_PROBES, _PROBE_TOKENS = 8, 96
+"""Number of completions that measure a drafter, and their length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """Requests, and the prompt that each of them asks.
+class RequestBatch:
+    """Requests, and the prompt of each.
 
-    Example: Asked(requests=(r0, r1, r2, r3), prompts=(p, p, q, q))
+    Example: RequestBatch(requests=(r0, r1, r2, r3), prompts=(p, p, q, q))
     """
 
     requests: tuple[Request, ...]
@@ -34,8 +33,8 @@ class Asked:
 
 def train_requests(
     taken: Sequence[Taken], *, samples: int, seed: int, sampling: SamplingParams
-) -> Asked:
-    """Ask for a group of completions of each prompt, each in its epoch's own noise."""
+) -> RequestBatch:
+    """Return the requests of a group of completions per prompt, with the noise of its epoch."""
     requests = [
         Request(
             request_id=f"{visit}#{sample}",
@@ -49,13 +48,13 @@ def train_requests(
         for sample in range(samples)
     ]
     prompts = [each.prompt for each in taken for _ in range(samples)]
-    return Asked(requests=tuple(requests), prompts=tuple(prompts))
+    return RequestBatch(requests=tuple(requests), prompts=tuple(prompts))
 
 
 def eval_requests(
     heldout: Sequence[Prompt], *, samples: int, seed: int, sampling: SamplingParams
-) -> Asked:
-    """Ask for completions of held-out prompts, always in the same noise."""
+) -> RequestBatch:
+    """Return requests of held-out prompts, always with the same noise."""
     requests = [
         Request(
             request_id=f"eval/{prompt.prompt_id}#{sample}",
@@ -68,17 +67,19 @@ def eval_requests(
         for sample in range(samples)
     ]
     prompts = [prompt for prompt in heldout for _ in range(samples)]
-    return Asked(requests=tuple(requests), prompts=tuple(prompts))
+    return RequestBatch(requests=tuple(requests), prompts=tuple(prompts))
 
 
-def probe_requests(prompts: Sequence[Prompt], *, seed: int, sampling: SamplingParams) -> Asked:
-    """Ask for the beginnings of a few completions, to see how a drafter does on them."""
+def probe_requests(
+    prompts: Sequence[Prompt], *, seed: int, sampling: SamplingParams
+) -> RequestBatch:
+    """Return requests of the beginnings of a few completions, on which a drafter is measured."""
     short = replace(sampling, max_tokens=min(sampling.max_tokens, _PROBE_TOKENS))
-    return eval_requests(prompts[:_PROBES], samples=1, seed=seed, sampling=short)
+    return eval_requests(prompts[:_NUM_PROBES], samples=1, seed=seed, sampling=short)
 
 
 def regroup(rollouts: Sequence[Rollout]) -> list[Group]:
-    """Collect the rollouts of each visit of a prompt; they come in the order of the requests.
+    """Group the rollouts, which are in the order of requests, by prompt and epoch.
 
     Example: p@0#0, p@0#2, q@0#1 (two gradings failed) make a group of two and a group of one.
     """

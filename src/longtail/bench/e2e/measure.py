@@ -1,22 +1,22 @@
 """The arms of `longtail bench e2e`: whole training runs that differ in how they draft.
 
     off        plain decoding
-    history    suffixes of what was written, no weights (TLT-Base)
-    frozen     the drafter that was trained before, never again
-    serial     trained after each rollout, while all others wait; its time counts
-    spot       trained by workers that are done, while the others still write
-    cold       the same from a drafter that was never trained
-    unplaced   as spot, but prompts that come again are placed as if their lengths were not known
+    history    suffixes of earlier texts, no weights (TLT-Base)
+    frozen     the drafter as trained before the run
+    serial     trained after each rollout while all workers wait; its time counts
+    spot       trained by workers that have finished, while the others still write
+    cold       the same, from a drafter with random weights
+    unplaced   as spot, but repeated prompts are placed as if their lengths were unknown
 
-All arms have the same seeds, so they write the same texts and learn the same: only the clock may
-differ. They take turns, a step each, in one run.
+All arms have the same seeds, so they write the same texts and learn the same: only times differ.
+They take turns, a step each, in one run.
 """
 
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
@@ -24,7 +24,8 @@ from typing import Any, final
 from torch import Tensor
 
 from longtail.bench.common.grown import LARGE, grow_drafter, grow_target
-from longtail.bench.e2e.options import Setting
+from longtail.bench.common.process import Log
+from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.task import write_prompts
 from longtail.build.trainer import TINY_REASONER, model_directory
 from longtail.cluster.placement import LengthHistory
@@ -57,41 +58,41 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     COLD: ("--spot.train=spot", "--spot.learning_rate=0.01", "--spot.matrix_rate=0.03"),
     UNPLACED: ("--spot.train=spot",),
 }
-"""A drafter that knows nothing learns at the rates with which the embedded one was taught."""
+"""Configuration of each arm; `cold` learns at the rates of the embedded drafter's training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTimes:
-    """Seconds that saving the drafter keeps a run.
+    """Seconds that saving the drafter blocks a run.
 
     Example: SaveTimes(own_s=0.001, full_s=0.02)
     """
 
     own_s: float
-    """As it is done: its own weights and texts, in the background."""
+    """The drafter's own weights and texts, written in the background."""
     full_s: float
-    """All of it and its optimizer, embedding and head included, on disk before anything goes on."""
+    """Everything with optimizer, embedding and head, waited for until it is on disk."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ArmResult:
-    """What one arm's steps were."""
+    """Figures of one arm's steps."""
 
     metrics: list[dict[str, float]] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
-    """What was written, by request."""
+    """Completions by request."""
     lengths: list[int] = field(default_factory=list)
-    """Of all completions, in tokens."""
+    """Tokens of each completion."""
     series: list[RolloutSeries] = field(default_factory=list)
-    """Of all rollouts that speculated."""
+    """Steps of each rollout that speculated."""
     costs: CostModel | None = None
-    """What engine steps cost, as known at the end."""
+    """Cost model at the end of the run."""
     saves: list[SaveTimes] = field(default_factory=list)
     timeline: Timeline | None = None
-    """Of the last step."""
+    """Timeline of the last step."""
 
     def column(self, name: str) -> list[float]:
-        """Return one number of every step; 0 where it was not there."""
+        """Return one metric of every step; 0 where a step lacks it."""
         return [row.get(name, 0.0) for row in self.metrics]
 
 
@@ -103,7 +104,7 @@ class Arm:
         shutil.rmtree(place, ignore_errors=True)
         words = [*words, *ARMS[name], f"--run.dir={place / 'run'}"]
         if name == COLD:
-            words.append(f"--speculation.drafter={_untaught(model, place / 'drafter')}")
+            words.append(f"--speculation.drafter={_random_drafter(model, place / 'drafter')}")
         place, self._model = place / "run", model
         own = config.load(configfile.locate("quickstart"), words)
         self.name, self.result, self._place = name, ArmResult(), place
@@ -116,7 +117,7 @@ class Arm:
         self._trainer.begin()
 
     def advance(self) -> dict[str, float]:
-        """Make a step."""
+        """Train one step and return its metrics."""
         if self.name == UNPLACED:
             self._trainer.workers.lengths = LengthHistory()
         metrics = self._trainer.advance()
@@ -125,7 +126,7 @@ class Arm:
         return metrics
 
     def close(self) -> ArmResult:
-        """End the run and read what it wrote."""
+        """End the run and read its files."""
         if self.name == SPOT and self._trainer.workers.published is not None:
             target = load_model(self._model)
             frozen = {"embedding": target.embedding.weight, "head": target.head.weight}
@@ -143,7 +144,7 @@ class Arm:
         return self.result
 
     def _save(self, frozen: Mapping[str, Tensor]) -> SaveTimes:
-        """Time a save of the drafter both ways; `frozen` are the parts that are the target's."""
+        """Time a save of the drafter both ways; `frozen` are the target's parts of a full one."""
         store, began = DrafterStore(self._place / "saves"), time.perf_counter()
         state = self._trainer.workers.drafter_state()
         assert state is not None, "a drafter is published"
@@ -159,27 +160,29 @@ class Arm:
         return SaveTimes(own_s=own_s, full_s=time.perf_counter() - began)
 
 
-def measure(setting: Setting, place: Path, say: Callable[[str], None]) -> dict[str, ArmResult]:
-    """Let all arms make so many steps, in turn."""
-    running: list[Arm] = []
-    model, words, steps = model_directory(TINY_REASONER), setting.words, setting.steps
-    if setting.model != "tiny":
+def measure(
+    options: E2eBenchOptions, place: Path, log: Log, *overrides: str
+) -> dict[str, ArmResult]:
+    """Train all arms in turn, a step each; `overrides` add to the configuration of all."""
+    model = model_directory(TINY_REASONER)
+    words = (*options.overrides, *overrides)
+    if options.model != "tiny":
         model, drafter = grow(model, place)
         words = (f"--model.path={model}", f"--speculation.drafter={drafter}", *words)
-    if setting.switch_step is not None:
-        words = (f"--data.source={write_prompts(place, setting)}", *words)
+    if options.switch_task is not None:
+        words = (f"--data.source={write_prompts(place, options)}", *words)
+    arms: list[Arm] = []
     try:
-        for name in setting.arms:
-            running.append(Arm(name, place / name, words, model))
-        for step in range(1, steps + 1):
-            took = []
-            # Forward, then backward: who goes first is not always the same.
-            for arm in running if step % 2 else running[::-1]:
+        for name in options.arms:
+            arms.append(Arm(name, place / name, words, model))
+        for step in range(1, options.steps + 1):
+            seconds = []
+            for arm in arms if step % 2 else arms[::-1]:  # forward, then backward
                 metrics = arm.advance()
-                took.append(f"{arm.name} {metrics['timing_s/step']:.1f} s")
-            say(f"step {step}/{steps}: {', '.join(sorted(took))}")
+                seconds.append(f"{arm.name} {metrics['timing_s/step']:.1f} s")
+            log(f"step {step}/{options.steps}: {', '.join(sorted(seconds))}")
     finally:
-        found = {arm.name: arm.close() for arm in running}
+        found = {arm.name: arm.close() for arm in arms}
     return found
 
 
@@ -190,7 +193,7 @@ def differing_share(one: ArmResult, other: ArmResult) -> float:
 
 
 def grow(small: Path, place: Path) -> tuple[Path, Path]:
-    """Write the embedded model and its drafter, grown to 100M parameters, as directories."""
+    """Write the tiny reasoner and its drafter, grown to 100M parameters, as directories."""
     tokenizer, model = load_tokenizer(small), load_model(small)
     loaded = load_drafter(tiny_drafter.ensure(small), model, tokenizer, strict_weights=False)
     target = grow_target(model, LARGE)
@@ -202,8 +205,8 @@ def grow(small: Path, place: Path) -> tuple[Path, Path]:
     return place / "model", place / "drafter"
 
 
-def _untaught(model: Path, place: Path) -> Path:
-    """Write a drafter of a model with random weights."""
+def _random_drafter(model: Path, place: Path) -> Path:
+    """Write a drafter with random weights."""
     lessons = replace(tiny_drafter.LESSONS["eagle1"], problems=4, heldout=1, steps=0)
     tiny_drafter.train(lessons, model, place)
     return place

@@ -1,0 +1,74 @@
+"""Measurements of a run outside of training: held-out reward, and the configured drafter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from longtail.cluster.group import WorkerGroup
+from longtail.config.rl import RunConfig
+from longtail.engine.rollout_log import EVALUATION, LoggedRollout
+from longtail.errors import GradingError
+from longtail.rl.data.requests import RequestBatch, eval_requests, probe_requests
+from longtail.rl.grading.pool import Graded, GraderPool
+from longtail.run.console import Console
+from longtail.types import Completion, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Result of a held-out evaluation, and the speculation of its rollout."""
+
+    metrics: dict[str, float]
+    logged: Sequence[LoggedRollout] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Evaluates the policy on held-out problems, always with the same sampling noise."""
+
+    config: RunConfig
+    workers: WorkerGroup
+    heldout: Sequence[Prompt]
+    sampling: SamplingParams
+    grader: GraderPool
+    console: Console
+
+    def evaluate(self, step: int) -> Evaluation:
+        """Return the mean reward after `step` steps; nothing without held-out problems."""
+        if not self.heldout:
+            return Evaluation(metrics={})
+        samples, seed = self.config.eval.samples, self.config.run.seed
+        requests = eval_requests(self.heldout, samples=samples, seed=seed, sampling=self.sampling)
+        self.console.begin_rollout("held-out evaluation", len(requests.requests))
+        rollout = self.workers.rollout(step + 1, requests.requests, trains=False)
+        graded = grade(self.grader, self.config.reward.name, requests, rollout.completions)
+        mean, failures = fmean(each.reward for each in graded.rollouts), len(graded.failures)
+        self.console.log(
+            f"held-out reward after step {step}: {mean:.3f} ({len(self.heldout)} problems x "
+            f"{samples}" + (f", {failures} ungraded)" if failures else ")")
+        )
+        return Evaluation(
+            metrics={"eval/reward_mean": mean, "eval/failures": float(failures)},
+            logged=rollout.logged(step + 1, EVALUATION),
+        )
+
+    def probe_drafter(self, prompts: Sequence[Prompt]) -> None:
+        """Measure the configured drafter on the policy's completions, and log the result."""
+        requests = probe_requests(prompts, seed=self.config.run.seed, sampling=self.sampling)
+        probe = self.workers.probe_drafter(requests.requests)
+        for line in [] if probe is None else probe.lines(self.config.spot.train):
+            self.console.log(line)
+
+
+def grade(
+    grader: GraderPool, reward: str, requests: RequestBatch, completions: Sequence[Completion]
+) -> Graded:
+    """Grade completions with the named reward. Raises GradingError if none can be graded."""
+    graded = grader.grade(list(zip(requests.prompts, completions, strict=True)))
+    if not graded.rollouts:
+        raise GradingError(
+            f"all {len(completions)} completions failed to grade, the first with: "
+            f"{graded.failures[0].error}; fix reward.name = {reward!r}, then start again: the run "
+            "resumes from its newest checkpoint"
+        )
+    return graded

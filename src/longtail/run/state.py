@@ -1,0 +1,90 @@
+"""State of a run between two steps: saved to checkpoints and restored from them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from longtail.cluster.group import WorkerGroup
+from longtail.config.rl import RunConfig
+from longtail.rl.data.prompts import PromptSource
+from longtail.rl.learner import LearnerState
+from longtail.run.checkpoint import Checkpoint, RunDirectory
+from longtail.run.drafter_store import INITIAL, DrafterStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Progress of a run; with the learner's state, all that a resume needs."""
+
+    step: int
+    """Number of completed steps."""
+    cursor: Mapping[str, Any]
+    """Position of the prompt source."""
+    seconds: float
+    """Wall time of the run up to its last start."""
+    warm_start_s: float
+    """Seconds that training the embedded model and its drafter took."""
+
+
+@final
+class StateSaver:
+    """Saves and restores the policy, the learner, the prompt source and the drafter of a run."""
+
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, workers: WorkerGroup, source: PromptSource
+    ) -> None:
+        self._run, self._workers, self._source = run, workers, source
+        self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints)
+        self._saved_step = 0
+
+    def begin(self, checkpoint: Checkpoint | None, warm_start_s: float) -> TrainerState:
+        """Restore a checkpoint, or begin at step 0; return the trainer's state.
+
+        `warm_start_s` is the time that opening model and drafter took; below 1 s both were cached.
+        """
+        if self._workers.published is not None:
+            self._workers.save_drafter(self._run.path / "drafter" / INITIAL)
+        if checkpoint is not None:
+            return self._restore(checkpoint)
+        return TrainerState(
+            step=0,
+            cursor=self._source.state(),
+            seconds=0.0,
+            warm_start_s=warm_start_s if warm_start_s > 1.0 else 0.0,
+        )
+
+    def _restore(self, checkpoint: Checkpoint) -> TrainerState:
+        state = dict(checkpoint.state)
+        learner = LearnerState(tensors=checkpoint.tensors(), numbers=state.pop("learner"))
+        self._workers.restore(checkpoint.policy, learner)
+        self._source.restore(state["cursor"])
+        if self._workers.published is not None and (kept := self._drafters.load(checkpoint.step)):
+            self._workers.restore_drafter(kept)
+        self._saved_step = checkpoint.step
+        return TrainerState(step=checkpoint.step, **state)
+
+    def save(self, state: TrainerState) -> None:
+        """Write a checkpoint unless the newest one is of this step."""
+        if state.step == self._saved_step:
+            return
+        learner = self._workers.learner_state()
+        document = {
+            "cursor": dict(state.cursor),
+            "seconds": state.seconds,
+            "warm_start_s": state.warm_start_s,
+            "learner": dict(learner.numbers),
+        }
+        self._run.save(state.step, self._workers.save_policy, learner.tensors, document)
+        if (drafter := self._workers.drafter_state()) is not None:
+            self._drafters.save(state.step, drafter)
+        self._saved_step = state.step
+
+    def newest_policy(self) -> Path | None:
+        """Return the policy of the newest checkpoint; None without a checkpoint."""
+        path = self._run.checkpoints / f"step_{self._saved_step:06d}" / "policy"
+        return path if self._saved_step else None
+
+    def close(self) -> None:
+        """Wait until the drafter is written."""
+        self._drafters.wait()

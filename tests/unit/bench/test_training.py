@@ -1,0 +1,61 @@
+"""The benchmarks of training: every layout does the same work."""
+
+import json
+
+import pytest
+
+from longtail.bench.training import drafter, learner
+from longtail.bench.training.options import DrafterBenchOptions
+from longtail.bench.training.workload import LAYOUTS, PROMPT_LEN, Workload
+
+SMALL = Workload(sequences=8, rows=3, budget=120, threads=1, median=11.0)
+
+
+def test_every_layout_makes_the_same_gradient_of_the_learner():
+    assert learner.gradient_gap(SMALL) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+def test_every_layout_makes_the_same_gradient_of_the_drafter(recipe: str) -> None:
+    work = Workload(sequences=6, rows=3, budget=200, threads=1, median=5.5)
+    assert drafter.gradient_gap(work, recipe, 2) < 1e-10
+
+
+@pytest.mark.slow
+def test_the_last_line_of_the_drafter_benchmark_is_json_with_the_ratio(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = Workload(sequences=6, rows=3, budget=100, threads=1, median=6.0)
+    assert drafter.run(DrafterBenchOptions(repeats=1, unroll_steps=2), work) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["packed_ratio"] > 0
+    assert set(result["samples_per_second"]) == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_the_same_tokens(layout):
+    batch = SMALL.batch(layout)
+    trained = []
+    for one in batch.micro_batches:
+        trained.extend(one.packed.tokens[one.packed.loss_mask.bool()].tolist())
+    expected = [token for text in SMALL.texts() for token in text[PROMPT_LEN:]]
+    assert sorted(trained) == sorted(expected)
+    assert batch.num_generated == len(expected)
+
+
+@pytest.mark.parametrize("layout", ["padded", "padded_budget", "padded_sorted"])
+def test_padding_makes_the_sequences_of_a_micro_batch_equal(layout):
+    for one in SMALL.batch(layout).micro_batches:
+        assert one.packed.num_tokens % one.packed.num_sequences == 0
+        if layout != "padded" and one.packed.num_sequences > 1:
+            assert one.packed.num_tokens <= SMALL.budget
+
+
+def test_the_lengths_have_a_heavy_tail():
+    lengths = sorted(
+        len(text) - PROMPT_LEN
+        for text in Workload(sequences=32, rows=8, budget=4096, threads=1).texts()
+    )
+    assert lengths[-1] >= 8 * lengths[len(lengths) // 2]
+    assert 1000 <= lengths[-1] <= 1500
