@@ -1,4 +1,4 @@
-"""Drafters that are told what to propose, and write down what they are told.
+"""Drafters with scripted proposals that record their observations.
 
 A scripted drafter knows how each text goes on. Its script says by how much the token of each node
 is off: 0 is what the target will draw there, if the parent is right.
@@ -37,7 +37,7 @@ Script = Callable[[Draftable, Strategy], Sketch]
 
 
 def chain(*offsets: int) -> Script:
-    """The same chain for everybody, as deep as the strategy lets it; the last offset goes on."""
+    """The same chain for every request, as deep as the strategy allows; the last offset repeats."""
 
     def sketch(request: Draftable, strategy: Strategy) -> Sketch:
         depth = min(strategy.depth, strategy.num_nodes)
@@ -51,7 +51,7 @@ RIGHT, WRONG = chain(0), chain(1)
 
 
 def silent(request: Draftable, strategy: Strategy) -> Sketch:
-    """No proposal for anybody."""
+    """No proposals."""
     return Sketch()
 
 
@@ -83,7 +83,7 @@ def listed(sketches: Sequence[Sketch]) -> Script:
 
 @dataclass(slots=True)
 class Memory:
-    """What was observed of one request since it was last computed from its start."""
+    """Observed tokens of one request since it was last computed from its start."""
 
     start: int
     tokens: list[int] = field(default_factory=list)
@@ -113,7 +113,7 @@ class WatchfulDrafter(Drafter):
 
     @property
     def taps(self) -> Taps:
-        """Whatever was asked for."""
+        """Return the drafts of a call."""
         return self._taps
 
     @abc.abstractmethod
@@ -127,7 +127,7 @@ class WatchfulDrafter(Drafter):
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
         """Check what is asked and what is answered."""
-        assert requests, "asked for nobody"
+        assert requests, "a call without requests"
         assert strategy.depth <= strategy.num_nodes, "levels that can have no node"
         assert len({each.request_id for each in requests}) == len(requests)
         for each in requests:
@@ -187,7 +187,7 @@ class WatchfulDrafter(Drafter):
 
     @final
     def refresh(self) -> None:
-        """Count; nobody may be in progress."""
+        """Count the call; no request may be in progress."""
         assert not self.memories
         self.num_refreshes += 1
 

@@ -1,8 +1,8 @@
-"""CUDA graphs played on a CPU: the operations of a pass are written down, and replayed as they are.
+"""CUDA graphs simulated on a CPU: the operations of a pass are recorded and replayed.
 
-As on a GPU, a replay repeats operations on the same memory: what Python decided while the pass was
-recorded stays decided, inputs are read and outputs written where they lie, and nothing may ask for
-a value. What recording computes is wiped.
+As on a GPU, a replay repeats operations on the same memory: Python's decisions during the capture
+are fixed, inputs and outputs keep their addresses, and no value may be read. The results of the
+capture itself are erased.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Recorder(TorchDispatchMode):
 
 
 class FakeGraphs(GraphBackend):
-    """Counts captures and replays; each capture takes a kilobyte."""
+    """A backend that counts captures and replays; each capture takes a kilobyte."""
 
     def __init__(self) -> None:
         self.num_captures = self.num_replays = 0

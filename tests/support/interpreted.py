@@ -1,6 +1,6 @@
-"""Triton's kernels on a CPU: the interpreter runs them, where this is imported before they are.
+"""Triton's kernels on a CPU: the interpreter runs them if this is imported before them.
 
-On a machine with a GPU that tests may use they are compiled, and the same tests hold them.
+On a machine with a GPU they are compiled, and the same tests run.
 """
 
 import pytest
@@ -12,9 +12,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def multiply_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let interpreted products sum in order, as a GPU's do for every row.
+    """Sum interpreted products in order, as a GPU does for every row.
 
-    The interpreter asks NumPy, whose products round a row by its place among the others.
+    The interpreter uses NumPy, whose rounding of a row depends on its position in the batch.
     """
     from triton.runtime import interpreter
 

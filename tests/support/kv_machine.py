@@ -83,7 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.blocks: dict[str, list[int]] = {}
         """Names of blocks; two requests that share one have the same name there."""
         self.begun: dict[str, int] = {}
-        """Of who took another's room over: the place of the block that it goes on in."""
+        """Index of the block in which a new owner of KV continues."""
         self.held: dict[str, list[int]] = {}
         self.names = (f"r{i}" for i in itertools.count())
         self.fresh, self.block = itertools.count(), itertools.count()

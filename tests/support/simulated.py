@@ -27,15 +27,15 @@ RIGHT, WRONG = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """How often nodes are right, given their parents."""
+    """Probabilities that nodes are right, given their parents."""
 
     likely: float
     doubtful: float
     share: float = 0.7
-    """Of nodes that look likely."""
+    """Share of nodes that look likely."""
 
     def mean(self) -> float:
-        """Of a node of any look."""
+        """Return the mean over all nodes."""
         return self.share * self.likely + (1 - self.share) * self.doubtful
 
 
@@ -47,18 +47,18 @@ DRAFT = DraftCost(start_s=1e-4, request_s=1e-5, level_s=5e-5, row_s=8e-6)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What things take when nothing disturbs."""
+    """Seconds of steps and drafts without disturbance."""
 
     step_s: float = 1e-3
     token_s: float = 5e-5
     draft: DraftCost = DRAFT
 
     def verify_s(self, num_tokens: int) -> float:
-        """A step of so many tokens."""
+        """Return the seconds of a step of `num_tokens`."""
         return self.step_s + self.token_s * num_tokens
 
     def costs(self, factor: float = 1.0) -> CostModel:
-        """What a profile would say that is wrong by a factor."""
+        """Return the cost model of a profile that is wrong by a factor."""
         counts = (1, 8, 64, 512)
         curve = TimeCurve(counts, [factor * self.verify_s(count) for count in counts])
         model = CostModel(curve, pair_s=0.0, node_pair_s=0.0)
@@ -95,12 +95,12 @@ def simulate(
     profile_error: float = 1.0,
     seed: int = 0,
 ) -> Run:
-    """Let a tuner drive; `truth` and `running` are functions of the step."""
+    """Run a tuner; `truth` and `running` are functions of the step."""
     rng = random.Random(seed)
     costs, curve, run = machine.costs(profile_error), ConfidenceCurve(), Run()
     guard = Guard(costs) if guarded else None
     tuner.begin(costs, 1)
-    pupils = _Pupils(costs, curve, tuner, guard, run)
+    learners = _Learners(costs, curve, tuner, guard, run)
     repeats, repeated = 0, -1
     for step in range(steps):
         num = running(step)
@@ -113,7 +113,7 @@ def simulate(
             run.seconds.append(machine.verify_s(num))
             run.plans.append(run.plans[-1])
             run.nodes.append(0)
-            repeats = 0 if pupils.learn() else repeats
+            repeats = 0 if learners.learn() else repeats
             continue
         plan = tuner.plan(batch) if guard is None or guard.allows else PLAIN
         repeats, repeated = plan.repeat_steps, num
@@ -153,8 +153,8 @@ def simulate(
             verify_s=took * _disturbed(rng),
             num_expected=expected,
         )
-        repeats = 0 if pupils.learn() else repeats
-        pupils.lesson = (outcome, followed)
+        repeats = 0 if learners.learn() else repeats
+        learners.feedback = (outcome, followed)
         run.tokens.append(num + accepted)
         run.seconds.append(took + draft_s)
         run.plans.append(plan)
@@ -163,21 +163,21 @@ def simulate(
 
 
 @dataclass(slots=True)
-class _Pupils:
-    """Those who learn of a step, while the next one is computed."""
+class _Learners:
+    """Learners of a step's feedback, one step late."""
 
     costs: CostModel
     curve: ConfidenceCurve
     tuner: Tuner
     guard: Guard | None
     run: Run
-    lesson: tuple[Outcome, list[tuple[DraftTree, Accepted]]] | None = None
+    feedback: tuple[Outcome, list[tuple[DraftTree, Accepted]]] | None = None
 
     def learn(self) -> bool:
-        """Learn of the last step, if there is one to learn of; tell whether it drafted."""
-        if self.lesson is None:
+        """Apply pending feedback, if any; return whether its step drafted."""
+        if self.feedback is None:
             return False
-        (outcome, followed), self.lesson = self.lesson, None
+        (outcome, followed), self.feedback = self.feedback, None
         for tree, found in followed:
             self.curve.learn(tree, found)
         self.costs.learn(outcome)
@@ -188,7 +188,7 @@ class _Pupils:
 
 
 def oracle_rate(truth: Truth, num: int, machine: Machine = MACHINE) -> float:
-    """Tokens a second of the best fixed chain, or of plain decoding."""
+    """Return the tokens per second of the best fixed chain, or of plain decoding."""
     best = num / machine.verify_s(num)
     accepted = 0.0
     for depth in range(1, 17):
@@ -201,7 +201,7 @@ def oracle_rate(truth: Truth, num: int, machine: Machine = MACHINE) -> float:
 def _propose(
     strategy: Strategy, curve: ConfidenceCurve, truth: Truth, num: int, rng: random.Random
 ) -> list[DraftTree]:
-    """Chains as far as they are worth it; all look RIGHT, the script of what is written decides."""
+    """Propose chains within the thresholds; all nodes are RIGHT, and the text decides."""
     thresholds, table = strategy.thresholds, dict(zip(LOOKS, curve.confidences(LOOKS), strict=True))
     margins: list[list[float]] = [[] for _ in range(num)]
     reach: list[list[float]] = [[] for _ in range(num)]
@@ -229,7 +229,7 @@ def _propose(
 
 
 def _written(tree: DraftTree, truth: Truth, rng: random.Random) -> list[int]:
-    """What comes next: RIGHT as long as the nodes are right."""
+    """Return the text after the root: RIGHT as long as the nodes are right."""
     written = []
     for margin in tree.margins:
         right = rng.random() < (truth.likely if margin == LIKELY else truth.doubtful)
@@ -240,10 +240,10 @@ def _written(tree: DraftTree, truth: Truth, rng: random.Random) -> list[int]:
 
 
 def _known(verified: DraftTree, written: list[int]) -> int:
-    """Tokens that the step yields: accepted ones and the bonus token."""
+    """Return the number of tokens that the step yields, bonus token included."""
     return len(follow(verified, written).path) + 1
 
 
 def _disturbed(rng: random.Random) -> float:
-    """These machines are noisy, and stall."""
+    """Return a noise factor, with rare stalls."""
     return rng.lognormvariate(0.0, 0.05) * (50.0 if rng.random() < 0.01 else 1.0)

@@ -1,4 +1,4 @@
-"""Random models and a tokenizer small enough to run in milliseconds; shared by every test room."""
+"""Random models and tokenizers that run in milliseconds, shared by all tests."""
 
 import string
 from dataclasses import replace
@@ -30,11 +30,11 @@ NATIVE_DTYPES = [
     )
     for dtype in (torch.float32, torch.bfloat16)
 ]
-"""In which a token's bits do not depend on its batch."""
+"""Dtypes in which a token's bits do not depend on its batch."""
 
 
 def tiny_config(family: Family = "qwen3", vocab_size: int = 128) -> ModelConfig:
-    """Two layers, four query heads over two KV heads, and whatever sets the family apart."""
+    """Return a shape with two layers, four query and two KV heads, and the family's features."""
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -60,7 +60,7 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     **shape: Any,
 ) -> Transformer:
-    """A random model: logits of standard deviation 1, no norm or bias left at its identity."""
+    """Return a random model with logits of standard deviation 1 and random norms and biases."""
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(replace(tiny_config(family, vocab_size), **shape))
     with torch.no_grad():
@@ -78,7 +78,7 @@ def tiny_model(
 
 
 def byte_level_backend() -> Backend:
-    """Every byte is a letter; the longest token is 'abab', and <eos> is added."""
+    """Return a byte-level backend whose longest token is 'abab', with <eos> added."""
     merges = [("a", "b"), ("ab", "ab"), ("\u0120", "\u0120")]  # the last is two blanks
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     backend = Backend(models.BPE({word: index for index, word in enumerate(words)}, merges))
@@ -89,7 +89,7 @@ def byte_level_backend() -> Backend:
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """A tokenizer around `byte_level_backend`, without a chat template."""
+    """Return a tokenizer with `byte_level_backend` and no chat template."""
     from transformers import PreTrainedTokenizerFast  # here, because it takes seconds
 
     backend = byte_level_backend()
@@ -98,7 +98,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
-    """A token for each printable ASCII character, after <pad> <eos> <unk> <user> <assistant>."""
+    """Return a tokenizer of printable ASCII after <pad> <eos> <unk> <user> <assistant>."""
     from transformers import PreTrainedTokenizerFast  # here, because it takes seconds
 
     symbols = (*SPECIAL, *string.printable)

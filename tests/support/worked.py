@@ -1,6 +1,6 @@
-"""One running example of sampling, worked by hand; tests and documents read it from here.
+"""A worked example of sampling, computed by hand, for tests and documents.
 
-A model gives five tokens the probabilities PROBS after some context. What each truncation leaves:
+A model gives five tokens the probabilities PROBS after some context. Each truncation keeps:
 
     token            0      1      2      3      4
     PROBS            0.40   0.30   0.15   0.10   0.05
@@ -10,9 +10,9 @@ A model gives five tokens the probabilities PROBS after some context. What each 
     all of COMBINED  4/7    3/7    -      -      -         see below
     temperature 0.5  64/114 36/114 9/114  4/114  1/114     squares, renormalised
 
-COMBINED is top_k = 4, top_p = 0.8, min_p = 0.5. top_k leaves (40, 30, 15, 10) / 95; the sums before
-each are (0, 40, 70, 85) / 95 and 0.8 is 76 / 95, so top_p leaves three; min_p asks for half of the
-best, and 15 / 40 is less.
+COMBINED is top_k = 4, top_p = 0.8, min_p = 0.5. top_k keeps (40, 30, 15, 10) / 95; the sums before
+each are (0, 40, 70, 85) / 95 and 0.8 is 76 / 95, so top_p keeps three; min_p keeps those of at
+least half of the best, and 15 / 40 is less.
 """
 
 from fractions import Fraction
@@ -34,7 +34,7 @@ LEFT = (
     (SamplingParams(temperature=0.5), tuple(Fraction(n, 114) for n in (64, 36, 9, 4, 1))),
     (SamplingParams(temperature=0.0), tuple(map(Fraction, (1, 0, 0, 0, 0)))),
 )
-"""(parameters, what they leave of PROBS)."""
+"""Parameters, and the part of PROBS that they keep."""
 
 NOISE = (-0.5, 0.25, 0.75, 0.25, 2.0)
 """Noise at one position: log PROBS + NOISE = (-1.42, -0.95, -1.15, -2.05, -1.00)."""
@@ -46,7 +46,7 @@ DRAWN = 1
 #     token     5   6   7   8             / \
 #     parent    0   0   1   3            1   2         verification draws 5 at the root, so node 1
 #     depth     1   1   2   3            |             is right; 7 after it, so node 3 is; then 4,
-#     reach    .9  .1  .8  .7            3             and nobody drafted that: it is the bonus
+#     reach    .9  .1  .8  .7            3             which is not drafted: it is the bonus
 #                                        |
 #                                        4
 TREE = DraftTree(tokens=(5, 6, 7, 8), parents=(0, 0, 1, 3), margins=(2.0, -2.0, 0.7, 1.1))
@@ -54,7 +54,7 @@ TREE_DEPTHS = (1, 1, 2, 3)
 TREE_VISIBLE = (0b1, 0b10, 0b101, 0b1101)
 TREE_REACH = (0.9, 0.1, 0.8, 0.7)
 TREE_OF_THREE = DraftTree(tokens=(5, 7, 8), parents=(0, 1, 2), margins=(2.0, 0.7, 1.1))
-"""The three nodes of TREE likeliest to be reached."""
+"""The three nodes of TREE that are most likely to be reached."""
 TREE_DRAWN = (5, 7, 9, 4, 8)
-"""The target's draws at the root and at each node."""
+"""Tokens that the target draws at the root and at each node."""
 TREE_ACCEPTED = Accepted(path=(1, 3), tokens=(5, 7, 4))

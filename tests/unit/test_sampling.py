@@ -19,14 +19,14 @@ M32, M64 = 2**32 - 1, 2**64 - 1
 
 
 def splitmix64_mix(x: int) -> int:
-    """Steele, Lea and Flood 2014, as published: unsigned 64-bit integers."""
+    """Return the finaliser of Steele, Lea and Flood 2014, in unsigned 64-bit integers."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & M64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & M64
     return x ^ (x >> 31)
 
 
 def noise_by_hand(key: int, position: int, entry: int) -> float:
-    """g[key, position, entry] in Python's own integers, and float64 at the end."""
+    """Return g[key, position, entry] in Python's integers, and float64 at the end."""
     row = splitmix64_mix((key + 0x1F83D9ABFB41BD6B) & M64)
     row = splitmix64_mix((row + position * 0x9E3779B97F4A7C15) & M64)
     low, high = row & M32, row >> 32
@@ -45,14 +45,14 @@ def test_the_worked_example(params, left):
     assert [p == 0.0 for p in probs] == [p == 0 for p in left]
 
 
-def test_the_worked_draw():
+def test_the_worked_example_of_a_draw():
     drawn = draw(torch.tensor([PROBS]).log(), torch.tensor([NOISE]), SamplingParams())
     assert drawn.tokens.tolist() == [DRAWN]
     assert drawn.logprobs.tolist() == pytest.approx([math.log(PROBS[DRAWN])], abs=1e-6)
 
 
 @pytest.mark.parametrize("key", [0, 1, -1, 2**63 - 1, -(2**63), 0x5EED])
-def test_noise_is_its_definition_in_integers(key):
+def test_noise_equals_its_definition_in_integers(key):
     positions = [0, 1, 2, 1000, 2**31]
     noise = gumbel_noise(torch.full((5,), key), torch.tensor(positions), 3000)
     for row, position in enumerate(positions):
@@ -64,8 +64,8 @@ def test_noise_is_its_definition_in_integers(key):
             assert float(noise[row, entry]) == pytest.approx(expected, abs=tolerance)
 
 
-def test_keys_and_noise_are_those_of_every_earlier_run():
-    """A resumed run must draw what the first would have: these constants never change."""
+def test_keys_and_noise_never_change():
+    """A resumed run must draw the same noise, so these constants never change."""
     assert noise_key(0) == KEYS[0]
     assert noise_key(0, "train/17", 2, 3) == KEYS[1]
     assert noise_key(-1, "", "a\u00e9") == KEYS[2]
@@ -73,7 +73,7 @@ def test_keys_and_noise_are_those_of_every_earlier_run():
     torch.testing.assert_close(noise, torch.tensor(RECORDED), rtol=0.0, atol=1e-5)
 
 
-def test_parts_of_a_key_do_not_run_into_each_other():
+def test_parts_of_a_key_are_separated():
     keys = {noise_key(1, *parts) for parts in [(12, 3), (1, 23), ("12", "3"), ("123",), (123, "")]}
     assert len(keys) == 4  # 12 and "12" are the same part, on purpose
     assert noise_key(11, 2) != noise_key(1, 12)
@@ -96,7 +96,7 @@ def test_a_truncation_that_keeps_one_token_keeps_the_best():
         assert log_distribution(logits, params).tolist() == [[-math.inf, 0.0, -math.inf]]
 
 
-def test_the_learner_can_differentiate_what_was_kept():
+def test_truncated_logprobs_are_differentiable():
     logits = torch.tensor([[0.3, -0.2, 1.0, -4.0]], dtype=torch.float64, requires_grad=True)
     params = SamplingParams(temperature=0.7, top_k=3)
     logp = log_distribution(logits, params)
@@ -108,7 +108,7 @@ def test_the_learner_can_differentiate_what_was_kept():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_probabilities_are_taken_in_float32_or_better(dtype):
+def test_probabilities_are_computed_in_float32_or_float64(dtype):
     logp = log_distribution(torch.zeros(1, 3, dtype=dtype), SamplingParams(temperature=0.5))
     assert logp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
@@ -116,7 +116,7 @@ def test_probabilities_are_taken_in_float32_or_better(dtype):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_finite_have_no_finite_logprob(temperature, bad):
-    """Greedy decoding used to report a confident logprob of 0 on NaN logits."""
+    """Regression: greedy decoding reported a logprob of 0 for NaN logits."""
     logits = torch.tensor([[0.0, bad, 1.0], [0.0, 1.0, 2.0]])
     drawn = draw(logits, torch.zeros(2, 3), SamplingParams(temperature=temperature))
     assert math.isnan(drawn.logprobs[0])
@@ -134,5 +134,5 @@ def test_logits_that_are_not_finite_have_no_finite_logprob(temperature, bad):
     ],
     ids=str,
 )
-def test_truncation_is_recognised(params, truncated):
+def test_is_truncated_recognises_truncation(params, truncated):
     assert is_truncated(params) == truncated

@@ -4,6 +4,7 @@ Each line is a finding with a level. The exit code is 1 if a finding has level `
 changed.
 """
 
+import argparse
 import json
 import platform
 import re
@@ -60,11 +61,11 @@ def _fact(part: str, name: str, value: str, remedy: str = "") -> Finding:
     return Finding(part=part, name=name, level=level, value=value, remedy=remedy)
 
 
-def run(*, as_json: bool, run_dir: str | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the findings; return 1 if a required package is missing or a self check failed."""
-    findings = examine(run_dir)
+    findings = examine(args.run)
     healthy = all(finding.level != "missing" for finding in findings)
-    if as_json:
+    if args.json:
         print(json.dumps({"ok": healthy, "findings": [asdict(f) for f in findings]}))
     else:
         _print(findings, healthy)

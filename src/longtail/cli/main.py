@@ -8,9 +8,8 @@ import difflib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module, metadata
-from types import MappingProxyType
 
 from longtail.bench.registry import BENCHES
 from longtail.cli import parsers as cli_parsers
@@ -34,6 +33,25 @@ verbs:
 
 Run `longtail VERB --help` for options, `longtail --version` for the version.
 Start with `longtail train quickstart`."""
+
+
+_PROGRAMS = {
+    "generate": "cli.generate",
+    "serve": "serve.command",
+    "report": "report.page",
+    "doctor": "cli.doctor",
+    "drafter eval": "programs.drafter_eval",
+    "drafter export": "programs.drafter_export",
+    "drafter import": "programs.drafter_import",
+}
+"""Module of each command; its `run` takes the parsed options."""
+
+_CONFIGURED_PROGRAMS = {
+    "train": "loop.train",
+    "sft": "programs.sft.run",
+    "drafter train": "programs.drafter_train.run",
+}
+"""Function of each command that takes a configuration."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,18 +83,6 @@ def summary() -> str:
 
 
 def _dispatch(words: list[str]) -> int:
-    verbs: Mapping[str, Callable[[list[str]], int]] = MappingProxyType(
-        {
-            "train": _train,
-            "sft": _sft,
-            "drafter": _drafter,
-            "generate": _generate,
-            "serve": _serve,
-            "bench": _bench,
-            "report": _report,
-            "doctor": _doctor,
-        }
-    )
     match words:
         case []:
             print(summary(), file=sys.stderr)
@@ -87,116 +93,54 @@ def _dispatch(words: list[str]) -> int:
         case ["--version", *_]:
             print(f"longtail {metadata.version('longtail')}")
             return 0
-        case [verb, *rest] if verb in verbs:
-            return verbs[verb](rest)
+        case ["drafter" | "bench" as group, *rest]:
+            return _dispatch_group(group, rest)
+    verbs = list(dict.fromkeys(name.split()[0] for name in cli_parsers.parsers()))
+    if words[0] in verbs:
+        return _run(words[0], words[1:])
     close = difflib.get_close_matches(words[0], verbs, n=1)
     hint = f"did you mean {close[0]}?" if close else f"the verbs are {', '.join(verbs)}"
     raise ConfigError(f"{words[0]}: no such verb; {hint}")
 
 
-def _train(words: list[str]) -> int:
-    from longtail.config import files as configfile
-    from longtail.config import rl as config
+def _dispatch_group(group: str, words: list[str]) -> int:
+    """Run `longtail GROUP NAME ...`; print the usage if the name is missing or unknown."""
+    names = [name.split()[1] for name in cli_parsers.parsers() if name.startswith(f"{group} ")]
+    if words and words[0] in names:
+        return _run(f"{group} {words[0]}", words[1:])
+    usage = f"usage: longtail {group} {{{','.join(names)}}} [options]; see the --help of each"
+    is_help = bool(words) and words[0] in ("-h", "--help")
+    print(usage, file=sys.stdout if is_help else sys.stderr)
+    return 0 if is_help else 2
+
+
+def _run(command: str, words: list[str]) -> int:
+    """Parse the options of a command, import its program and run it."""
+    if command in cli_parsers.CONFIGURED:
+        return _run_configured(command, words)
+    args = cli_parsers.parsers()[command]().parse_args(words)
+    if command.startswith("bench "):
+        return BENCHES[command.removeprefix("bench ")].run(args)
+    return import_module(f"longtail.{_PROGRAMS[command]}").run(args) or 0
+
+
+def _run_configured(command: str, words: list[str]) -> int:
+    """Resolve the configuration of a command, then print it or run the command with it."""
+    from longtail.config import files
 
     own, overrides = _split(words)
-    args = cli_parsers.train_parser().parse_args(own)
-    loaded = config.load(configfile.locate(args.run) if args.run else None, overrides)
-    if args.dry_run:
+    args = cli_parsers.parsers()[command]().parse_args(own)
+    path = files.locate(args.run) if args.run else None
+    config = files.resolve(cli_parsers.config_class(command), path, overrides)
+    if not args.dry_run:
+        module, _, name = _CONFIGURED_PROGRAMS[command].rpartition(".")
+        return getattr(import_module(f"longtail.{module}"), name)(config) or 0
+    print(files.render(config))
+    if command == "train":
         from longtail.build import memory
 
-        table = memory.report(loaded)
-        print(
-            configfile.render(loaded) + "\n" + "".join(f"# {row}\n" for row in table.splitlines())
-        )
-        return 0
-    from longtail import loop
-
-    return loop.train(loaded) or 0
-
-
-def _sft(words: list[str]) -> int:
-    from longtail.config import files as configfile
-    from longtail.config import sft as sft_config
-
-    own, overrides = _split(words)
-    args = cli_parsers.sft_parser().parse_args(own)
-    path = configfile.locate(args.run) if args.run else None
-    loaded = configfile.resolve(sft_config.SftConfig, path, overrides)
-    if args.dry_run:
-        print(configfile.render(loaded))
-        return 0
-    from longtail.programs import sft
-
-    return sft.run(loaded) or 0
-
-
-def _drafter(words: list[str]) -> int:
-    match words:
-        case ["train", *rest]:
-            return _drafter_train(rest)
-        case ["eval" | "export" | "import" as noun, *rest]:
-            args = cli_parsers.parsers()[f"drafter {noun}"]().parse_args(rest)
-            return import_module(f"longtail.programs.drafter_{noun}").run(args) or 0
-    nouns = "{train,eval,export,import}"
-    return _usage(words, f"usage: longtail drafter {nouns} [options]; see the --help of each")
-
-
-def _drafter_train(words: list[str]) -> int:
-    from longtail.config import drafter as drafter_config
-    from longtail.config import files as configfile
-
-    own, overrides = _split(words)
-    args = cli_parsers.drafter_train_parser().parse_args(own)
-    path = configfile.locate(args.run) if args.run else None
-    loaded = configfile.resolve(drafter_config.DrafterTrainConfig, path, overrides)
-    if args.dry_run:
-        print(configfile.render(loaded))
-        return 0
-    from longtail.programs import drafter_train
-
-    return drafter_train.run(loaded) or 0
-
-
-def _usage(words: list[str], usage: str) -> int:
-    """Print the usage of a verb without its noun; return 0 if --help was given, else 2."""
-    helping = bool(words) and words[0] in ("-h", "--help")
-    print(usage, file=sys.stdout if helping else sys.stderr)
-    return 0 if helping else 2
-
-
-def _generate(words: list[str]) -> int:
-    args = cli_parsers.generate_parser().parse_args(words)
-    from longtail.cli import generate
-
-    return generate.run(args)
-
-
-def _serve(words: list[str]) -> int:
-    args = cli_parsers.serve_parser().parse_args(words)
-    from longtail.serve import command
-
-    return command.run(args)
-
-
-def _bench(words: list[str]) -> int:
-    if not words or words[0] not in BENCHES:
-        each = ",".join(BENCHES)
-        return _usage(words, f"usage: longtail bench {{{each}}} [options]; see the --help of each")
-    return BENCHES[words[0]].run(cli_parsers.bench_parser(words[0]).parse_args(words[1:]))
-
-
-def _report(words: list[str]) -> int:
-    args = cli_parsers.report_parser().parse_args(words)
-    from longtail.report import page as run_report
-
-    return run_report.run(args)
-
-
-def _doctor(words: list[str]) -> int:
-    args = cli_parsers.doctor_parser().parse_args(words)
-    from longtail.cli import doctor
-
-    return doctor.run(as_json=args.json, run_dir=args.run)
+        print("".join(f"# {row}\n" for row in memory.report(config).splitlines()))
+    return 0
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:

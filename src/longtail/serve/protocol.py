@@ -120,7 +120,7 @@ class Message(BaseModel):
 
 @final
 class StreamOptions(BaseModel):
-    """What a stream includes beside the text.
+    """Extra content of a stream.
 
     Example: StreamOptions(include_usage=True)
     """

@@ -1,13 +1,13 @@
-"""What longtail makes once a machine and keeps for its user: kernels, warm starts, drafters.
+"""The user's cache of things that are built once per machine: kernels, warm starts, drafters.
 
     $LONGTAIL_CACHE, else $XDG_CACHE_HOME/longtail, else ~/.cache/longtail
       tiny-reasoner/                 a kind
-        3f2a91c04d1be6a7/            an entry, named by the digest of whatever decides its content
-          ...  manifest.json         its files, and their seal
-        .new-x1y2/                   being made; renamed when it is whole
+        3f2a91c04d1be6a7/            an entry, named by the digest of its inputs
+          ...  manifest.json         the seal of its files
+        .new-x1y2/                   being built; renamed when it is complete
 
-An entry is used only if every file of it is as it was written; a damaged one is made anew. Code and
-weights in here are trusted, so what another user could have written is refused.
+An entry is used only if all its files are unchanged; a damaged entry is built again. Code and
+weights in the cache are trusted, so files that another user could have written are refused.
 """
 
 import logging
@@ -26,9 +26,9 @@ _OTHERS_WRITE = 0o022
 
 
 def cache_directory() -> Path:
-    """Return $LONGTAIL_CACHE, else the user's cache directory; an empty variable is an unset one.
+    """Return $LONGTAIL_CACHE, else the user's cache directory; an empty variable counts as unset.
 
-    Raises ConfigError for a user without a home.
+    Raises ConfigError for a user without a home directory.
     """
     try:
         if named := os.environ.get("LONGTAIL_CACHE"):
@@ -43,10 +43,10 @@ def cache_directory() -> Path:
 def build_once(
     kind: str, name: str, build: Callable[[Path], None], root: Path | str | None = None
 ) -> Path:
-    """Return an entry, letting `build` fill a new folder first if it is not there whole.
+    """Return the folder of an entry; `build` makes it first if it is missing or damaged.
 
-    The entry lies under `root`, else in the user's cache. Of two processes that build at once, one
-    result stays. Raises ConfigError where the cache cannot be written or is another user's.
+    The entry is under `root`, else in the user's cache. If two processes build at once, one result
+    is kept. Raises ConfigError if the cache cannot be written or belongs to another user.
     """
     base = cache_directory() if root is None else Path(root)
     try:
@@ -62,22 +62,22 @@ def build_once(
 
 
 def _entry(final: Path, build: Callable[[Path], None]) -> Path:
-    """Return an entry, making it beside its place if it is not there whole."""
+    """Return an entry; a missing or damaged one is built in a temporary folder and renamed."""
     damage = _damage(final)
     if damage is None:
         return final
     if final.exists():
-        _log.warning("%s is damaged, or of an earlier version; made anew: %s", final, damage)
+        _log.warning("%s is damaged or of an earlier version and is built again: %s", final, damage)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
     try:
-        build(temporary / "whole")
-        seal_folder(temporary / "whole", _MANIFEST, {})
+        build(temporary / "complete")
+        seal_folder(temporary / "complete", _MANIFEST, {})
         try:
             if final.exists() and _damage(final):
                 final.rename(temporary / "damaged")
-            (temporary / "whole").rename(final)
+            (temporary / "complete").rename(final)
         except OSError:
-            if _damage(final):  # else another process was faster
+            if _damage(final):  # otherwise another process was faster
                 raise
         sync(final.parent)
     finally:
@@ -86,7 +86,7 @@ def _entry(final: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _own(folder: Path) -> Path:
-    """Make a folder that only this user can write into, and return it."""
+    """Make a folder that only this user can write to, and return it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_foreign(folder)
     mode = folder.stat().st_mode
@@ -105,7 +105,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _damage(entry: Path) -> str | None:
-    """Say what is wrong with an entry, None if it is as written; ConfigError if another's."""
+    """Return what is damaged, None if nothing is. Raises ConfigError if it is another user's."""
     try:
         for path in (entry, *entry.rglob("*")):
             _refuse_foreign(path)

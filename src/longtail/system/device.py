@@ -67,7 +67,7 @@ def choose_device(name: str) -> torch.device:
     device = torch.device(chosen)
     if device.index is not None and device.index >= torch.cuda.device_count():
         raise ConfigError(
-            f"run.device = {name!r}: PyTorch sees {torch.cuda.device_count()} GPUs here, and they "
-            "count from 0"
+            f"run.device = {name!r}: PyTorch finds {torch.cuda.device_count()} GPUs here, "
+            "numbered from 0"
         )
     return device

@@ -1,10 +1,10 @@
-"""Files that survive a power cut, and show it when they were damaged or edited since.
+"""Files that survive a power failure, and whose later damage or edits are detected.
 
     folder/
-      a.bin  sub/b.bin     anything
-      state.json           the seal: a document, size and SHA-256 of each file above, and of itself
+      a.bin  sub/b.bin     any files
+      state.json           the seal: a document, size and SHA-256 of each file, and its own SHA-256
 
-Its writer decides what the document means. Nothing is ever unpickled.
+The document's meaning is the writer's. Nothing is ever unpickled.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ from longtail.system.strict_json import parse_json
 
 _FORMAT = 2
 _UNSEALED = 1
-"""Format of earlier versions, whose seal has no digest of its own."""
+"""Format of earlier versions, whose seal has no SHA-256 of its own."""
 _DIGEST = "sha256"
 
 
-def print_of(path: Path) -> dict[str, Any]:
-    """Return size and SHA-256 of a file, as JSON holds them."""
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Return size and SHA-256 of a file, as a JSON object."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, _DIGEST).hexdigest()
     return {"bytes": path.stat().st_size, _DIGEST: digest}
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one rename; the new one is on disk before the old one is gone."""
+    """Replace a file by renaming; the new one is on disk before the old one is removed."""
     temporary = path.with_name(f".new-{path.name}")
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
@@ -39,7 +39,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file or a directory durable."""
+    """Flush a file or a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,12 +48,12 @@ def sync(path: Path) -> None:
 
 
 def seal_folder(root: Path, name: str, document: Mapping[str, Any]) -> None:
-    """Write `document` into file `name`, with the prints of all other files, and sync everything.
+    """Write `document` and the fingerprints of all other files to file `name`; sync all files.
 
-    Floats come back to the last bit; NaN and infinity are refused with ValueError.
+    Floats are kept to the last bit. Raises ValueError for NaN and infinity.
     """
-    prints = {str(path.relative_to(root)): print_of(path) for path in _files(root)}
-    body = {"format": _FORMAT, **document, "files": prints}
+    fingerprints = {str(path.relative_to(root)): fingerprint(path) for path in _files(root)}
+    body = {"format": _FORMAT, **document, "files": fingerprints}
     text = json.dumps({**body, _DIGEST: _digest(body)}, indent=1, allow_nan=False)
     (root / name).write_text(text, encoding="utf-8")
     for path in _files(root):
@@ -63,9 +63,9 @@ def seal_folder(root: Path, name: str, document: Mapping[str, Any]) -> None:
 
 
 def open_sealed(root: Path, name: str) -> dict[str, Any]:
-    """Return the document of a sealed folder all of whose files are as they were written.
+    """Return the document of a sealed folder after checking all its files.
 
-    Raises OSError where a file cannot be read, ValueError where anything is not as it was written.
+    Raises OSError if a file cannot be read, ValueError if a file has changed.
     """
     document = read_json(root / name)
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
@@ -76,13 +76,13 @@ def open_sealed(root: Path, name: str) -> dict[str, Any]:
     if written_as != _UNSEALED and digest != _digest(document):
         raise ValueError(f"{name} does not have the SHA-256 it was written with")
     for each, expected in document["files"].items():
-        if not isinstance(expected, dict) or print_of(root / each) != expected:
+        if not isinstance(expected, dict) or fingerprint(root / each) != expected:
             raise ValueError(f"{each} does not have the size and SHA-256 it was written with")
     return document
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; OSError where it cannot be read, JsonError for whatever is no JSON."""
+    """Read a JSON file. Raises OSError if it cannot be read, JsonError if it is not JSON."""
     return parse_json(path.read_bytes(), allow_nan=True)
 
 
@@ -91,5 +91,5 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _digest(document: Mapping[str, Any]) -> str:
-    """Digest what JSON makes of a document, whatever its layout and the order of its keys."""
+    """Return the SHA-256 of a document, independent of layout and key order."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,4 @@
-"""On which sockets a run listens: its own process and all that it started, as Linux's /proc says.
-
-Listening(pid=4242, program="raylet", address="127.0.0.1", port=40321)
-"""
+"""TCP sockets on which a run's processes listen, from Linux's /proc."""
 
 import ipaddress
 import os
@@ -18,27 +15,27 @@ _LISTENS = "0A"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """A TCP socket that waits for connections.
+    """A listening TCP socket.
 
     Example: Listening(pid=4242, program="raylet", address="127.0.0.1", port=40321)
     """
 
     pid: int
     program: str
-    """Name of the process's program; of Python the script, of Ray's workers `ray::...`."""
+    """Name of the program: for Python the script, for Ray's workers `ray::...`."""
     address: str
     port: int
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
+        """Whether only processes of this machine can connect."""
         found = ipaddress.ip_address(self.address)
         mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
         return (mapped or found).is_loopback
 
 
 def process_of(run_dir: Path) -> int | None:
-    """Return the process that works in a run directory, which it holds a lock of; None if none."""
+    """Return the process that holds the lock of a run directory; None if there is none."""
     try:
         inode = (run_dir / ".lock").stat().st_ino
         locks = (_PROC / "locks").read_text()
@@ -49,34 +46,34 @@ def process_of(run_dir: Path) -> int | None:
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and all that it, or what it started, has started."""
+    """Return a process and all its descendants."""
     parents = {}
-    for place in _PROC.glob("[0-9]*"):
+    for entry in _PROC.glob("[0-9]*"):
         try:
-            stat = (place / "stat").read_text()
-        except OSError:  # it has ended
+            stat = (entry / "stat").read_text()
+        except OSError:  # the process has ended
             continue
-        parents[int(place.name)] = int(stat.rpartition(")")[2].split()[1])
+        parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
     found = [pid]
-    for member in found:  # grows meanwhile
+    for member in found:  # the list grows during the loop
         found += [child for child, parent in parents.items() if parent == member]
     return found
 
 
 def listening(pids: Collection[int]) -> list[Listening]:
-    """Return the TCP sockets on which processes listen; those of other users are not seen."""
-    places = dict(_places())
+    """Return the listening TCP sockets of processes of this user."""
+    addresses = dict(_listening_addresses())
     found = set()
     for pid in pids:
         for inode in _sockets(pid):
-            if inode in places:
-                address, port = places[inode]
+            if inode in addresses:
+                address, port = addresses[inode]
                 found.add(Listening(pid=pid, program=_program(pid), address=address, port=port))
     return sorted(found, key=lambda each: (each.pid, each.port, each.address))
 
 
-def _places() -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield where sockets listen, by inode."""
+def _listening_addresses() -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield the inode, and the address and port, of each listening socket."""
     for name, family_ in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:
             rows = (_PROC / "net" / name).read_text().splitlines()[1:]
@@ -90,7 +87,7 @@ def _places() -> Iterator[tuple[str, tuple[str, int]]]:
 
 
 def _address(digits: str, family_: socket.AddressFamily) -> str:
-    """Read an address: words of 32 bits in this machine's order."""
+    """Parse an address: 32-bit words in the machine's byte order."""
     words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
     return socket.inet_ntop(family_, b"".join(word.to_bytes(4, sys.byteorder) for word in words))
 
@@ -98,11 +95,11 @@ def _address(digits: str, family_: socket.AddressFamily) -> str:
 def _sockets(pid: int) -> Iterator[str]:
     """Yield the inodes of a process's sockets."""
     try:
-        for place in (_PROC / str(pid) / "fd").iterdir():
-            target = os.readlink(place)
+        for entry in (_PROC / str(pid) / "fd").iterdir():
+            target = os.readlink(entry)
             if target.startswith("socket:["):
                 yield target[8:-1]
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended or is another user's
         return
 
 
@@ -114,4 +111,4 @@ def _program(pid: int) -> str:
     names = [Path(word.strip()).name for word in words if not word.startswith("-")]
     is_python = names[0].startswith("python") and len(names) > 1 and names[1]
     name = names[1] if is_python else names[0]
-    return re.sub(r"^(ray::\w+).*", r"\1", name)  # without the task that it does at the moment
+    return re.sub(r"^(ray::\w+).*", r"\1", name)  # without the name of the current task

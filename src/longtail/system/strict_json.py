@@ -1,7 +1,7 @@
-"""JSON from outside (requests, data files, configuration): parsed to plain values, or refused.
+"""Strict parsing of external JSON: requests, data files, configuration.
 
-Every text is either a value that can be encoded, printed and written again, or a JsonError. What
-`json.loads` lets through is refused here: half a surrogate pair, NaN, numbers beyond a float.
+A text is either parsed to a value that can be encoded and written again, or refused. Unlike
+`json.loads`, this refuses half a surrogate pair, NaN and numbers beyond the range of a float.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from longtail.errors import JsonError
 
 MAX_DEPTH = 100
-"""Lists and objects inside each other."""
+"""Maximum nesting of lists and objects."""
 MAX_DIGITS = 308
 """Maximum number of digits of an integer: a number of 308 digits fits a float."""
 
@@ -21,11 +21,11 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """Return the value that a JSON text holds; bytes are read as UTF-8.
+    """Return the value of a JSON text; bytes are decoded as UTF-8.
 
-    Raises JsonError, in one sentence that a caller may put behind the name of its source, for
-    bytes that are not UTF-8, malformed JSON, more than MAX_DEPTH levels, an integer of more than
-    MAX_DIGITS digits, half a surrogate pair and, unless `allow_nan`, a number that is not finite.
+    Raises JsonError for bytes that are not UTF-8, malformed JSON, more than MAX_DEPTH levels, an
+    integer of more than MAX_DIGITS digits, half a surrogate pair and, unless `allow_nan`, a number
+    that is not finite. The message can follow the name of the source.
     """
     text = _decoded(text)
     number = float if allow_nan else _finite_number
@@ -43,7 +43,7 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
 
 
 def find_surrogate(text: str) -> int | None:
-    """Return the index of the first lone surrogate: half a character, which no UTF-8 can hold.
+    """Return the index of the first lone surrogate, which UTF-8 cannot encode; None without one.
 
     Example: find_surrogate("a\\ud83d") == 1, find_surrogate("abc") is None
     """
@@ -86,7 +86,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check_values(value: Any, *, strings: bool) -> None:
-    """Go down level by level, so that no depth exhausts the stack."""
+    """Check level by level, without recursion, so that no depth overflows the stack."""
     level, depth = [value], 0
     while level:
         if depth == MAX_DEPTH and any(isinstance(each, dict | list) for each in level):

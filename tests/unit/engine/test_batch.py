@@ -35,7 +35,7 @@ def test_a_step_is_laid_out_as_drawn():
     assert batch.drawing.tolist() == [2, 3, 4]
 
 
-def test_a_draft_lies_behind_its_root_and_takes_the_places_of_its_depths():
+def test_a_draft_follows_its_root_at_the_positions_of_its_depths():
     a = active("a", [10, 11, 12, 13], 4, 0)
     b = active("b", list(range(20, 30)), 4, 9)
     c = active("c", list(range(30, 35)), 2, 4)
@@ -54,7 +54,7 @@ def test_a_draft_lies_behind_its_root_and_takes_the_places_of_its_depths():
     assert flatten(chosen[:2], CPU).drawing is None
 
 
-def test_a_chunk_that_ends_inside_the_prompt_draws_nothing():
+def test_a_chunk_that_ends_inside_the_prompt_draws_no_token():
     a = active("a", [10, 11, 12, 13], 4, 1)
     first, last = Scheduled(active=a, num_tokens=2), Scheduled(active=a, num_tokens=3)
     assert not first.draws
@@ -65,7 +65,7 @@ def test_a_chunk_that_ends_inside_the_prompt_draws_nothing():
     assert batch.drawing.tolist() == []
 
 
-def test_when_every_token_draws_nothing_is_picked_out():
+def test_no_indices_are_needed_when_every_token_draws():
     chosen = [Scheduled(active=active(i, [1, 2, 3], 1, 2), num_tokens=1) for i in ("a", "b")]
     assert flatten(chosen, CPU).drawing is None
 

@@ -31,7 +31,7 @@ def test_a_prefix_is_shared_and_the_block_in_which_it_ends_is_copied():
     assert pool.usage().owned == 8, "what b shares stays"
 
 
-def test_who_takes_room_over_copies_what_others_still_read_before_writing():
+def test_a_shared_block_is_copied_before_its_new_owner_writes():
     pool, copies = make_pool()
     assert pool.try_grow("a", 8)
     assert pool.try_share("a", "b", num_shared=8, num_tokens=9)
@@ -44,7 +44,7 @@ def test_who_takes_room_over_copies_what_others_still_read_before_writing():
     assert len(copies) == 1
 
 
-def test_who_is_alone_when_it_writes_copies_nothing():
+def test_an_unshared_block_is_written_without_a_copy():
     pool, copies = make_pool()
     assert pool.try_grow("a", 8)
     assert pool.try_share("a", "b", num_shared=8, num_tokens=8)
@@ -54,7 +54,7 @@ def test_who_is_alone_when_it_writes_copies_nothing():
     assert copies == []
 
 
-def test_a_copy_needs_room_and_a_refusal_changes_nothing():
+def test_a_copy_needs_a_free_block_and_a_refusal_changes_nothing():
     pool, copies = make_pool(num_blocks=2)
     assert pool.try_grow("a", 8)
     assert pool.try_share("a", "b", num_shared=8, num_tokens=8)
@@ -65,7 +65,7 @@ def test_a_copy_needs_room_and_a_refusal_changes_nothing():
     assert (pool.usage(), pool.blocks("c"), copies) == (*before, [])
 
 
-def test_blocks_are_given_only_to_who_owns_them():
+def test_wrong_owners_of_blocks_are_refused():
     pool, _ = make_pool()
     assert pool.try_grow("a", 4)
     with pytest.raises(AssertionError, match="already owns"):

@@ -83,7 +83,7 @@ def test_streamed_pieces_join_to_the_text_and_the_completion_comes_last():
     assert is_idle(engine)
 
 
-def test_a_stream_tells_what_drafts_foretold_from_what_the_target_added():
+def test_a_stream_marks_drafted_pieces():
     text = (0, *range(1, len(PIECES)))
     drafter = ScriptedDrafter({"a": text}, RIGHT, vocab_size=len(PIECES))
     engine = scripted_engine()
@@ -97,13 +97,13 @@ def test_a_stream_tells_what_drafts_foretold_from_what_the_target_added():
     ]  # fmt: skip
 
 
-def test_a_stream_that_ends_inside_a_character_hands_out_what_it_has():
+def test_a_stream_that_ends_inside_a_character_flushes_its_text():
     *pieces, done = scripted_engine().stream(ask(prompt=(5,), max_tokens=2))
     assert isinstance(done, Completion)
     assert joined(pieces) == done.text == ">, \ufffd"
 
 
-def test_a_reader_who_goes_away_frees_the_request():
+def test_closing_a_stream_aborts_the_request():
     engine = scripted_engine()
     stream = engine.stream(ask())
     next(stream)
@@ -182,7 +182,7 @@ def test_a_name_in_progress_cannot_be_taken_again():
     assert engine.num_unfinished == 1
 
 
-def test_a_list_with_a_name_twice_leaves_nothing_in_progress():
+def test_duplicate_ids_leave_no_request_in_progress():
     """The first of the two used to stay behind and block the next pull."""
     engine = scripted_engine()
     with pytest.raises(RequestError, match="'a' is already in progress"):
@@ -190,7 +190,7 @@ def test_a_list_with_a_name_twice_leaves_nothing_in_progress():
     assert is_idle(engine)
 
 
-def test_a_callback_that_raises_leaves_nothing_in_progress():
+def test_a_callback_that_raises_leaves_no_request_in_progress():
     engine = scripted_engine()
 
     def on_step(report: StepReport) -> None:
@@ -267,7 +267,7 @@ def test_an_exception_of_one_request_ends_that_request_and_no_other(drafted):
     assert is_idle(engine)
 
 
-def test_a_request_without_numbers_fails_beside_one_that_has_them():
+def test_a_request_with_nan_logits_fails_and_others_continue():
     model = scripted_model(len(PIECES))
     with torch.no_grad():
         model.embedding.weight[7] = math.nan
@@ -280,7 +280,7 @@ def test_a_request_without_numbers_fails_beside_one_that_has_them():
     assert is_idle(engine)
 
 
-def test_completions_come_in_the_order_asked_whoever_ends_first():
+def test_completions_come_in_the_order_of_the_requests():
     engine = scripted_engine()
     requests = [ask(str(n), max_tokens=n) for n in (9, 1, 5, 3, 7, 2)]
     ended = []
@@ -306,7 +306,7 @@ def test_a_list_is_finished_although_someone_else_is_in_progress():
     assert engine.num_unfinished == 1
 
 
-def test_nothing_asked_is_nothing_done():
+def test_no_requests_give_no_completions():
     assert scripted_engine().generate([]) == []
 
 
@@ -345,7 +345,7 @@ def test_an_engine_with_work_refuses_new_weights():
     ],
     ids=["one more", "broadcast", "one less"],
 )
-def test_weights_of_another_model_are_refused_and_nothing_is_copied(changes, message):
+def test_weights_of_another_model_are_refused_without_a_copy(changes, message):
     """A copy would stretch a tensor of one element over all of them."""
     engine = scripted_engine()
     tensors = {**dict(markov_model(torch.zeros(11, 11)).named_parameters()), **changes}

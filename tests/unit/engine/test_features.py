@@ -71,7 +71,7 @@ def make_engine(
     engine, store = RolloutEngine(model, str, limits), FeatureStore(taps, max_bytes)
     texts: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
     texts |= zip((r.request_id for r in requests), write(engine, requests), strict=True)
-    # Only the final state is the drafter's own: what is kept is told apart from what it is told.
+    # The drafter reads only the final state: the store picks its own columns.
     drafter = ScriptedDrafter(texts, script, taps=Taps(final=True))
     engine.speculate(
         Speculation(
@@ -85,7 +85,7 @@ def make_engine(
 
 
 def room_for(num_rows: int) -> int:
-    """Bytes of a store that keeps so many tokens: a quarter is for steps that wait."""
+    """Bytes of a store for `count` tokens: a quarter is for pending steps."""
     return -(-num_rows * ROW * 4 // 3)
 
 
@@ -108,7 +108,7 @@ def computed(model: Transformer, text: Sequence[int], taps: Taps = TAPS) -> torc
 def assert_kept(
     store: FeatureStore, model: Transformer, text: Sequence[int], prompt_len: int
 ) -> None:
-    """All rows but the last are the text's own; the last is NaN, so that nobody reads it."""
+    """All rows but the last belong to the text; the last row is NaN."""
     rows = store.find(text, prompt_len)
     assert rows is not None, "the text is not whole"
     assert len(rows) == len(text)
@@ -122,7 +122,7 @@ def assert_kept(
     "script", [silent, RIGHT, WRONG, ragged(3)], ids=["silent", "right", "wrong", "ragged"]
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_row_is_of_its_own_token_whatever_was_drafted(family, script) -> None:
+def test_every_row_belongs_to_its_token_with_any_draft(family, script) -> None:
     model, requests = tiny_model(family, dtype=torch.float64), make_requests()
     engine, store = make_engine(model, script=script, requests=requests)
     accepted = [0]
@@ -136,7 +136,7 @@ def test_every_row_is_of_its_own_token_whatever_was_drafted(family, script) -> N
 
 
 @pytest.mark.parametrize("taps", [Taps(final=True), Taps(layers=(1,)), TAPS], ids=str)
-def test_what_is_kept_is_what_was_asked_for_beside_what_drafters_ask_for(taps) -> None:
+def test_the_store_keeps_its_own_taps_beside_those_of_drafters(taps) -> None:
     model, requests = tiny_model(dtype=torch.float64), make_requests()[3:5]
     engine, store = make_engine(model, script=RIGHT, requests=requests, taps=taps)
     for request, text in zip(requests, write(engine, requests), strict=True):
@@ -146,7 +146,7 @@ def test_what_is_kept_is_what_was_asked_for_beside_what_drafters_ask_for(taps) -
 @pytest.mark.slow
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
 @pytest.mark.parametrize("limits", [CROWDED, CHUNKED], ids=["crowded", "chunked"])
-def test_preempted_chunked_and_shared_prompts_leave_whole_texts(limits, grouped) -> None:
+def test_preempted_chunked_and_shared_prompts_give_complete_texts(limits, grouped) -> None:
     """A sibling computes nothing of its prompt: those rows are its group's."""
     model, requests = tiny_model(dtype=torch.float64), make_requests(grouped=grouped)
     engine, store = make_engine(model, limits, script=ragged(4), requests=requests)
@@ -214,7 +214,7 @@ def test_an_aborted_text_stays_and_its_name_may_be_used_again() -> None:
 
 @pytest.mark.parametrize("aside", [False, True], ids=["in place", "set aside"])
 def test_other_weights_leave_no_feature_of_the_old_ones(aside) -> None:
-    """Also if nobody speculated while the weights changed."""
+    """Also if speculation was off while the weights changed."""
     model, requests = tiny_model(dtype=torch.float64), make_requests()[:4]
     engine, store = make_engine(model)
     texts = write(engine, requests)
@@ -235,8 +235,8 @@ def test_other_weights_leave_no_feature_of_the_old_ones(aside) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
 @pytest.mark.parametrize("limits", [ROOMY, CROWDED], ids=["roomy", "crowded"])
-def test_memory_is_bounded_and_what_has_no_room_is_not_there(limits, grouped) -> None:
-    """Whatever was let go: never more than so many bytes, and no row of another text."""
+def test_memory_is_bounded_and_dropped_texts_are_missing(limits, grouped) -> None:
+    """After any drops: never more than `max_bytes`, and no row of another text."""
     model, requests = tiny_model(dtype=torch.float64), make_requests(grouped=grouped)
     whole = sum(len(r.prompt_tokens) + r.sampling.max_tokens for r in requests)
     for num_rows in (0, 5, 30, whole // 4, whole // 2, whole):
@@ -258,7 +258,7 @@ def test_memory_is_bounded_and_what_has_no_room_is_not_there(limits, grouped) ->
         assert store.num_bytes == 0
 
 
-def test_the_text_that_was_heard_of_longest_ago_goes_first() -> None:
+def test_the_least_recently_extended_text_is_dropped_first() -> None:
     model = tiny_model(dtype=torch.float64)
     requests = [r for r in make_requests() if len(r.prompt_tokens) == 1]
     lengths = [r.sampling.max_tokens for r in requests]
@@ -285,7 +285,7 @@ def test_a_prompt_that_was_cut_short_goes_on_behind_a_siblings() -> None:
         for name, more in (("one", (7, 8, 9)), ("other", (6, 6)))
     )
     store.add(step_of(one, 0, 2))
-    assert store.find(one.tokens[:3], 3) is None, "half a prompt is nobody's prompt"
+    assert store.find(one.tokens[:3], 3) is None, "half a prompt is no prompt"
     store.add(step_of(other, 0, 6))
     store.add(step_of(one, 5, 8))
     for active, num_computed in ((one, 8), (other, 6)):
@@ -294,7 +294,7 @@ def test_a_prompt_that_was_cut_short_goes_on_behind_a_siblings() -> None:
         assert rows[:-1, 0].tolist() == list(range(num_computed))
 
 
-def test_a_text_whose_beginning_was_let_go_takes_no_more_room() -> None:
+def test_a_text_without_its_beginning_takes_no_memory() -> None:
     store = FeatureStore(Taps(final=True), 10**4)
     active = ActiveRequest(
         request=Request(request_id="late", prompt_tokens=(1, 2, 3), noise_key=0),

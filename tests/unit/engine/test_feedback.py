@@ -1,7 +1,7 @@
-"""When a step is learned from, by whom, and whose seconds that takes.
+"""The time at which feedback is applied, and the step that its seconds count towards.
 
-Time is made up: a pass takes 10, a proposal 2, learning of drafts 3, a tuner's learning 4. On a
-"gpu" the pass runs while the host goes on; on a "cpu" it is over when it was launched.
+Time is simulated: a pass takes 10, a proposal 2, drafters' learning 3, a tuner's learning 4. On a
+"gpu" the pass runs while the host continues; on a "cpu" `launch` returns after the pass.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ PASS_S, PROPOSAL_S, LEARNING_S, TUNING_S = 10.0, 2.0, 3.0, 4.0
 
 @dataclass
 class World:
-    """What time it is, and what has happened."""
+    """The simulated time, and a log of events."""
 
     now: float = 0.0
     log: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class WorldClock(StepClock):
 
 @dataclass
 class Event:
-    """Of a pass that a GPU computes until then."""
+    """Event of a GPU pass that ends at `until`."""
 
     world: World
     until: float
@@ -62,7 +62,7 @@ class Event:
 
 
 class Turns(Tuner):
-    """Drafts in two steps of three, and remembers what it learns."""
+    """Drafts in two steps of three, and keeps the outcomes."""
 
     def __init__(self, world: World) -> None:
         self._world, self._step = world, 0
@@ -82,7 +82,7 @@ class Turns(Tuner):
 
 
 class Slow(ScriptedDrafter):
-    """Takes its time over every proposal."""
+    """Takes PROPOSAL_S for every proposal."""
 
     world: World
 
@@ -93,7 +93,7 @@ class Slow(ScriptedDrafter):
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[World]:
-    """Where passes take time on the device that the test names."""
+    """A world in which passes take time on the device of the test."""
     world, device = World(), getattr(request, "param", "cpu")
     launch, wait, send = ModelRunner.launch, Launched.wait, StepFeedback.send_to_drafters
 
@@ -119,7 +119,7 @@ def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
 
 
 def make_engine(world: World) -> tuple[RolloutEngine, ScriptedDrafter, Turns]:
-    """Two requests of a model that counts, drafted for rightly."""
+    """Two requests of a counting model, with correct drafts."""
     limits = EngineLimits(max_running=4, max_step_tokens=60, max_len=64)
     engine = RolloutEngine(scripted_model(60), lambda tokens: "", limits)
     drafter = Slow({"a": range(60), "b": range(60)}, RIGHT, vocab_size=60, informed=False)
@@ -143,8 +143,8 @@ def to_the_end(engine: RolloutEngine) -> list[StepReport]:
 
 
 @pytest.mark.parametrize("world", ["cpu", "gpu"], indirect=True)
-def test_a_step_is_learned_from_while_the_next_one_is_computed(world):
-    """In the same order on all devices; the last one is learned from when nothing is left."""
+def test_feedback_is_applied_while_the_next_step_is_computed(world):
+    """All devices use the same order; the last feedback is applied when no request is left."""
     engine, _, tuner = make_engine(world)
     steps = to_the_end(engine)
     done = [event for event in world.log if event != "propose"]
@@ -157,13 +157,13 @@ def test_a_step_is_learned_from_while_the_next_one_is_computed(world):
 
 
 @pytest.mark.parametrize("world", ["cpu", "gpu"], indirect=True)
-def test_the_seconds_of_learning_are_those_of_the_step_that_is_learned_from(world, request):
-    """On a CPU drafts cost what drafters take to learn of them; on a GPU nobody waits for it."""
+def test_learning_seconds_count_towards_the_step_they_learn_from(world, request):
+    """On a CPU drafters' learning is a cost of their drafts; on a GPU no step waits for it."""
     engine, _, tuner = make_engine(world)
     to_the_end(engine)
     exposed = LEARNING_S if request.node.callspec.params["world"] == "cpu" else 0.0
     kinds = set()
-    for outcome in tuner.outcomes[:-1]:  # the last one is learned from outside of any step
+    for outcome in tuner.outcomes[:-1]:  # the last feedback is applied outside of any step
         drafted = bool(outcome.timings)
         kinds.add(drafted)
         assert outcome.verify_s == PASS_S + exposed * drafted
@@ -179,9 +179,9 @@ def stop_all(engine: RolloutEngine) -> None:
 @pytest.mark.parametrize(
     "change",
     [lambda engine: engine.speculate(None), RolloutEngine.reset_estimates, stop_all],
-    ids=["set-aside", "looked-at-again", "aborted"],
+    ids=["removed", "estimates-reset", "aborted"],
 )
-def test_nothing_is_left_to_learn_when_something_changes(world, change: Callable):
+def test_pending_feedback_is_applied_before_any_change(world, change: Callable):
     engine, drafter, tuner = make_engine(world)
     steps = [engine.step() for _ in range(3)]
     assert len(tuner.outcomes) == 2

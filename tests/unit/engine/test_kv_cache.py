@@ -45,7 +45,7 @@ def means(values: Tensor) -> Tensor:
     return values.cumsum(0) / torch.arange(1, len(values) + 1)
 
 
-def test_room_is_counted_in_whole_blocks():
+def test_capacity_is_counted_in_whole_blocks():
     kv = make_cache(num_tokens=20)
     assert kv.usage() == KVUsage(free=20, owned=0, total=20)
     assert kv.try_grow("a", 5)
@@ -61,7 +61,7 @@ def test_room_is_counted_in_whole_blocks():
     assert kv.usage() == KVUsage(free=12, owned=8, total=20)
 
 
-def test_a_tail_that_fills_no_block_is_nobodys():
+def test_a_tail_shorter_than_a_block_is_not_used():
     assert make_cache(num_tokens=23).usage().total == 20
 
 
@@ -160,7 +160,7 @@ def test_a_draft_may_outgrow_the_rectangle():
     torch.testing.assert_close(seen[0], torch.cat((kept, values[39:])).mean())
 
 
-def test_what_a_row_held_before_is_not_seen():
+def test_earlier_contents_of_a_row_are_not_visible():
     kv = make_cache(max_rows=1)
     assert kv.try_grow("a", 12)
     put(kv, "a", 0, torch.full((12,), torch.nan, dtype=torch.float64))
@@ -171,7 +171,7 @@ def test_what_a_row_held_before_is_not_seen():
     torch.testing.assert_close(put(kv, "b", 10, values[10:]), means(values)[10:])
 
 
-def test_memory_is_given_only_to_who_owns_it():
+def test_wrong_owners_are_refused():
     kv = make_cache()
     assert kv.try_grow("a", 8)
     assert kv.try_grow("b", 4)

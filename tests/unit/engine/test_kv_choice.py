@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV cache takes, and when it refuses; which cache a device has."""
+"""The size of the KV cache on a GPU, its refusals, and the choice of cache by device."""
 
 import pytest
 import torch
@@ -30,12 +30,12 @@ def test_all_requests_at_their_longest_where_memory_is_plenty():
     assert paged_tokens(limits(), A_TOKEN, 10**9) == 4 * 128, "100 tokens are two blocks of 64"
 
 
-def test_what_fits_where_it_is_not():
+def test_the_cache_takes_what_fits_if_memory_is_short():
     # nine tenths of 300 000 bytes are 270 tokens, four whole blocks
     assert paged_tokens(limits(), A_TOKEN, 300_000) == 256
 
 
-def test_what_was_asked_for_is_had_in_full_or_refused():
+def test_a_given_size_is_allocated_in_full_or_refused():
     assert paged_tokens(limits(200), A_TOKEN, 10**9) == 256
     with pytest.raises(RequestError, match=r"rollout.kv_tokens = 300 .* enough for 256; lower it"):
         paged_tokens(limits(300), A_TOKEN, 300_000)

@@ -1,4 +1,4 @@
-"""Noise made ahead is the keyed noise of its place, whoever asked for what before."""
+"""The noise table returns the keyed noise of each position, after any earlier requests."""
 
 from collections.abc import Sequence
 
@@ -62,7 +62,7 @@ def assert_drafts_read_the_same(
         max_size=8,
     )
 )
-def test_whoever_comes_and_goes_reads_the_noise_of_his_place(max_entries, events):
+def test_each_request_reads_the_noise_of_its_position(max_entries, events):
     noise = NoiseTable(VOCAB, CPU, max_entries=max_entries)
     actives = [request(number) for number in range(5)]
     for chosen, depth, drafts, grown, turned in events:

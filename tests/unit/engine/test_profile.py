@@ -29,7 +29,7 @@ def scripted(taps: Taps) -> ScriptedDrafter:
     return ScriptedDrafter(TEXTS, RIGHT, taps=taps, informed=False)
 
 
-def test_what_stands_out_above_both_neighbours_is_lowered():
+def test_a_measurement_above_both_neighbours_is_lowered():
     assert without_stalls((1, 2, 3), (1.0, 9.0, 2.0)) == pytest.approx([1.0, 1.65, 2.0])
     assert without_stalls((1, 2, 4), (1.0, 9.0, 0.5)) == pytest.approx([1.0, 1.1, 0.5])
 
@@ -62,7 +62,7 @@ def test_a_measured_model_costs_something_and_more_costs_more():
 
 
 @torch.inference_mode()
-def test_every_drafter_gets_a_cost_and_forgets_the_made_up_requests():
+def test_every_drafter_gets_a_cost_and_forgets_the_synthetic_requests():
     drafters = [scripted(Taps()), scripted(Taps(layers=(1,), final=True))]
     known = CostModel(TimeCurve((1, 8), (1e-3, 2e-3)), pair_s=0.0, node_pair_s=0.0)
     costs = measure_costs(tiny_model(), LIMITS, drafters, known)

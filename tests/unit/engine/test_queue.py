@@ -1,4 +1,4 @@
-"""What waits to be told: joined in order, dropped when old, with the features that belong to it."""
+"""The observation queue: steps are merged in order, dropped when old, and keep their features."""
 
 from collections.abc import Sequence
 
@@ -56,58 +56,58 @@ def assert_features_belong(news: ObservationBatch, actives: Sequence[ActiveReque
 
 
 def test_steps_are_joined_request_by_request_in_order():
-    a, b, backlog = request("a", 9), request("b", 9), ObservationQueue()
-    backlog.add(step((a, 3, 1), (b, 5, 1)))
-    backlog.add(step((b, 6, 1), (a, 4, 1)))
-    backlog.add(step((a, 5, 1)))
-    (news,) = backlog.take(with_done=False)
+    a, b, queue = request("a", 9), request("b", 9), ObservationQueue()
+    queue.add(step((a, 3, 1), (b, 5, 1)))
+    queue.add(step((b, 6, 1), (a, 4, 1)))
+    queue.add(step((a, 5, 1)))
+    (news,) = queue.take(with_done=False)
     assert told(news) == [("a", 3, 3), ("b", 5, 2)]
     assert news.seen[0].tokens is a.tokens
     assert news.seen[0].prompt_len == 3
     assert_features_belong(news, [a, b])
-    assert list(backlog.take(with_done=False)) == []
+    assert list(queue.take(with_done=False)) == []
 
 
-def test_what_was_told_once_is_not_told_again():
-    a, backlog = request("a", 9), ObservationQueue()
-    backlog.add(step((a, 3, 1)))
-    assert len(list(backlog.take(with_done=True))) == 1
-    backlog.add(step((a, 4, 1)))
-    (news,) = backlog.take(with_done=True)
+def test_each_token_is_observed_once():
+    a, queue = request("a", 9), ObservationQueue()
+    queue.add(step((a, 3, 1)))
+    assert len(list(queue.take(with_done=True))) == 1
+    queue.add(step((a, 4, 1)))
+    (news,) = queue.take(with_done=True)
     assert told(news) == [("a", 4, 1)]
-    backlog.add(step((a, 5, 1)))
-    backlog.clear()
-    assert list(backlog.take(with_done=True)) == []
+    queue.add(step((a, 5, 1)))
+    queue.clear()
+    assert list(queue.take(with_done=True)) == []
 
 
-def test_requests_that_left_are_told_only_to_who_wants_them():
+def test_finished_requests_are_observed_only_on_request():
     for with_done, expected in ((True, [("a", 3, 2), ("b", 5, 2)]), (False, [("b", 5, 2)])):
-        a, b, backlog = request("a", 9), request("b", 9), ObservationQueue()
-        backlog.add(step((a, 3, 1), (b, 5, 1)))
-        backlog.add(step((a, 4, 1), (b, 6, 1)))
+        a, b, queue = request("a", 9), request("b", 9), ObservationQueue()
+        queue.add(step((a, 3, 1), (b, 5, 1)))
+        queue.add(step((a, 4, 1), (b, 6, 1)))
         a.is_done = True
-        (news,) = backlog.take(with_done=with_done)
+        (news,) = queue.take(with_done=with_done)
         assert told(news) == expected
         assert news.done == (("a",) if with_done else ())
         assert_features_belong(news, [a, b])
 
 
 def test_a_request_that_is_computed_anew_begins_another_stretch():
-    a, b, backlog = request("a", 9), request("b", 9), ObservationQueue()
-    backlog.add(step((a, 5, 1), (b, 5, 1)))
-    backlog.add(step((a, 0, 1), (b, 6, 1)))
-    backlog.add(step((a, 1, 1)))
-    (news,) = backlog.take(with_done=False)
+    a, b, queue = request("a", 9), request("b", 9), ObservationQueue()
+    queue.add(step((a, 5, 1), (b, 5, 1)))
+    queue.add(step((a, 0, 1), (b, 6, 1)))
+    queue.add(step((a, 1, 1)))
+    (news,) = queue.take(with_done=False)
     assert told(news) == [("a", 5, 1), ("a", 0, 2), ("b", 5, 2)]
     assert_features_belong(news, [a, b])
 
 
 def test_a_step_that_reads_a_prompt_is_the_last_of_its_record():
-    a, b, backlog = request("a", 9), request("b", 9), ObservationQueue()
-    backlog.add(step((a, 3, 1)))
-    backlog.add(step((a, 4, 1), (b, 0, 3)))
-    backlog.add(step((a, 5, 1), (b, 3, 1)))
-    records = list(backlog.take(with_done=False))
+    a, b, queue = request("a", 9), request("b", 9), ObservationQueue()
+    queue.add(step((a, 3, 1)))
+    queue.add(step((a, 4, 1), (b, 0, 3)))
+    queue.add(step((a, 5, 1), (b, 3, 1)))
+    records = list(queue.take(with_done=False))
     assert [told(news) for news in records] == [
         [("a", 3, 2), ("b", 0, 3)],
         [("a", 5, 1), ("b", 3, 1)],
@@ -127,48 +127,48 @@ def verified(active: ActiveRequest, root: int, draft: DraftTree, found: Accepted
     )
 
 
-def test_of_a_draft_the_accepted_path_is_told_and_its_rows():
-    a, backlog = request("a", 12), ObservationQueue()
-    backlog.add(verified(a, 5, TREE, TREE_ACCEPTED))
-    backlog.add(step((a, 8, 1)))
-    (news,) = backlog.take(with_done=False)
+def test_only_the_accepted_path_of_a_draft_is_observed():
+    a, queue = request("a", 12), ObservationQueue()
+    queue.add(verified(a, 5, TREE, TREE_ACCEPTED))
+    queue.add(step((a, 8, 1)))
+    (news,) = queue.take(with_done=False)
     assert told(news) == [("a", 5, 4)]
     assert news.features is not None
     expected = torch.tensor([label(a, 5), 0.51, 0.53, label(a, 8)])
     assert torch.equal(news.features[:, 0], expected)
 
 
-def test_nodes_behind_the_end_of_a_text_are_not_told():
-    a, backlog = request("a", 7), ObservationQueue()  # its second accepted node was past a stop
-    backlog.add(verified(a, 5, TREE, TREE_ACCEPTED))
-    (news,) = backlog.take(with_done=False)
+def test_nodes_after_the_end_of_a_text_are_not_observed():
+    a, queue = request("a", 7), ObservationQueue()  # its second accepted node was past a stop
+    queue.add(verified(a, 5, TREE, TREE_ACCEPTED))
+    (news,) = queue.take(with_done=False)
     assert told(news) == [("a", 5, 2)]
     assert news.features is not None
     assert torch.equal(news.features[:, 0], torch.tensor([label(a, 5), 0.51]))
 
 
 def test_steps_beyond_the_lookback_fall_off_the_end():
-    a, backlog = request("a", 50), ObservationQueue(lookback=4)
+    a, queue = request("a", 50), ObservationQueue(lookback=4)
     for position in range(3, 20):
-        backlog.add(step((a, position, 1)))
-    (news,) = backlog.take(with_done=False)
+        queue.add(step((a, position, 1)))
+    (news,) = queue.take(with_done=False)
     assert told(news) == [("a", 16, 4)]
     assert_features_belong(news, [a])
 
 
 def test_features_that_wait_are_bounded_but_the_last_step_stays():
-    a, backlog = request("a", 50), ObservationQueue()
+    a, queue = request("a", 50), ObservationQueue()
     large = torch.zeros(1, 10 * 2**20)  # 40 MiB
     for position in (3, 4, 5):
-        backlog.add(Computed([Scheduled(active=a, num_tokens=1)], [position + 1], {}, large))
-    (news,) = backlog.take(with_done=False)
+        queue.add(Computed([Scheduled(active=a, num_tokens=1)], [position + 1], {}, large))
+    (news,) = queue.take(with_done=False)
     assert told(news) == [("a", 5, 1)]
 
 
-def test_without_features_the_text_is_told_all_the_same():
-    a, backlog = request("a", 9), ObservationQueue()
-    backlog.add(step((a, 3, 1), tapped=False))
-    backlog.add(step((a, 4, 1), tapped=False))
-    (news,) = backlog.take(with_done=False)
+def test_tokens_are_observed_without_features():
+    a, queue = request("a", 9), ObservationQueue()
+    queue.add(step((a, 3, 1), tapped=False))
+    queue.add(step((a, 4, 1), tapped=False))
+    (news,) = queue.take(with_done=False)
     assert told(news) == [("a", 3, 2)]
     assert news.features is None

@@ -70,7 +70,7 @@ def test_a_rollout_is_kept_in_columns_an_entry_a_step() -> None:
     assert accept_lengths(WORKED) == [1.0, 3.5, 1.0]
 
 
-def test_an_engine_that_does_not_speculate_leaves_nothing() -> None:
+def test_an_engine_without_speculation_logs_nothing() -> None:
     log = RolloutLog()
     log.add(_report(8, ()))
     assert log.series() is None

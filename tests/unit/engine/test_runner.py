@@ -56,7 +56,7 @@ def expected(
     ),
     max_entries=st.sampled_from([1, 40, 200, 2**18]),
 )
-def test_noise_ahead_is_the_keyed_noise_whoever_draws(steps, max_entries):
+def test_table_noise_is_the_keyed_noise_for_any_group_of_requests(steps, max_entries):
     """Requests come and go, pause and return, and the table is refilled at any time."""
     ahead = NoiseTable(13, CPU, max_entries=max_entries)
     requests = [active(str(i), 2 + 5 * i, 100 - i) for i in range(5)]
@@ -75,7 +75,7 @@ def test_noise_ahead_is_the_keyed_noise_whoever_draws(steps, max_entries):
     depth=st.integers(1, 9),
     max_entries=st.sampled_from([1, 200, 2**18]),
 )
-def test_drafts_see_the_noise_of_the_places_their_nodes_would_take(drawn, depth, max_entries):
+def test_drafts_use_the_noise_of_the_positions_of_their_nodes(drawn, depth, max_entries):
     """A node of depth 1 takes the next place; what was handed out outlives a refill."""
     noise = NoiseTable(13, CPU, max_entries=max_entries)
     requests = [active(str(i), 2 + 5 * i, 100 - i) for i in range(5)]

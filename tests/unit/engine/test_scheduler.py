@@ -39,7 +39,7 @@ def names(chosen: list[Scheduled]) -> Chosen:
 
 
 def step(scheduler: Scheduler) -> Chosen:
-    """Schedule, compute, and draw a token for everyone who draws; nobody finishes."""
+    """Schedule, compute, and draw a token for each request that draws; none finishes."""
     chosen = scheduler.schedule()
     result = names(chosen)
     kv = scheduler._kv
@@ -74,11 +74,11 @@ def test_no_more_run_than_may():
     assert step(scheduler) == [("b", 1), ("c", 2)]
 
 
-def test_with_nothing_to_do_nothing_is_chosen():
+def test_an_empty_scheduler_chooses_no_request():
     assert make_scheduler().schedule() == []
 
 
-def test_the_youngest_gives_way_and_is_computed_again():
+def test_the_youngest_request_is_preempted_and_recomputed():
     """Four blocks: a needs its third, so c goes; c comes back, tokens kept, when a has left."""
     scheduler = make_scheduler(num_tokens=16, max_running=3)
     a, b, c = active("a", 8), active("b", 3), active("c", 3)
@@ -135,7 +135,7 @@ def test_siblings_wait_for_their_prompt_while_others_pass():
     assert scheduler.counts().num_preemptions == 0
 
 
-def test_prompts_of_one_token_share_nothing_and_of_two_share_one():
+def test_a_prompt_shares_all_but_its_last_token():
     for prompt_len, expected in ((1, [("a", 1), ("b", 1)]), (2, [("a", 2)])):
         scheduler = make_scheduler()
         scheduler.add(active("a", prompt_len, "g"))
@@ -145,7 +145,7 @@ def test_prompts_of_one_token_share_nothing_and_of_two_share_one():
         assert scheduler.counts().num_shared_tokens == prompt_len - 1
 
 
-def test_a_sibling_takes_over_from_one_that_leaves():
+def test_a_waiting_sibling_inherits_the_kv_of_a_finished_one():
     scheduler = make_scheduler(max_running=1)
     a, b = active("a", 5, "g"), active("b", 5, "g")
     for each in (a, active("other", 2), b):
@@ -168,7 +168,7 @@ def test_a_prompt_that_was_not_finished_is_not_handed_over():
     assert [step(scheduler), step(scheduler)] == [[("b", 3)], [("b", 2)]]
 
 
-def test_a_preempted_sibling_takes_the_whole_prompt_over_again():
+def test_a_preempted_sibling_inherits_the_whole_prompt_again():
     """It has drawn already, so even the last token of the prompt need not be computed."""
     scheduler = make_scheduler(max_running=2)
     a, b = active("a", 5, "g"), active("b", 5, "g")
@@ -181,7 +181,7 @@ def test_a_preempted_sibling_takes_the_whole_prompt_over_again():
     assert b.num_computed == len(b.tokens) - 1 == 6
 
 
-def test_a_group_id_without_the_same_prompt_shares_nothing():
+def test_a_group_with_different_prompts_shares_no_kv():
     """Two prompts under one group id used to read each other's KV, silently."""
     scheduler = make_scheduler()
     scheduler.add(active("a", 4, "g"))

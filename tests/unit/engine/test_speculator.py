@@ -1,4 +1,4 @@
-"""The engine's side of speculation: who is asked, and what a drafter is told, token by token."""
+"""Speculation in the engine: proposals, and the tokens that drafters observe."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ ROOMY = EngineLimits(max_running=8, max_step_tokens=200, max_len=64)
 CROWDED = EngineLimits(max_running=5, max_step_tokens=40, max_len=64, kv_tokens=96)
 TREE = Strategy(depth=5, width=3, size=8)
 _LAST = TREE.depth + 3
-"""Tokens of the last steps: a drafter is told when it is next asked, and then nobody is."""
+"""Tokens of the last steps, which no proposal follows: drafters do not observe them."""
 FEATURES = (Taps(final=True), Taps(layers=(0, 1)), Taps(layers=(1,), final=True))
 
 
@@ -99,8 +99,8 @@ def assert_true_to_the_text(
 @pytest.mark.slow
 @pytest.mark.parametrize("taps", FEATURES, ids=["final", "layers", "both"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_drafter_is_told_each_computed_token_once_with_its_own_features(family, taps):
-    """In order, from the first on, the nodes of a draft that were accepted and no others."""
+def test_a_drafter_observes_each_token_once_with_its_features(family, taps):
+    """Tokens are in order from the first one, with accepted nodes and no others."""
     requests = make_requests()
     texts = write_plainly(family, requests)
     for script in (RIGHT, ragged(3)):
@@ -118,8 +118,8 @@ def test_a_drafter_is_told_each_computed_token_once_with_its_own_features(family
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
-def test_what_is_computed_anew_is_told_anew(grouped):
-    """Preempted requests start over, siblings begin behind the prompt that they were given."""
+def test_recomputed_tokens_are_observed_again(grouped):
+    """Preempted requests start again, siblings after the shared prompt."""
     requests, taps = make_requests(grouped=grouped), FEATURES[0]
     texts = write_plainly("qwen3", requests)
     engine = RolloutEngine(tiny_model("qwen3", dtype=torch.float64), nothing, CROWDED)
@@ -137,7 +137,7 @@ def test_what_is_computed_anew_is_told_anew(grouped):
         assert_true_to_the_text(memory, "qwen3", texts[name], taps)
 
 
-def test_a_drafter_handed_in_later_is_told_all_from_then_on():
+def test_a_drafter_added_later_observes_all_later_tokens():
     requests, taps = make_requests(), FEATURES[1]
     texts = write_plainly("mistral", requests)
     engine = RolloutEngine(tiny_model("mistral", dtype=torch.float64), nothing, ROOMY)
@@ -167,7 +167,7 @@ def test_a_drafter_handed_in_later_is_told_all_from_then_on():
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a drafter was asked about one request."""
+    """One request as a drafter saw it."""
 
     request_id: str
     num_tokens: int
@@ -178,7 +178,7 @@ class Question:
 def asking(
     limits: EngineLimits = ROOMY, family: Family = "llama", **speculation: object
 ) -> tuple[RolloutEngine, list[Question]]:
-    """An engine whose drafter proposes nothing, and what it is asked."""
+    """An engine whose drafter proposes nothing, and the list of its calls."""
     questions: list[Question] = []
 
     def sketch(request: Draftable, strategy: Strategy) -> Sketch:
@@ -193,7 +193,7 @@ def asking(
 
 
 @pytest.mark.parametrize(("family", "deepest"), [("llama", 62), ("mistral", 7)])
-def test_a_draft_is_asked_only_as_deep_as_it_can_be_used(family, deepest):
+def test_drafts_are_no_deeper_than_they_can_be_used(family, deepest):
     """The root yields a token, too; a window of 8 places holds a root and 7 nodes behind it."""
     engine, questions = asking(family=family)
     request = make_requests(max_tokens=10)[3]
@@ -227,7 +227,7 @@ def test_the_spare_tokens_of_a_step_are_shared_out_and_never_exceeded():
     assert not questions, "2 spare tokens are none for each of 3"
 
 
-def test_no_draft_is_asked_for_in_steps_of_more_requests_than_drafting_pays_for():
+def test_no_draft_is_proposed_in_steps_above_max_running():
     engine, questions = asking(max_running=2)
     for request in make_requests()[:3]:
         engine.submit(request)
@@ -249,7 +249,7 @@ def test_a_request_in_the_middle_of_its_prompt_is_not_drafted_for():
 
 
 @pytest.mark.parametrize("coupled", [True, False])
-def test_coupled_drafts_see_the_noise_of_their_places_and_others_none(coupled):
+def test_coupled_drafts_use_the_noise_of_their_positions_and_others_none(coupled):
     requests = make_requests()[:4]
     seen: list[tuple[list[tuple[int, int]], torch.Tensor]] = []
 
@@ -276,7 +276,7 @@ def test_coupled_drafts_see_the_noise_of_their_places_and_others_none(coupled):
             assert row.equal(gumbel_noise(*shifted.T.contiguous(), 128))
 
 
-def test_a_step_reports_how_each_draft_fared():
+def test_a_step_reports_the_result_of_each_draft():
     """tree.py's running example over a model that counts: 1a and 3c are right, 2b and 4d wrong."""
     sketch = Sketch((0, 0, 1, 3), (0, 1, 0, 2))
     engine = RolloutEngine(scripted_model(40), nothing, ROOMY)
@@ -297,7 +297,7 @@ def test_a_step_reports_how_each_draft_fared():
         assert 0 < step.gap_s < step.step_s - step.forward_s
 
 
-def test_whoever_leaves_is_forgotten_and_new_weights_are_followed():
+def test_finished_requests_are_forgotten_and_new_weights_are_followed():
     engine, _ = asking()
     assert engine.speculation is not None
     drafter = engine.speculation.drafters[0]
@@ -323,8 +323,8 @@ def weights_of(family: Family) -> PolicyWeights:
     return PolicyWeights(version=1, tensors=tensors)
 
 
-def test_a_drafter_that_is_set_aside_keeps_nothing_of_those_who_leave_meanwhile():
-    """Else it grows for ever, and takes a name that returns for the request it once knew."""
+def test_a_removed_drafter_keeps_no_finished_request():
+    """Otherwise its state grows, and a reused id matches an old request."""
     engine, _ = asking()
     speculation = engine.speculation
     assert speculation is not None
@@ -338,7 +338,7 @@ def test_a_drafter_that_is_set_aside_keeps_nothing_of_those_who_leave_meanwhile(
     assert not speculation.drafters[0].memories
 
 
-def test_a_drafter_that_was_set_aside_follows_weights_that_came_meanwhile():
+def test_a_drafter_that_returns_follows_the_new_weights():
     engine, _ = asking()
     speculation = engine.speculation
     assert speculation is not None
@@ -349,8 +349,8 @@ def test_a_drafter_that_was_set_aside_follows_weights_that_came_meanwhile():
     assert speculation.drafters[0].num_refreshes >= 1
 
 
-def test_room_that_was_taken_for_a_draft_is_free_again_after_the_step():
-    """Whether the draft was wrong or there was none after all: plain decoding would own as much."""
+def test_kv_reserved_for_a_draft_is_free_after_the_step():
+    """For wrong drafts and for empty ones: the request owns as much as in plain decoding."""
     owned = []
     for script in (None, WRONG, silent):
         engine = RolloutEngine(scripted_model(40), nothing, ROOMY)

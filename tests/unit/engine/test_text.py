@@ -126,7 +126,7 @@ def test_long_texts_are_decoded_a_window_at_a_time():
     assert longest < 20
 
 
-def test_nothing_of_a_stop_string_is_shown() -> None:
+def test_no_part_of_a_stop_string_is_shown() -> None:
     pieces = ["a ", "<b c", " <", "/b", ">d"]
     reader = Reader(decode_pieces(pieces), ["</b>", "zz"])
     shown = [reader.feed([token]) for token in range(len(pieces))]
@@ -135,8 +135,8 @@ def test_nothing_of_a_stop_string_is_shown() -> None:
 
 
 @given(text=TEXTS, stops=st.lists(TEXTS.filter(bool), max_size=3))
-def test_what_a_reader_is_shown_is_the_final_text_and_never_taken_back(text, stops):
-    """Tokens come until the engine sees a stop, as `ends_in_stop` tells it."""
+def test_the_streamed_text_is_the_final_text(text, stops):
+    """Tokens come until `ends_in_stop` finds a stop."""
     reader, written, shown = Reader(BYTES, stops), [], ""
     for token in text.encode():
         written.append(token)

@@ -1,4 +1,4 @@
-"""Packed attention against softmax written out, one query at a time."""
+"""Packed attention against an explicit softmax, one query at a time."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from longtail.model.attention import PackedAttention, causal_window_mask
 def by_hand(
     queries: Tensor, keys: Tensor, values: Tensor, starts: list[int], window: int
 ) -> Tensor:
-    """Each query alone: the keys of its own sequence, up to itself, no further back than window."""
+    """Attend each query alone to its own sequence, up to itself and within the window."""
     out = torch.empty_like(queries)
     share = queries.shape[1] // keys.shape[1]
     for start, end in itertools.pairwise(starts):
@@ -44,6 +44,6 @@ def test_every_token_sees_its_own_sequence_up_to_itself(lengths, window):
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.0, atol=1e-12)
 
 
-def test_the_window_mask_is_the_one_drawn():
+def test_the_window_mask_equals_the_drawn_one():
     mask = causal_window_mask(num_queries=2, num_keys=4, window=2, device=torch.device("cpu"))
     assert mask.int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]

@@ -1,7 +1,7 @@
-"""What runs on a GPU mixes no devices and asks for no value before its end.
+"""GPU code mixes no devices and reads no value on the host before its end.
 
-Played on PyTorch's meta device: it has shapes but no values, so whoever reads one, or joins a
-tensor of it with one of the host, is refused.
+The tests use PyTorch's meta device, which has shapes but no values: reading a value, or combining
+a tensor with one of the host, raises.
 """
 
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ def make_kv(model: Transformer) -> PagedKVCache:
 
 
 def test_a_step_stays_on_its_device():
-    """A captured one with a draft, its draws with and without a truncation, one that prefills."""
+    """Steps with a captured draft, with and without truncation, and with prefill."""
     model = make_model()
     kv = make_kv(model)
     drafted, plain, new = active("a", 4, 5, top_k=5), active("b", 6, 7), active("c", 0, 20)
@@ -121,7 +121,7 @@ def test_a_step_stays_on_its_device():
 
 
 class Homeward(TorchDispatchMode):
-    """Lets copies to the host through, as zeros, and writes down what runs."""
+    """A mode that returns zeros for copies to the host and records all operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,8 +139,8 @@ class Homeward(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "as-it-is"])
-def test_the_host_reads_a_step_once_when_everything_was_launched(captured, monkeypatch):
-    """Tokens and logprobs, and nothing before: else learning would wait for the pass."""
+def test_the_host_reads_a_step_once_after_everything_was_launched(captured, monkeypatch):
+    """An earlier read would make the feedback wait for the pass."""
     monkeypatch.setattr(sampler, "select_draws", lambda *_: TorchDraws())
     model = make_model()
     if not captured:
@@ -177,10 +177,10 @@ def refuse(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "model"])
 def test_a_draft_stays_on_its_device_until_it_is_read(kind, monkeypatch):
-    """From the first pass on nothing is sent there, and all is read at once, at the end.
+    """After the first pass nothing is sent to the device, and the draft is read once, at the end.
 
-    Also where it is asked whether a level is worth a pass: the depth of the third draft is foreseen
-    from the second, in which nothing seemed to pay.
+    That includes the decision whether a level is worth a pass: the depth of the third draft is
+    predicted from the second, in which no level seemed to pay.
     """
     model = make_model()
     drafter, one = make_drafter(kind, model), active("a", 0, 1)

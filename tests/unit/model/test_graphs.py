@@ -1,4 +1,4 @@
-"""Captured passes: sizes, static memory, and replays that are what the function would compute."""
+"""Captured passes: sizes, static memory, and replays that equal the function."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ WEIGHTS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=to
 
 
 @given(st.integers(1, 2000))
-def test_a_size_holds_its_count_and_little_more(count):
+def test_a_graph_size_is_little_larger_than_its_count(count):
     size = graph_size(count)
     assert count <= size
     assert graph_size(size) == size, "what was rounded is not rounded again"
@@ -20,7 +20,7 @@ def test_a_size_holds_its_count_and_little_more(count):
     assert graph_size(count + 1) >= size
 
 
-def test_a_few_dozen_sizes_serve_all_counts():
+def test_a_few_dozen_graph_sizes_cover_all_counts():
     assert [graph_size(n) for n in (1, 2, 3, 5, 9, 20, 65, 129)] == [1, 2, 4, 8, 16, 24, 80, 160]
     assert len({graph_size(n) for n in range(1, 513)}) <= 32
 
@@ -37,8 +37,8 @@ def make(backend: FakeGraphs, seen: list[int] | None = None) -> GraphedPass:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 2**31))
-def test_a_replay_is_what_the_function_would_compute(counts, seed):
-    """Other inputs, other counts of the same graph: rows of padding are nobody's."""
+def test_a_replay_equals_the_function(counts, seed):
+    """The inputs and counts differ from those at the capture; rows of padding are cut off."""
     generator = torch.Generator().manual_seed(seed)
     backend, seen = FakeGraphs(), []
     run = make(backend, seen)
@@ -55,7 +55,7 @@ def test_a_replay_is_what_the_function_would_compute(counts, seed):
     assert sorted(seen) == sorted(2 * list(sizes)), "run for its effects, and to be recorded"
 
 
-def test_a_pass_runs_as_it_is_without_a_pool_or_where_it_is_large():
+def test_a_pass_without_a_pool_or_with_many_tokens_is_not_captured():
     backend, seen = FakeGraphs(), []
     for pool, counts in ((None, (1, 8)), (GraphPool(backend), (9, 500))):
         run = GraphedPass(pool, lambda x: (x + 1,), [torch.tensor(0.0)], max_tokens=8)
@@ -63,7 +63,7 @@ def test_a_pass_runs_as_it_is_without_a_pool_or_where_it_is_large():
     assert (seen, backend.num_captures) == ([1, 8, 9, 500], 0)
 
 
-def test_passes_of_one_pool_are_counted_together():
+def test_a_pool_counts_the_graphs_of_all_its_passes():
     backend = FakeGraphs()
     pool = GraphPool(backend)
     for _ in range(2):
@@ -73,7 +73,7 @@ def test_passes_of_one_pool_are_counted_together():
     assert (pool.num_graphs, pool.num_bytes) == (6, 6 * 1024)
 
 
-def test_graphs_are_made_anew_when_what_they_refer_to_is_another():
+def test_graphs_are_captured_again_when_their_key_changes():
     backend = FakeGraphs()
     held = [torch.tensor(1.0)]
     run = GraphedPass(
@@ -85,7 +85,7 @@ def test_graphs_are_made_anew_when_what_they_refer_to_is_another():
     assert run(torch.ones(1), key=1)[0].tolist() == [5.0]
 
 
-def test_a_pass_that_asks_for_a_value_cannot_be_captured():
+def test_a_pass_that_reads_a_value_on_the_host_cannot_be_captured():
     run = GraphedPass(
         GraphPool(FakeGraphs()), lambda x: (x * float(x.sum()),), [torch.tensor(0.0)], max_tokens=2
     )

@@ -1,4 +1,4 @@
-"""Directories in and out: what a good one gives back, and what a bad one is told."""
+"""Model directories: saving and loading, and the errors of malformed ones."""
 
 import json
 import resource
@@ -50,7 +50,7 @@ def saved(tmp_path: Path) -> Path:
     ("field", "size"),
     [("vocab_size", 2_000_000_000), ("num_hidden_layers", 10_000), ("hidden_size", 2**30)],
 )
-def test_a_size_that_the_weights_do_not_have_is_refused_before_it_is_allocated(
+def test_a_wrong_size_in_the_config_is_refused_before_it_is_allocated(
     saved: Path, field: str, size: int
 ) -> None:
     edit(saved / "config.json", **{field: size, "head_dim": 16})
@@ -59,7 +59,7 @@ def test_a_size_that_the_weights_do_not_have_is_refused_before_it_is_allocated(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_comes_back_as_it_went(family: Family, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_unchanged(family: Family, tmp_path: Path) -> None:
     model = tiny_model(family)
     save_model(model, tmp_path)
     loaded = load_model(tmp_path)
@@ -82,7 +82,7 @@ def test_a_loaded_model_can_be_trained(tmp_path: Path) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_the_dtype_is_the_stored_one_unless_asked(tmp_path: Path) -> None:
+def test_the_stored_dtype_is_the_default(tmp_path: Path) -> None:
     save_model(tiny_model(), tmp_path, dtype=torch.bfloat16)
     assert stored_dtype(tmp_path) == torch.bfloat16
     assert load_model(tmp_path).dtype == torch.bfloat16
@@ -100,7 +100,7 @@ def test_the_older_name_of_the_dtype_is_read(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_renaming_is_inverted_exactly(family: Family) -> None:
+def test_from_hf_inverts_to_hf(family: Family) -> None:
     model = tiny_model(family)
     state = dict(model.named_parameters())
     back = from_hf(to_hf(state, model.config), model.config)
@@ -108,7 +108,7 @@ def test_renaming_is_inverted_exactly(family: Family) -> None:
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_fused_rows_are_queries_then_keys_then_values() -> None:
+def test_the_fused_projection_has_queries_then_keys_then_values() -> None:
     model = tiny_model("llama")
     theirs = to_hf(dict(model.named_parameters()), model.config)
     fused = model.get_parameter("layers.1.attention.qkv.weight")  # 4 query and 2 kv heads of 8
@@ -121,7 +121,7 @@ def test_fused_rows_are_queries_then_keys_then_values() -> None:
     assert torch.equal(theirs["model.layers.1.mlp.up_proj.weight"], gate_up[48:])
 
 
-def test_a_state_of_another_model_is_not_renamed() -> None:
+def test_a_state_of_another_model_is_refused() -> None:
     state = dict(tiny_model("llama").named_parameters())
     with pytest.raises(ConfigError, match=r"lacks layers\.0\.attention\.k_norm\.weight"):
         to_hf(state, tiny_config("qwen3"))
@@ -129,7 +129,7 @@ def test_a_state_of_another_model_is_not_renamed() -> None:
         to_hf(dict(tiny_model("qwen3").named_parameters()), tiny_config("llama"))
 
 
-def test_shards_keep_to_their_size_and_name_every_tensor(tmp_path: Path) -> None:
+def test_shards_respect_their_size_and_the_index_names_every_tensor(tmp_path: Path) -> None:
     model = tiny_model("qwen3")
     save_model(model, tmp_path, max_shard_bytes=30_000)
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -149,7 +149,7 @@ def test_shards_keep_to_their_size_and_name_every_tensor(tmp_path: Path) -> None
     assert torch.equal(logits(load_model(tmp_path)), logits(model))
 
 
-def test_saving_again_leaves_no_file_of_the_last_time(tmp_path: Path) -> None:
+def test_saving_again_removes_the_earlier_files(tmp_path: Path) -> None:
     save_model(tiny_model(seed=1), tmp_path, max_shard_bytes=30_000)
     (tmp_path / "notes.txt").write_text("mine")
     model = tiny_model(seed=2)
@@ -160,12 +160,12 @@ def test_saving_again_leaves_no_file_of_the_last_time(tmp_path: Path) -> None:
     assert torch.equal(logits(load_model(tmp_path)), logits(model))
 
 
-def test_frequencies_stored_by_older_files_are_passed_over(saved: Path) -> None:
+def test_frequencies_in_older_files_are_ignored(saved: Path) -> None:
     edit_weights(saved, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     assert torch.equal(logits(load_model(saved)), logits(tiny_model("llama")))
 
 
-def test_a_tied_model_may_repeat_its_head_but_not_have_another(tmp_path: Path) -> None:
+def test_a_tied_model_may_repeat_its_head_but_not_change_it(tmp_path: Path) -> None:
     model = tiny_model("qwen2")
     save_model(model, tmp_path)
     edit_weights(tmp_path, {"lm_head.weight": model.embedding.weight.detach().clone()})
@@ -182,13 +182,13 @@ NORM = "model.layers.1.input_layernorm.weight"
     ("changes", "words"),
     [
         ({NORM: None}, [NORM, "lacks"]),
-        ({"model.extra.weight": torch.ones(2)}, ["model.extra.weight", "no place"]),
+        ({"model.extra.weight": torch.ones(2)}, ["model.extra.weight", "does not have"]),
         ({NORM: torch.ones(31)}, [NORM, "[31]", "[32]"]),
         ({"lm_head.weight": None}, ["lm_head.weight", "tie_word_embeddings"]),
         ({NORM: torch.ones(32, dtype=torch.int8)}, [NORM, "I8", "quantized"]),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(
+def test_the_error_names_a_tensor_that_does_not_fit(
     saved: Path, changes: dict[str, Tensor | None], words: list[str]
 ) -> None:
     edit_weights(saved, changes)
@@ -198,7 +198,7 @@ def test_a_tensor_that_does_not_fit_is_named(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_no_number_is_named(saved: Path, value: float) -> None:
+def test_the_error_names_a_tensor_with_nan(saved: Path, value: float) -> None:
     weight = torch.ones(32)
     weight[[3, 5]] = value
     edit_weights(saved, {NORM: weight})
@@ -208,7 +208,7 @@ def test_a_weight_that_is_no_number_is_named(saved: Path, value: float) -> None:
     assert "2 values" in str(error.value)
 
 
-def test_a_missing_directory_or_config_is_said(tmp_path: Path) -> None:
+def test_a_missing_directory_or_config_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent"):
         load_config(tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"config\.json"):
@@ -216,7 +216,7 @@ def test_a_missing_directory_or_config_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b'{"vocab_size": ', b"[1, 2]", b"\xff\xfe\x00"])
-def test_a_malformed_config_is_said(saved: Path, content: bytes) -> None:
+def test_a_malformed_config_is_an_error(saved: Path, content: bytes) -> None:
     (saved / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json.*copy the file again"):
         load_config(saved)
@@ -235,13 +235,13 @@ def test_pickled_weights_are_never_opened(saved: Path) -> None:
         load_model(saved)
 
 
-def test_absent_weights_are_said(saved: Path) -> None:
+def test_missing_weights_are_an_error(saved: Path) -> None:
     (saved / WEIGHTS).unlink()
     with pytest.raises(ConfigError, match=r"no model\.safetensors"):
         load_model(saved)
 
 
-def test_truncated_weights_are_said(saved: Path) -> None:
+def test_truncated_weights_are_an_error(saved: Path) -> None:
     file = saved / WEIGHTS
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ConfigError, match=r"model\.safetensors is not a readable"):
@@ -257,7 +257,9 @@ def test_truncated_weights_are_said(saved: Path) -> None:
         ('{"weight_map": {"a": "b.safetensors"}}', "lacks b.safetensors"),
     ],
 )
-def test_an_index_that_leads_nowhere_is_said(saved: Path, index: str, words: str) -> None:
+def test_an_index_of_missing_or_foreign_files_is_an_error(
+    saved: Path, index: str, words: str
+) -> None:
     (saved / WEIGHTS).unlink()
     (saved / INDEX).write_text(index)
     with pytest.raises(ConfigError, match=words):
@@ -273,12 +275,12 @@ def files_of_at_most_10_kb() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("files_of_at_most_10_kb")
-def test_a_disk_that_refuses_is_a_checkpoint_error(tmp_path: Path) -> None:
+def test_a_failed_write_is_a_checkpoint_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{tmp_path}.*free space"):
         save_model(tiny_model(), tmp_path)
 
 
-def test_end_tokens_travel_with_the_model(tmp_path: Path) -> None:
+def test_eos_ids_are_saved_with_the_model(tmp_path: Path) -> None:
     save_model(tiny_model(), tmp_path, eos_ids=(1, 7))
     tiny_tokenizer().save(tmp_path)
     assert load_tokenizer(tmp_path).eos_ids == (1, 7)

@@ -1,4 +1,4 @@
-"""config.json in both spellings, what is assumed where it is silent, and what is refused."""
+"""config.json of both transformers versions: fields, defaults and refusals."""
 
 from typing import Any
 
@@ -37,8 +37,8 @@ def qwen2(**changes: Any) -> ModelConfig:
     return read("Qwen2ForCausalLM", **changes)
 
 
-def test_deepseeks_qwen_distillation_is_read_as_published() -> None:
-    """The config.json of DeepSeek-R1-Distill-Qwen-1.5B, in the spelling of transformers 4."""
+def test_deepseeks_published_qwen_distillation_is_parsed() -> None:
+    """The config.json of DeepSeek-R1-Distill-Qwen-1.5B, with the fields of transformers 4."""
     published = {
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,
@@ -82,7 +82,7 @@ def test_deepseeks_qwen_distillation_is_read_as_published() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
-def test_both_spellings_of_the_rope_are_one(kind: str) -> None:
+def test_both_versions_of_the_rope_fields_are_equal(kind: str) -> None:
     old = llama(rope_theta=500_000, rope_scaling={kind: "llama3", **LLAMA3})
     new = llama(rope_parameters={"rope_type": "llama3", "rope_theta": 500_000.0, **LLAMA3})
     assert old == new
@@ -96,7 +96,7 @@ def test_both_spellings_of_the_rope_are_one(kind: str) -> None:
     )
 
 
-def test_a_silent_file_means_what_the_familys_own_class_assumes() -> None:
+def test_absent_fields_have_the_defaults_of_the_familys_class() -> None:
     from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
     classes: dict[str, Any] = {
@@ -121,18 +121,18 @@ def test_null_heads_are_derived() -> None:
     assert llama(num_key_value_heads=None, head_dim=None).head_dim == 2
 
 
-def test_llama_has_the_biases_its_file_says() -> None:
+def test_llamas_biases_follow_its_config() -> None:
     config = llama(attention_bias=True, mlp_bias=True)
     assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, True, True)
     assert not qwen2(attention_bias=True).output_bias
 
 
-def test_mistral_slides_in_every_layer_or_none() -> None:
+def test_mistral_has_a_window_in_every_layer_or_in_none() -> None:
     assert read("MistralForCausalLM", sliding_window=16).windows == (16,) * 4
     assert read("MistralForCausalLM", sliding_window=None).windows == ()
 
 
-def test_qwen_slides_from_max_window_layers_up() -> None:
+def test_qwen_has_windows_from_max_window_layers_on() -> None:
     upper = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}
     assert qwen2(**upper).windows == (0, 0, 0, 16)
     assert qwen2(**{**upper, "use_sliding_window": False}).windows == ()
@@ -167,7 +167,7 @@ def test_yarn_without_original_positions_scales_the_models_own() -> None:
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config"]),
     ],
 )
-def test_what_is_not_ours_is_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+def test_unsupported_fields_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         llama(**changes)
     assert all(word in str(error.value) for word in words)
@@ -200,7 +200,9 @@ def test_what_is_not_ours_is_refused_by_name(changes: dict[str, Any], words: lis
         ({"rope_theta": float("nan")}, ["rope_theta", "nan"]),
     ],
 )
-def test_an_impossible_value_names_its_field(changes: dict[str, Any], words: list[str]) -> None:
+def test_the_error_names_the_field_with_an_impossible_value(
+    changes: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as error:
         llama(**changes)
     assert all(word in str(error.value) for word in ["config.json", *words])
@@ -215,7 +217,7 @@ def test_an_impossible_value_names_its_field(changes: dict[str, Any], words: lis
         ({"sliding_window": 0}, ["sliding_window", "from 1 to", "or null"]),
     ],
 )
-def test_a_window_that_cannot_be_is_refused(changes: dict[str, Any], words: list[str]) -> None:
+def test_impossible_windows_are_refused(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         qwen2(**changes)
     assert all(word in str(error.value) for word in words)
@@ -257,7 +259,7 @@ def shape(family: Any, **changes: Any) -> ModelConfig:
     ],
     ids=lambda config: config.family,
 )
-def test_what_is_written_is_what_is_read(config: ModelConfig, rope: str) -> None:
+def test_parse_inverts_emit(config: ModelConfig, rope: str) -> None:
     from dataclasses import replace
 
     config = replace(config, rope=ROPES[rope])
@@ -265,7 +267,7 @@ def test_what_is_written_is_what_is_read(config: ModelConfig, rope: str) -> None
 
 
 @pytest.mark.parametrize("keys", [("rope_parameters",), ("rope_theta", "rope_scaling")])
-def test_a_reader_of_one_spelling_finds_all_it_needs(keys: tuple[str, ...]) -> None:
+def test_a_reader_of_one_version_finds_all_its_fields(keys: tuple[str, ...]) -> None:
     config = shape("llama", rope=ROPES["llama3"])
     content = emit(config, torch.float32, ())
     for key in keys:
@@ -273,7 +275,7 @@ def test_a_reader_of_one_spelling_finds_all_it_needs(keys: tuple[str, ...]) -> N
     assert parse(Fields(content, "config.json")) == config
 
 
-def test_a_shape_outside_its_family_is_not_written() -> None:
+def test_a_shape_outside_its_family_is_refused() -> None:
     for config in (
         shape("llama", qk_norm=True),
         shape("qwen2"),

@@ -21,7 +21,7 @@ def vectors(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def test_frequencies_fall_geometrically_from_one() -> None:
+def test_frequencies_decrease_geometrically_from_one() -> None:
     frequencies = inverse_frequencies(4, RopeConfig(theta=100.0))
     torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1]))
 
@@ -58,7 +58,7 @@ def test_linear_scaling_divides_positions() -> None:
     torch.testing.assert_close(ours.cos, plain.rotation(positions // 4, torch.float64).cos)
 
 
-def test_llama3_leaves_short_wavelengths_and_divides_long_ones() -> None:
+def test_llama3_keeps_short_wavelengths_and_scales_long_ones() -> None:
     plain = inverse_frequencies(128, RopeConfig(theta=LLAMA3.theta))
     scaled = inverse_frequencies(128, LLAMA3)
     wavelength = 2 * math.pi / plain
@@ -70,7 +70,7 @@ def test_llama3_leaves_short_wavelengths_and_divides_long_ones() -> None:
     assert ((between > 1 / 8) & (between < 1)).all()
 
 
-def test_yarn_leaves_fast_dimensions_and_divides_slow_ones() -> None:
+def test_yarn_keeps_fast_dimensions_and_scales_slow_ones() -> None:
     plain = inverse_frequencies(128, RopeConfig(theta=YARN.theta))
     scaled = inverse_frequencies(128, YARN)
     rotations = YARN.original_max_positions * plain / (2 * math.pi)
@@ -107,7 +107,7 @@ def test_working_precision_rounds_only_at_the_end() -> None:
     assert torch.equal(rounded, rope.rotation(positions, torch.float32).cos.bfloat16())
 
 
-def test_frequencies_exist_under_the_meta_device() -> None:
+def test_frequencies_are_computed_under_the_meta_device() -> None:
     with torch.device("meta"):
         frequencies = [inverse_frequencies(64, config) for config in (RopeConfig(), LLAMA3, YARN)]
     assert all(bool(torch.isfinite(each).all()) for each in frequencies)

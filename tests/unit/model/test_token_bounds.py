@@ -1,4 +1,4 @@
-"""How much text a token stands for: a bound that holds, or none."""
+"""The bound of the bytes per token holds, or there is none."""
 
 import json
 from typing import Any
@@ -31,7 +31,7 @@ def test_the_longest_of_learned_and_added_tokens_is_the_bound() -> None:
 
 
 @given(text=st.text("ab \u00e9e\u0301\u0308\u1fbe\u212a\U0001f600<>os", max_size=40))
-def test_no_text_has_fewer_tokens_than_its_bytes_say(text: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(text: str) -> None:
     for backend in (BYTE_LEVEL, COMPOSED):
         longest = bound(backend)
         assert longest is not None
@@ -67,11 +67,11 @@ def deleting(change: str) -> Backend:
         "unknown words",
     ],
 )
-def test_nothing_is_known_where_text_may_be_deleted(change: str) -> None:
+def test_there_is_no_bound_if_text_may_be_deleted(change: str) -> None:
     assert bound(deleting(change)) is None
 
 
-def test_other_vocabularies_are_bounded_where_every_character_is_a_token() -> None:
+def test_other_vocabularies_are_bounded_if_every_character_is_a_token() -> None:
     letters = {"a": 0, "?": 1, "\u2581": 2, "\u2581aa": 3}
     backend = Backend(models.BPE(letters, [], unk_token="?"))
     backend.normalizer = normalizers.Sequence(
@@ -85,7 +85,7 @@ def test_other_vocabularies_are_bounded_where_every_character_is_a_token() -> No
     assert bound(backend) == 6
 
 
-def test_a_tokenizer_counts_at_least_and_tokenizes_nothing(
+def test_the_lower_bound_needs_no_tokenizing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def never(*_: Any, **__: Any) -> None:

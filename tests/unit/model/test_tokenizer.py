@@ -21,8 +21,8 @@ def test_encoding_adds_nothing_and_reads_special_tokens() -> None:
     assert tokenizer.encode("<user>10<eos>") == (3, *digits, 1)
 
 
-def test_half_a_surrogate_pair_is_refused_at_the_door() -> None:
-    """JSON and the command line let one through; the Rust library raises a TypeError for it."""
+def test_half_a_surrogate_pair_is_refused() -> None:
+    """JSON and the command line accept one; the Rust library raises a TypeError for it."""
     tokenizer = tiny_tokenizer()
     with pytest.raises(DataError, match=r"'\\ud83d', half of a surrogate pair, as character 1"):
         tokenizer.encode("a\ud83d")
@@ -30,13 +30,13 @@ def test_half_a_surrogate_pair_is_refused_at_the_door() -> None:
         tokenizer.chat([{"role": "user", "content": "\ude00"}])
 
 
-def test_decoding_leaves_special_tokens_out_and_spaces_in() -> None:
+def test_decoding_removes_special_tokens_and_keeps_spaces() -> None:
     tokenizer = tiny_tokenizer()
     text = "a , b .\n\tc 's"
     assert tokenizer.decode((3, *tokenizer.encode(text), 1, 0)) == text
 
 
-def test_ids_that_only_the_model_knows_decode_to_nothing() -> None:
+def test_ids_outside_the_vocabulary_decode_to_nothing() -> None:
     tokenizer = tiny_tokenizer()
     assert tokenizer.decode((5, 120, 6)) == "01"
 
@@ -55,7 +55,7 @@ def test_messages_without_a_template_are_refused() -> None:
         tokenizer.chat(QUESTION)
 
 
-def test_a_template_that_refuses_names_the_roles() -> None:
+def test_the_error_of_a_refusing_template_names_the_roles() -> None:
     strict = "{{ raise_exception('only the user may speak') }}"
     with pytest.raises(DataError, match=r"\['user'\].*only the user may speak"):
         tiny_tokenizer(chat_template=strict).render(QUESTION)
@@ -103,8 +103,8 @@ def test_a_long_chat_is_within_the_bound_of_templates() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_a_tokenizer_is_read_at_its_word_beside_any_model(family: Family, tmp_path: Path) -> None:
-    """AutoTokenizer gives any qwen2 directory qwen2's own splitting, against its tokenizer.json."""
+def test_the_tokenizer_file_decides_for_any_model_family(family: Family, tmp_path: Path) -> None:
+    """AutoTokenizer would use qwen2's splitting for any qwen2 directory, against its file."""
     tokenizer = tiny_tokenizer()
     save_model(tiny_model(family), tmp_path)
     tokenizer.save(tmp_path)
@@ -115,7 +115,7 @@ def test_a_tokenizer_is_read_at_its_word_beside_any_model(family: Family, tmp_pa
     assert (loaded.eos_ids, loaded.vocab_size) == ((1,), 105)
 
 
-def test_saving_repeats_the_files_that_were_read(tmp_path: Path) -> None:
+def test_saving_copies_the_files_that_were_read(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     tiny_tokenizer().save(first)
     (first / "chat_template.jinja").unlink()
@@ -139,7 +139,7 @@ def test_saving_repeats_the_files_that_were_read(tmp_path: Path) -> None:
         ("config.json", 3, (1, 3)),
     ],
 )
-def test_the_tokenizers_own_end_comes_first(
+def test_the_tokenizers_own_eos_comes_first(
     tmp_path: Path, name: str, value: object, expected: tuple[int, ...]
 ) -> None:
     tiny_tokenizer().save(tmp_path)
@@ -147,7 +147,7 @@ def test_the_tokenizers_own_end_comes_first(
     assert load_tokenizer(tmp_path).eos_ids == expected
 
 
-def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent"):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(DataError, match=r"tokenizer\.json"):
@@ -155,7 +155,7 @@ def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"model": {"type": "WordLevel"}}'])
-def test_a_malformed_tokenizer_is_said(tmp_path: Path, content: str) -> None:
+def test_a_malformed_tokenizer_is_an_error(tmp_path: Path, content: str) -> None:
     tiny_tokenizer().save(tmp_path)
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match="cannot be read"):
@@ -163,7 +163,7 @@ def test_a_malformed_tokenizer_is_said(tmp_path: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "two"}'])
-def test_a_malformed_generation_config_is_said(tmp_path: Path, content: str) -> None:
+def test_a_malformed_generation_config_is_an_error(tmp_path: Path, content: str) -> None:
     tiny_tokenizer().save(tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json"):

@@ -1,4 +1,4 @@
-"""Draws and noise in Triton against the definition, `sampling.gumbel_noise` and `sampling.draw`."""
+"""Draws and noise in Triton against the reference in `sampling`."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def on_device(*tensors: Tensor) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 1000, 1024, 20_011])
-def test_noise_is_the_definitions_to_a_few_units_in_the_last_place(vocab):
+def test_noise_equals_the_reference_within_a_few_units_in_the_last_place(vocab):
     found = DRAWS.noise(*on_device(KEYS, POSITIONS), vocab).cpu()
     expected = gumbel_noise(KEYS, POSITIONS, vocab)
     assert found.shape == expected.shape
@@ -47,8 +47,8 @@ def logits(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [5, 1000, 8192, 20_011])
 @pytest.mark.parametrize("draws", [DRAWS, TorchDraws()], ids=["triton", "torch"])
-def test_draws_are_those_of_the_definition(draws, vocab, dtype):
-    """Each row with a temperature of its own, greedy among them; noise is the definition's."""
+def test_draws_equal_the_reference(draws, vocab, dtype):
+    """Each row has its own temperature, some are greedy; the noise is the reference's."""
     scores, noise = logits(vocab, dtype), gumbel_noise(KEYS, POSITIONS, vocab)
     temperatures = torch.tensor([1.0, 0.6, 0.0, 1.0, 2.5, 0.0, 1.0])
     drawn = draws.draw(*on_device(scores, KEYS, POSITIONS, temperatures))
@@ -69,7 +69,7 @@ def test_of_equal_scores_the_first_entry_wins_also_between_chunks():
     assert drawn.tokens.tolist() == [9_000, 6]
 
 
-def test_rows_may_lie_in_a_wider_tensor_and_entries_may_be_impossible():
+def test_rows_may_be_part_of_a_wider_tensor_and_logits_minus_infinity():
     wide = torch.full((7, 3000), torch.nan)
     wide[:, :2500] = logits(2500)
     wide[:, 1:1200] = -torch.inf
@@ -85,7 +85,7 @@ def test_rows_may_lie_in_a_wider_tensor_and_entries_may_be_impossible():
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # NumPy's, of numbers that are none
-def test_logits_that_are_no_numbers_give_a_logprob_that_is_none(bad, temperature):
+def test_nan_logits_give_a_nan_logprob(bad, temperature):
     scores = logits(9000)
     scores[1, 8500] = bad
     temperatures = torch.full((7,), temperature)
@@ -96,8 +96,8 @@ def test_logits_that_are_no_numbers_give_a_logprob_that_is_none(bad, temperature
 
 
 @pytest.mark.slow
-def test_an_engine_with_the_kernels_of_a_gpu_writes_what_one_without_writes(monkeypatch):
-    """All of them at once, in float32, on logits far enough apart: greedy, drawn and truncated."""
+def test_an_engine_with_gpu_kernels_generates_the_same_tokens(monkeypatch):
+    """Greedy, sampled and truncated requests in float32, with logits far enough apart."""
     samplings = (
         SamplingParams(max_tokens=4),
         SamplingParams(max_tokens=4, temperature=0.0),

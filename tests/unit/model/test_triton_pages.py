@@ -1,4 +1,4 @@
-"""The Triton attention over pages against the definition, and a row's bits against its batch.
+"""The Triton attention over pages against the reference, and a row's bits against its batch.
 
 Tolerances are absolute, for values of standard deviation 1: float32 a few hundred roundings of
 6e-8; bfloat16 and float16 one rounding of the weights and one of the result, 2^-8 and 2^-11 each.
@@ -39,7 +39,7 @@ MIXED = (segment(40), segment(0), segment(33, 1, EXAMPLE), segment(29, 3, tree(*
 
 
 class Case:
-    """Random pages, laid out at random, NaN where no token of the segments is."""
+    """Random pages in random order, with NaN in slots without a token."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class Case:
     ],
     ids=str,
 )
-def test_it_is_the_definition_for_every_size_of_head_and_every_dtype(dim, dtype):
+def test_attention_equals_the_reference_for_every_head_size_and_dtype(dim, dtype):
     Case(MIXED, dim=dim).check(dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("kv_heads", "dim"), [(1, 16), (4, 80)])
-def test_keys_and_values_are_written_where_they_belong_and_nowhere_else(kv_heads, dim, dtype):
-    """As the decoder makes them: keys and values are slices of a projection, of a width each."""
+def test_keys_and_values_are_stored_at_their_addresses_only(kv_heads, dim, dtype):
+    """Keys and values are slices of a projection, as in the decoder."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(5, 3 + kv_heads, dim, generator=generator).to(DEVICE, dtype)[:, 3:]
     values = torch.randn(5, 6 + kv_heads, dim, generator=generator).to(DEVICE, dtype)[:, 6:]
@@ -129,7 +129,7 @@ def test_keys_and_values_are_written_where_they_belong_and_nowhere_else(kv_heads
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1), (12, 2)])
-def test_query_heads_share_their_key_head_whatever_their_number(heads, kv_heads):
+def test_any_number_of_query_heads_shares_a_key_head(heads, kv_heads):
     Case(MIXED, heads=heads, kv_heads=kv_heads).check()
 
 
@@ -145,7 +145,7 @@ def test_a_window_counts_back_through_draft_and_text(window):
 @pytest.mark.parametrize("window", [0, 50, 70])
 @pytest.mark.parametrize("programs", [1, 512])
 def test_long_texts_are_cut_into_splits_and_joined(monkeypatch, window, programs):
-    """Splits of 64 keys; texts end before, on and behind a border of splits, or far behind."""
+    """Splits have 64 keys; texts end before, at and after the end of a split, or far after."""
     monkeypatch.setattr(triton_pages, "_SPLIT", 64)
     monkeypatch.setattr(triton_pages, "_PROGRAMS", programs)
     segments = (segment(62, 2), segment(64), segment(200, 1, EXAMPLE), segment(0))
@@ -155,14 +155,14 @@ def test_long_texts_are_cut_into_splits_and_joined(monkeypatch, window, programs
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize("heads", [2, 14])
-def test_prefill_is_tiled_and_sees_each_token_up_to_itself(window, heads):
+def test_prefill_tokens_see_the_text_up_to_themselves(window, heads):
     Case((segment(20, 37), segment(0, 9), segment(3, 40)), heads=heads).check(
         window=window, long=True
     )
 
 
-def test_what_is_no_tile_is_not_computed():
-    """Padding of a captured step: more tiles than there are, and tokens that are nobody's."""
+def test_padding_tiles_are_not_computed():
+    """A captured step has padding: tiles of size 0 and tokens outside all tiles."""
     case = Case(MIXED)
     expected = case.attend()
     case.counts += [0, 0]
@@ -188,8 +188,8 @@ def random_tree(rng: random.Random, size: int) -> DraftTree:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_drafted_token_has_the_bits_of_one_decoded_plainly(monkeypatch, dtype, seed):
-    """Every node of a tree, beside others, against the same keys as a text of its own, alone."""
+def test_a_drafted_token_has_the_bits_of_plain_decoding(monkeypatch, dtype, seed):
+    """Compare every node of a tree with the same keys as a text, attended alone."""
     multiply_in_order(monkeypatch)
     monkeypatch.setattr(triton_pages, "_SPLIT", 64)
     rng = random.Random(seed)
@@ -211,8 +211,8 @@ def test_a_drafted_token_has_the_bits_of_one_decoded_plainly(monkeypatch, dtype,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_prompt_read_in_pieces_has_the_bits_of_one_read_at_once(monkeypatch, dtype):
-    """In the tiles of few tokens, which a batch-invariant cache uses for prompts, too."""
+def test_a_prompt_in_pieces_has_the_bits_of_a_whole_one(monkeypatch, dtype):
+    """With the small tiles, which a batch-invariant cache uses for prompts, too."""
     multiply_in_order(monkeypatch)
     monkeypatch.setattr(triton_pages, "_SPLIT", 64)
     case = Case((segment(57, 20),))
@@ -276,8 +276,8 @@ for yes in (True, False):
 
 
 @pytest.mark.slow
-def test_it_compiles_for_hopper_without_one(tmp_path: Path):
-    """The compiler needs no GPU: what it refuses is found here, not on the machine that has one."""
+def test_the_kernels_compile_for_hopper_without_a_gpu(tmp_path: Path):
+    """The compiler needs no GPU, so its errors are found here."""
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
         env={"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path), "HOME": "/tmp"},

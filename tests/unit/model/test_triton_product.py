@@ -22,8 +22,8 @@ from support.paged import use_pages
 from support.tiny_models import tiny_model
 
 TOLERANCES = {torch.float32: 1e-7, torch.bfloat16: 2**-7}
-"""Relative to the result, beside 2e-5 of sums of 200 float32 products; the interpreter cuts off
-what bfloat16 does not hold."""
+"""Relative tolerance, beside 2e-5 for sums of 200 float32 products; the interpreter truncates
+to bfloat16."""
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -34,7 +34,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 200, 70), (65, 64, 33), (3, 7, 1)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_it_is_the_product(rows, inputs, outputs, has_bias, dtype):
+def test_the_product_equals_f_linear(rows, inputs, outputs, has_bias, dtype):
     x, weight = normal(rows, inputs, dtype=dtype), normal(outputs, inputs, dtype=dtype)
     bias = normal(outputs, dtype=dtype) if has_bias else None
     found = TritonProduct(weight, bias)(x)
@@ -53,8 +53,8 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, monkeypatch):
         assert product(rows[start:end].contiguous()).equal(together[start:end])
 
 
-def test_a_cpu_multiplies_as_it_did():
-    """The mode is a GPU's; on a CPU rows have their bits without it."""
+def test_batch_invariance_changes_nothing_on_a_cpu():
+    """The mode is for GPUs; on a CPU rows are independent of their batch without it."""
     layer, x = Linear(32, 32), normal(5, 32).cpu()
     with torch.inference_mode():
         layer.weight.copy_(normal(32, 32).cpu())
@@ -65,8 +65,8 @@ def test_a_cpu_multiplies_as_it_did():
 
 
 @pytest.mark.slow
-def test_speculation_changes_no_bit_with_the_kernels_of_a_gpu(monkeypatch):
-    """All kernels of a GPU, right and wrong drafts: tokens and logprobs."""
+def test_speculation_changes_no_bit_with_gpu_kernels(monkeypatch):
+    """Tokens and logprobs are compared, with all GPU kernels and right and wrong drafts."""
     multiply_in_order(monkeypatch)
     monkeypatch.setattr(linear, "_native", lambda *_: None)
     monkeypatch.setattr(linear, "_blocked", TritonProduct)

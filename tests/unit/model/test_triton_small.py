@@ -1,8 +1,8 @@
-"""The small operations in Triton against the definition, and a row's bits against its batch.
+"""The small operations in Triton against the reference, and a row's bits against its batch.
 
-Both round in the same places, so a result is the definition's up to float32's last places; where
-these tip a rounding, or the interpreter cuts off what bfloat16 does not hold, by a unit in the last
-place of the dtype for each of the three roundings on the longest way.
+Both round in the same places, so results are equal up to float32's last places. Where these change
+a rounding, or the interpreter truncates to bfloat16, they differ by a unit in the last place of the
+dtype for each of the three roundings on the longest path.
 """
 
 import pytest
@@ -25,7 +25,7 @@ from support.interpreted import DEVICE
 from support.tiny_models import tiny_model
 
 ROUNDINGS = {torch.float32: 2**-20, torch.bfloat16: 3 * 2**-7, torch.float16: 3 * 2**-10}
-"""Relative to the result; beside it, of the largest of the terms that are added."""
+"""Tolerance relative to the result, and to the largest of the added terms."""
 KERNELS, TORCH = TritonKernels(TritonPageKernels()), TorchKernels()
 dtypes = pytest.mark.parametrize("dtype", ROUNDINGS, ids=str)
 
@@ -44,7 +44,7 @@ def assert_same(mine: Tensor, expected: Tensor, terms: Tensor | float = 0.0) -> 
 @dtypes
 @pytest.mark.parametrize("hidden", [1, 33, 1536, 3584])
 @pytest.mark.parametrize("scale", [1e-4, 30.0])
-def test_add_norm_is_its_definition(hidden, scale, dtype):
+def test_add_norm_equals_the_reference(hidden, scale, dtype):
     stream, delta = normal(2, 3, hidden, dtype=dtype, scale=scale)
     weight, inputs = normal(hidden, dtype=dtype), stream.clone()
     found = KERNELS.add_norm(stream, delta, weight, 1e-6)
@@ -65,7 +65,7 @@ def test_add_norm_is_its_definition(hidden, scale, dtype):
     ("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 3, 16), (7, 1, 80), (1, 1, 96), (28, 4, 128)]
 )
 @pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "norm"])
-def test_rotate_is_its_definition(heads, kv_heads, dim, has_norm, dtype):
+def test_rotate_equals_the_reference(heads, kv_heads, dim, has_norm, dtype):
     qkv = normal(3, heads + 2 * kv_heads, dim, dtype=dtype, scale=3.0)
     weights = 1 + 0.3 * normal(2, dim, dtype=dtype)
     q_weight, k_weight = weights if has_norm else (None, None)
@@ -82,15 +82,15 @@ def test_rotate_is_its_definition(heads, kv_heads, dim, has_norm, dtype):
 @dtypes
 @pytest.mark.parametrize("inner", [1, 97, 2100])
 @pytest.mark.parametrize("scale", [1e-3, 10.0])
-def test_swiglu_is_its_definition(inner, scale, dtype):
+def test_swiglu_equals_the_reference(inner, scale, dtype):
     gate_up = normal(2, 2 * inner, dtype=dtype, scale=scale)
     assert_same(KERNELS.swiglu(gate_up), TORCH.swiglu(gate_up))
 
 
-def test_it_rounds_where_the_definition_rounds():
-    """In float16, which is rounded here as on a GPU: hardly a bit differs from the learner's.
+def test_the_kernels_round_where_the_reference_rounds():
+    """In float16, which is rounded here as on a GPU, hardly a bit differs from the learner's.
 
-    Without the roundings on the way, a tenth of what is rotated or gated differs in its last bit.
+    Without the intermediate roundings, a tenth of the rotated or gated values would differ.
     """
     stream, delta = normal(2, 5, 400, dtype=torch.float16)
     qkv, weights = normal(5, 9, 64, dtype=torch.float16), normal(2, 64, dtype=torch.float16)
@@ -107,8 +107,8 @@ def test_it_rounds_where_the_definition_rounds():
 
 
 @dtypes
-def test_what_is_not_finite_is_passed_on(dtype):
-    """The engine tells NaN weights by their logits: no kernel may swallow one."""
+def test_nan_and_infinity_are_passed_on(dtype):
+    """The engine detects NaN weights by their logits, so kernels must pass NaN on."""
     stream = normal(2, 40, dtype=dtype)
     stream[0, 7] = torch.nan
     normed = KERNELS.add_norm(stream, None, torch.ones_like(stream[0]), 1e-6).normed
@@ -122,7 +122,7 @@ def test_what_is_not_finite_is_passed_on(dtype):
 @pytest.mark.slow
 @dtypes
 def test_a_row_has_the_same_bits_in_every_batch(dtype, monkeypatch):
-    """Several programs a token, as in a large model."""
+    """Several programs compute a token, as in a large model."""
     monkeypatch.setattr(triton_small, "_PAIRS", 64)
     monkeypatch.setattr(triton_small, "_BLOCK", 32)
     tokens, hidden, dim = 9, 100, 32
@@ -143,7 +143,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, monkeypatch):
             assert alone.equal(all_of_it[part])
 
 
-def test_a_gpu_computes_with_them_unless_in_float64():
+def test_a_gpu_uses_these_kernels_except_in_float64():
     device = torch.device("cuda")
     for dtype in ROUNDINGS:
         assert isinstance(select_kernels(dtype, device, 80), TritonKernels)
@@ -152,7 +152,7 @@ def test_a_gpu_computes_with_them_unless_in_float64():
     assert not isinstance(exact, TritonKernels)
 
 
-def test_no_tokens_are_no_trouble_to_anybody():
+def test_zero_tokens_are_allowed():
     empty = torch.empty(0, 8, device=DEVICE)
     assert KERNELS.add_norm(empty, empty, torch.ones(8, device=DEVICE), 1e-6).normed.shape == (0, 8)
     assert KERNELS.swiglu(empty).shape == (0, 4)
@@ -170,8 +170,8 @@ def run(model: Transformer, kernels: TorchKernels, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_a_model_computes_what_it_computes_with_the_definition(family: Family, monkeypatch):
-    """Logits of standard deviation 1 and features behind two layers, in float32."""
+def test_a_model_computes_the_same_as_with_the_reference(family: Family, monkeypatch):
+    """Logits of standard deviation 1 and features after two layers, in float32."""
     model = tiny_model(family).to(DEVICE)
     plain, mine = (run(model, each, monkeypatch) for each in (TORCH, KERNELS))
     assert not mine.equal(plain), "kernels of its own"

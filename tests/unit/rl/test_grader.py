@@ -24,7 +24,7 @@ def raised(function):
     return caught.value
 
 
-def test_frames_arrive_whole_in_whatever_pieces():
+def test_frames_are_read_whole_from_any_pieces():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sent = frame(b"one") + frame(b"") + frame(b"three")
@@ -34,7 +34,7 @@ def test_frames_arrive_whole_in_whatever_pieces():
         assert [read_frame(theirs) for _ in range(4)] == [b"one", b"", b"three", None]
 
 
-def test_a_frame_cut_short_is_the_end():
+def test_an_incomplete_frame_is_the_end():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(frame(b"three")[:-1])
@@ -42,12 +42,12 @@ def test_a_frame_cut_short_is_the_end():
         assert read_frame(theirs) is None
 
 
-def test_a_foreign_error_is_told_with_type_and_place():
-    said = describe(raised(lambda: 1 / 0))
-    assert said.startswith("ZeroDivisionError: division by zero (test_grader.py:")
+def test_a_reward_error_is_described_with_type_and_place():
+    text = describe(raised(lambda: 1 / 0))
+    assert text.startswith("ZeroDivisionError: division by zero (test_grader.py:")
 
 
-def test_our_own_errors_are_told_as_they_are():
+def test_longtail_errors_are_described_by_their_message():
     assert describe(ConfigError("a.b = 3: too many")) == "a.b = 3: too many"
 
 
@@ -89,7 +89,7 @@ def batch(*texts):
     return frame(pickle.dumps((GRADE, [(i, pickle.dumps(f)) for i, f in enumerate(fields)])))
 
 
-def test_a_grader_is_ready_then_answers_each_task_and_ends_with_its_parent(start):
+def test_a_grader_is_ready_answers_each_task_and_ends_with_its_parent(start):
     process, channel = start("exact")
     assert json.loads(read_frame(channel)) == {"loading": True}
     assert json.loads(read_frame(channel)) == {"ready": True}
@@ -98,10 +98,13 @@ def test_a_grader_is_ready_then_answers_each_task_and_ends_with_its_parent(start
     assert json.loads(read_frame(channel)) == [0, 1.0, None]
     assert json.loads(read_frame(channel)) == [1, 0.0, None]
     channel.close()
-    assert process.wait(timeout=60) in (0, SIGNALLED + signal.SIGKILL)  # whoever notices first
+    assert process.wait(timeout=60) in (
+        0,
+        SIGNALLED + signal.SIGKILL,
+    )  # grader or supervisor may be first
 
 
-def test_a_grader_without_its_reward_refuses(start):
+def test_a_grader_reports_a_reward_that_cannot_be_loaded(start):
     process, channel = start("hang:none")
     assert json.loads(read_frame(channel)) == {"loading": True}
     assert "has no 'none'" in json.loads(read_frame(channel))["refused"]
@@ -118,5 +121,5 @@ def test_a_grader_that_hangs_ends_with_its_parent(start):
     assert process.wait(timeout=60) == SIGNALLED + signal.SIGKILL
 
 
-def test_what_cannot_be_printed_is_blank_in_an_error():
+def test_unprintable_characters_of_an_error_are_blank():
     assert describe(ValueError("no\n\x1b[2J\ud83d way")) == "ValueError: no  [2J  way"

@@ -16,7 +16,7 @@ TOY = '''
 import os, re, signal, subprocess, sys, time
 
 def act(completions, **columns):
-    """Do what the completion says."""
+    """Perform the action that the completion names."""
     said = completions[0]
     match said.split()[0]:
         case "raise": raise ValueError("no way")
@@ -95,10 +95,10 @@ def children_of(pid):
 
 
 def wait_until(condition):
-    """Wait for another process, a minute at most."""
+    """Wait until a condition holds, at most a minute."""
     end = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < end, "it did not happen within a minute"
+        assert time.monotonic() < end, "the condition did not hold within a minute"
         time.sleep(0.01)
 
 
@@ -114,7 +114,7 @@ def test_rewards_come_in_input_order_with_their_prompts_and_completions():
     assert graded.failures == ()
 
 
-def test_nothing_to_grade_is_no_work():
+def test_an_empty_list_has_an_empty_result():
     with GraderPool("exact") as pool:
         graded = pool.grade([])
     assert (graded.rollouts, graded.failures) == ((), ())
@@ -141,16 +141,18 @@ def test_a_reward_may_use_math_verifys_own_alarms(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_reasoning_gyms_answers_cross_to_the_grader_unchanged():
+def test_answers_of_reasoning_gym_reach_the_grader_unchanged():
     gym = pytest.importorskip("reasoning_gym")
-    entry = gym.create_dataset("rearc", size=1, seed=3)[0]  # its scorer tells tuples from lists
+    entry = gym.create_dataset("rearc", size=1, seed=3)[
+        0
+    ]  # its scorer distinguishes tuples from lists
     data = {"reasoning_gym_task": "rearc", "reasoning_gym_entry": entry}
     with GraderPool("reasoning_gym") as pool:
         graded = pool.grade([pair(entry["answer"], 0, entry["answer"], **data)])
     assert [rollout.reward for rollout in graded.rollouts] == [1.0]
 
 
-def test_rows_keep_their_types_on_the_way_to_a_reward(toy):
+def test_rows_reach_a_reward_with_their_types(toy):
     with GraderPool(toy) as pool:
         graded = pool.grade([pair("tuple", shape=((1, 2), {3: {4}}))])
     assert [rollout.reward for rollout in graded.rollouts] == [1.0]
@@ -163,7 +165,7 @@ def test_a_grader_does_not_import_torch(toy):
     assert rollout.reward == 0.0
 
 
-def test_what_a_reward_prints_goes_to_stderr(toy, capfd):
+def test_output_of_a_reward_goes_to_stderr(toy, capfd):
     with GraderPool(toy) as pool:
         pool.grade(pairs("print 1"))
     printed = capfd.readouterr()
@@ -214,7 +216,7 @@ def test_each_bad_task_fails_alone_and_all_others_are_graded(toy, workers):
     assert [f.completion.text for f in graded.failures] == list(BAD)
 
 
-def test_a_time_limit_is_for_one_completion_not_for_the_batch(tmp_path, monkeypatch):
+def test_a_time_limit_applies_to_one_completion_not_to_the_batch(tmp_path, monkeypatch):
     # 15 completions of 0.1 s in one worker take 1.5 s in all, more than the limit of each
     (tmp_path / "slow.py").write_text(
         "import time\ndef score(**columns):\n    time.sleep(0.1)\n    return [1.0]\n"
@@ -245,7 +247,7 @@ def test_a_grader_that_died_between_calls_fails_no_task():
         assert all(is_gone(pid) for pid in dead)
 
 
-def test_a_grader_that_does_not_listen_cannot_block_the_sender(toy):
+def test_a_stopped_grader_cannot_block_the_sender(toy):
     with GraderPool(toy, timeout_s=1.0) as pool:
         pool.wait_ready()
         (grader,) = children_of(pool.pids[0])
@@ -269,7 +271,7 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(toy):
     assert [rollout.reward for rollout in graded.rollouts] == [3.0, 4.0]
 
 
-# ------------------------------------------------------------------------------ no process left
+# ------------------------------------------------------------------------------ end of processes
 
 
 def test_closing_leaves_no_process_not_even_a_zombie(toy):
@@ -291,12 +293,12 @@ def test_closing_does_not_wait_for_graders_that_are_starting(tmp_path, monkeypat
     assert all(is_gone(pid) for pid in pids)
 
 
-def test_what_a_reward_started_dies_with_its_grader(toy, tmp_path):
+def test_processes_that_a_reward_started_end_with_its_grader(toy, tmp_path):
     pid_file = tmp_path / "pid"
     with GraderPool(toy, timeout_s=1.0) as pool:
         (failure,) = pool.grade([pair("child", pid_file=str(pid_file))]).failures
     assert "gave no result" in failure.error
-    # init reaps the orphan in its own time; killed it is at once
+    # the orphan is killed at once, and reaped by init later
     wait_until(lambda: is_zombie(int(pid_file.read_text())))
 
 
@@ -315,7 +317,7 @@ def test_graders_end_when_their_parent_is_killed(tmp_path):
     wait_until(lambda: all(is_zombie(pid) for pid in pids))
 
 
-# ------------------------------------------------------------------------------ bad beginnings
+# ------------------------------------------------------------------------------ failed starts
 
 
 def test_an_unknown_reward_is_refused_before_any_process_starts():
@@ -344,7 +346,7 @@ def test_a_reward_that_cannot_be_loaded_is_a_config_error(tmp_path, monkeypatch,
     assert all(is_gone(pid) for pid in pids)
 
 
-def test_graders_that_stop_starting_end_the_run_with_a_reason(tmp_path, monkeypatch):
+def test_graders_that_can_no_longer_start_end_the_run_with_a_reason(tmp_path, monkeypatch):
     flag = tmp_path / "used"
     (tmp_path / "once.py").write_text(
         f"import os\nif os.path.exists({str(flag)!r}): raise RuntimeError('disk gone')\n"

@@ -1,4 +1,4 @@
-"""Rewards that fork, write where they should not, kill, daemonize: the pool goes on."""
+"""The pool survives rewards that fork, kill, daemonize or write on its channel."""
 
 import os
 import signal
@@ -116,24 +116,24 @@ def is_over(pid: int) -> bool:
 def wait_until_over(pid: int) -> None:
     end = time.monotonic() + 60
     while not is_over(pid):
-        assert time.monotonic() < end, f"process {pid} lives on"
+        assert time.monotonic() < end, f"process {pid} has not ended"
         time.sleep(0.01)
 
 
-NONSENSE = "the grader was killed: something wrote on its channel that is no answer of a grader"
+INVALID = "the grader was killed: something wrote on its channel that is no answer of a grader"
 KILLED = "the grader was killed by SIGKILL while grading"
 FAILURES = {
-    "junk": NONSENSE,
-    "zeros": NONSENSE,
-    "length": NONSENSE,
-    "cut": NONSENSE,
-    "binary": NONSENSE,
-    "deep": NONSENSE,
-    "digits": NONSENSE,
-    "begun": NONSENSE,
-    "ready": NONSENSE,
-    "other": NONSENSE,
-    "nan": NONSENSE,
+    "junk": INVALID,
+    "zeros": INVALID,
+    "length": INVALID,
+    "cut": INVALID,
+    "binary": INVALID,
+    "deep": INVALID,
+    "digits": INVALID,
+    "begun": INVALID,
+    "ready": INVALID,
+    "other": INVALID,
+    "nan": INVALID,
     "close": "the grader exited with status ",
     "shutdown": KILLED,
     "group": KILLED,
@@ -160,7 +160,7 @@ def test_each_hostile_task_fails_alone_and_all_others_are_graded(hostile: str) -
 
 
 @pytest.mark.parametrize("harmless", ["fork", "parent's", "chdir", "stdin", "handlers", "alarm"])
-def test_what_a_reward_does_to_its_own_process_harms_nobody_else(
+def test_changes_of_a_reward_to_its_process_affect_no_other_task(
     hostile: str, harmless: str
 ) -> None:
     with GraderPool(hostile, timeout_s=60.0) as pool:
@@ -169,16 +169,16 @@ def test_what_a_reward_does_to_its_own_process_harms_nobody_else(
     assert [rollout.reward for rollout in (*graded.rollouts, *again.rollouts)] == [1, 2, 3, 4]
 
 
-def test_a_process_forked_behind_pythons_back_ends_the_grader_not_the_run(hostile: str) -> None:
+def test_a_fork_unknown_to_python_ends_the_grader_not_the_run(hostile: str) -> None:
     with GraderPool(hostile, timeout_s=60.0) as pool:
         graded = pool.grade(pairs("ok 1", "c fork 2", "ok 3", "ok 4"))
         again = pool.grade(pairs("ok 5"))
     assert len(graded.rollouts) + len(graded.failures) == 4
-    assert {failure.error for failure in graded.failures} <= {NONSENSE}
+    assert {failure.error for failure in graded.failures} <= {INVALID}
     assert [rollout.reward for rollout in again.rollouts] == [5.0]
 
 
-def test_a_grader_says_no_more_than_fits_a_message(
+def test_an_error_of_a_grader_fits_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wordy.py").write_text(
@@ -187,16 +187,14 @@ def test_a_grader_says_no_more_than_fits_a_message(
     monkeypatch.syspath_prepend(tmp_path)
     with GraderPool("wordy:f") as pool:
         (failure,) = pool.grade(pairs("1")).failures
-    assert failure.error != NONSENSE
+    assert failure.error != INVALID
     assert len(failure.error) < MAX_MESSAGE / 12
 
 
 # ------------------------------------------------------------------------------ output
 
 
-def test_what_a_reward_prints_is_cut_on_the_terminal(
-    hostile: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_a_reward_is_cut(hostile: str, capfd: pytest.CaptureFixture[str]) -> None:
     with GraderPool(hostile, workers=2, timeout_s=60.0) as pool:
         assert len(pool.grade(pairs("noise 1", "noise 2", "noise 3")).rollouts) == 3
         assert len(pool.grade(pairs("noise 4")).rollouts) == 1
@@ -272,7 +270,7 @@ def test_a_daemon_that_a_reward_started_ends_with_the_killed_run(
 # ------------------------------------------------------------------------------ loading
 
 
-def test_no_module_of_the_working_directory_stands_in_for_pythons_own(
+def test_no_module_of_the_working_directory_replaces_a_standard_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here.py").write_text(
@@ -289,7 +287,7 @@ def test_no_module_of_the_working_directory_stands_in_for_pythons_own(
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
-def test_a_grader_that_others_kill_while_it_loads_is_started_again(
+def test_a_grader_killed_from_outside_while_it_loads_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     flag = tmp_path / "flag"
@@ -305,7 +303,7 @@ def test_a_grader_that_others_kill_while_it_loads_is_started_again(
         assert len(pool.grade(pairs("1")).rollouts) == 1
 
 
-def test_graders_that_are_always_killed_while_they_load_do_not_blame_the_reward(
+def test_the_error_of_graders_killed_while_they_load_does_not_name_the_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "doomed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
@@ -326,9 +324,7 @@ def test_a_reward_module_that_forks_while_it_loads_is_loaded_once(
         assert len(pool.grade(pairs("1", "2", "3")).rollouts) == 3
 
 
-def test_a_supervisor_that_was_stopped_is_killed_in_the_end(
-    hostile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_supervisor_is_killed(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longtail.rl.grading.process.REAP_S", 0.2)
     with GraderPool(hostile) as pool:
         pool.wait_ready()

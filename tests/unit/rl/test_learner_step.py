@@ -1,4 +1,4 @@
-"""What of a learner's step is computed, and what it tells while it is."""
+"""Scored tokens and progress calls of a learner's step."""
 
 from dataclasses import replace
 

@@ -164,7 +164,7 @@ def test_math_verify_refuses_a_row_without_a_reference(math_reward):
 def test_reasoning_gym_scores_the_tagged_answer_with_the_tasks_own_scorer():
     gym = pytest.importorskip("reasoning_gym")
     reward = resolve_reward("reasoning_gym")
-    for name in ("chain_sum", "rearc"):  # rearc's scorer tells tuples from lists
+    for name in ("chain_sum", "rearc"):  # rearc's scorer distinguishes tuples from lists
         entry = gym.create_dataset(name, size=1, seed=3)[0]
         data = {"reasoning_gym_task": name, "reasoning_gym_entry": entry}
         right = f"<think>hm</think><answer>\n{entry['answer']}\n</answer>"

@@ -72,13 +72,13 @@ def test_the_documented_example_buys_two_nodes():
     assert found.tokens_per_s == pytest.approx(2.7 / 0.012)
 
 
-def test_where_nodes_are_dear_nothing_is_bought():
+def test_no_node_is_selected_if_nodes_are_expensive():
     found = optimal_budget(np.array([0.9, 0.8]), 1.0, 4, lambda nodes: 0.001 + 0.001 * nodes)
     assert found.num_nodes == 0
     assert found.tokens_per_s == pytest.approx(4 / 0.001)
 
 
-def test_a_listed_node_stands_for_as_many_as_the_scale_says():
+def test_each_listed_node_stands_for_scale_nodes():
     def seconds(nodes):
         assert nodes.tolist() == [0, 4, 8]
         return 0.01 + 0.001 * nodes
@@ -116,7 +116,7 @@ def test_scarce_room_goes_to_the_likeliest_of_all_requests():
     assert select_nodes([doubtful, sure], 0.0, 2) == [EMPTY, sure]
 
 
-def test_who_does_not_say_how_likely_stays_whole_while_there_is_room():
+def test_drafts_without_probabilities_are_cut_only_by_room():
     silent = chain((1, 2, 3))
     assert select_nodes([silent, LIKELY], 0.99, 10) == [silent, EMPTY]
     assert select_nodes([silent, silent], 0.5, 4) == [silent, prune(silent, 1)]
@@ -127,7 +127,7 @@ def test_who_does_not_say_how_likely_stays_whole_while_there_is_room():
     st.sampled_from((0.0, 0.3, 0.5, 0.9)),
     st.integers(0, 40),
 )
-def test_the_room_is_kept_and_nothing_is_below_the_price(sketches, price, room):
+def test_selection_respects_room_and_price(sketches, price, room):
     trees = [tree_of(sketch, speaks=speaks) for sketch, speaks in sketches]
     selected = select_nodes(trees, price, room)
     assert sum(tree.size for tree in selected) <= room
@@ -138,7 +138,7 @@ def test_the_room_is_kept_and_nothing_is_below_the_price(sketches, price, room):
         assert selected == [keep_reached(tree, price) for tree in trees]
 
 
-def test_what_two_propose_is_there_once_as_likely_as_the_surer_says():
+def test_merged_nodes_take_the_highest_probability():
     one = DraftTree(
         tokens=(5, 7, 6), parents=(0, 1, 0), margins=(1.0, 2.0, 3.0), reach=(0.9, 0.5, 0.1)
     )
@@ -189,7 +189,7 @@ def test_following_the_worked_text_finds_the_accepted_path():
 
 
 @given(any_sketch(), st.data())
-def test_what_was_verified_is_followed_as_it_was_accepted(sketch, data):
+def test_following_the_verified_tree_gives_the_accepted_path(sketch, data):
     tree = tree_of(sketch)
     size = tree.size + 1
     drawn = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
@@ -198,7 +198,7 @@ def test_what_was_verified_is_followed_as_it_was_accepted(sketch, data):
 
 
 @given(any_sketch(), st.integers(0, 12), st.lists(st.integers(0, 3), min_size=13, max_size=13))
-def test_a_larger_tree_than_the_verified_one_says_what_it_would_have_yielded(sketch, size, text):
+def test_following_a_larger_tree_gives_its_possible_path(sketch, size, text):
     whole = tree_of(sketch)
     kept = prune(whole, size)
 

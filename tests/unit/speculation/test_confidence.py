@@ -74,7 +74,7 @@ def test_nodes_count_where_verification_reached_their_parent():
     assert confidence(curve, untold) == pytest.approx(posterior(untold, 0, 0, trust))
 
 
-def test_nodes_below_a_wrong_one_tell_nothing():
+def test_nodes_below_a_wrong_node_do_not_count():
     curve, other = ConfidenceCurve(), ConfidenceCurve()
     curve.learn(TREE, WRONG)
     siblings = DraftTree(tokens=(5, 6), parents=(0, 0), margins=(2.0, -2.0))
@@ -82,7 +82,7 @@ def test_nodes_below_a_wrong_one_tell_nothing():
     assert curve.table() == other.table() != ConfidenceCurve().table()
 
 
-def test_what_nobody_said_tells_nothing():
+def test_nodes_after_the_known_tokens_do_not_count():
     """`follow` may end with the text: after the last of its tokens nothing is known."""
     chain = DraftTree(tokens=(5, 7), parents=(0, 1), margins=(2.0, -2.0))
     curve, other = ConfidenceCurve(), ConfidenceCurve()
@@ -107,7 +107,7 @@ def test_a_curve_learns_a_known_function():
 
 
 @pytest.mark.parametrize("margins", [(5.0,), (2.5, 3.5, 5.0, 7.0, 10.0)])
-def test_one_that_is_sure_and_always_wrong_is_found_out_after_fifteen_nodes_in_all(margins):
+def test_an_overconfident_drafter_is_detected_after_fifteen_nodes(margins):
     curve = ConfidenceCurve()
     for number in range(15):
         curve.learn(one_node(margins[number % len(margins)]), WRONG)
@@ -115,7 +115,7 @@ def test_one_that_is_sure_and_always_wrong_is_found_out_after_fifteen_nodes_in_a
     assert all(p <= 0.13 for p in curve.table())
 
 
-def test_one_that_is_better_than_it_seems_is_trusted_everywhere_but_never_wholly():
+def test_an_underconfident_drafter_is_trusted_in_all_bins():
     curve = ConfidenceCurve()
     before = curve.table()
     teach(curve, 0.1, 1.0, 100)
@@ -138,7 +138,7 @@ def test_a_curve_follows_a_drift(old, new):
 
 
 def test_trust_follows_a_drift_too():
-    """Of a bin that was never met, only trust can tell that the drafter has become good."""
+    """In an empty bin only trust reflects that the drafter has become good."""
     curve = ConfidenceCurve()
     teach(curve, 5.0, 0.0, 5000)
     assert confidence(curve, 2.5) < 0.01

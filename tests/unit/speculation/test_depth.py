@@ -1,4 +1,4 @@
-"""How deep drafts go: what a look says, and what is foreseen in its place."""
+"""The depth of drafts: exact, and predicted without reading gains."""
 
 from collections.abc import Sequence
 
@@ -46,7 +46,7 @@ def test_behind_any_change_the_depth_becomes_that_of_a_look(past, constant):
 
 
 @given(SURPLUSES)
-def test_a_fresh_gauge_is_right_from_the_second_round_on(constant):
+def test_a_new_policy_is_right_from_the_second_round_on(constant):
     """Its first round goes as deep as it may, and so reads of all levels what they are worth."""
     policy, looked = PredictedDepth(), draft(ExactDepth(), constant)
     assert draft(policy, constant) == len(constant) + 1
@@ -62,7 +62,7 @@ def test_a_level_is_drafted_if_it_pays_on_average():
         assert set(found[REMEMBERED::2]) == {depth}
 
 
-def test_what_is_foreseen_reads_no_surplus():
+def test_predicted_depth_reads_no_gain():
     policy, unread = PredictedDepth(), torch.tensor(0.0, device="meta")
     policy.learn([0.5, -0.5])
     assert policy.should_extend([unread])

@@ -30,7 +30,7 @@ VOCAB = 5
 
 
 def logits_after(request: int, path: tuple[int, ...]) -> Tensor:
-    """What is said after a path: any numbers, up to some nats apart."""
+    """Scores after a path: arbitrary numbers, up to some nats apart."""
     seed = hash((request, path)) % 2**31
     return 3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
 
@@ -178,7 +178,7 @@ def taught(outcomes: Sequence[tuple[float, bool]]) -> ConfidenceCurve:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), STRATEGIES, OUTCOMES)
-def test_growing_is_what_its_definition_says(max_depths, strategy, outcomes):
+def test_growing_agrees_with_its_definition(max_depths, strategy, outcomes):
     curve = taught(outcomes)
     trees, passes = grown(max_depths, strategy, curve)
     for tree, other in zip(trees, defined(max_depths, strategy, curve), strict=True):
@@ -227,9 +227,7 @@ def test_no_pass_is_made_where_none_is_worth_it():
 @pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), STRATEGIES, OUTCOMES)
-def test_what_is_foreseen_drafts_what_a_look_would_once_rounds_are_alike(
-    max_depths, strategy, outcomes
-):
+def test_predicted_depth_equals_exact_depth_for_equal_rounds(max_depths, strategy, outcomes):
     """And the first round, of which nothing is foreseen, drafts no less."""
     curve, policy = taught(outcomes), PredictedDepth()
     looked, passes = grown(max_depths, strategy, curve)

@@ -68,7 +68,7 @@ def test_pruning_the_worked_tree_keeps_its_three_likeliest_nodes():
     assert prune(likely, 0) == EMPTY
 
 
-def test_a_floor_keeps_what_reaches_it_and_all_that_says_nothing():
+def test_a_floor_keeps_likely_nodes_and_trees_without_probabilities():
     likely = ranked(replace(TREE, reach=TREE_REACH))
     assert keep_reached(likely, 0.7) == prune(likely, 3)
     assert keep_reached(likely, 0.71) == prune(likely, 2)
@@ -110,7 +110,7 @@ def test_a_node_is_never_likelier_than_its_parent(parents, data):
 
 
 @given(any_parents(), st.integers(0, 30), st.data())
-def test_what_pruning_keeps_is_a_tree_of_the_likeliest_nodes(parents, size, data):
+def test_pruning_keeps_a_tree_of_the_likeliest_nodes(parents, size, data):
     confidences = [data.draw(st.sampled_from((0.5, 1.0))) for _ in parents]  # many ties
     reach = reach_probabilities(parents, confidences)
     kept = prune(ranked(replace(tree_of(parents), reach=tuple(reach))), size)

@@ -78,7 +78,7 @@ def test_the_accepted_path_is_the_longest_that_agrees(places, data):
 
 
 @given(any_places(), st.data())
-def test_what_is_emitted_is_what_plain_decoding_would_have_written(places, data):
+def test_emitted_tokens_are_those_of_plain_decoding(places, data):
     """A target whose draw is a function of the text alone: no draft changes what comes out."""
     tree = tree_of(places)
     paths = [path_to(tree, node) for node in range(tree.size + 1)]

@@ -1,4 +1,4 @@
-"""The user's cache: an entry is what was written, by this user, or it is made anew or refused."""
+"""The user's cache: entries are unchanged and this user's, or built again, or refused."""
 
 import os
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def _refuse(folder: Path) -> None:
     raise AssertionError("it was there already")
 
 
-def test_the_cache_is_where_the_environment_says(
+def test_the_environment_sets_the_cache_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -38,7 +38,7 @@ def test_the_cache_is_where_the_environment_says(
     assert cache_directory() == Path.home() / ".cache" / "longtail"
 
 
-def test_kernels_are_not_compiled_into_the_working_directory_when_the_variable_is_empty(
+def test_an_empty_variable_does_not_put_kernels_into_the_working_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _put_compiler(tmp_path / "bin", monkeypatch)
@@ -50,7 +50,7 @@ def test_kernels_are_not_compiled_into_the_working_directory_when_the_variable_i
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_an_entry_is_built_once_and_nobody_else_can_write_into_it(tmp_path: Path) -> None:
+def test_an_entry_is_built_once_and_only_its_user_can_write_to_it(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "cache"
     entry = build_once("kernels", "1f", _library(), root)
     assert build_once("kernels", "1f", _refuse, root) == entry
@@ -83,7 +83,7 @@ def _garble(entry: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, _edit, _remove, _unseal, _garble])
-def test_a_damaged_entry_is_made_anew(
+def test_a_damaged_entry_is_built_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     entry = build_once("kernels", "1f", _library(), tmp_path)
@@ -91,10 +91,10 @@ def test_a_damaged_entry_is_made_anew(
     assert build_once("kernels", "1f", _library(b"new code"), tmp_path) == entry
     assert (entry / "library.so").read_bytes() == b"new code"
     assert [path.name for path in entry.parent.iterdir()] == ["1f"]
-    assert "is damaged, or of an earlier version; made anew" in caplog.text
+    assert "is damaged or of an earlier version and is built again" in caplog.text
 
 
-def test_a_cut_library_of_kernels_is_compiled_again_and_not_loaded(
+def test_a_truncated_kernel_library_is_compiled_again_and_not_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # Loaded, it ends the process with SIGBUS.
@@ -108,7 +108,7 @@ def test_a_cut_library_of_kernels_is_compiled_again_and_not_loaded(
 
 
 @pytest.mark.parametrize("place", ["", "kernels", "kernels/1f", "kernels/1f/library.so"])
-def test_what_belongs_to_another_user_is_refused(
+def test_files_of_another_user_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
 ) -> None:
     root = tmp_path / "cache"
@@ -125,13 +125,13 @@ def test_what_belongs_to_another_user_is_refused(
     assert str(foreign) in str(caught.value)
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_the_error_of_an_unwritable_cache_names_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written.*set LONGTAIL_CACHE"):
         build_once("kernels", "1f", _library(), tmp_path / "file")
 
 
-def test_what_fails_to_be_built_leaves_nothing_and_keeps_its_error(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_nothing_and_raises_its_own_error(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         folder.mkdir()
         (folder / "half").write_bytes(b"half")
@@ -143,7 +143,7 @@ def test_what_fails_to_be_built_leaves_nothing_and_keeps_its_error(tmp_path: Pat
 
 
 def _put_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a compiler into PATH that writes a line into whatever it is to make."""
+    """Put a compiler into PATH that writes a line to its output file."""
     folder.mkdir()
     script = (
         '#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && echo "a library" > "$2"; shift; done\n'

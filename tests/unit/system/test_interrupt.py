@@ -29,13 +29,13 @@ def test_the_first_signal_waits_for_the_next_check(number: signal.Signals) -> No
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_second_signal_does_not_wait(number: signal.Signals) -> None:
+def test_the_second_signal_interrupts_at_once(number: signal.Signals) -> None:
     with Interruption(), pytest.raises(KeyboardInterrupt):  # noqa: PT012
         _receive(signal.SIGINT)
         _receive(number)
 
 
-def test_handlers_are_as_before_afterwards_however_it_ends() -> None:
+def test_handlers_are_restored_at_the_end() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises(ZeroDivisionError), Interruption():  # noqa: PT012
         assert signal.getsignal(signal.SIGINT) not in before
@@ -44,7 +44,7 @@ def test_handlers_are_as_before_afterwards_however_it_ends() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_before_a_program_listens_a_signal_ends_it_as_ctrl_c_does(
+def test_every_signal_raises_keyboard_interrupt_outside_an_interruption(
     number: signal.Signals,
 ) -> None:
     before = signal.getsignal(number)
@@ -53,7 +53,7 @@ def test_before_a_program_listens_a_signal_ends_it_as_ctrl_c_does(
     assert signal.getsignal(number) is before
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+def test_sighup_stays_ignored_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with signals_as_ctrl_c(), Interruption() as interruption:
@@ -63,7 +63,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_in_another_thread_signals_are_left_alone() -> None:
+def test_signals_are_not_handled_in_another_thread() -> None:
     with ThreadPoolExecutor(1) as pool:
         before = signal.getsignal(signal.SIGTERM)
         assert pool.submit(_handlers_inside).result() == before

@@ -1,4 +1,4 @@
-"""Which sockets processes listen on; those of a whole run are in end_to_end/test_open_ports.py."""
+"""Listening sockets of processes; end_to_end/test_open_ports.py has those of a whole run."""
 
 import fcntl
 import os
@@ -35,7 +35,7 @@ def test_a_socket_of_a_child_is_found_with_its_address(address, is_loopback):
     assert (found.address, found.port, found.is_loopback) == (address, port, is_loopback)
 
 
-def test_sockets_of_ipv6_are_found_too():
+def test_ipv6_sockets_are_found():
     with socket.socket(socket.AF_INET6) as sock:
         try:
             sock.bind(("::ffff:127.0.0.1", 0))
@@ -50,18 +50,18 @@ def test_sockets_of_ipv6_are_found_too():
 @pytest.mark.parametrize(
     "address", ["0.0.0.0", "::", "192.0.2.7", "::ffff:192.0.2.7", "2001:db8::1"]
 )
-def test_an_address_that_others_reach_is_not_loopback(address):
+def test_an_address_that_other_machines_reach_is_not_loopback(address):
     assert not Listening(pid=1, program="raylet", address=address, port=1).is_loopback
 
 
-def test_a_socket_that_does_not_listen_is_left_out():
+def test_a_socket_that_does_not_listen_is_not_reported():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
         assert port not in {each.port for each in listening([os.getpid()])}
 
 
-def test_the_process_that_works_in_a_run_directory_is_known_by_its_lock(tmp_path: Path):
+def test_the_process_of_a_run_is_found_by_its_lock(tmp_path: Path):
     assert process_of(tmp_path) is None
     (tmp_path / ".lock").touch()
     assert process_of(tmp_path) is None
@@ -70,7 +70,7 @@ def test_the_process_that_works_in_a_run_directory_is_known_by_its_lock(tmp_path
         assert process_of(tmp_path) == os.getpid()
 
 
-def test_the_doctor_shows_on_what_a_run_listens(tmp_path: Path):
+def test_the_doctor_lists_the_listening_sockets_of_a_run(tmp_path: Path):
     quiet = {each.name: each for each in doctor.sockets(tmp_path)}
     assert "no process uses" in quiet["run"].value
     with RunDirectory(tmp_path, keep=1) as run, socket.socket() as near, socket.socket() as far:

@@ -1,4 +1,4 @@
-"""JSON from outside: a plain value, or one sentence."""
+"""External JSON is parsed to a plain value or refused with one sentence."""
 
 import json
 
@@ -8,7 +8,7 @@ from longtail.errors import JsonError
 from longtail.system.strict_json import MAX_DEPTH, MAX_DIGITS, find_surrogate, parse_json
 
 
-def test_what_json_dumps_writes_is_read_back() -> None:
+def test_output_of_json_dumps_is_parsed() -> None:
     value = {"a": [1, -2.5, "\u4e2d\U0001f600", None, True, {}], "": 10**MAX_DIGITS - 1}
     for ascii_only in (True, False):
         text = json.dumps(value, ensure_ascii=ascii_only)
@@ -40,9 +40,7 @@ def test_what_json_dumps_writes_is_read_back() -> None:
     ],
     ids=range(18),
 )
-def test_what_is_no_plain_value_is_refused_in_one_sentence(
-    text: str | bytes, sentence: str
-) -> None:
+def test_malformed_json_is_refused_with_the_reason(text: str | bytes, sentence: str) -> None:
     with pytest.raises(JsonError) as refused:
         parse_json(text)
     message = str(refused.value)
@@ -52,16 +50,16 @@ def test_what_is_no_plain_value_is_refused_in_one_sentence(
     assert message.encode()
 
 
-def test_the_bounds_themselves_are_read() -> None:
+def test_values_at_the_bounds_are_parsed() -> None:
     assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
     assert float(parse_json("9" * MAX_DIGITS)) > 1e307
     assert parse_json('"\\ud83d\\ude00 \\\\ud83d"') == "\U0001f600 \\ud83d"
 
 
-def test_numbers_that_are_not_finite_are_read_where_they_are_allowed() -> None:
+def test_nan_and_infinity_are_parsed_if_allowed() -> None:
     assert str(parse_json("[NaN, -Infinity, 1e999]", allow_nan=True)) == "[nan, -inf, inf]"
 
 
-def test_a_lone_surrogate_is_found_and_a_whole_character_is_not() -> None:
+def test_find_surrogate_finds_lone_surrogates_only() -> None:
     assert find_surrogate("ab\ud83d") == 2
     assert find_surrogate("\U0001f600 \u00e9") is None

@@ -28,7 +28,7 @@ def depth_of(plan: Plan) -> int:
 
 
 def told(plan: Plan, batch: Batch, rate: float) -> Outcome:
-    """A step without accepted drafts that gave so many tokens a second."""
+    """A step without accepted drafts with the given tokens per second."""
     return Outcome(
         batch=batch,
         plan=plan,
@@ -83,7 +83,7 @@ def test_a_stall_does_not_move_the_median():
     assert play(tuner, rates) == 8
 
 
-def test_what_fell_out_of_the_window_is_forgotten():
+def test_rewards_outside_the_window_are_forgotten():
     tuner = greedy(window=3)
     rates = {0: 10.0, 8: 30.0, 2: 20.0}
     for _ in range(20):
@@ -101,7 +101,7 @@ def test_steps_that_read_prompts_are_no_reward():
         tuner.learn(told(plan, reading, 1.0))
 
 
-def test_a_plain_step_that_somebody_wanted_is_a_reward_of_decoding_plainly():
+def test_any_plain_step_is_a_reward_of_plain_decoding():
     tuner = greedy(window=1)
     rates = {0: 10.0, 8: 30.0, 2: 20.0}
     play(tuner, rates)
@@ -112,7 +112,7 @@ def test_a_plain_step_that_somebody_wanted_is_a_reward_of_decoding_plainly():
 
 
 def test_rewards_that_come_late_go_to_the_arms_that_earned_them():
-    """The engine plans the next step before it tells how the last one went."""
+    """The engine plans the next step before the tuner learns from the last one."""
     tuner = greedy()
     rates, late = {0: 10.0, 8: 30.0, 2: 20.0}, tuner.plan(batch())
     depths = []

@@ -82,7 +82,7 @@ def test_a_measurement_that_fell_is_taken_for_level():
 
 
 @given(any_sketch(), st.lists(st.integers(1, 600), min_size=2, max_size=8))
-def test_more_never_takes_less_whatever_was_learned(sketch, counts):
+def test_a_curve_never_decreases(sketch, counts):
     found, first = curve_of(sketch), sketch[0][0]
     times = [found.at(max(count, first)) for count in sorted(counts)]
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(times))
@@ -97,7 +97,7 @@ def test_many_at_once_are_predicted_as_one_by_one(sketch, counts):
     assert found.at_each(asked).tolist() == pytest.approx([found.at(int(n)) for n in asked])
 
 
-def test_the_slope_is_what_one_more_takes():
+def test_the_slope_is_the_cost_of_one_more_token():
     assert curve().slope(1) == pytest.approx(1e-4)
     assert curve().slope(80) == pytest.approx(1e-4)
     bent = TimeCurve((1, 8, 16), (1e-3, 1e-3, 9e-3))
@@ -149,7 +149,7 @@ def test_even_a_first_stall_does_not_double_a_curve():
     assert 1.4 < found.at(8) / curve().at(8) < 1.6
 
 
-def test_a_curve_that_saw_little_believes_the_other_one_wholly():
+def test_a_new_curve_takes_the_whole_correction_of_the_other():
     young, settled = curve(), curve()
     for _ in range(16):
         settled.correct(8, 0.0)
@@ -182,7 +182,7 @@ def test_a_slow_step_raises_its_own_kind_and_the_other():
         assert (costs.drafts[0].seconds(8, 2.0, 16.0) > usual) == bool(drafted)
 
 
-def test_what_the_other_kind_learns_is_no_more_than_what_was_seen():
+def test_the_other_curve_never_takes_more_than_the_correction():
     costs = model()
     batch = outcome(1.0).batch
     for _ in range(64):
@@ -204,7 +204,7 @@ def test_numbers_survive_json_and_predict_the_same():
     assert again.drafts == costs.drafts
 
 
-def test_numbers_that_describe_nothing_are_refused():
+def test_numbers_without_a_model_are_refused():
     with pytest.raises(KeyError):
         CostModel.of({})
     with pytest.raises(TypeError):

@@ -21,7 +21,7 @@ def test_a_cost_model_comes_back_from_its_file(tmp_path: Path) -> None:
     assert load_costs(tmp_path / "cost.json").numbers() == _costs().numbers()
 
 
-def test_steps_and_drafts_are_told_in_milliseconds() -> None:
+def test_steps_and_drafts_are_described_in_milliseconds() -> None:
     times = step_times(_costs(), (1, 8))
     assert [(t.tokens, round(t.plain_ms, 9), round(t.verify_ms, 9)) for t in times] == [
         (1, 1.0, 1.0),
@@ -45,17 +45,17 @@ def test_steps_and_drafts_are_told_in_milliseconds() -> None:
         json.dumps(_costs().numbers()).replace("start_s", "begin_s"),
     ],
 )
-def test_what_is_no_cost_model_is_refused_with_the_remedy(tmp_path: Path, text: str) -> None:
+def test_other_files_are_refused_with_the_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "cost.json").write_text(text)
     with pytest.raises(ConfigError, match=r"cost\.json: damaged, or not a cost model; remove it"):
         load_costs(tmp_path / "cost.json")
 
 
-def test_a_file_that_is_not_there_says_who_writes_it(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_names_its_writer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cost\.json: No such file.*; runs that measure"):
         load_costs(tmp_path / "cost.json")
 
 
-def test_a_disk_that_refuses_is_told_with_the_remedy(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="free some space"):
         save_costs(tmp_path / "nowhere" / "cost.json", _costs())

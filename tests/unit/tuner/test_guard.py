@@ -6,7 +6,7 @@ from longtail.tuner.guard import Guard
 from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
 
 PLAIN_S = 1e-3
-"""A plain step of any size, by a cost model that nobody corrects."""
+"""Seconds of a plain step of any size, in a cost model without corrections."""
 WINDOW, PAUSE = 32, 64
 
 
@@ -15,7 +15,7 @@ def make_guard() -> Guard:
 
 
 def step(took: float, *, accepted: int = 0, drafted: bool = True) -> Outcome:
-    """Four requests; a step that took so many plain ones."""
+    """A step of four requests that took the time of `took` plain steps."""
     timing = DraftTiming(drafter=0, num_requests=4, levels=2, rows=8, seconds=0.1 * took * PLAIN_S)
     return Outcome(
         batch=Batch(num_draftable=4, num_sampled=4, num_tokens=4, num_pairs=4, room=60),
@@ -48,7 +48,7 @@ def lose(guard: Guard) -> int:
     return pause_length(guard)
 
 
-def test_a_losing_window_pauses_and_says_why():
+def test_a_losing_window_pauses_with_a_reason():
     guard = make_guard()
     reasons = [guard.learn(LOSING) for _ in range(WINDOW)]
     assert reasons[:-1] == [""] * (WINDOW - 1)
@@ -104,7 +104,7 @@ def test_a_stall_counts_as_four_plain_steps_at_most():
     assert any(guard.learn(outcome) for outcome in outcomes)
 
 
-def test_plain_steps_say_nothing_for_or_against():
+def test_plain_steps_do_not_count():
     guard = make_guard()
     assert not any(guard.learn(step(50.0, drafted=False)) for _ in range(3 * WINDOW))
     for _ in range(WINDOW - 1):

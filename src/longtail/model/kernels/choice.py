@@ -1,8 +1,8 @@
-"""Which kernels a model computes with for inference; nobody else asks.
+"""Selection of the kernels for inference, by dtype and device.
 
-CPU, float32 or bfloat16    native ones, for heads of the sizes they are built for
+CPU, float32 or bfloat16    native kernels, for the head sizes they are built for
 GPU, but not float64        Triton's
-anything else               the definition
+anything else               PyTorch's operations
 """
 
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from longtail.system import machine
 
 
 def select_kernels(dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernels:
-    """Choose the decoder's small operations."""
+    """Return the decoder's small operations."""
     if device.type == "cpu" and head_dim in NATIVE_HEAD_DIMS:
         functions = native.functions(dtype)
         if functions is not None:
@@ -30,7 +30,7 @@ def select_kernels(dtype: torch.dtype, device: torch.device, head_dim: int) -> K
 
 
 def select_page_kernels(dtype: torch.dtype, device: torch.device) -> PageKernels:
-    """Choose the attention over a paged KV cache; ConfigError on a GPU without Triton."""
+    """Return the attention over a paged KV cache. Raises ConfigError on a GPU without Triton."""
     if device.type != "cuda" or dtype == torch.float64:
         return TorchPageKernels()
     _check_triton()
@@ -40,7 +40,7 @@ def select_page_kernels(dtype: torch.dtype, device: torch.device) -> PageKernels
 
 
 def select_draws(dtype: torch.dtype, device: torch.device) -> Draws | None:
-    """Choose who draws with noise that is not written down; None where it had better be."""
+    """Return the sampling kernels that store no noise; None where the noise is stored."""
     if device.type != "cuda" or dtype == torch.float64:
         return None
     _check_triton()

@@ -1,7 +1,7 @@
-"""Calls draft.c: a round of EAGLE drafting, catch-up and drafts of all requests, in one call.
+"""Interface to draft.c: one call runs a round of EAGLE drafting for all requests.
 
-What it computes is defined by `drafter.eagle.layer` and `speculation.grow`; here are only pointers,
-their order, and the tensors that keep them alive.
+`drafter.eagle.layer` and `speculation.grow` define the computation; this module passes pointers and
+keeps their tensors alive.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ class _Round(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainWeights:
-    """An EAGLE layer as draft.c reads it; norms that a recipe lacks are None."""
+    """Weights of an EAGLE layer for draft.c; norms that a recipe lacks are None."""
 
     eagle3: bool
     heads: int
@@ -75,30 +75,30 @@ class ChainWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainRound:
-    """Whom to draft for; pairs are those that lack keys and values, request by request."""
+    """Inputs of a round. Pairs are the positions that lack keys and values, request by request."""
 
     pairs: Int[Tensor, "4 pairs"]
-    """Their rows, slots, tokens and positions."""
+    """Rows, slots, tokens and positions of the pairs."""
     lasts: Int[Tensor, "requests"]
-    """Which pair is each request's root."""
+    """Index of the pair that is each request's root."""
     furthest: int
-    """Greatest position among the pairs."""
+    """Largest position of a pair."""
     depth: int
-    """The deepest node of any request."""
+    """Maximum depth of all requests."""
     depths: Sequence[int]
-    """The deepest node of each."""
+    """Maximum depth of each request."""
     strategy: Strategy
-    """Its depth is not read; one node of a level is drafted on, of one or two children."""
+    """Its depth is not used; one node per level is expanded, with one or two children."""
     confidences: Sequence[float]
-    """Of margins from edge i - 1 up to edge i, one more than there are edges."""
+    """Confidence of margins from edge i - 1 to edge i; one more than there are edges."""
     noise: Float[Tensor, "requests depth head_size"] | None
     inverse_temperatures: Float[Tensor, "requests"]
-    """0 where a request is greedy."""
+    """Inverse temperature of each request; 0 if it is greedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """The nodes of all requests' drafts, one request's after the other's.
+    """Nodes of all requests' drafts, request by request.
 
     Example: two requests, a chain of one node, then one of two with the second's sibling:
     counts (1, 3), tokens (5, 6, 7, 8), parents (0, 0, 1, 1)
@@ -107,60 +107,60 @@ class Chains:
     counts: Sequence[int]
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    """Node numbers of the same draft, 0 the root."""
+    """Parent of each node, as a node number of its own draft; 0 is the root."""
     margins: tuple[float, ...]
     reach: tuple[float, ...]
 
 
 @final
 class ChainKernel:
-    """draft.c for one set of weights."""
+    """The function of draft.c for one set of weights."""
 
     def __init__(self, weights: ChainWeights, rope: Rope, edges: Sequence[float]) -> None:
-        """`edges` are those between the bins of margins, rising."""
+        """`edges` are the rising boundaries between the bins of margins."""
         function = native.chains(weights.embedding.dtype)
-        assert function is not None, "ask `native.chains` first"
+        assert function is not None, "check `native.chains` first"
         self._function, self._weights, self._rope = function, weights, rope
         self._edges = (_DOUBLE * len(edges))(*edges)
         self._cos = self._sin = torch.empty(0, weights.head_dim)
         self._scratch = weights.embedding.new_empty(0)
-        self._layer = self._point()
+        self._layer = self._pointers()
 
     def run(
         self,
-        asked: ChainRound,
+        inputs: ChainRound,
         features: Float[Tensor, "rows slots features"],
         keys: Float[Tensor, "rows kv_slots kv_heads head_dim"],
         values: Float[Tensor, "rows kv_slots kv_heads head_dim"],
     ) -> Chains:
         """Compute the pairs' keys and values, then draft."""
-        w, requests, pairs = self._weights, len(asked.lasts), asked.pairs.shape[1]
-        strategy, thresholds = asked.strategy, asked.strategy.thresholds
-        room = requests * asked.depth * strategy.width
-        assert strategy.num_expanded == 1, "draft.c drafts on one node of a level"
-        assert strategy.width <= 2, "and that has one sibling"
-        assert len(asked.confidences) == len(self._edges) + 1, "edges lie between bins"
-        assert len(asked.depths) == requests, "each has its own deepest node"
-        assert asked.pairs.is_contiguous(), "draft.c reads dense rows"
-        assert w.embedding.dtype == features.dtype == keys.dtype, "one dtype for all"
-        self._make_room(asked)
+        w, requests, pairs = self._weights, len(inputs.lasts), inputs.pairs.shape[1]
+        strategy, thresholds = inputs.strategy, inputs.strategy.thresholds
+        room = requests * inputs.depth * strategy.width
+        assert strategy.num_expanded == 1, "draft.c expands one node per level"
+        assert strategy.width <= 2, "a node has at most one sibling"
+        assert len(inputs.confidences) == len(self._edges) + 1, "edges are between bins"
+        assert len(inputs.depths) == requests, "every request has its own maximum depth"
+        assert inputs.pairs.is_contiguous(), "draft.c reads dense rows"
+        assert w.embedding.dtype == features.dtype == keys.dtype, "all tensors have one dtype"
+        self._reserve(inputs)
         self._layer.threads = torch.get_num_threads()
         places = (_INT * (7 * requests))()
-        counts, depths = (_INT * requests)(), (_INT * requests)(*asked.depths)
+        counts, depths = (_INT * requests)(), (_INT * requests)(*inputs.depths)
         drafted, parents = (_INT * room)(), (_INT * room)()
         margins, reach = (_DOUBLE * room)(), (_DOUBLE * room)()
-        confidences = (_DOUBLE * len(asked.confidences))(*asked.confidences)
-        first, at = asked.pairs.data_ptr(), ctypes.addressof
+        confidences = (_DOUBLE * len(inputs.confidences))(*inputs.confidences)
+        first, at = inputs.pairs.data_ptr(), ctypes.addressof
         rows, slots, text, positions = (first + row * pairs * 8 for row in range(4))
         call = _Round(
-            requests=requests, pairs=pairs, depth=asked.depth, width=strategy.width,
+            requests=requests, pairs=pairs, depth=inputs.depth, width=strategy.width,
             size=strategy.num_nodes, bins=len(confidences), verify=thresholds.verify,
             extend=thresholds.expand, level=thresholds.level, rows=rows, slots=slots, tokens=text,
-            positions=positions, lasts=asked.lasts.data_ptr(), depths=at(depths),
+            positions=positions, lasts=inputs.lasts.data_ptr(), depths=at(depths),
             features=features.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(),
             feature_stride=features.stride(0), kv_stride=keys.stride(0),
-            noise=None if asked.noise is None else asked.noise.data_ptr(),
-            inverse_temperatures=asked.inverse_temperatures.data_ptr(), edges=at(self._edges),
+            noise=None if inputs.noise is None else inputs.noise.data_ptr(),
+            inverse_temperatures=inputs.inverse_temperatures.data_ptr(), edges=at(self._edges),
             confidences=at(confidences), scratch=self._scratch.data_ptr(), places=at(places),
             counts=at(counts), drafted=at(drafted), parents=at(parents), margins=at(margins),
             reach=at(reach),
@@ -172,7 +172,7 @@ class ChainKernel:
             margins=tuple(margins[:end]), reach=tuple(reach[:end]),
         )  # fmt: skip
 
-    def _point(self) -> _Layer:
+    def _pointers(self) -> _Layer:
         w = self._weights
 
         def at(tensor: Tensor | None) -> int | None:
@@ -189,20 +189,20 @@ class ChainKernel:
             sin=at(self._sin), draft_ids=at(w.draft_ids),
         )  # fmt: skip
 
-    def _make_room(self, asked: ChainRound) -> None:
-        """Have angles for the furthest position, and space to work in."""
+    def _reserve(self, inputs: ChainRound) -> None:
+        """Extend the angles to the largest position, and the scratch memory to its size."""
         w = self._weights
-        furthest = asked.furthest + asked.depth + 1
+        furthest = inputs.furthest + inputs.depth + 1
         if furthest > len(self._cos):
             positions = torch.arange(max(furthest, 3 * len(self._cos) // 2, 1024))
             rotation = self._rope.rotation(positions, torch.float32)
             self._cos, self._sin = rotation.cos[:, 0], rotation.sin[:, 0]
-            self._layer = self._point()
-        hidden, most = w.embedding.shape[1], max(asked.pairs.shape[1], len(asked.lasts))
+            self._layer = self._pointers()
+        hidden, most = w.embedding.shape[1], max(inputs.pairs.shape[1], len(inputs.lasts))
         projected = (w.heads + 2 * w.kv_heads) * w.head_dim
-        # 2 float32 a dimension of cos and sin are 4 of a 2-byte type
-        a_pair = w.feature_size + 5 * hidden + projected + 4 * w.head_dim
-        a_request = w.heads * w.head_dim + 2 * hidden + 3 * w.inner_size + w.head_size
-        needed = most * (a_pair + a_request) + 64
+        # 2 float32 per dimension for cos and sin take the bytes of 4 elements of a 2-byte type
+        per_pair = w.feature_size + 5 * hidden + projected + 4 * w.head_dim
+        per_request = w.heads * w.head_dim + 2 * hidden + 3 * w.inner_size + w.head_size
+        needed = most * (per_pair + per_request) + 64
         if self._scratch.numel() < needed:
             self._scratch = w.embedding.new_empty(2 * needed)

@@ -1,7 +1,7 @@
-"""Drawing from logits with keyed noise that is never written down, behind a seam.
+"""Sampling with keyed noise that need not be stored: the interface and its reference.
 
-Over a vocabulary of 150k entries, noise is larger than the logits it is added to. `TorchDraws` is
-the definition and makes it all the same; a GPU hashes it where it is added.
+With a vocabulary of 150k entries the noise is as large as the logits. `TorchDraws`, the reference
+implementation, stores it; on a GPU it is hashed where it is added.
 """
 
 import abc
@@ -15,13 +15,13 @@ from longtail.sampling import Drawn, gumbel_noise
 
 
 class Draws(abc.ABC):
-    """Noise g[key, position, v] of `sampling.gumbel_noise`, and draws with it."""
+    """Noise g[key, position, v] of `sampling.gumbel_noise`, and sampling with it."""
 
     @abc.abstractmethod
     def noise(
         self, keys: Int[Tensor, "rows"], positions: Int[Tensor, "rows"], vocab_size: int
     ) -> Float[Tensor, "rows vocab"]:
-        """Return the noise itself (float32)."""
+        """Return the noise (float32)."""
 
     @abc.abstractmethod
     def draw(
@@ -31,17 +31,17 @@ class Draws(abc.ABC):
         positions: Int[Tensor, "rows"],
         temperatures: Float[Tensor, "rows"],
     ) -> Drawn:
-        """Draw a token a row as `sampling.draw` does without truncation; 0 is greedy."""
+        """Sample one token per row, as `sampling.draw` without truncation; 0 is greedy."""
 
 
 @final
 class TorchDraws(Draws):
-    """The definition."""
+    """The reference implementation."""
 
     def noise(
         self, keys: Int[Tensor, "rows"], positions: Int[Tensor, "rows"], vocab_size: int
     ) -> Float[Tensor, "rows vocab"]:
-        """As it is defined."""
+        """Return `sampling.gumbel_noise`."""
         return gumbel_noise(keys, positions, vocab_size)
 
     def draw(
@@ -51,7 +51,7 @@ class TorchDraws(Draws):
         positions: Int[Tensor, "rows"],
         temperatures: Float[Tensor, "rows"],
     ) -> Drawn:
-        """Score all entries, then take the best."""
+        """Add the noise to all logprobs and take the argmax."""
         warm = (temperatures > 0)[:, None]
         scores = logits if logits.dtype == torch.float64 else logits.float()
         scores = torch.where(warm, scores / temperatures[:, None].clamp(min=1e-30), scores)

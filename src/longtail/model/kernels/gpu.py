@@ -1,8 +1,7 @@
-"""The decoder's small operations on a GPU: PyTorch's, but for the cache of a drafter.
+"""The decoder's small operations on a GPU: PyTorch's, except for a drafter's cache.
 
-A drafter's window is a row of a contiguous cache. A row is a page, so whoever writes and reads
-pages does so with rows; nothing waits for the host, and a whole draft is launched without a look
-at it.
+A drafter's window is a row of a contiguous cache. Each row is one page, so the page kernels store
+and attend. Nothing waits for the device, so a whole draft is launched without synchronising.
 """
 
 import torch
@@ -14,7 +13,7 @@ from longtail.model.kernels.pages import PageKernels, Pages, Tiles
 
 
 class GpuKernels(TorchKernels):
-    """No gradients; dtypes are those of the pages. `triton_small` does the rest faster."""
+    """Kernels without gradients, for the dtypes of the page kernels."""
 
     def __init__(self, pages: PageKernels) -> None:
         self._pages = pages
@@ -28,7 +27,7 @@ class GpuKernels(TorchKernels):
         rows: Int[Tensor, "tokens"],
         slots: Int[Tensor, "tokens"],
     ) -> None:
-        """Write into one page a row."""
+        """Store into pages of one row each."""
         addresses = rows * key_rows.shape[1] + slots
         self._pages.store(keys, values, Pages(key_rows, value_rows), addresses)
 
@@ -40,7 +39,7 @@ class GpuKernels(TorchKernels):
         places: Places,
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Attend over one page a row, every token by itself."""
+        """Attend over pages of one row each, in tiles of one token."""
         device = queries.device
         tables = torch.arange(len(key_rows), dtype=torch.int32, device=device)[:, None]
         tokens = torch.arange(len(queries), device=device)

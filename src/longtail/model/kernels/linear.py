@@ -1,13 +1,13 @@
 """A linear layer that can pack its weight for fast inference on a CPU.
 
-The packed copy lives beside the parameter and is made anew by `pack`; training never packs. Which
-product is used depends on what the machine has:
+`pack` makes a packed copy beside the parameter; training does not pack. The product depends on the
+machine:
 
-    float32, AVX-512 and a C compiler       product.c: a row's bits do not depend on its batch
+    float32, AVX-512 and a C compiler       product.c; a row's bits are independent of its batch
     bfloat16, AMX or AVX512-BF16, compiler  product.c, the same
     bfloat16, oneDNN with bfloat16          oneDNN, weight in its blocked layout
     a GPU, batch-invariant                  triton_product.py, the same
-    anything else                           as when training: oneDNN in float32, else F.linear
+    anything else                           as for training: oneDNN in float32, else F.linear
 """
 
 from collections.abc import Callable, Mapping
@@ -24,18 +24,18 @@ from longtail.model.kernels.training import training_product
 Product = Callable[[Tensor], Tensor]
 
 _TILE = 32
-"""product.c takes outputs by so many."""
+"""Number of outputs that product.c computes together."""
 _LAYOUTS: Mapping[native.Layout, tuple[int, int, int]] = {
     "inputs": (1, 32, 1),
     "pairs": (2, 32, 2),
     "tiles": (2, 16, 32),
 }
-"""Inputs of an output that lie side by side, outputs of a block, what divides the inputs."""
+"""Adjacent inputs of an output, outputs of a block, and divisor of the number of inputs."""
 
 
 @final
 class NativeProduct:
-    """x W^T + bias by product.c, of a weight in its layout."""
+    """The product x W^T + bias by product.c, with a weight in its layout."""
 
     def __init__(
         self, packed: Tensor, bias: Tensor | None, outputs: int, num_filled: int = 0
@@ -44,12 +44,12 @@ class NativeProduct:
         assert product is not None, "packed for a product that this machine does not have"
         self.packed = packed
         self.num_filled = num_filled
-        """Inputs of weight 0 that the layout adds behind the layer's own."""
+        """Number of inputs of weight 0 that pad the layer's own."""
         self._product, self._outputs = product, outputs
         self._shift = None if bias is None else bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply it to dense rows."""
+        """Return the product with dense rows."""
         if self.num_filled:
             x = F.pad(x, (0, self.num_filled))
         assert x.is_contiguous(), "product.c reads dense rows"
@@ -71,9 +71,9 @@ class Linear(nn.Module):
         self._packed: Product | None = None
 
     def pack(self, *, batch_invariant: bool = False) -> None:
-        """Pack the present weight for inference; call again after the weight changed.
+        """Pack the weight for inference; call it again after the weight has changed.
 
-        `batch_invariant` has a GPU multiply so that a row's bits do not depend on its batch, too.
+        With `batch_invariant` a row's bits are independent of its batch on a GPU, too.
         """
         weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
         self._packed = _native(weight, bias) or _blocked(weight, bias)
@@ -82,43 +82,43 @@ class Linear(nn.Module):
 
     @property
     def native(self) -> NativeProduct | None:
-        """The present weight as product.c reads it; None if packed otherwise, or padded."""
+        """The packed weight in the layout of product.c; None if packed otherwise or padded."""
         packed = self._packed
         return packed if isinstance(packed, NativeProduct) and not packed.num_filled else None
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
-        """Apply the layer to a flat list of rows."""
+        """Return y for a flat list of rows."""
         if self._packed is not None:
             return self._packed(x)
         return training_product(x, self.weight, self.bias)
 
 
 def invariant_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """Return the product of a GPU in which all rows are summed alike."""
+    """Return the batch-invariant product on a GPU."""
     from longtail.model.kernels.triton_product import TritonProduct
 
     return TritonProduct(weight, bias)
 
 
 def _native(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
-    """Pack for product.c, if this machine and this shape can have it."""
+    """Pack for product.c; None if it does not run on this machine."""
     outputs, inputs = weight.shape
     layout = native.layout(weight.dtype) if weight.device.type == "cpu" else None
     if layout is None:
         return None
-    # [blocks of outputs][inputs / step][outputs of a block][step], the last 32 filled up with 0
+    # [blocks of outputs][inputs / step][outputs of a block][step], padded with 0
     step, block, divisor = _LAYOUTS[layout]
     more_inputs, more_outputs = -inputs % divisor, -outputs % _TILE
     filled = (
         F.pad(weight, (0, more_inputs, 0, more_outputs)) if more_inputs or more_outputs else weight
     )
-    steps = filled if step == 1 else filled.view(torch.int32)  # a pair moves as one
+    steps = filled if step == 1 else filled.view(torch.int32)  # a pair is one element
     packed = steps.view(-1, block, filled.shape[1] // step).transpose(1, 2).contiguous()
     return NativeProduct(packed.view(weight.dtype), bias, outputs, more_inputs)
 
 
 def _blocked(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """Pack for oneDNN, where every call would else reorder the weight anew (bfloat16)."""
+    """Pack for oneDNN in bfloat16; otherwise each call would reorder the weight."""
     usable = (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
@@ -129,6 +129,6 @@ def _blocked(weight: Tensor, bias: Tensor | None) -> Product | None:
         return None
     with torch.no_grad():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    # Looked up here: the lookup costs as much as a small product.
+    # The lookup costs as much as a small product, so it is done once.
     product = torch.ops.mkldnn._linear_pointwise.default
     return lambda x: product(x, packed, bias, "none", [], "")

@@ -1,8 +1,8 @@
-"""Compiles and loads the kernels in C, once a machine, when it has a C compiler.
+"""Compiles the C kernels once per machine and loads them, if there is a C compiler.
 
-The shared object is an entry of the user's cache (`longtail.system.cache`), named by the digest of
-source, flags, compiler and processor; a damaged or foreign one is never loaded. Without a compiler
-everything runs on PyTorch's operations, more slowly; `unavailable_because` says why.
+The shared library is an entry of the user's cache (`longtail.system.cache`), named by the digest of
+source, flags, compiler and processor; a damaged library, or another user's, is never loaded.
+Without a compiler PyTorch's slower operations run; `unavailable_because` gives the reason.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from longtail.system.cache import build_once
 _log = logging.getLogger(__name__)
 
 _NAMES = ("kernels", "attention", "vectors", "tiles", "product", "draft")
-"""kernels.c includes attention.c, and that vectors.c and tiles.c."""
+"""kernels.c includes attention.c, which includes vectors.c and tiles.c."""
 _SOURCES = {name: Path(__file__).parent / "cpu" / f"{name}.c" for name in _NAMES}
 _FLAGS = (
     "-O2",
@@ -35,11 +35,11 @@ _FLAGS = (
     "-mprefer-vector-width=512",
     "-ffast-math",
     "-fno-finite-math-only",
-    "-fopenmp",  # the runtime is the libgomp that PyTorch has loaded
+    "-fopenmp",  # with the libgomp that PyTorch has loaded
     "-fPIC",
 )
 _LINK_FLAGS = ("-shared", "-fopenmp", "-lm")
-"""Without -ffast-math: linked with it, a library sets its loader's thread to flush subnormals."""
+"""Linking with -ffast-math would set the loading thread to flush subnormals."""
 _FLOAT32 = """
 #define T float
 #define NAME(f) f##_f32
@@ -88,7 +88,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 def unavailable_because() -> str | None:
-    """Say why native kernels cannot be had here; None when they can."""
+    """Return the reason why native kernels are unavailable; None if they are available."""
     if os.environ.get("LONGTAIL_NATIVE") == "0":
         return "LONGTAIL_NATIVE=0 is set"
     if platform.system() != "Linux":
@@ -103,14 +103,14 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Load the compiled kernels, or None where they cannot be built."""
+    """Return the loaded kernels; None if they cannot be built."""
     path = _build()
     return None if path is None else ctypes.CDLL(str(path))
 
 
 @functools.cache
 def layout(dtype: torch.dtype) -> Layout | None:
-    """Tell how product.c wants weights of a dtype on this machine; None where it cannot be had."""
+    """Return the weight layout of product.c for a dtype; None if it does not run here."""
     loaded = None if unavailable_because() is not None else _library()
     if loaded is None or dtype not in _SUFFIXES:
         return None
@@ -122,7 +122,7 @@ def layout(dtype: torch.dtype) -> Layout | None:
 
 @functools.cache
 def product(dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return the product of few rows (product.c); None where this machine or dtype has none."""
+    """Return the product of few rows (product.c); None if it does not run here."""
     loaded = None if layout(dtype) is None else _library()
     if loaded is None:
         return None
@@ -133,7 +133,7 @@ def product(dtype: torch.dtype) -> Callable[..., None] | None:
 
 @functools.cache
 def chains(dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return the drafting round of draft.c, where `product` can be had; None elsewhere."""
+    """Return the drafting round of draft.c; None if `product` does not run here."""
     loaded = None if product(dtype) is None else _library()
     if loaded is None:
         return None
@@ -144,7 +144,7 @@ def chains(dtype: torch.dtype) -> Callable[..., None] | None:
 
 @functools.cache
 def functions(dtype: torch.dtype) -> Mapping[str, Callable[..., None]] | None:
-    """Kernels for an element type by name; None where they cannot be built or do not exist."""
+    """Return the kernels of a dtype by name; None if there are none or they cannot be built."""
     loaded = None if unavailable_because() is not None else _library()
     if dtype not in _SUFFIXES or loaded is None:
         return None
@@ -157,7 +157,7 @@ def functions(dtype: torch.dtype) -> Mapping[str, Callable[..., None]] | None:
 
 
 def _build() -> Path | None:
-    """Compile into the cache unless it is there; None when the compiler refuses."""
+    """Return the cached library, compiled if needed; None if the compiler fails."""
     compiler = shutil.which("cc")
     assert compiler is not None
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
@@ -170,7 +170,7 @@ def _build() -> Path | None:
         return build_once("kernels", digest, partial(_compile, compiler)) / _LIBRARY
     except subprocess.CalledProcessError as error:
         _log.warning(
-            "%s refused the native kernels, so PyTorch's operations run, more slowly: %s",
+            "%s cannot compile the native kernels; PyTorch's slower operations are used: %s",
             compiler,
             error.stderr.strip()[:500],
         )
@@ -178,13 +178,13 @@ def _build() -> Path | None:
 
 
 def _compile(compiler: str, folder: Path) -> None:
-    """Compile into a new folder; CalledProcessError when the compiler refuses."""
+    """Compile into a new folder. Raises CalledProcessError if the compiler fails."""
     folder.mkdir()
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        unit, thing = Path(scratch, "kernels.c"), Path(scratch, "kernels.o")
+        unit, object_file = Path(scratch, "kernels.c"), Path(scratch, "kernels.o")
         unit.write_text(_UNIT)
         for command in (
-            (*_FLAGS, "-c", unit, "-o", thing),
-            (thing, "-o", folder / _LIBRARY, *_LINK_FLAGS),
+            (*_FLAGS, "-c", unit, "-o", object_file),
+            (object_file, "-o", folder / _LIBRARY, *_LINK_FLAGS),
         ):
             subprocess.run((compiler, *command), capture_output=True, text=True, check=True)

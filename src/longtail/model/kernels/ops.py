@@ -1,9 +1,9 @@
-"""The decoder's small operations behind a seam: PyTorch's everywhere, fused ones where they exist.
+"""The decoder's small operations: the interface, the reference, and the native implementation.
 
-`TorchKernels` is the definition: any dtype, any device, differentiable. `NativeKernels` is the same
-arithmetic in C for inference on a CPU, where a step of few tokens is otherwise ruled by the cost of
-calling some thirty operations a layer; `triton_small.TritonKernels` is that of a GPU.
-`kernel_choice.select_kernels` decides between them.
+`TorchKernels` is the reference: any dtype, any device, differentiable. `NativeKernels` is the same
+arithmetic in C for inference on a CPU, where a step of few tokens would otherwise spend most of its
+time calling some thirty operations per layer. `triton_small.TritonKernels` is the one for GPUs.
+`choice.select_kernels` selects one.
 """
 
 import abc
@@ -30,7 +30,7 @@ class Residual(NamedTuple):
 
 
 class QueryKeyValue(NamedTuple):
-    """Heads of one layer, rotated and ready to attend."""
+    """Queries, keys and values of one layer, after the rotation."""
 
     queries: Float[Tensor, "tokens heads head_dim"]
     keys: Float[Tensor, "tokens kv_heads head_dim"]
@@ -38,14 +38,14 @@ class QueryKeyValue(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where each token of a step is kept in the cache, and what it sees of its row.
+    """Cache slot of each token of a step, and the slots of its row that it sees.
 
-    A token sees the first `contexts` slots of its row, then those slots behind them whose bit is in
-    `visible`. A token of a text sees all up to itself. Of a draft behind a context of 9 slots:
+    A token sees the first `contexts` slots of its row, and of the slots after them those whose bit
+    is set in `visible`. A text token sees all slots up to its own. A draft after 9 slots:
 
         slot        9   10   11            10 and 11 are children of 9
         contexts    9    9    9
-        depths      1    2    2            as a text, they would be the 10th, 11th and 11th token
+        depths      1    2    2            as text they would be the 10th, 11th and 11th token
         visible   0b1 0b11 0b101
     """
 
@@ -53,23 +53,23 @@ class Places(NamedTuple):
     slots: Int[Tensor, "tokens"]
     contexts: Int[Tensor, "tokens"]
     depths: Int[Tensor, "tokens"]
-    """Tokens seen behind the context; windows count back from contexts + depths."""
+    """Number of tokens seen after the context; windows count back from contexts + depths."""
     visible: Int[Tensor, "tokens"]
-    """Bit i stands for slot contexts + i."""
+    """Bit i is slot contexts + i."""
 
 
 def text_places(rows: Int[Tensor, "tokens"], slots: Int[Tensor, "tokens"]) -> Places:
-    """Places of tokens that see every slot of their row up to their own."""
+    """Return the places of text tokens, which see every slot of their row up to their own."""
     none = torch.zeros_like(slots)
     return Places(rows, slots, slots + 1, none, none)
 
 
 class Kernels(abc.ABC):
-    """Small operations between the matrix products. Inputs may be overwritten by the result."""
+    """Small operations between the matrix products. They may overwrite their inputs."""
 
     @abc.abstractmethod
     def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which `rotate` wants cos and sin of a model that computes in `dtype`."""
+        """Return the dtype of cos and sin for `rotate`, for a model that computes in `dtype`."""
 
     @abc.abstractmethod
     def add_norm(
@@ -95,7 +95,7 @@ class Kernels(abc.ABC):
 
     @abc.abstractmethod
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
-        """silu(first half) * second half."""
+        """Return silu(first half) * second half."""
 
     @abc.abstractmethod
     def store_rows(
@@ -107,7 +107,7 @@ class Kernels(abc.ABC):
         rows: Int[Tensor, "tokens"],
         slots: Int[Tensor, "tokens"],
     ) -> None:
-        """Write each token's key and value at its (row, slot)."""
+        """Store each token's key and value at its (row, slot)."""
 
     @abc.abstractmethod
     def attend_rows(
@@ -118,14 +118,14 @@ class Kernels(abc.ABC):
         places: Places,
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Let each token see what its place says, at most `window` tokens back (0: all)."""
+        """Attend each token to its visible slots, at most `window` tokens back (0: all)."""
 
 
 class TorchKernels(Kernels):
-    """The definition, in PyTorch operations. Whoever does some of them faster overrides those."""
+    """The reference, in PyTorch operations; subclasses override those that they do faster."""
 
     def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Rotate in the dtype the model computes in."""
+        """Return `dtype`."""
         return dtype
 
     def add_norm(
@@ -135,7 +135,7 @@ class TorchKernels(Kernels):
         weight: Float[Tensor, "hidden"],
         eps: float,
     ) -> Residual:
-        """Add, then norm with statistics in float32 or better."""
+        """Add, then norm with statistics in float32 or float64."""
         stream = stream if delta is None else stream + delta
         return Residual(stream, _rms_norm(stream, weight, eps))
 
@@ -148,7 +148,7 @@ class TorchKernels(Kernels):
         eps: float,
         rotation: Rotation,
     ) -> QueryKeyValue:
-        """Split, norm, rotate."""
+        """Split, norm and rotate."""
         num_kv_heads = (qkv.shape[1] - num_heads) // 2
         queries, keys, values = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], 1)
         if q_weight is not None and k_weight is not None:
@@ -157,7 +157,7 @@ class TorchKernels(Kernels):
         return QueryKeyValue(rotation.apply(queries), rotation.apply(keys), values)
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
-        """silu(first half) * second half."""
+        """Return silu(first half) * second half."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
@@ -183,7 +183,7 @@ class TorchKernels(Kernels):
         places: Places,
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """One call for each run of text and for each node of a draft; nothing is padded."""
+        """Attend in one call per run of text tokens and per draft node, without padding."""
         rows, _, contexts, depths, visible = (each.tolist() for each in places)
         parts = []
         for start, end in _text_runs(rows, contexts, visible):
@@ -208,7 +208,7 @@ class TorchKernels(Kernels):
 def _text_runs(
     rows: Sequence[int], contexts: Sequence[int], visible: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """Cut tokens into runs [start, end): consecutive text tokens of a row, or one node of a draft.
+    """Cut tokens into runs [start, end): consecutive text tokens of a row, or one draft node.
 
     Example: rows 0 0 0 1, contexts 5 6 6 9, visible 0 0 1 0 give (0, 2), (2, 3), (3, 4)
     """
@@ -223,15 +223,15 @@ def _text_runs(
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # autocast hands over x in its own dtype, which the fused norm wants of the weight, too.
+    # Under autocast x has its dtype; the fused norm needs the weight in the same one.
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 @final
 class NativeKernels(Kernels):
-    """The same operations from kernels.c: float32 or bfloat16, CPU, no gradients.
+    """Operations of kernels.c: float32 or bfloat16 on a CPU, without gradients.
 
-    Tensors are dense (as the decoder makes them); the stream and qkv are overwritten.
+    Tensors are dense; the stream and qkv are overwritten.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., None]]) -> None:
@@ -240,7 +240,7 @@ class NativeKernels(Kernels):
         self._store_kv, self._attend = functions["store_kv"], functions["attend_rows"]
 
     def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Always float32: the kernels compute in it."""
+        """Return float32, in which the kernels compute."""
         return torch.float32
 
     def add_norm(
@@ -250,7 +250,7 @@ class NativeKernels(Kernels):
         weight: Float[Tensor, "hidden"],
         eps: float,
     ) -> Residual:
-        """Add in place; one pass."""
+        """Add in place and norm, in one pass."""
         normed = torch.empty_like(stream)
         pending = None if delta is None else delta.data_ptr()
         self._add_norm(
@@ -267,7 +267,7 @@ class NativeKernels(Kernels):
         eps: float,
         rotation: Rotation,
     ) -> QueryKeyValue:
-        """Norm and rotate in place; the parts are views."""
+        """Norm and rotate in place; the results are views."""
         tokens, all_heads, dim = qkv.shape
         kv_heads = (all_heads - num_heads) // 2
         self._rotate(
@@ -285,7 +285,7 @@ class NativeKernels(Kernels):
         return QueryKeyValue(*torch.split(qkv, [num_heads, kv_heads, kv_heads], 1))
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
-        """silu(first half) * second half."""
+        """Return silu(first half) * second half."""
         tokens, both = gate_up.shape
         out = gate_up.new_empty(tokens, both // 2)
         self._swiglu(gate_up.data_ptr(), out.data_ptr(), tokens, both // 2)
@@ -323,7 +323,7 @@ class NativeKernels(Kernels):
         places: Places,
         window: int,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """All tokens in one call, each over its own length."""
+        """Attend all tokens in one call, each over its own length."""
         tokens, heads, dim = queries.shape
         out = queries.new_empty(tokens, heads, dim)
         self._attend(

@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache, behind a seam: PyTorch's definition, and the kernel of the GPU.
+"""Attention over a paged KV cache: the interface and its reference implementation.
 
-A page holds the keys (or values) of consecutive tokens of one request; a table says which pages a
-request has, in order. The definition gathers them; nothing in it waits for the host.
+A page holds the keys (or values) of consecutive tokens of one request; a table lists the pages of a
+request in order. The reference gathers them and never waits for the device.
 
     table   row 0: 5 2 .        slot s of row 0 lies in page 5 for s < page_size, then in page 2
 """
@@ -19,16 +19,16 @@ from longtail.speculation.tree import MAX_NODES
 
 
 class Pages(NamedTuple):
-    """What one layer has cached."""
+    """Cached keys and values of one layer."""
 
     keys: Float[Tensor, "pages page_size kv_heads head_dim"]
     values: Float[Tensor, "pages page_size kv_heads head_dim"]
 
 
 class Tiles(NamedTuple):
-    """Consecutive tokens of one request that are attended together; a size of 0 is no tile.
+    """Runs of consecutive tokens of one request that are attended together; size 0 is padding.
 
-    Example: firsts 0 1 5, sizes 1 4 0: a token alone, four of another request, and padding
+    Example: firsts 0 1 5, sizes 1 4 0: one token, four tokens of another request, and padding
     """
 
     firsts: Int[Tensor, "tiles"]
@@ -36,13 +36,13 @@ class Tiles(NamedTuple):
 
 
 class PageKernels(abc.ABC):
-    """Writes pages, and attends some tokens: each sees what its place says (`kernels.Places`)."""
+    """Stores into pages, and attends to the slots that `Places` gives for each token."""
 
     @abc.abstractmethod
     def tile_size(self, group: int, *, long: bool) -> int:
-        """Tokens that one tile may hold, if `group` query heads share a key head.
+        """Return the maximum number of tokens of a tile if `group` query heads share a key head.
 
-        `long` tiles are of texts without drafts: all their tokens see every slot up to their own.
+        `long` tiles hold text without drafts: their tokens see every slot up to their own.
         """
 
     @abc.abstractmethod
@@ -67,15 +67,15 @@ class PageKernels(abc.ABC):
         *,
         long: bool,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Let each token see what its place says, at most `window` tokens back (0: all)."""
+        """Attend each token to its visible slots, at most `window` tokens back (0: all)."""
 
 
 @final
 class TorchPageKernels(PageKernels):
-    """The definition: any dtype, any device; every row is gathered for every token."""
+    """The reference implementation, for any dtype and device: gathers a row for every token."""
 
     def tile_size(self, group: int, *, long: bool) -> int:
-        """Token by token."""
+        """Return 1."""
         return 1
 
     def store(
@@ -100,10 +100,10 @@ class TorchPageKernels(PageKernels):
         *,
         long: bool,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Gather, hide what a token does not see, attend."""
+        """Gather, mask and attend."""
         keys, values = (kept[tables[places.rows]].flatten(1, 2) for kept in pages)
         seen = _seen(places, keys.shape[1], window)
-        # What lies in slots that nobody has written is no number; weight 0 would not hide it.
+        # Unwritten slots may hold NaN, which a weight of 0 would not hide.
         keys, values = (x.masked_fill(~seen[:, :, None, None], 0.0) for x in (keys, values))
         grouped = queries.view(len(queries), keys.shape[2], -1, queries.shape[2])
         out = F.scaled_dot_product_attention(
@@ -113,7 +113,7 @@ class TorchPageKernels(PageKernels):
 
 
 def _seen(places: Places, num_slots: int, window: int) -> Bool[Tensor, "tokens slots"]:
-    """Which slots of its row each token sees."""
+    """Return the mask of the slots of its row that each token sees."""
     slots = torch.arange(num_slots, device=places.slots.device)
     context, depth = places.contexts[:, None], places.depths[:, None]
     behind = slots - context
@@ -127,6 +127,6 @@ def _seen(places: Places, num_slots: int, window: int) -> Bool[Tensor, "tokens s
 def page_addresses(
     tables: Int[Tensor, "rows row_pages"], places: Places, page_size: int
 ) -> Int[Tensor, "tokens"]:
-    """Where each token lies among the slots of all pages laid end to end."""
+    """Return the index of each token's slot among the slots of all pages."""
     page = tables[places.rows, places.slots // page_size]
     return page * page_size + places.slots % page_size

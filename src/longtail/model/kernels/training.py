@@ -1,11 +1,12 @@
-"""Faster operations for training on a CPU, with gradients: fused small ones, and products.
+"""Faster differentiable operations for training on a CPU: fused small operations, and products.
 
-Each small operation is one pass forward and one backward where PyTorch makes some ten, most of them
-over memory; a small model spends a third of its training time there. Same arithmetic as
-`TorchKernels` (tests/parity), in float32, and on bfloat16 under autocast; float64, and machines
-without a compiler, use that.
-Products are oneDNN's where the processor is not Intel's: PyTorch takes MKL's in float32, which on
-AMD leaves half the width unused.
+Each small operation is one pass forward and one backward; PyTorch takes about ten, in which a
+small model spends a third of its training time. The arithmetic is that of `TorchKernels`
+(tests/parity), in float32, and in bfloat16 under autocast. float64, and machines without a
+compiler, use `TorchKernels`.
+
+Products use oneDNN unless the processor is Intel's: PyTorch uses MKL for float32, which uses only
+half of the vector width on AMD.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from longtail.system import machine
 
 Functions = Mapping[str, Callable[..., None]]
 _ROWS = 128
-"""Products by oneDNN have a multiple of this number of rows, or fewer: then a power of two."""
+"""oneDNN products have a multiple of this number of rows, or a smaller power of two."""
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -148,7 +149,7 @@ class _SwiGLU(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)  # not the padded copy: others keep x as well
+        ctx.save_for_backward(x, weight)  # x is kept by others, too; a padded copy is not
         return _onednn(_padded(x), weight, bias)[: len(x)]
 
     @staticmethod
@@ -165,7 +166,7 @@ class _Product(torch.autograd.Function):
 
 
 def _padded(rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "more_rows columns"]:
-    """Fill up with zeros: oneDNN compiles, and keeps, a kernel for every number of rows.
+    """Pad rows with zeros, because oneDNN compiles and keeps a kernel per number of rows.
 
     Example: 16 rows stay 16, 17 become 32, 129 become 256
     """
@@ -192,10 +193,10 @@ def training_product(
     weight: Float[Tensor, "outputs inputs"],
     bias: Float[Tensor, "outputs"] | None,
 ) -> Float[Tensor, "rows outputs"]:
-    """Return x W^T + bias: of float32 rows by whoever is fastest on this CPU, else by PyTorch."""
+    """Return x W^T + bias, for float32 rows on a CPU by the fastest library."""
     if x.device.type != "cpu" or weight.dtype != torch.float32 or not len(x):
         return F.linear(x, weight, bias)
-    if torch.is_autocast_enabled("cpu"):  # oneDNN's, whoever made the processor
+    if torch.is_autocast_enabled("cpu"):  # always oneDNN
         return F.linear(_padded(x), weight, bias)[: len(x)]
     return _apply(_Product, x, weight, bias) if _prefers_onednn() else F.linear(x, weight, bias)
 
@@ -204,15 +205,15 @@ class NativeTrainingKernels(TorchKernels):
     """Fused operations with gradients on a CPU: float32 weights, and bfloat16 under autocast."""
 
     def __init__(self, functions: Mapping[torch.dtype, Functions]) -> None:
-        """`functions`: of float32, and of what autocast makes of it, by dtype."""
+        """`functions` are the kernels of float32 and of autocast's dtype."""
         self._functions = functions
 
     def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Always float32: the kernels compute in it."""
+        """Return float32, in which the kernels compute."""
         return torch.float32
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NativeTrainingKernels":
-        """Return the same: functions of a library, which copies of a model share."""
+        """Return this object, which copies of a model share."""
         return self
 
     def add_norm(
@@ -222,7 +223,7 @@ class NativeTrainingKernels(TorchKernels):
         weight: Float[Tensor, "hidden"],
         eps: float,
     ) -> Residual:
-        """Add and norm in one pass. The stream is float32, whatever autocast made of delta."""
+        """Add and norm in one pass. The stream is float32, also under autocast."""
         delta = None if delta is None else delta.to(stream.dtype)
         functions = self._functions[torch.float32]
         return Residual(*_apply(_AddNorm, functions, stream, delta, weight, eps))
@@ -242,12 +243,12 @@ class NativeTrainingKernels(TorchKernels):
         return QueryKeyValue(*_apply(_Rotate, functions, *arguments))
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
-        """silu(first half) * second half, in one pass."""
+        """Return silu(first half) * second half, in one pass."""
         return _apply(_SwiGLU, self._functions[gate_up.dtype], gate_up)
 
 
 def select_training_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Choose the kernels for training: native for float32 on a CPU with a compiler."""
+    """Return the kernels for training: native for float32 on a CPU with a compiler."""
     if device.type != "cpu" or dtype != torch.float32:
         return TorchKernels()
     computed = (torch.float32, torch.bfloat16)

@@ -1,13 +1,13 @@
-"""Draws with keyed noise in Triton: the noise is hashed where it is added, and never stored.
+"""Sampling with keyed noise in Triton: the noise is hashed where it is added, and never stored.
 
-Two passes over the logits: the first finds what normalises a row, the second the best of
-`log p + g` with its log p. A row is cut into chunks of programs of their own; of equal scores the
+There are two passes over the logits: the first computes the normaliser of a row, the second the
+maximum of `log p + g` and its log p. A row is cut into chunks, one per program. Of equal scores the
 first entry wins, as in `sampling.draw`.
 
-The hash is integer arithmetic, the same to the bit. g is -log(-log1p(-u)): log1p is
+The hash is integer arithmetic, equal to the bit. g is -log(-log1p(-u)): log1p is
 log(w) u / (1 - w) with w = 1 - u rounded (Goldberg 1991, theorem 4), and each log may differ by
-units in the last place from PyTorch's: NOISE IS WITHIN 2e-6 OF THE DEFINITION'S where |g| < 4, and
-within 4e-7 of |g| beyond. A token differs from the definition's where two scores are as close.
+units in the last place from PyTorch's: NOISE IS WITHIN 2e-6 OF THE REFERENCE'S where |g| < 4, and
+within 4e-7 of |g| beyond. A token differs from the reference's only if two scores are that close.
 """
 
 from typing import final, no_type_check
@@ -27,7 +27,7 @@ _CHUNK, _BLOCK = 8192, 1024
 @triton.jit
 @no_type_check
 def _gumbel(low, high, entries):
-    """Gumbel(0, 1) of some vocabulary entries, as `sampling.gumbel_noise` defines it."""
+    """Return Gumbel(0, 1) noise of vocabulary entries, as `sampling.gumbel_noise` does."""
     x = entries * -0x61C88647 + low
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD + high
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x2CA5D269
@@ -42,7 +42,7 @@ def _gumbel(low, high, entries):
 @triton.jit
 @no_type_check
 def _noise(lows, highs, out, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Write one block of one row's noise."""
+    """Store one block of one row's noise."""
     row = tl.program_id(0)
     entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     noise = _gumbel(tl.load(lows + row), tl.load(highs + row), entries)
@@ -53,7 +53,7 @@ def _noise(lows, highs, out, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
 @no_type_check
 def _normalise(logits, stride, temperatures, tops, sums, CHUNKS: tl.constexpr, VOCAB: tl.constexpr,
                CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Highest score of one chunk of one row, and the sum of exp(score - highest)."""
+    """Store the maximum score of one chunk of one row, and the sum of exp(score - maximum)."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     heat = tl.where(temperature > 0, temperature, 1.0)
@@ -78,7 +78,7 @@ def _normalise(logits, stride, temperatures, tops, sums, CHUNKS: tl.constexpr, V
 def _best(logits, stride, temperatures, lows, highs, tops, log_sums, scores, tokens, logprobs,
           CHUNKS: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
-    """Best entry of one chunk of one row: its score, which it is, its log-probability."""
+    """Store the best entry of one chunk of one row: its score, index and log-probability."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     heat = tl.where(temperature > 0, temperature, 1.0)
@@ -107,12 +107,12 @@ def _best(logits, stride, temperatures, lows, highs, tops, log_sums, scores, tok
 
 @final
 class TritonDraws(Draws):
-    """Logits of float32, bfloat16 or float16, rows side by side or in a wider tensor."""
+    """Sampling from logits in float32, bfloat16 or float16; rows may be part of a wider tensor."""
 
     def noise(
         self, keys: Int[Tensor, "rows"], positions: Int[Tensor, "rows"], vocab_size: int
     ) -> Float[Tensor, "rows vocab"]:
-        """Hash every entry once."""
+        """Return the noise; every entry is hashed once."""
         low, high = row_keys(keys, positions)
         out = torch.empty(len(keys), vocab_size, device=keys.device)
         _noise[len(keys), triton.cdiv(vocab_size, _BLOCK)](low, high, out, vocab_size, _BLOCK)
@@ -125,8 +125,8 @@ class TritonDraws(Draws):
         positions: Int[Tensor, "rows"],
         temperatures: Float[Tensor, "rows"],
     ) -> Drawn:
-        """Launch; nothing waits for the host. Logits that are not finite give a NaN logprob."""
-        assert logits.stride(1) == 1, "entries of a row lie side by side"
+        """Sample without waiting for the device. Logits that are not finite give a NaN logprob."""
+        assert logits.stride(1) == 1, "entries of a row are contiguous"
         rows, vocab = logits.shape
         chunks = triton.cdiv(vocab, _CHUNK)
         sizes = (chunks, vocab, _CHUNK, _BLOCK)
@@ -142,7 +142,7 @@ class TritonDraws(Draws):
         )  # fmt: skip
         first = (scores == scores.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
         drawn = logprobs.gather(1, first)[:, 0]
-        # A sum that is no number must not pass for greedy decoding's 0.
+        # A NaN sum must not become the logprob 0 of greedy decoding.
         greedy = (temperatures == 0) & log_sum.isfinite()
         return Drawn(
             tokens=tokens.gather(1, first)[:, 0].long().clamp(max=vocab - 1),

@@ -1,8 +1,9 @@
-"""Attention over pages in Triton: ragged queries, drafts, key heads shared by query heads.
+"""Attention over pages in Triton: ragged queries, drafts, grouped heads.
 
-A program takes a tile of consecutive tokens of one request with all query heads of one key head,
-and goes over what they see in tiles of `_KEYS` keys, in order. What the tokens of a tile see alike
-is read once; where they part (the end of a text, a draft's branches) each token goes on alone.
+A program attends a tile of consecutive tokens of one request, with all query heads of one key
+head, to the keys that they see, in tiles of `_KEYS` keys, in order. Keys that all tokens of a tile
+see are read once; for the others (the end of a text, a draft's branches) each token is processed
+alone.
 
     tile of three tokens, _KEYS = 4       slots  0 1 2 3 | 4 5 6 7 | 8 9 10
       text token, sees 9                         shared    shared    8
@@ -11,9 +12,9 @@ is read once; where they part (the end of a text, a draft's branches) each token
 
 A ROW'S BITS DO NOT DEPEND ON ITS BATCH, as with the native kernels: keys are numbered in the order
 in which the row sees them, tiles and splits begin at fixed numbers, every tile goes through the
-same `_fold` in the same shape, and a tile of which a row sees nothing leaves the row as it was. So
-a drafted token is attended as it would have been, decoded plainly. Long texts are cut into splits
-of `_SPLIT` keys, which are joined in order. Long tiles (prefill) are larger and are not split.
+same `_fold` in the same shape, and a tile in which a row sees no key leaves the row unchanged. So a
+drafted token has the bits that it has without drafting. Long texts are cut into splits of `_SPLIT`
+keys, which are joined in order. Long tiles (prefill) are larger and are not split.
 """
 
 from typing import final, no_type_check
@@ -32,9 +33,9 @@ _KEYS = 32
 _SPLIT = 512
 _NO_SPLIT = 2**30
 _ROWS, _LONG_ROWS = 32, 64
-"""Rows (a token's query head each) of a tile."""
+"""Rows of a tile; a row is one query head of one token."""
 _PROGRAMS = 512
-"""Splits are given programs of their own until there are so many: a few for each multiprocessor."""
+"""Number of programs up to which splits have programs of their own: a few per multiprocessor."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -42,7 +43,7 @@ _LOG2_E = 1.4426950408889634
 @no_type_check
 def _store(keys, values, key_pages, value_pages, addresses, key_stride, value_stride,
            SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write one token's key and value."""
+    """Store one token's key and value."""
     token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = at < SIZE
     to = tl.load(addresses + token).to(tl.int64) * SIZE + at
@@ -56,7 +57,7 @@ def _store(keys, values, key_pages, value_pages, addresses, key_stride, value_st
 @no_type_check
 def _load(pages, page, slots, inside, kv_head, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
           WIDTH: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """Read a key head's vectors at slots of one page, or of a page each; 0 where not `inside`."""
+    """Load a key head's vectors at slots of one page, or of one page each; 0 if not `inside`."""
     dims = tl.arange(0, WIDTH)
     at = ((page.to(tl.int64) * PAGE + slots % PAGE) * KV_HEADS + kv_head) * DIM
     mask = inside[:, None] & (dims < DIM)[None, :]
@@ -66,11 +67,11 @@ def _load(pages, page, slots, inside, kv_head, KV_HEADS: tl.constexpr, DIM: tl.c
 @triton.jit
 @no_type_check
 def _fold(q, k, v, visible, scale, top, total, out, PRODUCT: tl.constexpr):
-    """Take one tile of keys into the running softmax of every row, in base 2."""
+    """Add one tile of keys to the running softmax of every row, in base 2."""
     scores = tl.dot(q.to(PRODUCT), tl.trans(k.to(PRODUCT)), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: no inf - inf
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # no key so far: avoids inf - inf
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
@@ -85,7 +86,7 @@ def _fold_apart(q, keys, values, table, contexts, depths, picked, first, size, n
                 window, kv_head, scale, top, total, out, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
                 WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, NODES: tl.constexpr,
                 PRODUCT: tl.constexpr):  # fmt: skip
-    """Fold what each token of a tile sees of the numbers [start, stop), token by token."""
+    """Fold the keys numbered [start, stop) of each token of a tile, token by token."""
     for one in range(size):
         text = tl.load(contexts + first + one).to(tl.int32)
         last = text + tl.load(depths + first + one).to(tl.int32)
@@ -144,7 +145,7 @@ def _attend(queries, keys, values, tables, rows, contexts, depths, picked, first
         for tile_start in range(tl.maximum(start, begin), tl.minimum(stop, alike), KEYS):
             slots = tile_start + tl.arange(0, KEYS)
             inside = slots < end
-            if PAGE % KEYS == 0:  # all in one page
+            if PAGE % KEYS == 0:  # one page holds them all
                 page = tl.load(table + tile_start // PAGE)
             else:
                 page = tl.load(table + slots // PAGE, mask=inside, other=0)
@@ -195,13 +196,13 @@ def _join(parts, stats, contexts, depths, out, window, HEADS: tl.constexpr, DIM:
 
 @final
 class TritonPageKernels(PageKernels):
-    """float32, bfloat16 and float16; any head_dim up to 256, best a power of two.
+    """Page kernels for float32, bfloat16 and float16; head_dim up to 256, best a power of two.
 
-    Tensors are dense; queries, keys and values may be slices of a wider projection.
+    Tensors are dense, but queries, keys and values may be slices of a wider projection.
     """
 
     def tile_size(self, group: int, *, long: bool) -> int:
-        """As many tokens as fill a tile with their heads."""
+        """Return the number of tokens whose heads fill a tile."""
         return max(1, (_LONG_ROWS if long else _ROWS) // triton.next_power_of_2(group))
 
     def store(
@@ -211,11 +212,11 @@ class TritonPageKernels(PageKernels):
         pages: Pages,
         addresses: Int[Tensor, "tokens"],
     ) -> None:
-        """Keys and values in one launch."""
+        """Store keys and values in one launch."""
         size = keys.shape[1] * keys.shape[2]
         for new, kept in zip((keys, values), pages, strict=True):
-            assert new.stride()[1:] == (new.shape[2], 1), "heads of a token lie side by side"
-            assert kept.is_contiguous(), "pages lie end to end"
+            assert new.stride()[1:] == (new.shape[2], 1), "heads of a token are contiguous"
+            assert kept.is_contiguous(), "pages are contiguous"
         _store[len(keys),](
             keys, values, *pages, addresses, keys.stride(0), values.stride(0), size,
             triton.next_power_of_2(size),
@@ -232,10 +233,10 @@ class TritonPageKernels(PageKernels):
         *,
         long: bool,
     ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Launch; nothing waits for the host."""
+        """Attend without waiting for the device."""
         tokens, heads, dim = queries.shape
         _, page, kv_heads, _ = pages.keys.shape
-        assert queries.stride()[1:] == (dim, 1), "heads of a token lie side by side"
+        assert queries.stride()[1:] == (dim, 1), "heads of a token are contiguous"
         lanes = triton.next_power_of_2(heads // kv_heads)
         split = _NO_SPLIT if long else _SPLIT
         splits = 1 if long else triton.cdiv(tables.shape[1] * page, split)
@@ -264,7 +265,7 @@ class TritonPageKernels(PageKernels):
 
 
 def product_type(dtype: torch.dtype) -> tl.dtype:
-    """Type of the factors; the interpreter multiplies no bfloat16, whose products float32 holds."""
+    """Return the type of the factors. The interpreter has no bfloat16; float32 is as exact."""
     types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if triton.knobs.runtime.interpret and dtype == torch.bfloat16:
         return tl.float32
@@ -272,7 +273,7 @@ def product_type(dtype: torch.dtype) -> tl.dtype:
 
 
 def _picked(visible: Int[Tensor, "tokens"]) -> Int[Tensor, "tokens nodes"]:
-    """Numbers of the bits that are set, rising, then of those that are not.
+    """Return the indices of set bits in rising order, then those of unset bits.
 
     Example: 0b1101 gives 0 2 3 1 4 5 ...
     """

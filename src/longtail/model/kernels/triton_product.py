@@ -1,8 +1,8 @@
 """x W^T + b in Triton, for GPUs: a row's bits do not depend on its batch.
 
-cuBLAS chooses its kernel by the number of rows, and with it the order of its sums. Here every row
-is one of 64 in a tile of the same shape, whatever the batch, and sums go along the inputs, in
-order. Few rows cost what reading the weight costs; that is what decoding waits for anyway.
+cuBLAS selects its kernel, and with it the order of sums, by the number of rows. Here every row is
+in a tile of 64 rows, for any batch, and sums run along the inputs in order. The time for few rows
+is that of reading the weight, which bounds decoding anyway.
 """
 
 from typing import final, no_type_check
@@ -15,7 +15,7 @@ from longtail.model.kernels.triton_pages import product_type
 
 _ROWS, _DEPTH = 64, 64
 _NARROW, _WIDE = 32, 128
-"""Outputs of a tile: few where all tiles would not keep a GPU busy otherwise."""
+"""Outputs of a tile; fewer if wide tiles would be too few to keep a GPU busy."""
 _WIDE_FROM = 16_384
 
 
@@ -24,7 +24,7 @@ _WIDE_FROM = 16_384
 def _multiply(x, weight, bias, out, rows, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
               BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
               PRODUCT: tl.constexpr):  # fmt: skip
-    """One tile of the product; tiles of the same outputs run beside each other."""
+    """Compute one tile of the product; tiles of the same outputs have adjacent programs."""
     blocks = tl.cdiv(rows, ROWS)
     row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) // blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -47,15 +47,15 @@ def _multiply(x, weight, bias, out, rows, INPUTS: tl.constexpr, OUTPUTS: tl.cons
 
 @final
 class TritonProduct:
-    """The product with one weight, float32, bfloat16 or float16; it refers to the weight."""
+    """The product with one weight, which it keeps a reference to; float32, bfloat16 or float16."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        assert weight.is_contiguous(), "rows of the weight lie end to end"
+        assert weight.is_contiguous(), "rows of the weight are contiguous"
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply it to dense rows."""
-        assert x.is_contiguous(), "rows lie end to end"
+        """Return the product with dense rows."""
+        assert x.is_contiguous(), "rows are contiguous"
         (outputs, inputs), rows = self._weight.shape, len(x)
         columns = _WIDE if outputs >= _WIDE_FROM else _NARROW
         out = x.new_empty(rows, outputs)

@@ -1,15 +1,15 @@
 """The decoder's small operations in Triton: each reads and writes its rows once, in one launch.
 
-A step of few tokens is otherwise ruled by some fourteen launches a layer. Arithmetic is float32,
-rounded where `TorchKernels` rounds (the sum before its norm, a norm before it is rotated, a
-product before another is added to it), so what the learner computes with PyTorch's operations is
-the same up to float32's last places: a result differs by a few roundings of float32, or, where that
-tips a rounding, BY ONE UNIT IN THE LAST PLACE OF ITS OWN DTYPE FOR EACH ROUNDING ON ITS WAY.
+With PyTorch's operations some fourteen launches per layer dominate a step of few tokens. Arithmetic
+is float32, rounded where `TorchKernels` rounds (the sum before its norm, a norm before its
+rotation, a product before another is added). So results equal those of PyTorch's operations, which
+the learner uses, up to a few roundings of float32, or, where these change a rounding, UP TO ONE
+UNIT IN THE LAST PLACE OF THE RESULT'S DTYPE FOR EACH ROUNDING BEFORE IT.
 
 A ROW'S BITS DO NOT DEPEND ON ITS BATCH: a program computes one token, or some heads of it, in
-blocks that follow from the model's shape, and knows nothing of how many tokens there are.
+blocks that depend on the model's shape only.
 
-Inputs are left as they are: a pass that is to be captured is run once before, on the same inputs.
+Inputs are not modified, since a pass runs once before it is captured, on the same inputs.
 """
 
 from typing import final, no_type_check
@@ -25,9 +25,9 @@ from longtail.model.kernels.ops import QueryKeyValue, Residual
 from longtail.model.rope import Rotation
 
 _PAIRS = 512
-"""Pairs that a program rotates: as many heads as fit."""
+"""Number of pairs that a program rotates."""
 _BLOCK = 1024
-"""Numbers that a program of `swiglu` writes."""
+"""Number of outputs of a program of `swiglu`."""
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _add_norm(stream, delta, weight, total, normed, eps, HIDDEN: tl.constexpr,
 @triton.jit
 @no_type_check
 def _weighted(x, scale, q_weight, k_weight, at, mask, is_query, like):
-    """Half of some normed heads, rounded; queries and keys have a weight each."""
+    """Return half of some normed heads, rounded; queries and keys have different weights."""
     of_queries, of_keys = tl.load(q_weight + at, mask=mask), tl.load(k_weight + at, mask=mask)
     weight = tl.where(is_query, of_queries, of_keys).to(tl.float32)
     return (x * scale * weight).to(like.dtype.element_ty).to(tl.float32)
@@ -60,7 +60,7 @@ def _weighted(x, scale, q_weight, k_weight, at, mask, is_query, like):
 @triton.jit
 @no_type_check
 def _turned(x, other, cos, sin, at, mask, like):
-    """x cos + other sin of half of some heads, the first product rounded."""
+    """Return x cos + other sin for half of some heads; the first product is rounded."""
     c, s = tl.load(cos + at, mask=mask), tl.load(sin + at, mask=mask)
     turned = (x * c.to(tl.float32)).to(like.dtype.element_ty).to(tl.float32)
     return (turned + other * s.to(tl.float32)).to(like.dtype.element_ty)
@@ -74,7 +74,7 @@ def _rotate(qkv, q_weight, k_weight, cos, sin, out, eps, QUERIES: tl.constexpr,
     """Norm and rotate some heads of one token, queries first, then keys."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    # As wide as the heads at once: threads then read of an angle or a weight what is theirs.
+    # Broadcast to all heads first, so that each thread loads only its own angles and weights.
     at = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], [HEADS, WIDTH])
     mask, place = (head < ROTATED) & (at < HALF), head * (2 * HALF) + at
     heads, angle = qkv + token * ALL * (2 * HALF) + place, token * (2 * HALF) + at
@@ -93,7 +93,7 @@ def _rotate(qkv, q_weight, k_weight, cos, sin, out, eps, QUERIES: tl.constexpr,
 @triton.jit
 @no_type_check
 def _swiglu(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(gate) * up of one block of one token."""
+    """Compute silu(gate) * up for one block of one token."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, start = at < INNER, gate_up + row * (2 * INNER)
     gate = tl.load(start + at, mask=inside, other=0.0).to(tl.float32)
@@ -104,7 +104,7 @@ def _swiglu(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr):
 
 @final
 class TritonKernels(GpuKernels):
-    """float32, bfloat16 and float16, no gradients; rows lie end to end in whole tensors."""
+    """Kernels for float32, bfloat16 and float16 without gradients; tensors are contiguous."""
 
     def add_norm(
         self,
@@ -113,7 +113,7 @@ class TritonKernels(GpuKernels):
         weight: Float[Tensor, "hidden"],
         eps: float,
     ) -> Residual:
-        """A program a token; its row stays in registers between sum and norm."""
+        """Add and norm, one program per token; its row stays in registers in between."""
         pending = stream if delta is None else delta
         _check_dense(stream, pending)
         tokens, hidden = stream.shape
@@ -134,10 +134,10 @@ class TritonKernels(GpuKernels):
         eps: float,
         rotation: Rotation,
     ) -> QueryKeyValue:
-        """Queries and keys are written side by side; values stay where they are."""
+        """Norm and rotate; queries and keys are written to one tensor, values are a view."""
         cos, sin = rotation.cos, rotation.sin
         tokens, all_heads, dim = qkv.shape
-        assert cos.shape == sin.shape == (tokens, 1, dim), "every token has its angles"
+        assert cos.shape == sin.shape == (tokens, 1, dim), "every token has its own angles"
         _check_dense(qkv, cos, sin)
         kv_heads = (all_heads - num_heads) // 2
         rotated = num_heads + kv_heads
@@ -152,7 +152,7 @@ class TritonKernels(GpuKernels):
         return QueryKeyValue(out[:, :num_heads], out[:, num_heads:], qkv[:, rotated:])
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
-        """Blocks of a token are programs of their own."""
+        """Return silu(first half) * second half, one program per block of a token."""
         _check_dense(gate_up)
         tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, inner)
@@ -163,9 +163,9 @@ class TritonKernels(GpuKernels):
 
 
 def _check_dense(*tensors: Tensor) -> None:
-    assert all(each.is_contiguous() for each in tensors), "rows lie end to end"
+    assert all(each.is_contiguous() for each in tensors), "rows are contiguous"
 
 
 def _warps(block: int) -> int:
-    """Return how many warps share a block: eight numbers a thread, 16 bytes of bfloat16."""
+    """Return the warps of a block: eight numbers per thread, 16 bytes of bfloat16."""
     return min(max(1, block // 256), 16)

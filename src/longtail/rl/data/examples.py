@@ -1,9 +1,8 @@
-"""Examples to imitate: rows to tokenized prompts with completions, and batches of them in order.
+"""Supervised examples: rows to tokenized prompts with completions, and batches of them in order.
 
 A row has a prompt and a completion, or one list of chat messages whose last, the assistant's, is
-the completion. The prompt is tokenized as a run's prompts are (`rl.data.prompts`), the completion
-on its own with the tokenizer's end-of-text token behind it: just what the model will be asked to
-write.
+the completion. The prompt is tokenized as in RL (`rl.data.prompts`); the completion is tokenized
+separately and followed by the end-of-text token, as the model generates it.
 """
 
 import difflib
@@ -18,14 +17,14 @@ from longtail.rl.data.sources import Row
 from longtail.types import Prompt
 
 COMPLETION_COLUMNS = ("completion", "response", "output", "target", "solution", "answer")
-"""Tried in this order where `data.completion_column` is unset."""
+"""Completion columns in order of preference, for unset `data.completion_column`."""
 
 _TOKENS = "longtail_completion_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One sequence to learn; the loss is on what follows its first `prompt_len` tokens.
+    """One training sequence; the loss is on the tokens after the first `prompt_len`.
 
     Example: Example(tokens=(7, 8, 9, 2), prompt_len=2)
     """
@@ -45,10 +44,10 @@ def make_examples(
     prompt_column: str | None = None,
     completion_column: str | None = None,
 ) -> PromptSet:
-    """Tokenize every row once; a prompt's `data` holds its completion's tokens.
+    """Tokenize every row once; a prompt's `data` contains its completion's tokens.
 
-    Raises DataError for what `make_prompts` refuses, a missing or empty completion, and an example
-    longer than `max_len` tokens (unless `drop_long`).
+    Raises DataError in the cases of `make_prompts`, for a missing or empty completion, and for an
+    example longer than `max_len` tokens (unless `drop_long`).
     """
     plain = [
         _prompt_and_completion(row, i, source, completion_column) for i, row in enumerate(rows)
@@ -100,9 +99,9 @@ def example_of(prompt: Prompt) -> Example:
 
 @final
 class ExampleBatches:
-    """Cuts a prompt source into batches of at most `batch_tokens` tokens, at least one example.
+    """Divides a prompt source into batches of at most `batch_tokens` tokens, or one example.
 
-    The example that did not fit opens the next batch; the cursor is that of the source before it.
+    An example that did not fit begins the next batch; the cursor is that of the source before it.
     """
 
     def __init__(self, source: PromptSource, batch_tokens: int) -> None:
@@ -125,11 +124,11 @@ class ExampleBatches:
             self._pending = None
 
     def state(self) -> dict[str, Any]:
-        """Return the cursor, fit for JSON."""
+        """Return the cursor as JSON values."""
         return self._source.state() if self._pending is None else self._cursor
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved cursor. Raises DataError where it belongs to other examples."""
+        """Continue from a saved cursor; DataError if it belongs to other examples."""
         self._source.restore(state)
         self._pending = None
 
@@ -137,7 +136,7 @@ class ExampleBatches:
 def _prompt_and_completion(
     row: Row, index: int, source: str, completion_column: str | None
 ) -> dict[str, Any]:
-    """Bring a row into the form {..., "prompt": ..., "completion": text}."""
+    """Return a row in the form {..., "prompt": ..., "completion": text}."""
     where = f"data.source = {source!r}, row {index}"
     messages = row.get("messages")
     if completion_column is None and isinstance(messages, list) and messages:

@@ -1,8 +1,8 @@
 """Prompts: rows to tokenized prompts, and the order in which a run visits them.
 
 Owns column layouts (TRL's, verl's, or the user's own), prompt ids, the length limit, the held-out
-share and the resumable cursor. Where rows come from is `longtail.rl.data.sources`; tokenizing is
-done by callables that the caller hands in, and a reward reads `Prompt.data` without help from here.
+share and the resumable cursor. `longtail.rl.data.sources` reads rows, and the caller passes the
+tokenizer.
 
     rows --make_prompts--> PromptSet --hold_out--> train, heldout
                                                      `--PromptSource.take--> (prompt, epoch), ...
@@ -20,31 +20,31 @@ from longtail.rl.data.sources import Row, source_label
 from longtail.types import Prompt
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "input")
-"""Tried in this order where `data.prompt_column` is unset; TRL and verl use the first."""
+"""Prompt columns in order of preference, for unset `data.prompt_column`."""
 
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "final_answer", "target", "reward_model")
-"""Tried in this order where `data.answer_column` is unset; verl's is the last."""
+"""Answer columns in order of preference, for unset `data.answer_column`; verl: the last."""
 
 ID_COLUMNS = ("prompt_id", "problem_id", "id", "uid")
-"""Columns that name a row, where every row has another value."""
+"""Columns whose values, if they are unique, become ids."""
 
 _MAX_LISTED = 20
-"""Columns that an error lists."""
+"""Most columns that an error lists."""
 
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """What a tokenizer can do, as plain functions.
+    """Functions of a tokenizer.
 
     Example: Encoder(encode=tokenizer.encode, render=tokenizer.render)
     """
 
     encode: Callable[[str], Sequence[int]]
-    """Text to tokens, no special tokens added."""
+    """Convert text to tokens, without special tokens."""
     render: Callable[[Messages], str] | None
-    """Chat messages to text with the generation prompt; None where there is no chat template."""
+    """Convert chat messages to text with the generation prompt; None without a chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,26 +58,26 @@ class PromptSet:
     source: str
     prompts: tuple[Prompt, ...]
     rows: tuple[int, ...]
-    """The row of each prompt in the source, counted from 0."""
+    """Row of each prompt in the source, counted from 0."""
     answer_column: str | None = None
-    """Where the reference answers stood; None: nowhere."""
+    """Column of the reference answers; None if there is none."""
     num_dropped: int = 0
-    """Rows left out because they were longer than the limit."""
+    """Number of rows left out because they were longer than the limit."""
     num_ungradable: int = 0
-    """Rows left out because no completion of theirs could be graded."""
+    """Number of rows left out because their completions cannot be graded."""
 
     def part(self, kept: Sequence[int]) -> "PromptSet":
-        """Return the prompts at some places, with the counts of what was left out before."""
+        """Return the prompts at the given indices, with the counts of rows left out before."""
         return replace(
             self,
-            prompts=tuple(self.prompts[place] for place in kept),
-            rows=tuple(self.rows[place] for place in kept),
+            prompts=tuple(self.prompts[index] for index in kept),
+            rows=tuple(self.rows[index] for index in kept),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """A prompt set cut in two."""
+    """A prompt set divided in two."""
 
     train: PromptSet
     heldout: PromptSet
@@ -85,7 +85,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A prompt, and in which pass over the data it was visited.
+    """A prompt, and the number of the pass over the data in which it was visited.
 
     Example: Taken(prompt=p, epoch=0)
     """
@@ -106,18 +106,18 @@ def make_prompts(
 ) -> PromptSet:
     """Tokenize every row once.
 
-    `Prompt.data` is the row with two keys made certain: `prompt`, as the source gave it (text or
-    chat messages), and, where the row has a reference answer, `answer`. Text goes through the chat
-    template as one user message if there is a template.
+    `Prompt.data` is the row with the keys `prompt` (text or chat messages of the source) and, if
+    there is a reference answer, `answer`. A chat template, if there is one, formats a text as one
+    user message.
 
-    Raises `DataError` for no rows, a column that is missing, a prompt that is neither text nor
-    messages, an empty one, or one longer than the limit (unless `drop_long`).
+    Raises `DataError` for no rows, a missing column, a prompt that is neither text nor messages, an
+    empty prompt, or one longer than the limit (unless `drop_long`).
     """
     if not rows:
         raise DataError(f"data.source = {source!r}: it holds no rows")
-    asks = _column(rows[0], prompt_column, PROMPT_COLUMNS, field="data.prompt_column")
-    answers = _column(rows[0], answer_column, ANSWER_COLUMNS, field="data.answer_column")
-    if asks is None:
+    prompt_key = _column(rows[0], prompt_column, PROMPT_COLUMNS, field="data.prompt_column")
+    answer_key = _column(rows[0], answer_column, ANSWER_COLUMNS, field="data.answer_column")
+    if prompt_key is None:
         raise DataError(
             f"data.source = {source!r}: no prompt column; it has {_listed(rows[0])}, one of "
             f"{', '.join(PROMPT_COLUMNS)} is expected; name yours in data.prompt_column"
@@ -126,7 +126,7 @@ def make_prompts(
     prompts, kept = [], []
     for index, row in enumerate(rows):
         where = f"data.source = {source!r}, row {index}"
-        data = _data(row, asks, answers, where=where)
+        data = _data(row, prompt_key, answer_key, where=where)
         text = _text(data["prompt"], encoder, where=where)
         tokens = encode_at(where, encoder, text)
         if not tokens:
@@ -150,13 +150,13 @@ def make_prompts(
         source=source,
         prompts=tuple(prompts),
         rows=tuple(kept),
-        answer_column=answers,
+        answer_column=answer_key,
         num_dropped=len(rows) - len(prompts),
     )
 
 
 def encode_at(where: str, encoder: Encoder, text: str) -> tuple[int, ...]:
-    """Return the tokens of a text; `where` names its place in the error of one that has none."""
+    """Return the tokens of a text; errors begin with `where`."""
     try:
         return tuple(encoder.encode(text))
     except ConfigError as error:
@@ -164,7 +164,7 @@ def encode_at(where: str, encoder: Encoder, text: str) -> tuple[int, ...]:
 
 
 def hold_out(prompts: PromptSet, size: int) -> HeldOut:
-    """Cut the last `size` prompts off. Raises `DataError` where that leaves none to train on."""
+    """Hold the last `size` prompts out. Raises `DataError` if no prompt is left to train on."""
     total = len(prompts.prompts)
     if size >= total:
         raise DataError(
@@ -176,14 +176,14 @@ def hold_out(prompts: PromptSet, size: int) -> HeldOut:
     heldout = prompts.part(range(cut, total))
     return HeldOut(
         train=prompts.part(range(cut)),
-        heldout=replace(heldout, num_dropped=0, num_ungradable=0),  # counted with the others
+        heldout=replace(heldout, num_dropped=0, num_ungradable=0),  # counted in `train`
     )
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Digest ids, tokens and data: equal for equal prompts, in every process.
+    """Return a digest of ids, tokens and data, equal for equal prompts in every process.
 
-    Values that JSON does not know count by their type only.
+    Of values that JSON cannot represent, only the type counts.
     """
     digest = hashlib.sha256()
     for prompt in prompts:
@@ -195,10 +195,9 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 
 @final
 class PromptSource:
-    """Visits prompts epoch after epoch, each epoch in an order drawn from (seed, epoch).
+    """Visits prompts epoch after epoch, each epoch in an order determined by (seed, epoch).
 
-    The order depends on nothing else, so the cursor is two numbers, and a restored source goes on
-    exactly where the saved one stood.
+    The cursor is therefore two numbers, from which a restored source continues exactly.
     """
 
     def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
@@ -214,7 +213,7 @@ class PromptSource:
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """All of them, as they were given."""
+        """All prompts, in their original order."""
         return self._prompts
 
     def take(self, num_prompts: int) -> tuple[Taken, ...]:
@@ -229,11 +228,11 @@ class PromptSource:
         return tuple(taken)
 
     def state(self) -> dict[str, Any]:
-        """Return the cursor, fit for JSON."""
+        """Return the cursor as JSON values."""
         return {**self._identity(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved cursor. Raises `DataError` where it belongs to other prompts or order."""
+        """Continue from a saved cursor; `DataError` if it belongs to other prompts or settings."""
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise DataError(
@@ -261,7 +260,7 @@ class PromptSource:
         self._order = self._order_of(epoch)
 
     def _order_of(self, epoch: int) -> Sequence[int]:
-        """Sort by a keyed hash: the same in every process, library version and machine."""
+        """Return a permutation by a keyed hash, equal in every process and on every machine."""
         if not self._shuffle:
             return range(len(self._prompts))
 
@@ -272,7 +271,7 @@ class PromptSource:
 
 
 def _column(row: Row, named: str | None, usual: tuple[str, ...], *, field: str) -> str | None:
-    """Return the column to read: the one that the user named, or the first usual one."""
+    """Return the column that the user named, or else the first usual one."""
     if named is None:
         return next((column for column in usual if column in row), None)
     if named in row:
@@ -291,7 +290,7 @@ def _listed(row: Row) -> str:
 
 
 def _ids(rows: Sequence[Row]) -> list[str]:
-    """Name the rows: by an id column where every value is there and unique, else by index."""
+    """Return ids of the rows: from a column whose values are present and unique, or by index."""
     for column in ID_COLUMNS:
         values = [row.get(column) for row in rows]
         named = [str(value) for value in values if isinstance(value, (str, int)) and value != ""]
@@ -300,12 +299,12 @@ def _ids(rows: Sequence[Row]) -> list[str]:
     return [str(index) for index in range(len(rows))]
 
 
-def _data(row: Row, asks: str, answers: str | None, *, where: str) -> dict[str, Any]:
-    if asks not in row:
-        raise DataError(f"{where}: the column {asks!r} is missing; found {_listed(row)}")
-    data = {**row, "prompt": row[asks]}
-    if answers is not None and answers in row:
-        answer = row[answers]
+def _data(row: Row, prompt_key: str, answer_key: str | None, *, where: str) -> dict[str, Any]:
+    if prompt_key not in row:
+        raise DataError(f"{where}: the column {prompt_key!r} is missing; found {_listed(row)}")
+    data = {**row, "prompt": row[prompt_key]}
+    if answer_key is not None and answer_key in row:
+        answer = row[answer_key]
         if isinstance(answer, Mapping) and "ground_truth" in answer:  # verl's reward_model
             answer = answer["ground_truth"]
         data["answer"] = answer
@@ -313,7 +312,7 @@ def _data(row: Row, asks: str, answers: str | None, *, where: str) -> dict[str, 
 
 
 def _text(prompt: Any, encoder: Encoder, *, where: str) -> str:
-    """Return what the model reads."""
+    """Return the text of a prompt for the model."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError(f"{where}: the prompt is empty")
@@ -329,7 +328,7 @@ def _text(prompt: Any, encoder: Encoder, *, where: str) -> str:
         )
     try:
         return encoder.render(messages)
-    except ConfigError as error:  # the template refuses these roles: say which row it was
+    except ConfigError as error:  # the template refuses these roles
         raise DataError(f"{where}: {error}") from error
 
 

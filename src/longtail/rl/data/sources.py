@@ -1,13 +1,13 @@
-"""Where rows come from: files, datasets, generators.
+"""Sources of rows: files, datasets, generators.
 
-Owns the forms of `data.source` and reading them into plain rows. What the columns mean belongs to
-`longtail.rl.data.prompts`. Each optional package is imported only by the source that needs it.
+Owns the forms of `data.source`; `longtail.rl.data.prompts` interprets the columns. Each optional
+package is imported only by the source that needs it.
 
-    FILE.jsonl | FILE.parquet              what the file holds
+    FILE.jsonl | FILE.parquet              rows of a file
     hf:NAME[:SPLIT]                        a hub dataset; NAME is owner/name or owner/name/config
     hf:DIRECTORY[:SPLIT]                   saved by `save_to_disk`, or a folder of data files
     reasoning_gym:TASK                     `size` problems drawn from `seed`
-    tiny-reasoner | tiny-reasoner:heldout  `size` problems drawn from `seed`; the two are disjoint
+    tiny-reasoner | tiny-reasoner:heldout  `size` problems drawn from `seed`; disjoint sets
 """
 
 import difflib
@@ -25,18 +25,17 @@ Row = Mapping[str, Any]
 GENERATED = ("tiny-reasoner", "tiny-reasoner:heldout")
 """Sources that need neither a file nor a package."""
 
-
 _JSONS = (".json", ".jsonl")
 _TEXTS = (*_JSONS, ".csv")
 _BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
-"""A JSON string, whole, or a bracket outside of strings."""
+"""A whole JSON string, or a bracket outside of strings."""
 
 
 def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") -> list[Row]:
     """Read all rows of a file or dataset, or draw `size` problems of a generated source.
 
-    `field` is what error messages call the setting. Raises `DataError` for a source that does not
-    exist, cannot be read, or holds no rows, and `ConfigError` for a missing extra.
+    `field` is the setting that errors name. Raises `DataError` for a source that does not exist,
+    cannot be read or has no rows, and `ConfigError` for a missing extra.
     """
     where = f"{field} = {source!r}"
     kind, colon, rest = source.partition(":")
@@ -65,7 +64,7 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
 
 
 def source_label(source: str) -> str:
-    """Return the short name that prompt ids begin with: a split, a file's stem, a task.
+    """Return the first part of prompt ids: a split, a file's stem, or a task.
 
     Example: "hf:openai/gsm8k/main:test" -> "test"; "/data/math.jsonl" -> "math"
     """
@@ -91,7 +90,7 @@ def _jsonl(path: Path, *, where: str) -> list[Row]:
         if not line.strip():
             continue
         try:
-            row = parse_json(line, allow_nan=True)  # what a NaN means is the column's business
+            row = parse_json(line, allow_nan=True)  # a column may contain NaN
         except JsonError as error:
             raise DataError(f"{path}:{number}: {error}") from error
         if not isinstance(row, dict):
@@ -103,7 +102,7 @@ def _jsonl(path: Path, *, where: str) -> list[Row]:
 
 
 def _lines(path: Path, *, where: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file, counted from 1, without their ends."""
+    """Yield numbers, from 1, and lines of a file, without line ends."""
     try:
         with path.open("rb") as file:
             yield from enumerate((line.rstrip(b"\n") for line in file), start=1)
@@ -123,7 +122,7 @@ def _parquet(path: Path, *, where: str) -> list[Row]:
                 rows += _plain(batch, first=len(rows), path=path)
     except DataError:
         raise
-    except Exception as error:  # Arrow's own errors derive from every kind
+    except Exception as error:  # Arrow's errors have no common class
         raise DataError(f"{where}: {path} is not readable parquet ({_reason(error)})") from error
     return rows
 
@@ -146,14 +145,14 @@ def _plain(batch: Any, *, first: int, path: Path) -> list[Row]:
 
 
 def _reason(error: BaseException) -> str:
-    """Say in one line what an error of a library goes back to."""
+    """Return the first cause of a library's error in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _name_and_split(rest: str) -> tuple[str, str]:
-    """Cut NAME[:SPLIT]; a split may itself hold a colon, as in train[:100]."""
+    """Split NAME[:SPLIT]; a split may itself contain a colon, as in train[:100]."""
     if Path(rest).expanduser().is_dir():
         return rest, "train"
     name, _, split = rest.partition(":")
@@ -178,12 +177,12 @@ def _hf(rest: str, *, where: str) -> list[Row]:
         return datasets.load_dataset(owner_and_name, config, split=split).to_list()
     except DataError:
         raise
-    except Exception as error:  # its readers raise whatever a file makes them
+    except Exception as error:  # the library's readers raise errors of many classes
         raise DataError(f"{where}: the dataset cannot be loaded ({_reason(error)})") from error
 
 
 def _check_texts(directory: Path, *, where: str) -> None:
-    """Refuse what the readers of `datasets` report without a place, or die of: deep nesting."""
+    """Refuse bad text and deep nesting, which `datasets` reports without a line or dies of."""
     for path in sorted(directory.rglob("*")):
         if path.suffix not in _TEXTS or not path.is_file():
             continue
@@ -206,7 +205,7 @@ def _check_texts(directory: Path, *, where: str) -> None:
 
 def _saved_to_disk(saved: Any, split: str, *, where: str) -> list[Row]:
     if not isinstance(saved, Mapping):
-        return saved.to_list()  # one split, whatever its name was
+        return saved.to_list()  # a single split of any name
     if split not in saved:
         raise DataError(f"{where}: there is no split {split!r}; it has {', '.join(saved)}")
     return saved[split].to_list()
@@ -221,7 +220,11 @@ def _reasoning_gym(task: str, size: int, seed: int, *, where: str) -> list[Row]:
         raise DataError(f"{where}: reasoning_gym has no task {task!r}{hint}")
     try:
         entries = gym.create_dataset(task, size=size, seed=seed)
-    except (ValueError, TypeError, AssertionError) as error:  # it validates by assert
+    except (
+        ValueError,
+        TypeError,
+        AssertionError,
+    ) as error:  # invalid arguments
         raise DataError(f"{where}: reasoning_gym refuses size {size}: {error}") from error
     return [
         {

@@ -1,13 +1,13 @@
 """The embedded task: count the steps of a hailstone sequence, in writing.
 
-From an even number go to its half, from an odd one to three times it plus one; how many steps until
-1? Nobody can tell the length of the walk from its start (26 takes 10 steps, 27 takes 111), so
-answers are as heavy-tailed as real reasoning, and each is checkable. It owns problems, worked
-solutions and grading; pure Python, no model, no tokenizer.
+An even number is followed by its half, an odd one by three times it plus one; how many steps lead
+to 1? The number of steps cannot be predicted from the start (26 takes 10, 27 takes 111), so answers
+are as heavy-tailed as real reasoning, and each can be checked. It owns problems, worked solutions
+and grading; pure Python, no model, no tokenizer.
 
-Solutions are of two kinds, as in what a base model has read: careful ones walk to the end, hasty
-ones grow tired on the way and guess. Imitation learns both, with their frequencies; reinforcement
-has a real choice to improve.
+As in the training data of a base model, solutions are of two kinds: careful ones count to the end,
+hasty ones stop early and guess. Supervised learning reproduces both, with their frequencies;
+reinforcement learning can improve the choice.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ from typing import Any, Literal
 Split = Literal["train", "heldout"]
 
 MAX_START, MAX_VALUE, MAX_STEPS = 999, 9999, 118
-"""Starts, the numbers on their walks, and the lengths of those walks stay within these."""
+"""Largest start, largest number of a sequence, and largest number of steps."""
 _LENGTHS = NormalDist(math.log(11), 1.4)
-"""Of the logarithm of the number of steps."""
+"""Distribution of the logarithm of the number of steps."""
 _LONG = 96
-"""Steps of the shortest walk that stands for all that the distribution puts beyond MAX_STEPS."""
+"""Least number of steps of the starts that replace draws beyond MAX_STEPS."""
 _STRATA = 16
-"""So many consecutive problems hold one length from each part of the distribution."""
+"""Number of quantile ranges of the distribution; consecutive problems draw one length from each."""
 _HELDOUT_SHARE = 4
-"""One start in so many is held out."""
+"""Ratio of all starts to those held out."""
 _CAREFUL_SHARE = 0.4
 _DRILL_SHARE = 0.5
 
@@ -70,11 +70,11 @@ PHRASES = (
     *_ANSWERS,
     " odd even",
 )
-"""Everything that problems and solutions are made of, beside numbers."""
+"""All texts of problems and solutions, except for numbers."""
 
 
 def walk_step(number: int) -> int:
-    """Return what comes after a number: its half, or three times it plus one."""
+    """Return the number after a number: its half, or three times it plus one."""
     return 3 * number + 1 if number % 2 else number // 2
 
 
@@ -90,14 +90,14 @@ def walk(start: int) -> tuple[int, ...]:
 
 
 def split_of(start: int) -> Split:
-    """Tell which split owns a start; a hash decides, so it depends on nothing else."""
+    """Return the split of a start, by a hash of the start alone."""
     digest = hashlib.blake2b(f"hailstone/{start}".encode(), digest_size=4).digest()
     return "train" if int.from_bytes(digest, "little") % _HELDOUT_SHARE else "heldout"
 
 
 @cache
 def _starts(split: Split) -> tuple[tuple[int, int], ...]:
-    """(steps, start) of every start of a split, sorted."""
+    """Return (steps, start) of every start of a split, sorted."""
     walks = (walk(start) for start in range(2, MAX_START + 1) if split_of(start) == split)
     return tuple(
         sorted(
@@ -109,7 +109,7 @@ def _starts(split: Split) -> tuple[tuple[int, int], ...]:
 
 
 def _draw_starts(split: Split, rng: Random) -> Iterator[int]:
-    """Draw starts without end, lengths log-normal and stratified."""
+    """Draw starts without end, with log-normal, stratified numbers of steps."""
     starts = _starts(split)
     while True:
         for stratum in rng.sample(range(_STRATA), _STRATA):
@@ -124,11 +124,11 @@ def problems(size: int, seed: int, split: Split) -> list[dict[str, Any]]:
     """Draw problems; the splits share no start.
 
     Lengths are stratified: every 16 consecutive rows span the whole distribution, so batches of
-    rows in this order are alike.
+    rows in this order are similar.
 
     Example row: {"prompt": [{"role": "user", "content": "How many steps from 6 to 1?"}],
                   "answer": "8", "problem_id": "hailstone/6/1/0"}
-    `problem_id` names start, wording and occurrence, so it is unique within a draw.
+    `problem_id` contains start, wording and occurrence, so it is unique within a draw.
     """
     rng = Random(f"problems/{split}/{seed}")
     seen: dict[tuple[int, int], int] = {}
@@ -156,20 +156,20 @@ def grade(problem: Mapping[str, Any], text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How a solution is written; drawn once for each, so its lines resemble one another.
+    """Style of a solution; drawn once per solution, so its lines are similar.
 
-    Example: Manner(careful=True, talkative=0.8, tiring=0.0) writes long lines, walks to the end.
+    Example: Manner(careful=True, talkative=0.8, tiring=0.0) writes long lines, to the end.
     """
 
     careful: bool
     talkative: float
-    """Share of lines that are written in full."""
+    """Probability that a line is written in full."""
     tiring: float
-    """Chance, after each step, of giving up and guessing."""
+    """Probability, after each step, of guessing the answer."""
 
 
 def draw_manner(rng: Random) -> Manner:
-    """Draw a manner: two solutions of five are careful."""
+    """Draw a style; two solutions of five are careful."""
     careful = rng.random() < _CAREFUL_SHARE
     return Manner(
         careful=careful,
@@ -179,7 +179,7 @@ def draw_manner(rng: Random) -> Manner:
 
 
 def _line(number: int, manner: Manner, rng: Random) -> str:
-    """Write one step, without its count."""
+    """Return the text of one step, without its count."""
     if rng.random() >= manner.talkative:
         line = rng.choice(_TERSE)
     else:
@@ -190,7 +190,7 @@ def _line(number: int, manner: Manner, rng: Random) -> str:
 
 
 def solution(start: int, manner: Manner, rng: Random) -> str:
-    """Write a worked solution; a tired one ends in a guess, which is mostly wrong."""
+    """Return a worked solution; it may end early in a guess, which is mostly wrong."""
     numbers = walk(start)
     answer = len(numbers) - 1
     lines = [
@@ -210,7 +210,7 @@ def solution(start: int, manner: Manner, rng: Random) -> str:
 
 
 def _drill(rng: Random) -> dict[str, Any]:
-    """One step from any number, small ones likelier."""
+    """Return a problem of one step from any number, with small numbers more likely."""
     after = MAX_VALUE + 1
     while after > MAX_VALUE:
         number = int(math.exp(rng.uniform(math.log(2), math.log(MAX_VALUE + 1))))

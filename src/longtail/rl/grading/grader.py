@@ -1,17 +1,16 @@
-"""One grader process: reads tasks from its parent, writes one result for each.
+"""The grader process: reads tasks from its parent, writes one result for each.
 
-`longtail.rl.grading.pool` starts, watches and kills it. It imports no torch unless the reward does.
+`longtail.rl.grading.pool` starts and kills it. It imports no torch unless the reward does.
 
-    parent -> grader   frame: pickle of (kind, [(number, pickle of what the kind asks about), ...])
+    parent -> grader   frame: pickle of (kind, [(number, pickle of the task), ...])
     grader -> parent   frame: JSON; first {"loading": true} before anything of the reward runs,
                        then {"ready": true} or {"refused": message}, then for each batch
                        {"begun": true} and, as each task ends, [number, reward, null] or
                        [number, null, error]
 
-Tasks are pickled because rewards look at types: through JSON two of reasoning-gym's scorers take
-a right answer, whose tuples came back as lists, for a wrong one. Answers are JSON because a
-grader may run what a model wrote, so the parent does not unpickle what it says, and takes every
-byte that is no answer for the end of this grader.
+Tasks are pickled because rewards depend on types: JSON turns tuples into lists, and two scorers of
+reasoning-gym then reject right answers. Results are JSON because a grader may run code that a model
+wrote, so the parent must not unpickle them; any other byte on the channel ends the grader.
 """
 
 import json
@@ -31,24 +30,24 @@ from longtail.rl.grading.reward import GradingTask, Reward, checked_number, reso
 from longtail.rl.grading.supervisor import supervise_from_here
 
 LENGTH = struct.Struct("!I")
-"""Each frame is preceded by its length in bytes."""
+"""Length in bytes before each frame."""
 
 MAX_ERROR_LEN = 2000
-"""Characters of an error message that are worth keeping."""
+"""Longest error message in characters."""
 
 GRADE: Final = "grade"
-"""The kind of a task that is (prompt, text, tokens, data): the answer is its reward."""
+"""Kind of a task (prompt, text, tokens, data) whose result is its reward."""
 CHECK: Final = "check"
-"""The kind of a task that is a row's data: the answer is 0, or why the row cannot be graded."""
+"""Kind of a task that is a row's data; the result is 0, or why the row cannot be graded."""
 
 
 def frame(payload: bytes) -> bytes:
-    """Return `payload` with its length in front."""
+    """Return `payload` preceded by its length."""
     return LENGTH.pack(len(payload)) + payload
 
 
 def read_frame(channel: socket.socket) -> bytes | None:
-    """Read one frame, or None where the parent has closed its end."""
+    """Read one frame; None if the parent has closed its end."""
     head = _read_exactly(channel, LENGTH.size)
     return None if head is None else _read_exactly(channel, LENGTH.unpack(head)[0])
 
@@ -64,7 +63,7 @@ def _read_exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
 
 
 def one_line(text: str) -> str:
-    """Cut a text to MAX_ERROR_LEN characters, with blanks for those that cannot be printed.
+    """Cut a text to MAX_ERROR_LEN characters, and replace unprintable ones by blanks.
 
     Example: one_line("no\\n\\ud83d way") == "no   way"
     """
@@ -72,76 +71,78 @@ def one_line(text: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Say what went wrong in one line: ours as they are, others with type and place.
+    """Return an error in one line: our own message, or type, message and place of any other.
 
     Example: "ZeroDivisionError: division by zero (my_rewards.py:12, in score)"
     """
     if isinstance(error, LongtailError):
         return one_line(str(error))
-    said = one_line("".join(traceback.format_exception_only(error)).strip())
+    text = one_line("".join(traceback.format_exception_only(error)).strip())
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
-        return said
+        return text
     last = frames[-1]
-    return said + one_line(f" ({Path(last.filename).name}:{last.lineno}, in {last.name})")
+    return text + one_line(f" ({Path(last.filename).name}:{last.lineno}, in {last.name})")
 
 
 def _take_channel() -> socket.socket:
-    """Take the socket that arrived as stdin; a reward that reads its input finds none."""
+    """Return the socket that is stdin, and make stdin empty for rewards that read it."""
     channel = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     return channel
 
 
-def _answer(reward: Reward, kind: str, payload: bytes) -> float:
-    """Do one task; raises whatever the reward raises."""
-    asked = pickle.loads(payload)  # noqa: S301 - from the parent process
+def _run_task(reward: Reward, kind: str, payload: bytes) -> float:
+    """Return the result of one task; raise any error of the reward."""
+    task = pickle.loads(payload)  # noqa: S301 - from the parent process
     if kind == CHECK:
-        reward.check(asked)
+        reward.check(task)
         return 0.0
-    prompt, text, tokens, data = asked
-    task = GradingTask(prompt=prompt, text=text, tokens=tokens, data=data)
-    return checked_number(reward.grade(task), source="the reward")
+    prompt, text, tokens, data = task
+    completion = GradingTask(prompt=prompt, text=text, tokens=tokens, data=data)
+    return checked_number(reward.grade(completion), source="the reward")
 
 
-def _try(reward: Reward, kind: str, number: int, payload: bytes) -> list[Any]:
+def _result(reward: Reward, kind: str, number: int, payload: bytes) -> list[Any]:
     try:
-        return [number, _answer(reward, kind, payload), None]
+        return [number, _run_task(reward, kind, payload), None]
     except BaseException as error:  # noqa: BLE001 - sys.exit() in a reward ends this task alone
         return [number, None, describe(error) or type(error).__name__]
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left set is not the next task's
+        signal.setitimer(
+            signal.ITIMER_REAL, 0
+        )  # an alarm left by this task must not interrupt the next
 
 
-def _say(channel: socket.socket, message: dict[str, Any] | list[Any]) -> None:
-    if channel.fileno() < 0:  # the reward forked, and the child came back, too
+def _send(channel: socket.socket, message: dict[str, Any] | list[Any]) -> None:
+    if channel.fileno() < 0:  # a child that the reward forked has returned
         os._exit(0)
     channel.sendall(frame(json.dumps(message).encode()))
 
 
 def serve(reward_name: str, path: list[str]) -> None:
-    """Grade until the parent closes its end. The whole life of a grader process.
+    """Grade until the parent closes its end; the main function of a grader process.
 
-    `path` is where the reward's modules are looked for; ours are imported by now.
+    `path` is the module search path for the reward; longtail's modules are imported by now.
     """
     supervise_from_here(0)
     channel = _take_channel()
-    os.register_at_fork(after_in_child=channel.close)  # a reward's processes have nothing to say
+    os.register_at_fork(after_in_child=channel.close)  # a reward's own processes must not use it
     sys.path[:] = path
-    with suppress(OSError):  # when memory ends, end the grader, not the trainer
+    with suppress(OSError):  # out of memory, the kernel kills the grader, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
-    with suppress(ConnectionError):  # the parent is gone: nobody is left to tell
-        _say(channel, {"loading": True})
+    with suppress(ConnectionError):  # the parent has ended
+        _send(channel, {"loading": True})
         try:
             reward = resolve_reward(reward_name)
         except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
-            named = "" if isinstance(error, LongtailError) else f"reward.name = {reward_name!r}: "
-            _say(channel, {"refused": named + describe(error)})
+            prefix = "" if isinstance(error, LongtailError) else f"reward.name = {reward_name!r}: "
+            _send(channel, {"refused": prefix + describe(error)})
             return
-        _say(channel, {"ready": True})
+        _send(channel, {"ready": True})
         while (batch := read_frame(channel)) is not None:
-            _say(channel, {"begun": True})  # dying before this is no task's fault
+            _send(channel, {"begun": True})  # a death before this fails no task
             kind, tasks = pickle.loads(batch)  # noqa: S301 - from the parent process
             for number, payload in tasks:
-                _say(channel, _try(reward, kind, number, payload))
+                _send(channel, _result(reward, kind, number, payload))

@@ -1,13 +1,17 @@
-"""Grading completions in processes that can be killed.
+"""Grading of completions in processes that can be killed.
 
-Owns the grader processes (`longtail.rl.grading.grader`), the time limit of each completion, and
-what becomes of one whose grader raises, hangs, dies or answers nonsense: a `GradingFailure`, never
-a reward of 0. Rewards themselves belong to `longtail.rl.grading.reward`.
+Owns the grader processes (`longtail.rl.grading.grader`) and the time limit of each completion. A
+completion whose grader raises, hangs, dies or sends an invalid result is a `GradingFailure`, never
+a reward of 0.
 
     pending tasks --batch--> worker 1: t0 t1 [t2] t3      t2 hangs: worker 1 is killed, t2 fails,
                   --batch--> worker 2: t4 [t5] t6         t3 is pending again, a new worker starts
 
-Results arrive one by one, so the clock of a task starts when the one before it has ended.
+Results arrive one by one, so the time limit of a task starts when the previous task has ended.
+
+`pebble.ProcessPool` cannot replace this pool. Its parent unpickles results, which a reward may
+forge; it kills a worker but not the processes that the worker started; and its time limit is that
+of a chunk, not of each completion in it.
 """
 
 import pickle
@@ -16,33 +20,32 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, final
 
 from longtail.errors import ConfigError, GradingError
 from longtail.rl.grading.grader import CHECK, GRADE
-from longtail.rl.grading.output import Printed
+from longtail.rl.grading.output import OutputForwarder
 from longtail.rl.grading.process import (
     GraderProcess,
     ProtocolError,
+    describe_end,
     ended_from_outside,
-    how_it_ended,
 )
 from longtail.rl.grading.reward import reward_factory
 from longtail.types import Completion, GradingFailure, Prompt, Rollout
 
 MAX_BATCH = 64
-"""Tasks in one message to a grader."""
+"""Most tasks in one message to a grader."""
 
 MAX_FAILED_STARTS = 3
-"""Times that each grader may die in a row before it has begun to grade, until all is given up."""
+"""Consecutive starts, per grader, that may fail before grading is given up."""
 
-_NONSENSE = "was killed: something wrote on its channel that is no answer of a grader"
+_INVALID = "was killed: something wrote on its channel that is no answer of a grader"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graded:
-    """What became of a list of completions: each is in exactly one place, in input order.
+    """Result of grading a list of completions, each in exactly one field, in input order.
 
     Example: of 3 completions, the second of which hung its grader:
         Graded(rollouts=(first, third), failures=(GradingFailure(..., error="no result in 10 s"),))
@@ -54,12 +57,12 @@ class Graded:
 
 @final
 class _Job:
-    """The tasks of one call: pending, or with an outcome, or held by a grader."""
+    """The tasks of one call, each pending, sent to a grader, or finished."""
 
     def __init__(self, kind: str, payloads: Sequence[bytes | GradingError] = ()) -> None:
         self.kind = kind
         self.pending: deque[int] = deque()
-        self.outcomes: dict[int, float | str] = {}  # a reward, or what went wrong
+        self.outcomes: dict[int, float | str] = {}  # a reward, or an error message
         self._payloads = payloads
         for number, payload in enumerate(payloads):
             if isinstance(payload, bytes):
@@ -72,31 +75,31 @@ class _Job:
         """Whether every task has an outcome."""
         return len(self.outcomes) == len(self._payloads)
 
-    def give_batch(self, grader: GraderProcess, num_graders: int) -> None:
-        """Give a share that shrinks towards the end, so that graders end together."""
-        share = min(max(len(self.pending) // (2 * num_graders), 1), MAX_BATCH)
-        numbers = [self.pending.popleft() for _ in range(min(share, len(self.pending)))]
+    def send_batch(self, grader: GraderProcess, num_graders: int) -> None:
+        """Send a batch; batches become smaller towards the end, so that graders finish together."""
+        size = min(max(len(self.pending) // (2 * num_graders), 1), MAX_BATCH)
+        numbers = [self.pending.popleft() for _ in range(min(size, len(self.pending)))]
         tasks = [(number, self._payloads[number]) for number in numbers]
-        grader.give(numbers, pickle.dumps((self.kind, tasks)))
+        grader.send_batch(numbers, pickle.dumps((self.kind, tasks)))
 
 
-def _payload(asked: object, *, row: str) -> bytes | GradingError:
+def _payload(task: object, *, row: str) -> bytes | GradingError:
     try:
-        return pickle.dumps(asked)
+        return pickle.dumps(task)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         return GradingError(f"the row of {row} cannot be sent: {error}")
 
 
 def _grading_payload(prompt: Prompt, completion: Completion) -> bytes | GradingError:
-    asked = prompt.data.get("prompt", prompt.text)
-    fields = (asked, completion.text, completion.tokens, dict(prompt.data))
+    text = prompt.data.get("prompt", prompt.text)
+    fields = (text, completion.text, completion.tokens, dict(prompt.data))
     return _payload(fields, row=prompt.prompt_id)
 
 
-def _sorted_out(
+def _graded(
     pairs: Sequence[tuple[Prompt, Completion]], outcomes: Mapping[int, float | str]
 ) -> Graded:
-    """Sort completions by their outcomes; each must have one."""
+    """Divide completions, each with its outcome, into rollouts and failures."""
     rollouts, failures = [], []
     for number, (prompt, completion) in enumerate(pairs):
         outcome = outcomes[number]
@@ -110,10 +113,10 @@ def _sorted_out(
 
 @final
 class GraderPool:
-    """Grader processes for one reward; a context manager. Not for use by several threads.
+    """Grader processes for one reward; a context manager, for use by one thread.
 
-    They start when the pool is made, in the background; `wait_ready` (or the first `grade`) waits
-    for them. `close` leaves no process behind.
+    The constructor starts the processes in the background; `wait_ready` (or the first `grade`)
+    waits for them. `close` ends all of them.
     """
 
     def __init__(
@@ -124,11 +127,11 @@ class GraderPool:
         timeout_s: float = 10.0,
         start_timeout_s: float = 120.0,
     ) -> None:
-        reward_factory(reward_name)  # refuses an unknown name before anything starts
+        reward_factory(reward_name)  # raises for an unknown name before any process starts
         self._reward_name = reward_name
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._printed = Printed()
+        self._output = OutputForwarder()
         self._selector = selectors.DefaultSelector()
         self._failed_starts = 0
         self._was_ready = self._closed = False
@@ -140,21 +143,16 @@ class GraderPool:
     def __enter__(self) -> "GraderPool":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the graders, for reports and tests."""
+        """Process ids of the graders' supervisors."""
         return tuple(worker.pid for worker in self._workers)
 
     def close(self) -> None:
-        """Kill every grader. Graders keep no state, so nothing is lost; closing twice is fine."""
+        """Kill every grader; closing twice has no effect."""
         if not self._closed:
             self._closed = True
             for worker in self._workers:
@@ -162,52 +160,52 @@ class GraderPool:
             for worker in list(self._workers):
                 self._remove(worker)
             self._selector.close()
-            self._printed.close()
+            self._output.close()
 
     def wait_ready(self) -> None:
         """Wait until one grader has loaded the reward.
 
-        Raises `ConfigError` where the reward cannot be loaded, naming why.
+        Raises `ConfigError` with the reason if the reward cannot be loaded.
         """
-        nothing = _Job(GRADE)
+        empty = _Job(GRADE)
         while not any(worker.ready for worker in self._workers):
-            self._turn(nothing)  # ends: each worker has a deadline, and is not restarted forever
+            self._poll(empty)  # ends: deadlines and the number of restarts are bounded
 
     def grade(self, pairs: Sequence[tuple[Prompt, Completion]]) -> Graded:
         """Grade each completion within the time limit; return rewards and failures in order.
 
-        Raises `ConfigError` where the reward cannot be loaded at all, and `GradingError` where
-        graders stop starting in the middle of a run.
+        Raises `ConfigError` if the reward cannot be loaded, and `GradingError` if graders can no
+        longer be started during a run.
         """
-        self._printed.renew()
+        self._output.reset_limit()
         job = _Job(GRADE, [_grading_payload(*pair) for pair in pairs])
-        self._work(job)
-        return _sorted_out(pairs, job.outcomes)
+        self._run(job)
+        return _graded(pairs, job.outcomes)
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-        """Return, by place, why some rows cannot be graded, whatever the completion.
+        """Return, by index, why some rows cannot be graded for any completion.
 
-        A row holds what `required_columns` names. Raises as `grade` does.
+        A row has the columns that `required_columns` names. Raises as `grade` does.
         """
         job = _Job(CHECK, [_payload(dict(row), row=str(i)) for i, row in enumerate(rows)])
-        self._work(job)
+        self._run(job)
         return {i: why for i, why in sorted(job.outcomes.items()) if isinstance(why, str)}
 
-    def _work(self, job: _Job) -> None:
-        self._turn(job, max_wait_s=0.0)  # hear who is ready, bury who died since the last call
+    def _run(self, job: _Job) -> None:
+        self._poll(job, max_wait_s=0.0)  # receive events since the last call
         try:
             while not job.done:
                 for worker in self._workers:
                     if worker.idle and job.pending:
-                        job.give_batch(worker, len(self._workers))
-                self._turn(job)
-        finally:  # interrupted: what busy graders will say belongs to no later call
+                        job.send_batch(worker, len(self._workers))
+                self._poll(job)
+        finally:  # after an interrupt, results must not reach a later call
             for worker in [worker for worker in self._workers if worker.tasks]:
                 self._remove(worker)
                 self._start_worker()
 
-    def _turn(self, job: _Job, *, max_wait_s: float = float("inf")) -> None:
-        """Wait for something to happen, and see to it: results, deaths, missed deadlines."""
+    def _poll(self, job: _Job, *, max_wait_s: float = float("inf")) -> None:
+        """Wait for results, deaths and missed deadlines, and handle them."""
         assert not self._closed, "the pool is closed"
         for worker in self._workers:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.has_unsent else 0)
@@ -220,7 +218,7 @@ class GraderPool:
             if events & selectors.EVENT_WRITE:
                 worker.send()
             if events & selectors.EVENT_READ:
-                self._listen(worker, job)
+                self._receive(worker, job)
         now = time.monotonic()
         for worker in list(self._workers):
             if worker.closed:
@@ -229,33 +227,33 @@ class GraderPool:
                 limit_s = self._timeout_s if worker.ready else self._start_timeout_s
                 self._replace(worker, job, reason=f"gave no result in {limit_s:g} s and was killed")
 
-    def _listen(self, worker: GraderProcess, job: _Job) -> None:
+    def _receive(self, worker: GraderProcess, job: _Job) -> None:
         try:
             for number, outcome in worker.receive():
                 job.outcomes[number] = outcome
         except ProtocolError:
-            self._replace(worker, job, reason=_NONSENSE)
+            self._replace(worker, job, reason=_INVALID)
         self._was_ready |= worker.ready
         if worker.begun:
             self._failed_starts = 0
 
     def _replace(self, worker: GraderProcess, job: _Job, *, reason: str | None) -> None:
-        """Bury a grader: the task it was at fails, its others are pending again."""
+        """Replace a grader: its current task fails, its other tasks are pending again."""
         tasks = worker.tasks
         code = self._remove(worker)
         if tasks and worker.begun:
-            why = reason or f"{how_it_ended(code)} while grading"
+            why = reason or f"{describe_end(code)} while grading"
             job.outcomes[tasks.popleft()] = f"the grader {why}"
-        elif tasks or not worker.ready:  # it served nobody
+        elif tasks or not worker.ready:
             at = "before it had begun to grade" if tasks else "before it had loaded the reward"
             self._failed_starts += 1
             if reason is None and ended_from_outside(code):
-                self._check_killed_starts(f"{how_it_ended(code)} {at}")
+                self._check_killed_starts(f"{describe_end(code)} {at}")
             else:
                 self._check_failed_starts(
                     worker.refusal
                     or f"reward.name = {self._reward_name!r}: the grader "
-                    f"{reason or how_it_ended(code)} {at}"
+                    f"{reason or describe_end(code)} {at}"
                 )
         job.pending.extendleft(reversed(tasks))
         self._start_worker()
@@ -271,7 +269,7 @@ class GraderPool:
             raise GradingError(f"{why} (the last of {self._failed_starts} that did not start)")
 
     def _check_killed_starts(self, how: str) -> None:
-        """A grader that others killed is started again, a few times; the reward is not to blame."""
+        """Raise GradingError after too many starts that were killed from outside."""
         if self._too_many_failed:
             raise GradingError(
                 f"reward.workers = {self._num_workers}: {self._failed_starts} graders in a row "
@@ -284,7 +282,7 @@ class GraderPool:
             self._reward_name,
             timeout_s=self._timeout_s,
             start_timeout_s=self._start_timeout_s,
-            output=self._printed.writer,
+            output=self._output.writer,
         )
         self._workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, worker)

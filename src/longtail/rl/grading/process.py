@@ -1,7 +1,7 @@
-"""The parent's end of one grader process: starting it, giving it tasks, hearing and ending it.
+"""The parent's end of one grader process: start it, send tasks, receive results, end it.
 
-Whatever the process does, each operation here is bounded, and what arrives is either a message in
-its turn or a `ProtocolError`. Who grades what belongs to `longtail.rl.grading.pool`.
+Whatever the process does, each operation here is bounded, and its output is either the expected
+message or a `ProtocolError`. `longtail.rl.grading.pool` assigns tasks.
 """
 
 import json
@@ -23,15 +23,15 @@ from longtail.rl.grading.supervisor import SIGNALLED
 from longtail.system.strict_json import parse_json
 
 REAP_S = 10.0
-"""How long a killed process may take to disappear."""
+"""Seconds to wait for the end of a killed process."""
 
 MAX_MESSAGE = 1 << 16
-"""Bytes of a message; the longest holds an error, at most 12 bytes a character as JSON."""
+"""Most bytes of a message; the longest is an error, at most 12 bytes per character as JSON."""
 
 _HOME = str(Path(__file__).parents[3])
-"""Where this package is found."""
+"""Directory from which this package is imported."""
 
-# NOTE: -P, for -c puts the working directory first, and a json.py there would be executed.
+# NOTE: without -P, a json.py in the working directory would be imported.
 _COMMAND = (
     sys.executable,
     "-u",
@@ -43,29 +43,29 @@ _COMMAND = (
 )
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What ends a process that did nothing wrong: a user, a scheduler, the kernel without memory."""
+"""Signals of users, schedulers and a kernel out of memory, which are not the reward's fault."""
 
 
 class ProtocolError(Exception):
-    """A grader said what no grader says at that point: something else writes on its channel."""
+    """An unexpected message: something other than the grader wrote on its channel."""
 
 
 @final
 class GraderProcess:
-    """One grader process and the tasks it holds.
+    """One grader process and its tasks.
 
-    starting --ready--> idle <--batch / last result--> busy; from anywhere --kill--> gone.
-    Every operation on it is bounded: the socket does not block, and killing is SIGKILL.
+    starting --ready--> idle <--batch / last result--> busy; from any state --kill--> ended.
+    Every operation is bounded: the socket does not block, and `kill` uses SIGKILL.
     """
 
     def __init__(
         self, reward_name: str, *, timeout_s: float, start_timeout_s: float, output: int
     ) -> None:
         self.socket, theirs = socket.socketpair()
-        start = {"reward_name": reward_name, "path": _reward_path()}
+        start = {"reward_name": reward_name, "path": _search_path()}
         with theirs:
-            # Not multiprocessing: its children import the parent's main module (torch, and
-            # whatever an unguarded script does). A session of its own keeps Ctrl-C from it.
+            # Not multiprocessing, whose children import the parent's main module (and torch). In
+            # its own session the process does not receive Ctrl-C.
             self._process = subprocess.Popen(
                 [*_COMMAND, json.dumps(start)],
                 stdin=theirs.fileno(),
@@ -88,21 +88,21 @@ class GraderProcess:
 
     @property
     def pid(self) -> int:
-        """The id of the process that supervises the grader and ends with it."""
+        """Process id of the supervisor, which ends with its grader."""
         return self._process.pid
 
     @property
     def idle(self) -> bool:
-        """Ready, alive and without a task."""
+        """Whether the grader is ready, alive and without a task."""
         return self.ready and not self.closed and not self.tasks
 
     @property
     def has_unsent(self) -> bool:
-        """Whether part of the last batch waits for the socket to take it."""
+        """Whether part of the last batch is still to be sent."""
         return bool(self._unsent)
 
-    def give(self, numbers: Sequence[int], batch: bytes) -> None:
-        """Hand over tasks, to be begun within the time limit of one."""
+    def send_batch(self, numbers: Sequence[int], batch: bytes) -> None:
+        """Send tasks; the grader must begin within the time limit of one task."""
         self.begun = False
         self.tasks.extend(numbers)
         self.deadline = time.monotonic() + self._timeout_s
@@ -110,18 +110,18 @@ class GraderProcess:
         self.send()
 
     def send(self) -> None:
-        """Send as much as the socket takes."""
+        """Send as much as the socket accepts without blocking."""
         try:
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
         except BlockingIOError:
             return
         except OSError:
-            self._unsent = b""  # it is gone: receiving reports that
+            self._unsent = b""  # the grader is gone, which `receive` reports
 
     def receive(self) -> Iterator[tuple[int, float | str]]:
-        """Yield the tasks that have ended, each with its reward or what went wrong.
+        """Yield the finished tasks, each with its reward or error message.
 
-        Sets `closed` where the grader is gone. Raises ProtocolError for whatever else it says.
+        Sets `closed` if the grader is gone. Raises ProtocolError for an unexpected message.
         """
         try:
             part = self.socket.recv(1 << 16)
@@ -141,11 +141,11 @@ class GraderProcess:
             message = bytes(self._received[LENGTH.size : end])
             del self._received[:end]
             try:
-                yield from self._take(parse_json(message))
+                yield from self._handle(parse_json(message))
             except JsonError as error:
                 raise ProtocolError from error
 
-    def _take(self, message: Any) -> Iterator[tuple[int, float | str]]:
+    def _handle(self, message: Any) -> Iterator[tuple[int, float | str]]:
         match message:
             case {"loading": True} if not self._loading:
                 self._loading = True
@@ -156,16 +156,16 @@ class GraderProcess:
             case {"begun": True} if self.tasks and not self.begun:
                 self.begun = True
                 self._begin_task()
-            case [int(number), float(reward), None] if self._is_at(number):
+            case [int(number), float(reward), None] if self._is_current(number):
                 self._begin_task(ended=number)
                 yield number, reward
-            case [int(number), None, str(error)] if self._is_at(number):
+            case [int(number), None, str(error)] if self._is_current(number):
                 self._begin_task(ended=number)
                 yield number, one_line(error)
             case _:
                 raise ProtocolError
 
-    def _is_at(self, number: int) -> bool:
+    def _is_current(self, number: int) -> bool:
         return self.begun and bool(self.tasks) and self.tasks[0] == number
 
     def _begin_task(self, ended: int | None = None) -> None:
@@ -175,31 +175,31 @@ class GraderProcess:
         self.deadline = time.monotonic() + self._timeout_s
 
     def hang_up(self) -> None:
-        """Begin to end the process: its supervisor takes this for our end."""
+        """Begin to end the process: its supervisor ends it when the channel is closed."""
         if not self._loading:
             with suppress(ProtocolError):
                 list(self.receive())
-        if not self._loading:  # nothing of the reward has run, and the supervisor may not listen
+        if not self._loading:  # before the reward's code runs, the supervisor may not exist
             self._process.kill()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> int | None:
-        """End the process and all it started; return how it had ended, None where it goes on."""
+        """End the process and all that it started; return its exit code, None if it lives on."""
         self.hang_up()
         self.socket.close()
         for _ in range(2):
             try:
                 return self._process.wait(timeout=REAP_S)
-            except subprocess.TimeoutExpired:  # the supervisor was stopped
+            except subprocess.TimeoutExpired:  # SIGSTOP stopped the supervisor
                 self._process.kill()
         return None
 
 
-def how_it_ended(code: int | None) -> str:
-    """Put into words what `GraderProcess.kill` returned.
+def describe_end(code: int | None) -> str:
+    """Return the exit code that `GraderProcess.kill` returned in words.
 
-    Example: how_it_ended(SIGNALLED + 9) == "was killed by SIGKILL"
+    Example: describe_end(SIGNALLED + 9) == "was killed by SIGKILL"
     """
     if code is None:
         return f"does not end {REAP_S:g} s after SIGKILL"
@@ -208,7 +208,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def ended_from_outside(code: int | None) -> bool:
-    """Tell whether it ended by a signal that users, schedulers and a kernel out of memory send."""
+    """Return whether a signal ended the process that users, schedulers or the kernel send."""
     return code is not None and _killed_by(code) in _FROM_OUTSIDE
 
 
@@ -217,7 +217,7 @@ def _killed_by(code: int) -> signal.Signals | None:
     return signal.Signals(number) if number in set(signal.Signals) else None
 
 
-def _reward_path() -> list[str]:
-    """Return where a reward is looked for: the working directory, wherever it stood, comes last."""
+def _search_path() -> list[str]:
+    """Return the search path for rewards: sys.path with the working directory moved to its end."""
     here = os.getcwd()
     return [*(entry for entry in sys.path if os.path.realpath(entry or here) != here), here]

@@ -1,8 +1,7 @@
-"""Which rows a reward can grade at all: found before any work, not after hours of generation.
+"""Check, before any generation, that a reward can grade the rows of a prompt set.
 
-A completion of a row that has no usable reference answer is excluded whatever it says. How one row
-is checked is the reward's business (`Reward.check`), the processes in which that happens are
-`rl.grading.pool`'s.
+Every completion of a row without a usable reference answer is excluded. `Reward.check` checks one
+row; `rl.grading.pool` owns the processes in which it runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,37 +14,40 @@ from longtail.rl.grading.reward import required_columns
 from longtail.types import Prompt
 
 _MAX_NAMED = 5
-"""Further rows that an error names."""
+"""Number of further rows that an error names."""
 
 Check = Callable[[Sequence[Mapping[str, Any]]], Mapping[int, str]]
-"""From what rows hold in the columns a reward needs to why some cannot be graded, by place."""
+"""Map rows, reduced to the columns that a reward needs, to reasons why some cannot be graded."""
 
 
 def gradable(prompts: PromptSet, reward_name: str, check: Check, *, drop: bool) -> PromptSet:
     """Return the prompts whose completions the reward can grade.
 
-    Rows that are alike in the columns that the reward needs are checked once.
+    Rows that are equal in the columns that the reward needs are checked once.
 
-    Raises DataError, naming the first row that cannot be graded, or, with `drop`, where none can.
+    Raises DataError naming the first row that cannot be graded; with `drop`, only if none can.
     """
     columns = required_columns(reward_name)
     reasons = {
-        place: f"reward.name = {reward_name!r} needs {missing!r}, which this row lacks (it has "
+        index: f"reward.name = {reward_name!r} needs {missing!r}, which this row lacks (it has "
         f"{', '.join(prompt.data)})"
-        for place, prompt in enumerate(prompts.prompts)
+        for index, prompt in enumerate(prompts.prompts)
         if (missing := _missing(prompt, columns)) is not None
     }
-    alike: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts.prompts):
-        if columns and place not in reasons:
-            alike.setdefault(repr([prompt.data[name] for name in columns]), []).append(place)
-    places = list(alike.values())
-    asked = [{name: prompts.prompts[same[0]].data[name] for name in columns} for same in places]
-    for number, why in check(asked).items():
-        reasons |= dict.fromkeys(places[number], why)
+    equal_rows: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts.prompts):
+        if columns and index not in reasons:
+            equal_rows.setdefault(repr([prompt.data[name] for name in columns]), []).append(index)
+    index_lists = list(equal_rows.values())
+    rows = [
+        {name: prompts.prompts[indices[0]].data[name] for name in columns}
+        for indices in index_lists
+    ]
+    for number, why in check(rows).items():
+        reasons |= dict.fromkeys(index_lists[number], why)
     if reasons and (not drop or len(reasons) == len(prompts.prompts)):
-        raise DataError(_complaint(prompts, reasons))
-    kept = [place for place in range(len(prompts.prompts)) if place not in reasons]
+        raise DataError(_error_text(prompts, reasons))
+    kept = [index for index in range(len(prompts.prompts)) if index not in reasons]
     return replace(prompts.part(kept), num_ungradable=len(reasons))
 
 
@@ -53,12 +55,12 @@ def _missing(prompt: Prompt, columns: Sequence[str]) -> str | None:
     return next((name for name in columns if prompt.data.get(name) is None), None)
 
 
-def _complaint(prompts: PromptSet, reasons: Mapping[int, str]) -> str:
+def _error_text(prompts: PromptSet, reasons: Mapping[int, str]) -> str:
     first, *others = sorted(reasons)
     column = "" if prompts.answer_column is None else f", column {prompts.answer_column!r}"
     more = ""
     if others:
-        named = [str(prompts.rows[place]) for place in others[:_MAX_NAMED]]
+        named = [str(prompts.rows[index]) for index in others[:_MAX_NAMED]]
         rows = ", ".join([*named, "..."] if len(others) > _MAX_NAMED else named)
         more = f"; {len(others)} more of {len(prompts.prompts)} rows are no better ({rows})"
     return (

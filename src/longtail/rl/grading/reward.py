@@ -1,8 +1,8 @@
 """Rewards: pure functions from one completion to one number.
 
-Owns the seam `Reward`, its implementations, and the names users give them. Runs inside grader
-processes, so it imports neither torch nor `longtail.types`; `longtail.rl.grading.pool` owns those
-processes, their time limits and what becomes of a completion whose grader fails.
+Owns the interface `Reward`, its implementations and their names. It runs in grader processes, so it
+imports neither torch nor `longtail.types`; `longtail.rl.grading.pool` owns the processes, their
+time limits and failures.
 """
 
 import abc
@@ -23,37 +23,37 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradingTask:
-    """What a reward may read: a prompt and a completion, without tensors.
+    """Input of a reward: a prompt and a completion, without tensors.
 
     Example: GradingTask(prompt="6*7=", text="It is #### 42", tokens=(5, 1), data={"answer": "42"})
     """
 
     prompt: str | Messages
-    """As the source gave it, before the chat template: text, or chat messages."""
+    """Prompt of the source, before the chat template: text, or chat messages."""
     text: str
-    """The completion, decoded."""
+    """Decoded completion."""
     tokens: tuple[int, ...]
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The source row; `answer` is the reference answer."""
+    """Row of the source; `answer` is the reference answer."""
 
 
 class Reward(abc.ABC):
-    """Grades one completion. Raising means that the completion has no reward."""
+    """Grades one completion; an error means that the completion has no reward."""
 
     @abc.abstractmethod
     def grade(self, task: GradingTask) -> float:
-        """Return a finite number; raise `GradingError` (or anything) where there is none."""
+        """Return a finite number; raise `GradingError` (or any error) if there is none."""
 
     @abc.abstractmethod
     def check(self, data: Mapping[str, Any]) -> None:
-        """Raise `GradingError` (or anything) where no completion of this row can be graded.
+        """Raise `GradingError` (or any error) if no completion of this row can be graded.
 
-        `data` holds at least the columns that `required_columns` names.
+        `data` has at least the columns that `required_columns` names.
         """
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what the last balanced `\boxed{...}` encloses, or None.
+    r"""Return the content of the last balanced `\boxed{...}`, or None.
 
     Example: last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
     """
@@ -83,8 +83,9 @@ def tagged_answer(text: str) -> str:
 def final_answer(text: str) -> str:
     r"""Narrow a text to its final answer, with runs of white space made one space.
 
-    Each mark that is present narrows what the one before left: after the last `</think>`, within
-    the last `<answer>...</answer>`, the line after the last `####`, within the last `\boxed{...}`.
+    Each mark that is present narrows the remaining text, in this order: after the last `</think>`,
+    within the last `<answer>...</answer>`, the line after the last `####`, within the last
+    `\boxed{...}`.
 
     Example: final_answer("Six sevens.\n#### 42\nDone.") == "42"; final_answer(" 42\n") == "42"
     """
@@ -97,7 +98,7 @@ def final_answer(text: str) -> str:
 
 
 _LARGEST = 3.4e38
-"""Of a float32, which is what a learner computes with."""
+"""Largest float32, the type in which a learner computes."""
 
 
 def checked_number(value: object, *, source: str) -> float:
@@ -133,7 +134,7 @@ def _no_reference(reward_name: str, answer: object) -> GradingError:
 
 @final
 class ExactReward(Reward):
-    """1 where the final answer equals the reference's final answer, else 0."""
+    """1 if the final answer equals the reference's final answer, else 0."""
 
     def grade(self, task: GradingTask) -> float:
         """Compare final answers as text."""
@@ -146,17 +147,16 @@ class ExactReward(Reward):
 
 @final
 class MathVerifyReward(Reward):
-    """1 where math-verify finds the completion's answer equal to the reference, else 0.
+    """1 if math-verify finds the completion's answer equal to the reference, else 0.
 
-    math-verify's own limits are off: they rest on SIGALRM, and turn a timeout into "wrong".
+    math-verify's own time limits are off: they use SIGALRM, and grade a timeout as wrong.
     """
 
     def __init__(self) -> None:
         math_verify = _import_extra("math_verify", extra="math")
         self._parse: Callable[..., list[Any]] = math_verify.parse
         self._verify: Callable[..., bool] = math_verify.verify
-        # The first parse builds the grammar, and warns that the limits are off (they are ours):
-        # here neither is charged to a completion.
+        # The first parse builds the grammar, which takes long, and warns that the limits are off.
         logger = logging.getLogger("math_verify")
         level = logger.level
         logger.setLevel(logging.ERROR)
@@ -166,25 +166,25 @@ class MathVerifyReward(Reward):
             logger.setLevel(level)
 
     def grade(self, task: GradingTask) -> float:
-        """Compare the two as mathematics, in any notation."""
+        """Compare the two mathematically, in any notation."""
         gold = self._gold(task.data)
         return float(self._equal(gold, self._extract(task.text.rpartition("</think>")[2])))
 
     def check(self, data: Mapping[str, Any]) -> None:
-        """Refuse a row without an answer, or with one that is no mathematics."""
+        """Refuse a row whose answer is missing or cannot be parsed."""
         self._gold(data)
 
     def _gold(self, data: Mapping[str, Any]) -> list[Any]:
         reference = _reference(data, "math_verify")
         gold = self._read(reference)
-        if not gold or reference.strip().lower() == "nan":  # math-verify reads a times n times n
+        if not gold or reference.strip().lower() == "nan":  # math-verify parses n*a*n
             raise GradingError(
                 f"reward 'math_verify' cannot parse the reference answer {reference!r:.80}"
             )
         return gold
 
     def _read(self, reference: str) -> list[Any]:
-        if "$" not in reference and r"\boxed" not in reference:  # bare: LaTeX needs its fence
+        if "$" not in reference and r"\boxed" not in reference:  # LaTeX needs a delimiter
             gold = self._extract(rf"\boxed{{{final_answer(reference)}}}")
             if gold:
                 return gold
@@ -194,8 +194,8 @@ class MathVerifyReward(Reward):
         return self._parse(text, parsing_timeout=None, raise_on_error=True)
 
     def _equal(self, gold: list[Any], answer: list[Any]) -> bool:
-        # Any pair of readings may match. Only where none does is an error in comparing one
-        # of them an error, rather than "wrong".
+        # Any pair of parses may match. If none does, an error in a comparison is raised instead of
+        # grading the completion as wrong.
         return self._verify(gold, answer, timeout_seconds=None) or self._verify(
             gold, answer, timeout_seconds=None, raise_on_error=True
         )
@@ -203,7 +203,7 @@ class MathVerifyReward(Reward):
 
 @final
 class ReasoningGymReward(Reward):
-    """The scorer of the reasoning-gym task that made the problem; 0 to 1."""
+    """Score, from 0 to 1, of the reasoning-gym task that generated the problem."""
 
     def __init__(self) -> None:
         gym = _import_extra("reasoning_gym", extra="reasoning-gym")
@@ -211,9 +211,9 @@ class ReasoningGymReward(Reward):
         self._scorers: dict[str, Callable[..., float]] = {}
 
     def grade(self, task: GradingTask) -> float:
-        """Ask the task's own scorer about the tagged answer."""
+        """Score the tagged answer by the task's own scorer."""
         name = task.data["reasoning_gym_task"]
-        # NOTE: not `final_answer`: answers may be drawings made of #, as in sokoban
+        # NOTE: not `final_answer`: answers may contain #, as in sokoban
         answer = tagged_answer(task.text)
         score = self._scorer(name)(answer=answer, entry=task.data["reasoning_gym_entry"])
         return checked_number(score, source=f"reasoning_gym scorer {name!r}")
@@ -230,7 +230,7 @@ class ReasoningGymReward(Reward):
 
 @final
 class TinyReasonerReward(Reward):
-    """1 where the embedded task's own grader finds the answer right, else 0."""
+    """1 if the embedded task's grader finds the answer right, else 0."""
 
     def __init__(self) -> None:
         from longtail.rl.data.tiny_task import grade
@@ -238,12 +238,12 @@ class TinyReasonerReward(Reward):
         self._grade: Callable[[Mapping[str, Any], str], float] = grade
 
     def grade(self, task: GradingTask) -> float:
-        """Ask the task's own grader."""
+        """Grade by the task's own grader."""
         score = self._grade(task.data, task.text)
         return checked_number(score, source="reward 'tiny-reasoner'")
 
     def check(self, data: Mapping[str, Any]) -> None:
-        """Refuse a row whose answer is not a number in digits: no text would ever match it."""
+        """Refuse a row whose answer is not a text of digits: no completion could match it."""
         answer = data["answer"]
         if not isinstance(answer, str) or re.fullmatch(r"\d+", answer) is None:
             raise GradingError(
@@ -254,10 +254,10 @@ class TinyReasonerReward(Reward):
 
 @final
 class FunctionReward(Reward):
-    """A user's function with TRL's signature, called with one completion at a time.
+    """Result of a user's function with TRL's signature, called with one completion at a time.
 
-    It sees `prompts`, `completions`, `completion_ids` and every column of the row, each a list of
-    length 1, and returns a list of one number. Chat prompts come with chat completions.
+    Its arguments are `prompts`, `completions`, `completion_ids` and every column of the row, each a
+    list of length 1; it returns a list of one number. For chat prompts, completions are messages.
     """
 
     _OURS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
@@ -268,12 +268,12 @@ class FunctionReward(Reward):
 
     def grade(self, task: GradingTask) -> float:
         """Call the function with lists of one."""
-        said: str | Messages = task.text
+        completion: str | Messages = task.text
         if not isinstance(task.prompt, str):
-            said = [{"role": "assistant", "content": task.text}]
+            completion = [{"role": "assistant", "content": task.text}]
         rewards = self._function(
             prompts=[task.prompt],
-            completions=[said],
+            completions=[completion],
             completion_ids=[list(task.tokens)],
             **{key: [value] for key, value in task.data.items() if key not in self._OURS},
         )
@@ -290,7 +290,7 @@ class FunctionReward(Reward):
         return checked_number(next(iter(rewards)), source=source)
 
     def check(self, data: Mapping[str, Any]) -> None:
-        """Take every row: only the function knows what it needs."""
+        """Accept every row: the columns that the function needs are unknown."""
 
 
 _NAMED: dict[str, Callable[[], Reward]] = {
@@ -309,12 +309,12 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 
 
 def required_columns(name: str) -> tuple[str, ...]:
-    """Return the keys of `GradingTask.data` without which this reward grades nothing."""
+    """Return the keys of `GradingTask.data` that this reward needs."""
     return _REQUIRED.get(name, ())
 
 
 def reward_factory(name: str) -> Callable[[], Reward]:
-    """Check the form of `name` and return what makes its reward; import nothing yet.
+    """Check the form of `name` and return the factory of its reward; import nothing yet.
 
     Raises `ConfigError` for a name that is neither known nor `module:function`.
     """
@@ -330,16 +330,16 @@ def reward_factory(name: str) -> Callable[[], Reward]:
 
 
 def resolve_reward(name: str) -> Reward:
-    """Make the reward that the user calls `name`, importing what it needs.
+    """Return the reward of a name, importing the packages that it needs.
 
-    Raises `ConfigError` for an unknown name, a missing extra, a module that does not import, a
-    function that it lacks or that is not callable.
+    Raises `ConfigError` for an unknown name, a missing extra, a module that cannot be imported, or
+    a function that is missing or not callable.
     """
     return reward_factory(name)()
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean 'x'?` for the nearest known name, or nothing."""
+    """Return `, did you mean 'x'?` for the nearest known name, or an empty text."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {near[0]!r}?" if near else ""
 

@@ -1,21 +1,22 @@
-/* Attention of tokens over rows of a cache, many or few at once with the same bits.
+/* Attention of tokens over rows of a cache, with bits that are independent of the batch.
  *
- * Included by kernels.c, once per element type. The tokens of a draft see nearly the same keys:
- * these are read once for as many query heads as there are registers.
+ * Included by kernels.c, once per element type. The tokens of a draft see nearly the same keys, so
+ * a key is read once for as many query heads as registers allow.
  */
 #ifndef LT_ATTENTION
 #define LT_ATTENTION
 #include "vectors.c"
 
-/* Ask for `count` elements, which the rows of other heads keep the hardware from foreseeing. */
+/* Prefetch `count` elements; the rows of other heads in between defeat the hardware's prefetch. */
 #define LT_AHEAD 16
 #define LT_FETCH(p, count) \
   for (size_t b = 0; b < (size_t)(count) * sizeof(*(p)); b += 64) \
   __builtin_prefetch((const char *)(p) + b)
 
-/* What a token sees: the first `context` keys, then some of those behind, picked one by one (its
- * ancestors in a draft). Every sum goes by the order of what the token sees, not by where that lies
- * or who else looks on: drafted or decoded plainly, in a run or alone, it gets the same bits. */
+/* Keys that a token sees: the first `context`, then some of the following, listed one by one (its
+ * ancestors in a draft). Every sum runs in the order in which the token sees the keys, which depends
+ * neither on their slots nor on other tokens: with and without drafting, in a run or alone, the bits
+ * are the same. */
 typedef struct {
   int64_t context, count, picked[64];
 } lt_seen;
@@ -24,8 +25,8 @@ LT_INLINE int64_t lt_place(const lt_seen *seen, int64_t number) {
   return number < seen->context ? number : seen->picked[number - seen->context];
 }
 
-/* Make weights of `count` more scores, in place: 2^(score - highest so far), 0 up to the next 16.
- * Returns what the earlier weights shrink by. Base 2: scores carry log2(e). */
+/* Turn `count` more scores into weights, in place: 2^(score - maximum so far), 0 up to the next 16.
+ * Returns the factor of the earlier weights. Base 2: scores carry log2(e). */
 static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, float *highest,
                                                 lt_vec *total) {
   const lt_index lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -49,8 +50,8 @@ static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, fl
   return shrink;
 }
 
-/* CALL(heads, dim), both literals, for `count` heads x, x + 1, ...: as many at a time as leave what
- * is under way in registers. */
+/* CALL(heads, dim), both literals, for `count` heads x, x + 1, ...: as many at a time as keep all
+ * intermediate values in registers. */
 #define LT_BY_HEADS(dim, most)                                                            \
   for (int64_t x = 0, left; (left = count - x) > 0;)                                      \
     if ((most) >= 8 && left >= 8) { CALL(8, dim); x += 8; }                               \
@@ -73,21 +74,21 @@ static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, fl
 #define LT_BLOCK 256 /* keys, scored before their values are added */
 #define LT_RUN_HEADS 32
 #define LT_RUN_TOKENS 16
-#define LT_CUT_TOKENS 512 /* tokens that are cut into runs at a time */
-#define LT_TOGETHER 32 /* keys that a run shares are so many, twice as many, and so on */
+#define LT_CUT_TOKENS 512 /* number of tokens that are cut into runs at a time */
+#define LT_TOGETHER 32 /* a run shares a multiple of this number of keys */
 typedef float lt_scores[LT_BLOCK];
 
 #include "tiles.c"
 #endif
 
-/* Scores of keys number `begin` to `end`, to the next 16, for heads that see them. */
+/* Compute the scores of keys `begin` to `end`, up to the next 16, for the heads that see them. */
 LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, int64_t stride,
                                  const lt_seen *seen, int64_t begin, int64_t end, float scale,
                                  lt_scores *restrict scores, const int64_t heads,
                                  const int64_t dim) {
   const int64_t parts = NAME(lt_parts)(dim);
   T gathered[LT_LANES * 128];
-  lt_vec q[4][8], pair[4][2], four[4][4]; /* literal sizes: what is used stays in registers */
+  lt_vec q[4][8], pair[4][2], four[4][4]; /* literal sizes keep values in registers */
 #pragma GCC unroll 4
   for (int64_t g = 0; g < heads; g++)
 #pragma GCC unroll 8
@@ -95,7 +96,7 @@ LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, int64_t s
   for (int64_t k = begin; k < end; k += LT_LANES) {
     const T *at = keys + k * stride;
     int64_t step = stride;
-    if (k + LT_LANES > seen->context) { /* bring them together; the last one fills up */
+    if (k + LT_LANES > seen->context) { /* gather them; the last one pads */
       for (int64_t i = 0; i < LT_LANES; i++)
         memcpy(gathered + i * dim, keys + lt_place(seen, k + i < end ? k + i : end - 1) * stride,
                (size_t)dim * sizeof(T));
@@ -151,7 +152,7 @@ static __attribute__((noinline)) void NAME(score)(const T *const *query, const T
 #undef CALL
 }
 
-/* sums = sums * shrink + values of keys number `begin` to `end`, weighted, in their order. */
+/* sums = sums * shrink + weighted values of keys `begin` to `end`, in order. */
 LT_INLINE void NAME(add_heads)(const lt_scores *restrict weights, const T *restrict values,
                                int64_t stride, const lt_seen *seen, int64_t begin, int64_t end,
                                const float *shrink, lt_vec (*restrict sums)[8],
@@ -194,9 +195,9 @@ static __attribute__((noinline)) void NAME(add)(const float *weights, const T *v
 #undef CALL
 }
 
-/* `group` query heads of each token of a run: tokens that follow one another and see the same row
- * from the same slot on. What all see is read for several heads at once; the rest, token by token.
- * Sums are rescaled block by block, so scores need no more room than a block. */
+/* Attend `group` query heads of each token of a run: consecutive tokens that see the same row from
+ * the same slot on. Keys that all see are read for several heads at once; the others token by token.
+ * Sums are rescaled block by block, so the scores of one block are in memory at a time. */
 static void NAME(attend_run)(const T *queries, int64_t token_stride, const T *keys,
                              const T *values, int64_t stride, T *out, int64_t out_stride,
                              const lt_seen *seen, int64_t tokens, int64_t group, int64_t dim) {
@@ -246,15 +247,15 @@ static void NAME(attend_run)(const T *queries, int64_t token_stride, const T *ke
   }
 }
 
-/* The first slot that token t sees: with a window, it sees the last `window` places. */
+/* Return the first slot that token t sees; with a window it sees the last `window` positions. */
 LT_INLINE int64_t NAME(first_seen)(const int64_t *contexts, const int64_t *depths, int64_t t,
                                    int64_t window) {
   const int64_t first = contexts[t] + depths[t] - window;
   return window <= 0 || first < 0 ? 0 : first < contexts[t] ? first : contexts[t];
 }
 
-/* Tokens [starts[i], starts[i + 1]) are attended together: at most `most` of one row, which see it
- * from the same slot on. Returns how many such runs the tokens [begin, end) have. */
+/* Cut the tokens [begin, end) into runs [starts[i], starts[i + 1]) of at most `most` tokens of one
+ * row, which see it from the same slot on. Returns the number of runs. */
 static int64_t NAME(cut_runs)(const int64_t *rows, const int64_t *contexts, const int64_t *depths,
                               int64_t begin, int64_t end, int64_t window, int64_t most,
                               int64_t *starts) {
@@ -269,8 +270,8 @@ static int64_t NAME(cut_runs)(const int64_t *rows, const int64_t *contexts, cons
 }
 
 /* Each of `tokens` queries sees the first contexts[t] slots of its row (with a window, those of the
- * last `window` places), then the slots behind them that have their bit in visible[t]. depths[t] is
- * how many places it is behind its context. */
+ * last `window` positions), then the following slots whose bits are set in visible[t]. depths[t] is
+ * the token's number of positions after its context. */
 void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
                        const T *restrict key_cache, const T *restrict value_cache,
                        int64_t row_stride, const int64_t *restrict rows,
@@ -281,7 +282,7 @@ void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
   const int64_t group = heads / kv_heads, stride = kv_heads * dim;
   int64_t most = LT_RUN_HEADS / group, share = tokens * kv_heads / (threads > 1 ? threads : 1);
   most = most < LT_RUN_TOKENS ? most : LT_RUN_TOKENS;
-  most = most < share ? most : share; /* no run so long that a thread has nothing to do */
+  most = most < share ? most : share; /* short enough that every thread has a run */
   most = most > 1 ? most : 1;
   for (int64_t begin = 0; begin < tokens; begin += LT_CUT_TOKENS) {
     int64_t starts[LT_CUT_TOKENS + 1];
@@ -298,7 +299,7 @@ void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
         for (int64_t i = 0; i < run; i++) {
           uint64_t mask = (uint64_t)visible[t + i];
           int64_t context = contexts[t + i] - first;
-          for (; mask & 1; mask >>= 1) context++; /* what follows on is context, too */
+          for (; mask & 1; mask >>= 1) context++; /* consecutive slots are context, too */
           seen[i].context = seen[i].count = context;
           for (int64_t at = context + 1; mask >>= 1; at++)
             if (mask & 1) seen[i].picked[seen[i].count++ - context] = at;

@@ -1,17 +1,17 @@
-/* A whole round of EAGLE drafting in one call: catch up, then chains, with siblings at width 2.
+/* A whole round of EAGLE drafting in one call: catch-up, then chains, with siblings at width 2.
  *
- *     root - 1 - 2 - 4 - 5        of each request one node a level is drafted on
+ *     root - 1 - 2 - 4 - 5        one node per level of each request is expanded
  *             \
- *              3                  after a level, requests without one that is likely enough leave
- *                                 the batch: the rows of the next pass are fewer, and no row's
- *                                 arithmetic depends on the others
+ *              3                  after a level, requests without a likely enough node leave the
+ *                                 batch, so the next pass has fewer rows; no row's arithmetic
+ *                                 depends on the others
  *
- * The same arithmetic as drafter/eagle/layer.py and speculation/grow.py, which define it
- * (tests/parity/test_draft.py). A drafter's layer has some twenty small operations a level, and on a
- * small model calling them costs more than computing them: this is what makes a draft cheap.
+ * The arithmetic is that of drafter/eagle/layer.py and speculation/grow.py, the reference
+ * (tests/parity/test_draft.py). A drafter's layer has some twenty small operations per level, and for
+ * a small model the calls cost more than the computation; one call per round avoids them.
  */
 #ifndef LT_MOST_NODES
-#define LT_MOST_NODES 128 /* of a draft while it grows: two a level, and a level for each bit of a mask */
+#define LT_MOST_NODES 128 /* nodes of a growing draft: two per level, one level per bit of a mask */
 #endif
 
 typedef struct {
@@ -19,41 +19,41 @@ typedef struct {
   float eps;
   int threads;
   const T *embedding; /* [target's vocabulary][hidden] */
-  const T *fc, *qkv, *output, *gate_up, *down, *head; /* as product.c wants them */
+  const T *fc, *qkv, *output, *gate_up, *down, *head; /* in the layout of product.c */
   const T *embedding_norm, *feature_norm, *feed_forward_norm, *norm;
   const float *cos, *sin; /* [positions][dim] */
-  const int64_t *draft_ids; /* target's token of each entry of the vocabulary; null: the same */
+  const int64_t *draft_ids; /* target's token id of each vocabulary entry; null: equal */
 } NAME(lt_eagle);
 
 typedef struct {
   int64_t requests, pairs, depth, width; /* width: 1 or 2 */
-  int64_t size; /* most nodes of a request, the likeliest */
-  int64_t bins; /* of margins, below and between `edges` */
+  int64_t size; /* maximum nodes of a request; the most probable are kept */
+  int64_t bins; /* bins of margins, below and between `edges` */
   double verify, extend, level; /* speculation/strategy.py, DraftThresholds */
-  const int64_t *rows, *slots, *tokens, *positions; /* of the pairs that lack keys and values */
-  const int64_t *lasts; /* of each request: which pair is its root's */
-  const int64_t *depths; /* of each request: its deepest node */
-  const T *features; /* rows of windows, as the keys */
+  const int64_t *rows, *slots, *tokens, *positions; /* of the pairs without keys and values */
+  const int64_t *lasts; /* per request: index of its root's pair */
+  const int64_t *depths; /* per request: maximum depth */
+  const T *features; /* rows of windows, like the keys */
   T *keys, *values;
-  int64_t feature_stride, kv_stride; /* from a row to the next */
+  int64_t feature_stride, kv_stride; /* elements from one row to the next */
   const float *noise; /* [requests][depth][vocab], null: none */
-  const float *inverse_temperatures; /* of each request; 0: greedy, hears no noise */
-  const double *edges, *confidences; /* confidences[i] of margins from edges[i - 1] up to edges[i] */
+  const float *inverse_temperatures; /* per request; 0: greedy, ignores the noise */
+  const double *edges, *confidences; /* confidences[i]: of margins from edges[i - 1] to edges[i] */
   T *scratch;
-  int64_t *places; /* 7 times requests, to work in */
-  int64_t *counts; /* of each request's nodes; those of all requests follow one another: */
-  int64_t *drafted, *parents; /* room for [requests][depth * width] while they grow */
+  int64_t *places; /* scratch, 7 times requests */
+  int64_t *counts; /* number of nodes per request; the nodes of all requests are concatenated: */
+  int64_t *drafted, *parents; /* [requests][depth * width] while drafts grow */
   double *margins, *reach;
 } NAME(lt_round);
 
-/* The requests still drafted for, row by row. */
+/* The requests whose drafts still grow, row by row. */
 typedef struct {
   int64_t *rows, *contexts, *none, *tokens, *positions;
-  int64_t *owners; /* which request it is */
-  int64_t *nodes; /* of its nodes, which one is drafted on; 0: the root */
+  int64_t *owners; /* index of the request */
+  int64_t *nodes; /* node to expand; 0: the root */
 } NAME(lt_live);
 
-/* Join features with embeddings and project: the layer's stream, and its heads, rotated. */
+/* Join features with embeddings and project: the layer's stream and its rotated heads. */
 static void NAME(eagle_enter)(const NAME(lt_eagle) *e, const T *features, const int64_t *tokens,
                               const int64_t *positions, int64_t rows, T *stream, T *qkv, T *work) {
   const int64_t hidden = e->hidden, width = (e->heads + 2 * e->kv_heads) * e->dim;
@@ -86,7 +86,7 @@ static void NAME(eagle_enter)(const NAME(lt_eagle) *e, const T *features, const 
   NAME(rotate)(qkv, 0, 0, cos, sin, rows, e->heads, e->kv_heads, e->dim, e->eps);
 }
 
-/* Finish the layer behind its attention, and score: `stream` becomes the features. */
+/* Run the layer after its attention, and the head; `stream` becomes the features. */
 static void NAME(eagle_leave)(const NAME(lt_eagle) *e, const T *attended, int64_t n, T *stream,
                               T *normed, T *projected, T *wide, T *inner, T *logits) {
   const int64_t hidden = e->hidden;
@@ -106,13 +106,13 @@ static void NAME(eagle_leave)(const NAME(lt_eagle) *e, const T *attended, int64_
   NAME(product)(scored, e->head, 0, logits, n, hidden, e->vocab, e->threads);
 }
 
-/* Best two entries of one request's scores; returns the lead of the first over the second. */
+/* Find the best two entries of one request's scores; return the margin between them. */
 static float NAME(eagle_choose)(const T *logits, const float *noise, float inverse, int64_t vocab,
                                 int64_t *best) {
   float first = -INFINITY, second = -INFINITY, scores[64];
   const float scale = inverse > 0.0f ? inverse : 1.0f;
   best[0] = best[1] = 0;
-  for (int64_t start = 0; start < vocab; start += 64) { /* few blocks hold anything new */
+  for (int64_t start = 0; start < vocab; start += 64) { /* few blocks have a new maximum */
     const int64_t some = vocab - start < 64 ? vocab - start : 64;
     float most = -INFINITY;
     for (int64_t v = 0; v < some; v++) scores[v] = LOAD(logits[start + v]) * scale;
@@ -132,9 +132,9 @@ static float NAME(eagle_choose)(const T *logits, const float *noise, float inver
   return first - second;
 }
 
-/* Put the children of one row's node into its request's draft.
+/* Add the children of one row's node to its request's draft.
  *
- * Returns the number of the child to draft on, the likeliest; 0: none.
+ * Returns the number of the child to expand, the most probable; 0: none.
  */
 static int64_t NAME(eagle_propose)(const NAME(lt_eagle) *e, const NAME(lt_round) *round,
                                    int64_t request, int64_t above, const int64_t *best,
@@ -157,7 +157,7 @@ static int64_t NAME(eagle_propose)(const NAME(lt_eagle) *e, const NAME(lt_round)
   return likeliest >= round->extend ? found : 0;
 }
 
-/* Propose a level of nodes; the rows to be drafted on move together. Returns how many they are. */
+/* Propose a level of nodes and compact the rows to expand. Returns their number. */
 static int64_t NAME(eagle_level)(const NAME(lt_eagle) *e, const NAME(lt_round) *round,
                                  int64_t depth, int64_t n, const T *logits, const T *stream,
                                  T *feature, NAME(lt_live) *live) {
@@ -181,9 +181,9 @@ static int64_t NAME(eagle_level)(const NAME(lt_eagle) *e, const NAME(lt_round) *
   return promised < round->level ? 0 : kept;
 }
 
-/* Put each request's `size` likeliest nodes in falling order, of equals the earlier first.
+/* Keep each request's `size` most probable nodes in falling order; of equals the earlier first.
  *
- * A node is never likelier than its parent and comes after it, so what is kept is a tree.
+ * A node is never more probable than its parent and comes after it, so the kept nodes are a tree.
  */
 static void NAME(eagle_gather)(const NAME(lt_round) *round) {
   int64_t end = 0;
@@ -238,7 +238,7 @@ void NAME(eagle_chains)(const NAME(lt_eagle) *e, const NAME(lt_round) *round) {
   NAME(eagle_enter)(e, entering, round->tokens, round->positions, pairs, stream, qkv, work);
   NAME(store_kv)(qkv + attended_width, qkv + attended_width + kv, width, round->keys, round->values,
                  round->kv_stride, round->rows, round->slots, pairs, kv);
-  for (int64_t i = 0; i < n; i++) { /* only the roots' pairs go on; lasts rise */
+  for (int64_t i = 0; i < n; i++) { /* only the roots' pairs continue; lasts rise */
     const int64_t last = round->lasts[i];
     memmove(stream + i * hidden, stream + last * hidden, hidden * sizeof(T));
     memmove(qkv + i * width, qkv + last * width, width * sizeof(T));

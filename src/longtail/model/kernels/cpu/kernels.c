@@ -3,8 +3,8 @@
  * Compiled at first use by model/kernels/native.py, which includes this file once per element type:
  *   T       element type             NAME(f)  name of f for this type
  *   LOAD(v) element -> float         STORE(v) float -> element
- * All arithmetic is in float32. Every function is the twin of a method of TorchKernels, and
- * tests/parity holds them together. Arrays are dense in their last dimension.
+ * All arithmetic is in float32. Every function computes what a method of TorchKernels computes;
+ * tests/parity compares them. Arrays are dense in their last dimension.
  */
 #ifndef LT_COMMON
 #define LT_COMMON
@@ -23,7 +23,7 @@ static inline float lt_from_bf16(uint16_t v) {
   return f;
 }
 
-/* Round to nearest even, like PyTorch; NaN stays NaN. */
+/* Round to nearest even, as PyTorch does; NaN stays NaN. */
 static inline uint16_t lt_to_bf16(float f) {
   uint32_t bits;
   memcpy(&bits, &f, 4);
@@ -36,15 +36,15 @@ static inline uint16_t lt_to_bf16(float f) {
   ((((((1.5353362e-4f * f + 1.3398874e-3f) * f + 9.6184373e-3f) * f + 5.5503325e-2f) * f + \
      2.4022648e-1f) * f + 6.9314720e-1f) * f + 1.0f)
 
-/* 2^x: 2^round(x) from the exponent bits, times that. Without branches, so that loops over it
- * become vector code. */
+/* 2^x: 2^round(x) from the exponent bits, times 2^f. There are no branches, so loops are
+ * vectorised. */
 static inline float lt_exp2(float x) {
   const float clamped = x < -125.0f ? -125.0f : x > 126.0f ? 126.0f : x;
   const float n = rintf(clamped), f = clamped - n;
   const int32_t bits = ((int32_t)n + 127) << 23;
   float power;
   memcpy(&power, &bits, 4);
-  return x < -125.0f ? 0.0f : power * LT_EXP2(f); /* 0, not a denormal: those stall the adder */
+  return x < -125.0f ? 0.0f : power * LT_EXP2(f); /* 0: a denormal would stall the adder */
 }
 
 #define LT_LOG2E 1.44269504f
@@ -78,7 +78,7 @@ void NAME(rotate)(T *restrict qkv, const T *restrict q_weight, const T *restrict
                   const float *restrict cos, const float *restrict sin, int64_t rows,
                   int64_t heads, int64_t kv_heads, int64_t dim, float eps) {
   const int64_t half = dim / 2, stride = (heads + 2 * kv_heads) * dim;
-  float buffer[1536]; /* a head, and its first half again: rotating is one loop */
+  float buffer[1536]; /* a head and its first half again, so that rotating is one loop */
   for (int64_t r = 0; r < rows; r++, qkv += stride, cos += dim, sin += dim) {
     for (int64_t h = 0; h < heads + kv_heads; h++) {
       T *head = qkv + h * dim;
@@ -151,8 +151,8 @@ void NAME(add_norm_backward)(const T *restrict stream, const T *restrict weight,
   }
 }
 
-/* Gradient of `rotate` on `heads` heads that share a norm weight (or have none): the rotation is
- * undone, then the norm as above. The input is the projection before `rotate`, at `stride`. */
+/* Gradient of `rotate` on `heads` heads that share a norm weight (or have none): the inverse
+ * rotation, then the norm as above. The input is the projection before `rotate`, at `stride`. */
 void NAME(rotate_backward)(const T *restrict input, int64_t stride, const T *restrict weight,
                            const float *restrict cos, const float *restrict sin,
                            const T *restrict grad_out, T *restrict grad_in,

@@ -1,10 +1,10 @@
-/* Products x W^T + bias for few rows of x. Reading W once is all that can be fast about them, so W
- * lies in the order in which it is read. Every sum is taken in the order of the inputs, whatever
- * rows are beside it: a row of the result does not depend on the batch that it is in. */
+/* Products x W^T + bias for few rows of x. Their time is that of reading W once, so W is stored in
+ * the order in which it is read. Every sum runs in the order of the inputs, for any number of rows,
+ * so a row of the result does not depend on its batch. */
 
 typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
 
-/* R rows by V vectors of outputs. Both are literals, so the sums are registers, not memory.
+/* R rows by V vectors of outputs. Both are literals, so the sums stay in registers.
  *   T_ELEMENT   of x and w        T_STEP  inputs that one vector of w holds for each of 16 outputs
  *   T_PICK(p)   those of a row, for all lanes        T_DOT(sum, x, w)  sum + x w */
 #define LT_DEFINE_TILE(NAME_, R, V)                                                                \
@@ -29,7 +29,7 @@ typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
             T_STORE(sums[r][v], bias, out + r * outputs, first + v * LT_LANES, outputs);           \
   }
 
-/* Few rows take two blocks of 32 outputs at a time: enough sums are under way to hide latency. */
+/* Few rows take two blocks of 32 outputs at a time: enough independent sums to hide latency. */
 #define LT_DEFINE_PRODUCT(NAME_)                                                                   \
   LT_DEFINE_TILE(NAME_, 1, 2)                                                                      \
   LT_DEFINE_TILE(NAME_, 1, 4)                                                                      \
@@ -62,7 +62,7 @@ typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
 #define LT_TILE(NAME_, R, V) \
   NAME_##_##R##_##V(x + r * inputs, w, bias, out + r * outputs, inputs, outputs, block * 32)
 
-/* ---- float32: [blocks of 32 outputs][inputs][32 outputs], the last block filled up with 0. ---- */
+/* ---- float32: [blocks of 32 outputs][inputs][32 outputs], the last block padded with 0. ---- */
 
 static inline void lt_store_f32(lt_vec sum, const float *restrict bias, float *restrict out,
                                  int64_t first, int64_t outputs) {
@@ -86,8 +86,8 @@ LT_DEFINE_PRODUCT(lt_product_f32)
 #undef T_DOT
 #undef T_STORE
 
-/* 1 where the processor has as many wide registers as a tile has sums; elsewhere a library's product
- * is faster. */
+/* 1 if the processor has as many wide registers as a tile has sums; otherwise a library's product is
+ * faster. */
 int product_f32_ready(void) {
 #ifdef __AVX512F__
   return 1;
@@ -101,7 +101,7 @@ void product_f32(const float *x, const float *packed, const float *bias, float *
   lt_product_f32(x, packed, bias, out, rows, inputs, outputs, threads);
 }
 
-/* ---- bfloat16 in and out, float32 sums, without tiles: as above, but inputs come in pairs:
+/* ---- bfloat16 in and out, float32 sums, without tiles: as above, but with pairs of inputs:
  * [blocks of 32 outputs][pairs of inputs][32 outputs][2]. ---- */
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -143,8 +143,8 @@ LT_DEFINE_PRODUCT(lt_product_bf16)
  *
  *     x tile   16 rows x 32 inputs                         W tile   32 inputs x 16 outputs
  *     sums    +-----------+-----------+
- *     rows 0  | outputs 0 | outputs 1 |      two by two tiles of sums: every tile that is loaded
- *     rows 1  | outputs 0 | outputs 1 |      is used twice
+ *     rows 0  | outputs 0 | outputs 1 |      two by two tiles of sums: every loaded tile is
+ *     rows 1  | outputs 0 | outputs 1 |      used twice
  *             +-----------+-----------+
  */
 #ifdef LT_TILES
@@ -153,7 +153,7 @@ static void lt_shape_for_block(int first, int second) {
   lt_shape_tiles((const int[8]){first, first, second, second, first, second, 16, 16});
 }
 
-/* `columns` of 32 are outputs; the rest fills up the last block. */
+/* `columns` of 32 are outputs; the rest pads the last block. */
 static void lt_store_sums(const float *restrict sums, const uint16_t *restrict bias,
                           uint16_t *restrict out, int64_t rows, int64_t stride, int64_t columns) {
   for (int64_t half = 0; half < columns; half += 16) {
@@ -202,7 +202,7 @@ static void lt_block(const uint16_t *x, const uint16_t *w, float *sums, int64_t 
   _tile_stored(1, sums + 16, 128);
 }
 
-/* inputs are a multiple of 32; packed as above, the last 32 outputs filled up with 0. */
+/* inputs are a multiple of 32; packed as above, the last 32 outputs padded with 0. */
 void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
                   const uint16_t *restrict bias, uint16_t *restrict out, int64_t rows,
                   int64_t inputs, int64_t outputs, int threads) {
@@ -210,7 +210,7 @@ void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
   {
     float sums[32 * 32] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
-    for (int64_t n = 0; n < outputs; n += 32) /* this much of W stays in the nearest cache */
+    for (int64_t n = 0; n < outputs; n += 32) /* part of W that fits into the nearest cache */
       for (int64_t r = 0; r < rows; r += 32) {
         const int64_t here = rows - r < 32 ? rows - r : 32;
         const int first = here < 16 ? (int)here : 16, second = (int)here - first;
@@ -223,8 +223,8 @@ void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
   }
 }
 
-/* How product_bf16 wants W here: 2 for tiles (asked of the kernel, once a process), 1 for pairs, 0:
- * not at all. */
+/* Return the layout of W for product_bf16: 2 for tiles (requested from the kernel once per process),
+ * 1 for pairs, 0 if it is not available. */
 int product_bf16_layout(void) { return lt_tiles_granted() ? 2 : 0; }
 #elif defined(__AVX512BF16__)
 int product_bf16_layout(void) { return 1; }

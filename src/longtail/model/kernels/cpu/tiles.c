@@ -1,10 +1,10 @@
 /* AMX: tiles of 16 rows by 64 bytes, and sums += a b over pairs of bfloat16, float32 sums.
  *
- * Included by attention.c, once. An element of the sums depends on its own row of a and its own
- * column of b alone, and takes 32 inputs at a time in their order: so do the scores and the sums of
- * attention here, whatever is beside them.
+ * Included by attention.c, once. An element of the sums depends only on its row of a and its column
+ * of b, and takes 32 inputs at a time in order. So the scores and sums of attention here do not
+ * depend on other rows.
  *
- *     scores   16 queries x 16 keys     a: queries, 32 of a head at a time     b: keys, turned round
+ *     scores   16 queries x 16 keys     a: queries, 32 of a head at a time     b: keys, transposed
  *     sums     16 queries x 16 of dim   a: weights of 32 keys, in bfloat16     b: values, in pairs
  */
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
@@ -18,12 +18,12 @@ typedef struct {
   uint8_t rows[16];
 } lt_tile_shapes;
 
-/* What was written is in memory: the compiler does not know that tile operations read there. */
+/* Memory barrier: the compiler does not know that tile operations read memory. */
 #define LT_WRITTEN() __asm__ volatile("" ::: "memory")
 
-static __thread int lt_shaped[8]; /* To give tiles shapes takes as long as 20 products. */
+static __thread int lt_shaped[8]; /* Configuring tiles takes as long as 20 products. */
 
-/* Give each of the eight tiles so many rows, unless they have them; what has none is absent. */
+/* Configure the rows of the eight tiles unless they have them; a tile with 0 rows is absent. */
 static void lt_shape_tiles(const int *rows) {
   lt_tile_shapes shapes = {.palette = 1};
   if (!memcmp(lt_shaped, rows, sizeof(lt_shaped))) return;
@@ -36,20 +36,20 @@ static void lt_shape_tiles(const int *rows) {
   memcpy(lt_shaped, rows, sizeof(lt_shaped));
 }
 
-/* After the last product: nobody saves tiles that are not there. */
+/* After the last product: released tiles are not saved on a context switch. */
 static void lt_release_tiles(void) {
   if (lt_shaped[0]) _tile_release();
   memset(lt_shaped, 0, sizeof(lt_shaped));
 }
 
-/* Tiles 0-3 sums, 4 a, 5 b, for so many rows of a. Returns the rows of all tiles that hold them. */
+/* Configure tiles 0-3 for sums, 4 for a and 5 for b, for the rows of a. Returns the tiles' rows. */
 static int64_t lt_shape_for_rows(int64_t count) {
   const int rows = count < 16 ? (int)count : 16;
   lt_shape_tiles((const int[8]){rows, rows, rows, rows, rows, 16, 0, 0});
   return (count + rows - 1) / rows * rows;
 }
 
-/* 1 where the kernel lets this process have tiles, which is asked once. */
+/* 1 if the kernel permits tiles to this process, which is requested once. */
 static int lt_tiles_granted(void) {
   static int found = -1;
   const long request_permission = 0x1023, tile_data = 18;
@@ -57,8 +57,8 @@ static int lt_tiles_granted(void) {
   return found;
 }
 
-/* The sums of tiles 0 .. tiles - 1, side by side in memory, and sums += a b, where b's tiles follow
- * one another. The compiler must see tiles' numbers, so they are written out. */
+/* sums += a b for tiles 0 .. tiles - 1; the sums are side by side in memory, and b's tiles are
+ * consecutive. Tile numbers must be literals, so they are written out. */
 #define LT_EACH_TILE(DO)  \
   do {                    \
     DO(0);                \
@@ -87,7 +87,7 @@ LT_INLINE void lt_add_products(const uint16_t *a, int64_t a_stride, const uint16
 #undef LT_DO
 }
 
-/* Where 32 keys or values number `from` and on begin; from `end` on, `beyond`. */
+/* Addresses of 32 keys or values from number `from` on; from `end` on, `beyond`. */
 LT_INLINE void lt_find(const uint16_t *first, int64_t stride, const lt_seen *seen, int64_t from,
                        int64_t end, const uint16_t *beyond, const uint16_t **found, int64_t count) {
   if (from + count <= end && from + count <= seen->context)
@@ -97,8 +97,8 @@ LT_INLINE void lt_find(const uint16_t *first, int64_t stride, const lt_seen *see
       found[i] = from + i < end ? first + lt_place(seen, from + i) * stride : beyond;
 }
 
-/* Rows become columns: a tile of pairs 0 .. 15 by 16 keys, of which 4 pairs, 16 bytes, are turned
- * at a time. Beyond `dim` elements it is 0. */
+/* Transpose: a tile of pairs 0 .. 15 by 16 keys, 4 pairs (16 bytes) at a time. Beyond `dim` elements
+ * it is 0. */
 LT_INLINE void lt_turn(const uint16_t *const *key, int64_t dim, __m512i *tile) {
 #pragma GCC unroll 4
   for (int q = 0; q < 4; q++) {
@@ -125,8 +125,8 @@ LT_INLINE void lt_turn(const uint16_t *const *key, int64_t dim, __m512i *tile) {
   }
 }
 
-/* Pairs of two values' elements, in the order of lt_spread_bf16: of 32, the even ones and the odd
- * ones; of a last 16, all. Tiles are 1 KB apart. */
+/* Pairs of two values' elements, in the order of lt_spread_bf16: of 32 elements the even and then
+ * the odd ones; of a last 16, all. Tiles are 1 KB apart. */
 LT_INLINE void lt_pair(const uint16_t *one, const uint16_t *two, int64_t parts, lt_u32 *at) {
   int64_t j = 0;
   for (; j + 1 < parts; j += 2) {
@@ -138,8 +138,8 @@ LT_INLINE void lt_pair(const uint16_t *one, const uint16_t *two, int64_t parts, 
                  __builtin_convertvector(*(const lt_u16 *)(two + 16 * j), lt_u32) << 16;
 }
 
-/* As score_bf16. Queries beyond `count` that fill up a tile are the last one again: their scores
- * lie behind the others', where nobody looks. */
+/* As score_bf16. A tile is padded with the last query; the scores of the padding come after the
+ * others and are not read. */
 static void lt_score_tiles(const uint16_t *const *query, const uint16_t *keys, int64_t stride,
                            const lt_seen *seen, int64_t begin, int64_t end, float scale,
                            lt_scores *restrict scores, int64_t count, int64_t dim) {
@@ -173,7 +173,7 @@ static void lt_score_tiles(const uint16_t *const *query, const uint16_t *keys, i
   }
 }
 
-/* As add_bf16, the weights rounded to bfloat16. What fills up the last 32 keys has weight 0. */
+/* As add_bf16, with weights rounded to bfloat16. Padding of the last 32 keys has weight 0. */
 static void lt_add_tiles(const lt_scores *restrict weights, const uint16_t *restrict values,
                          int64_t stride, const lt_seen *seen, int64_t begin, int64_t end,
                          const float *shrink, lt_vec (*restrict sums)[8], int64_t count,

@@ -1,8 +1,8 @@
-/* Vectors of 16 floats, and what attention does with rows of elements by them.
+/* Vectors of 16 floats, and attention's operations on rows of elements with them.
  *
  * Included by attention.c, once.
  */
-/* a b + c, rounded once. Left to the compiler, two loops over the same sum might round apart. */
+/* a b + c, rounded once. The compiler might round two loops over the same sum differently. */
 LT_INLINE lt_vec lt_fma(lt_vec a, lt_vec b, lt_vec c) {
 #if defined(__AVX512F__)
   return (lt_vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -19,7 +19,7 @@ LT_INLINE lt_vec lt_select(lt_index mask, lt_vec yes, lt_vec no) {
   return (lt_vec)((mask & (lt_index)yes) | (~mask & (lt_index)no));
 }
 
-/* The greater lanes; b's where one is NaN. */
+/* The greater lanes; b's if one is NaN. */
 LT_INLINE lt_vec lt_max(lt_vec a, lt_vec b) {
 #ifdef __AVX512F__
   return (lt_vec)_mm512_max_ps((__m512)a, (__m512)b);
@@ -28,8 +28,8 @@ LT_INLINE lt_vec lt_max(lt_vec a, lt_vec b) {
 #endif
 }
 
-/* One of the two halves into which step 0, 1, 2 or 3 mixes a and b. Adding the halves of pairs,
- * step after step, makes of 16 vectors one: the sum of each one's lanes, in the same order. */
+/* One of the two halves into which step 0, 1, 2 or 3 mixes a and b. Adding the halves of pairs, step
+ * by step, reduces 16 vectors to one: the sums of each vector's lanes, in the same order. */
 LT_INLINE lt_vec lt_half(lt_vec a, lt_vec b, int step, int second) {
 #define LT_MIX(...) return __builtin_shuffle(a, b, (lt_index){__VA_ARGS__})
   switch (2 * step + second) {
@@ -49,9 +49,9 @@ LT_INLINE lt_vec lt_fold(lt_vec a, lt_vec b, int step) {
   return lt_half(a, b, step, 0) + lt_half(a, b, step, 1);
 }
 
-/* Vectors of a row: lt_part for products with another, by lt_dot; lt_spread for sums, which
- * lt_gather puts into a row's order. bfloat16 is multiplied in pairs where the processor can, and
- * comes apart with the least work into the first and the second halves of pairs. */
+/* Vectors of a row: lt_part for dot products, by lt_dot; lt_spread for sums, which lt_gather puts
+ * into the row's order. bfloat16 is multiplied in pairs if the processor can; the cheapest way to
+ * split it is into the first and the second halves of pairs. */
 #define lt_parts_f32(dim) ((dim) / LT_LANES)
 LT_INLINE lt_vec lt_part_f32(const float *row, int64_t j, int64_t dim) {
   return (void)dim, *(const lt_vec *)(row + j * LT_LANES);
