@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-if not os.environ["CUDA_VISIBLE_DEVICES"]:  # before anybody imports Triton, as some libraries do
+if not os.environ["CUDA_VISIBLE_DEVICES"]:  # before Triton is imported, which some libraries do
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"})
 

@@ -1,4 +1,4 @@
-"""What the driver and each worker do, line by line, so that a killer beside them can read it.
+"""A log of what the driver and each worker do, which the killing process reads.
 
 One JSON object a line, appended in one write, by the driver and by workers alike:
 
@@ -119,5 +119,5 @@ def lengths(entered: Iterable[tuple[float, int, str]]) -> dict[str, list[float]]
 
 
 def named(who: int, activity: str) -> str:
-    """Return the name of an activity that tells the driver's from a worker's."""
+    """Return the name of an activity that distinguishes the driver from a worker."""
     return f"driver: {activity}" if who == DRIVER else activity

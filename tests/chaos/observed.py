@@ -60,7 +60,7 @@ _open_files: list[Any] = []
 
 
 def observe(path: Path) -> None:
-    """Have the parts of this process note what they do."""
+    """Make the parts of this process log what they do."""
     step = 0
     phases = [diary.STARTING]
 

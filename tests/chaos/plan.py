@@ -32,11 +32,11 @@ class Strike:
     of_driver: bool = False
     """Whether the driver's activity is meant, or a worker's."""
     victim: Victim = "itself"
-    """Who is killed: the actor that entered the activity, or another one meanwhile."""
+    """Victim: the actor that entered the activity, or another one meanwhile."""
     skips: int = 0
     """Entries into the activity that are let pass first."""
     length: float = 0.5
-    """Which of the lengths seen in the undisturbed run counts: 0 the shortest, 1 the longest."""
+    """Quantile of the lengths seen in the undisturbed run counts: 0 the shortest, 1 the longest."""
     moment: float = 0.5
     """Part of that length to wait."""
 

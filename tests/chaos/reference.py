@@ -1,4 +1,4 @@
-"""The run that nobody disturbed, and how another one is compared with it."""
+"""The undisturbed run, and the comparison of another one with it."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ Milestone = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What an undisturbed run wrote, and when."""
+    """Texts and times of an undisturbed run."""
 
     rollouts: Mapping[tuple[int, str], Any]
     """Text, reward, policy version and logprob by step and request."""

@@ -93,7 +93,7 @@ class Sitting:
         return True
 
     def show_stacks(self) -> None:
-        """Have every process of the run that can write where its threads are."""
+        """Make every process of the run that can write the stacks of its threads."""
         known = [self._process.pid, *map(self._pid, self.diary.workers)]
         for pid in filter(None, known):
             with suppress(ProcessLookupError):

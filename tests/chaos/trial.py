@@ -17,7 +17,7 @@ _UNKNOWN_S = 0.3
 """Length of an activity that the undisturbed run never showed."""
 _SLOWER = 10.0
 _EACH_KILL_S = 90.0
-"""A run may take so many times the undisturbed one's seconds, and so long for each kill."""
+"""A run may take this multiple of the undisturbed run's seconds, plus this many for each kill."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Kill:
 
     who: int
     activity: str
-    """Of the victim, as it was killed."""
+    """Activity of the victim when it was killed."""
     at: float
     recovery: str = ""
     """`in place` where a successor took over, `by resuming` where the run was started again before
@@ -44,7 +44,7 @@ class Kill:
 
 @dataclass
 class Outcome:
-    """What a struck run came to; `failure` is empty if it wrote what the undisturbed one did."""
+    """Result of a trial; `failure` is empty if it wrote what the undisturbed one did."""
 
     kills: list[Kill] = field(default_factory=list)
     missed: int = 0
@@ -81,7 +81,7 @@ class Trial:
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        """Sit until the run is finished, then compare. What fails is told by the outcome."""
+        """Sit until the run is finished, then compare. The outcome names what failed."""
         outcome, self._began = self._outcome, time.monotonic()
         try:
             try:
@@ -210,7 +210,7 @@ class Trial:
 def _entered(sitting: Sitting, strike: Strike, armed_at: float) -> set[tuple[float, int]]:
     """Return who entered the awaited activity since the strike was armed, and when.
 
-    Whoever still starts counts, too. A worker that is to be killed needs a process that is known.
+    An actor that is still starting counts, too. The process of a victim must be known.
     """
     actors = sitting.diary.actors
     return {
@@ -238,7 +238,7 @@ def _victim(sitting: Sitting, strike: Strike, entered: int) -> int | None:
 
 
 def _recovery(sitting: Sitting, kill: Kill) -> str:
-    """Tell whether the victim was replaced while the run went on."""
+    """Return whether the victim was replaced while the run went on."""
     states = [
         entry["state"]
         for entry in sitting.diary.entries

@@ -1,4 +1,4 @@
-"""What a user may get wrong: each has its message and its exit code, never a traceback."""
+"""Mistakes of users: each has its message and its exit code, never a traceback."""
 
 import json
 import shutil

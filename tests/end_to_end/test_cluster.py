@@ -1,4 +1,4 @@
-"""Several workers on Ray: the texts and the learning of one, whoever is killed.
+"""Several workers on Ray write and learn what one does, also when workers are killed.
 
 In float64, where the sum of two workers' gradients is one worker's as far as texts can tell.
 """
@@ -60,31 +60,31 @@ def texts(workshop: Workshop, run: str) -> dict[tuple[int, str], object]:
     return found
 
 
-@pytest.mark.parametrize("sharding", ["none", "full"])
-def test_one_worker_and_two_resume_from_each_other_and_write_what_one_does(
-    workshop, tmp_path, sharding
+def test_one_worker_and_two_shards_resume_from_each_other_and_write_what_one_does(
+    workshop, tmp_path
 ):
-    """Step 1 is one worker's, steps 2 and 3 are two workers', step 4 is one worker's again."""
-    log, words = tmp_path / "log", (f"--learner.sharding={sharding}", *WORDS)
-    assert workshop.train(sharding, "--run.steps=1", *words).code == 0
-    process = processes.start(workshop.words(sharding, "--run.steps=3", *words, *TWO), log)
+    """One worker makes step 1, two with shards make steps 2 and 3, one makes step 4."""
+    log, words = tmp_path / "log", ("--learner.sharding=full", *WORDS)
+    assert workshop.train("shards", "--run.steps=1", *words).code == 0
+    process = processes.start(workshop.words("shards", "--run.steps=3", *words, *TWO), log)
     assert processes.finish(process) == 0, log.read_text()
-    workers = {event["tid"] for event in read_trace(workshop.path / sharding / "trace.json")}
+    workers = {event["tid"] for event in read_trace(workshop.path / "shards" / "trace.json")}
     assert workers == {0, 1}
-    assert workshop.train(sharding, "--run.steps=4", *words).code == 0
-    assert texts(workshop, sharding) == texts(workshop, "one")
+    assert workshop.train("shards", "--run.steps=4", *words).code == 0
+    assert texts(workshop, "shards") == texts(workshop, "one")
 
 
 def test_workers_killed_while_they_train_the_drafter_or_publish_change_no_text(
     workshop, monkeypatch
 ):
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
-    # Two at a time, and one worker has twice as many: the other is idle for a while.
+    # A worker decodes two at a time, and one has twice as many requests: the other becomes idle.
     uneven = ("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150")
     words = ("--run.steps=3", *WORDS, f"--speculation.drafter={drafter}", *uneven)
     assert workshop.train("calm", *words, "--spot.train=never").code == 0
+    assert workshop.train("deadly", *words, "--run.steps=1").code == 0  # two workers go on with it
     fatal = {tasks.TRAIN_DRAFTER: 1, tasks.PUBLISH: 4}
-    """Start of each task, counted over both workers, that kills its worker: in steps 1 and 2.
+    """Start of each task, counted over both workers, that kills its worker: in steps 2 and 3.
 
     tests/chaos kills workers as they generate and learn.
     """

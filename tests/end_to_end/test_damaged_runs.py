@@ -106,7 +106,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_as_it_is(
     said = _train(workshop, run, caplog, "--run.steps=5")
     assert said.startswith("2: ")
     assert "none of its 2 checkpoints can be used (see above)" in said
-    assert "step_000004 is damaged and passed over: state.json is not what was written" in said
+    assert "step_000004 is damaged and skipped: state.json is not what was written" in said
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     (run / "checkpoints").rename(run.with_name("away"))
     assert "begins at step 0" in _train(workshop, run, caplog)

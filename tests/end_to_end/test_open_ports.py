@@ -44,13 +44,13 @@ def workshop(tmp_path: Path) -> Workshop:
 
 
 def table() -> dict[str, str]:
-    """Where each program listens, as SECURITY.md says."""
+    """Return the address that SECURITY.md names for each program."""
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", SECURITY.read_text(), flags=re.MULTILINE)
     return {program: where.strip() for program, where in rows}
 
 
 def sockets(process: BaseProcess) -> Iterator[tuple[str, Listening]]:
-    """What a run listens on, by program; Ray shortens names of processes."""
+    """Yield the open ports of a run with their programs; Ray shortens names of processes."""
     assert process.pid is not None
     for each in listening(family(process.pid)):
         yield ("longtail" if each.pid == process.pid else each.program), each

@@ -27,7 +27,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 def make_drafter(shop: Workshop, name: str, model: Path | None = None) -> Path:
-    """An EAGLE-3 drafter that nobody trained, of a model in the workshop."""
+    """An EAGLE-3 drafter without training, of a model in the workshop."""
     place = model or shop.model
     target, tokenizer = load_model(place), load_tokenizer(place)
     layer = EagleLayer(EagleConfig(recipe="eagle3", target=target.config, layers=(0, 1), window=16))

@@ -1,4 +1,4 @@
-"""The embedded default at a hundredth of its size: teach, train by RL, ask."""
+"""The built-in model at a hundredth of its size: supervised warm start, RL, generation."""
 
 from pathlib import Path
 
@@ -28,6 +28,7 @@ def test_the_tiny_reasoner_is_trained_on_its_own_task_with_its_own_reward(
         f"--run.dir={tmp_path / 'run'}",
         "--run.steps=2",
         "--run.threads=1",
+        "--cluster.workers=1",  # test_cluster.py runs two
         "--data.size=8",
         "--data.heldout_size=2",
         "--rollout.prompts_per_step=2",

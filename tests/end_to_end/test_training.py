@@ -181,7 +181,7 @@ def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Wo
         for row in workshop.metrics("long")
         if "eval/reward_mean" in row
     }
-    # Each stands with the step that begins with the policy it speaks of.
+    # Each is logged with the step that begins with the evaluated policy.
     assert evaluated.keys() == {1, 3, 5}
     assert evaluated[5] == workshop.summary("short")["reward_after"] > evaluated[1]
 

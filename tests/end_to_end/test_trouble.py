@@ -1,4 +1,4 @@
-"""What goes wrong while a run goes on: it stops with a message, and what was kept stays good."""
+"""Failures during a run: it stops with a message, and its checkpoints stay usable."""
 
 import os
 import signal

@@ -27,7 +27,7 @@ CLOCKED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What a command line answered."""
+    """Exit code and output of a command."""
 
     code: int
     out: str

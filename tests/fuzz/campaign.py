@@ -44,11 +44,11 @@ class Target:
     test: Callable[[], None]
     cases: int = 0
     failure: str = ""
-    """What went wrong, in a few words; empty while nothing has."""
+    """Reason of the failure; empty if there is none."""
 
     @property
     def log(self) -> Path:
-        """What is left of a failure."""
+        """File with the report of a failure."""
         return FAILURES / f"{self.name}.txt"
 
     @property

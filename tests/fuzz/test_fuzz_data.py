@@ -1,4 +1,4 @@
-"""Whatever a data file holds: examples, or the documented error with the file's name."""
+"""Any bytes in a data file give examples or the documented error with the name of the file."""
 
 import io
 import json
@@ -55,7 +55,7 @@ EXTREME = st.one_of(
     st.sampled_from([b"\xff", b"\xef\xbb\xbf{}", b"\0", b'{"prompt": "\xed\xa0\xbd"}', b"[]", b""]),
 )
 CUTS = st.tuples(st.integers(0, 1 << 16), st.integers(0, 8), st.binary(max_size=8))
-"""Where bytes are cut out of a file, how many, and what takes their place."""
+"""Position and number of bytes that are cut out of a file, and their replacement."""
 
 
 def mutated(data: bytes, cuts: Sequence[tuple[int, int, bytes]]) -> bytes:

@@ -63,7 +63,7 @@ def test_a_log_of_any_bytes_is_cut_back_and_gone_on_with(text: bytes, last: int 
         path = Path(folder, "metrics.jsonl")
         path.write_bytes(text)
         lines = JsonLines(path, last_step=last)
-        lines.append(4, {"reward/mean": 0.5, "timing_s/step": 1.0})
+        lines.write(4, {"reward/mean": 0.5, "timing_s/step": 1.0})
         lines.close()
         rows = read_metrics(path)
         assert rows[-1]["step"] == 4

@@ -30,7 +30,7 @@ WORDS = (
 
 
 ROUNDED = "training/rollout_"
-"""Of the rollout's logprobs beside the learner's: batches differ, and so may the last bit."""
+"""Metrics of rollout logprobs against the learner's; batches differ, so the last bit may, too."""
 
 
 @pytest.fixture(scope="module")

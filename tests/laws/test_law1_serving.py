@@ -1,4 +1,4 @@
-"""Law 1 over HTTP: the same seed is answered with the same text, whoever drafts and however asked.
+"""Law 1 over HTTP: the same seed is answered with the same text with any drafter and in any form.
 
 The reference is an engine of its own that decodes plainly and serves each request alone, with the
 noise key that `longtail generate` uses for the seed. Float64, so the law is exact.
@@ -43,7 +43,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 def reference(asked: dict[str, Any]) -> list[str]:
-    """What each choice says by the definition."""
+    """Return the text of each choice by the definition."""
     tokenizer, engine = shared_tokenizer(), make_engine()
     sampling = SamplingParams(
         temperature=float(asked.get("temperature", 1.0)),

@@ -272,7 +272,7 @@ def test_memory_lent_between_rollouts_changes_no_text(monkeypatch):
         moved.append(cache.address != before)
         assert (graphs.num_captures > captured) == moved[-1]
     assert_same_texts(written, given.plain)
-    assert any(moved), "whoever squats in its place drives it away"
+    assert any(moved), "a sequence in its place evicts it"
 
 
 def test_what_lies_behind_the_end_of_a_text_is_not_written():
@@ -312,7 +312,7 @@ SKETCHES = st.lists(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What happens before a step: another drafter (None: none), somebody leaves, and returns."""
+    """Events before a step: another drafter (None: none), an abort, and a request that returns."""
 
     drafter: int | None
     shape: Strategy
@@ -409,7 +409,7 @@ def test_a_name_that_returns_with_another_text_gets_its_own():
 
 
 def multiplies_natively(family: Family, dtype: torch.dtype) -> bool:
-    """Tell whether product.c takes every weight of the tiny model here."""
+    """Return whether product.c takes every weight of the tiny model here."""
     model = tiny_model(family, dtype=dtype)
     model.pack()
     return all(each.native is not None for each in model.modules() if isinstance(each, Linear))
@@ -435,7 +435,7 @@ def test_texts_are_the_same_to_the_last_bit_of_their_logprobs(family, max_runnin
 
 
 def test_few_bfloat16_texts_differ():
-    """As law 4 has it of neighbours: 48 texts of at most 25 tokens, logits mostly within 0.01.
+    """The bound of law 4 for neighbours: 48 texts of at most 25 tokens, logits mostly within 0.01.
 
     Two perturbed scores lie within 0.01 of each other with probability at most about 0.02: half of
     the texts might differ. No product here is long enough for more than a few.

@@ -1,4 +1,4 @@
-"""Law 1 again: whoever decides how much is drafted, by whatever clock, no token depends on it.
+"""Law 1 for tuners: no token depends on the tuner or on the clock that it reads.
 
 Drafters are scripted and say how likely their nodes are, rightly or not, or foresee how deep to
 draft, as on a GPU; the clock makes up what steps take, so that tuners change their minds often.
@@ -164,7 +164,7 @@ def make_engine(limits: EngineLimits = ROOMY) -> RolloutEngine:
 
 
 def plain_texts() -> tuple[list[Completion], dict[str, tuple[int, ...]]]:
-    """What is written, and how it would go on."""
+    """Return the texts, and their continuations beyond the ends."""
     requests, engine = make_requests(), make_engine()
     endless = [
         dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, max_tokens=45))

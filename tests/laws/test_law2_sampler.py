@@ -141,7 +141,7 @@ BELIEFS = {
     "flat": torch.zeros(6, 6).double(),  # drafts are the argmax of the noise alone
     "contrary": -CHAIN,
 }
-"""What a drafter takes the chain for; it drafts argmax(log q + g), with the target's own noise."""
+"""Transition matrices q of drafters, which draft argmax(log q + g) with the noise of the target."""
 
 
 @pytest.mark.slow

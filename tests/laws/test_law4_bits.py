@@ -65,7 +65,7 @@ def bits(completions: Sequence[Completion]) -> list[tuple[tuple[int, ...], tuple
 
 @functools.cache
 def alone(family: str, dtype: torch.dtype, number: int) -> Completion:
-    """What the request writes with nothing beside it, its prompt read in one step."""
+    """Return the completion of a request alone, with its prompt computed in one step."""
     limits = EngineLimits(max_running=1, max_step_tokens=MAX_LEN, max_len=MAX_LEN)
     (done,) = make_engine(family, dtype, limits).generate([REQUESTS[number]])
     return done

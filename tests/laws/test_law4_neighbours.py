@@ -55,7 +55,7 @@ REQUESTS = (
 
 @functools.cache
 def alone(number: int) -> tuple[int, ...]:
-    """What the request writes by definition, without an engine."""
+    """Return the text of the request by definition, without an engine."""
     return write_plainly(tiny_model("mistral", dtype=torch.float64), REQUESTS[number])[0]
 
 
@@ -71,7 +71,7 @@ def speculation(seed: int) -> Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Who comes when, who is withdrawn when, how tight things are, and whether there are drafts."""
+    """Times of submission and of abort, limits, and whether there are drafts."""
 
     order: list[int]
     arrivals: list[int]

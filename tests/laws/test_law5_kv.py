@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.play(each, size, rng)
 
     def room_for_draft(self, each: Scheduled, rng: random.Random, share_drafted: float) -> int:
-        """As the engine: for who decodes, from what nobody owns, behind everybody's own room."""
+        """Draft as the engine does: for decoding requests, in blocks that none reserves."""
         size = rng.randint(1, 7) if rng.random() < share_drafted else 0
         decodes = each.draws and each.num_tokens == 1
         wanted = len(each.active.tokens) + size
@@ -152,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class PagedCacheMachine(CacheMachine):
-    """Full blocks of a prefix have several owners; nobody reads what another writes."""
+    """Full blocks of a prefix have several owners; no request reads the writes of another."""
 
     PAGED = True
 
@@ -239,7 +239,7 @@ def wrong(share_silent: float) -> Script:
 
 
 def course(steps: Sequence[StepReport]) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Who got on in each step, and who was done."""
+    """Return the numbers of running and extended texts and the finished ones of each step."""
     return [
         (
             step.num_running,
@@ -255,7 +255,7 @@ def course(steps: Sequence[StepReport]) -> list[tuple[int, int, tuple[str, ...]]
 def test_a_draft_takes_nothing_from_anybody(share_silent):
     """With drafts that are all wrong every step is the plain one: the same requests get on, are
 
-    preempted, admitted and done in it. Memory is short; drafts live on what nobody owns.
+    preempted, admitted and done in it. Memory is short; drafts use free blocks only.
     """
     plain, texts, steps = write_under(None)
     drafted, same_texts, same_steps = write_under(wrong(share_silent))

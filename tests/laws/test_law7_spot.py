@@ -1,7 +1,7 @@
 """Law 7: stopping spot training anywhere loses nothing and delays nothing beyond one micro-step.
 
 Here the drafter's side: wherever a stop comes, what is left is the state after the last whole
-update, and whoever goes on from there arrives where an undisturbed run does, bit for bit. Counted,
+update, and training from there ends where an uninterrupted run does, bit for bit. Counted,
 not timed: after the stop no micro-batch is begun.
 """
 
@@ -30,12 +30,12 @@ def _packed():
 
 
 def _after(room: SpotSetup, num_steps: int) -> Callable[[], bool]:
-    """Stop between two updates, as soon as so many are made."""
+    """Stop between two updates, as soon as `num_steps` are made."""
     return lambda: room.spot._trainer.steps >= num_steps
 
 
 def _passes_more(room: SpotSetup, count: int) -> Callable[[], bool]:
-    """Stop after so many more micro-batches."""
+    """Stop after `count` more micro-batches."""
     limit = room.num_passes + count
     return lambda: room.num_passes >= limit
 

@@ -66,7 +66,7 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 @functools.cache
 def _uninterrupted(*words: str) -> dict[str, Any]:
-    """What comes of a run that nobody disturbs."""
+    """Return the outcome of a run that is not interrupted."""
     with tempfile.TemporaryDirectory() as place:
         workshop = build(Path(place))
         said = workshop.train("whole", *words)
@@ -75,7 +75,7 @@ def _uninterrupted(*words: str) -> dict[str, Any]:
 
 
 def _interrupt_at(call: int) -> None:
-    """Have Ctrl-C pressed while the reward is called for so manieth a time in a sitting."""
+    """Press Ctrl-C during the given call of the reward in this process."""
     Path("interrupt-at").write_text(f"{call} {os.getpid()}")
 
 

@@ -20,7 +20,7 @@ QUICK, SLOW = Machine(), Machine(token_s=4e-4)
 
 
 def regret(tuner: Tuner, truth: Truth, num: int, machine: Machine = QUICK) -> list[float]:
-    """Of each quarter of a run."""
+    """Return the regret of each quarter of a run."""
     steps = 2400
     run = simulate(
         tuner, steps=steps, truth=lambda _: truth, running=lambda _: num, machine=machine
@@ -127,7 +127,7 @@ def test_a_useless_drafter_costs_next_to_nothing(num, guarded):
 
 
 def test_plain_decoding_is_among_the_arms_of_every_bucket():
-    """Where every chain loses, the bandit decodes plainly but for what it explores."""
+    """The bandit decodes plainly, apart from exploration, if every chain loses."""
     for num in (1, 3, 10, 40):
         run = simulate(
             BanditTuner(epsilon=0.1), steps=1500, truth=lambda _: BAD, running=lambda _, n=num: n

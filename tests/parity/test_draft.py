@@ -140,7 +140,7 @@ def test_a_draft_is_the_same_alone_and_among_others_that_stop_early(dtype, recip
 
 @pytest.mark.parametrize("shape", [CHAIN, SIBLINGS])
 def test_a_request_that_has_stopped_is_computed_no_further(shape):
-    """Of every node that is drafted on, and of no other, there are keys behind the window."""
+    """Keys behind the window exist for every expanded node and for no other."""
     drafter, untouched = drafter_of("eagle1"), 777.0
     windows = drafter.windows
     drafter.propose(asked(), Strategy(depth=1), None)

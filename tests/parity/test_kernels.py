@@ -265,7 +265,7 @@ def test_a_node_sees_its_context_and_its_ancestors(window, seen):
     gaps=st.lists(st.integers(0, 5), min_size=1, max_size=8),
 )
 def test_a_token_gets_the_same_bits_wherever_its_ancestors_lie(case, context, gaps):
-    """As text, as a chain behind its text, or scattered among siblings; alone or beside others.
+    """Rows are a text, a chain after its text, or scattered among siblings; alone or beside others.
 
     What law 1 stands on at working precision: verification computes what plain decoding would.
     """
@@ -305,7 +305,7 @@ def test_a_token_gets_the_same_bits_wherever_its_ancestors_lie(case, context, ga
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite_is_passed_on(dtype):
-    """The engine tells NaN weights by their logits: no kernel may swallow one."""
+    """The engine finds NaN weights by their logits, so kernels must pass NaN on."""
     kernels, bad = native_kernels(dtype), torch.tensor(torch.nan).to(dtype)
     stream = random(0, 2, 40, dtype=dtype)
     stream[0, 7] = bad

@@ -138,7 +138,7 @@ def test_a_fused_model_under_autocast_is_as_close_to_the_exact_gradients(
     with torch.autocast("cpu", torch.bfloat16):
         plain = gradients_of_a_text(model)
         model.fuse()
-        for name in ("rotate", "swiglu"):  # nobody else computes it
+        for name in ("rotate", "swiglu"):  # no other implementation is left
             monkeypatch.delattr(TorchKernels, name)
         ours = gradients_of_a_text(model)
     off = [

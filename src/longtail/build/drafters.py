@@ -1,12 +1,13 @@
-"""From the name of a drafter to a drafter at work; what a name may be is said in `config`.
+"""Construction of drafters from their names.
 
-auto               the embedded model's own where it is the target, that of a run for the run's
-                   policy, else history
-history            suffixes of what was written, no weights
-tiny-reasoner      the embedded model's own, taught here once (recipe eagle1; tiny-reasoner:eagle3)
-a directory        a drafter, by what lies there: one of `longtail drafter train` or its run, the
-                   newest of a run of `longtail train`, one in a layout of vLLM, SGLang or
-                   speculators; or a small model with the target's tokenizer
+auto               the drafter of the embedded model or of the run that the target is from, else
+                   history
+history            suffixes of earlier completions, no weights
+tiny-reasoner      the embedded model's drafter, trained once on this machine (recipe eagle1, or
+                   tiny-reasoner:eagle3)
+a directory        a drafter of `longtail drafter train` or its run, the newest of a run of
+                   `longtail train`, one in a layout of vLLM, SGLang or speculators; or a small
+                   model with the target's tokenizer
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from longtail.run.drafter_store import load_run_drafter, run_drafters
 from longtail.speculation.drafter import Drafter
 from longtail.tiny import drafter as tiny_drafter
 
-_LESSONS_A_LINE = 50
+_LOG_EVERY = 50
 
 HISTORY, TINY_REASONER = "history", "tiny-reasoner"
 NONE, AUTO = "none", "auto"
@@ -42,20 +43,20 @@ class Target:
     tokenizer: Tokenizer
     directory: Path
     name: str
-    """As the user wrote it."""
+    """Name of the model in the configuration."""
 
 
 def open_drafter(
-    name: str, target: Target, say: Callable[[str], None], *, window: int | None = None
+    name: str, target: Target, log: Callable[[str], None], *, window: int | None = None
 ) -> Drafter:
-    """Make the drafter that `name` means, for this target.
+    """Return the drafter `name` for this target.
 
-    `window` replaces an EAGLE drafter's own (0: unbounded). Raises ConfigError for what cannot
-    draft for this target.
+    `window` overrides that of an EAGLE drafter (0: unbounded). Raises ConfigError for a drafter
+    that does not fit the target.
     """
     if name == HISTORY:
         return HistoryDrafter()
-    loaded = read_drafter(name, target, say, target.model.dtype)
+    loaded = read_drafter(name, target, log, target.model.dtype)
     if loaded is None:
         return _small_model(name, Path(name), target)
     return at_work(loaded, target, window=window)
@@ -64,7 +65,7 @@ def open_drafter(
 def at_work(
     loaded: checkpoint.LoadedDrafter, target: Target, *, window: int | None = None
 ) -> EagleDrafter:
-    """Let a drafter that was read draft; its layer is the drafter's from then on."""
+    """Return a drafter with the loaded layer."""
     return EagleDrafter(
         loaded.layer, target.model, draft_ids=loaded.draft_ids, head=loaded.head, window=window
     )
@@ -73,21 +74,21 @@ def at_work(
 def read_drafter(
     name: str,
     target: Target,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     dtype: torch.dtype | None,
     *,
     field: str = "speculation.drafter",
 ) -> checkpoint.LoadedDrafter | None:
-    """Read the EAGLE drafter that a name means, whatever its form, in `dtype` or as it is stored.
+    """Read an EAGLE drafter of any layout, in `dtype` or its stored type.
 
-    None where the name means history or a small model. `field` is what errors call the setting.
-    Raises ConfigError for all else.
+    Returns None for `history` and a small model. Errors name the setting `field`. Raises
+    ConfigError for other names.
     """
     embedded, _, recipe = name.partition(":")
     if name == HISTORY:
         return None
     if embedded == TINY_REASONER:
-        path = taught(target, recipe or "eagle1", say, field=field)
+        path = taught(target, recipe or "eagle1", log, field=field)
     else:
         path = Path(name)
     if not path.is_dir():
@@ -107,26 +108,26 @@ def read_drafter(
 
 
 def open_trainable(
-    names: str, target: Target, say: Callable[[str], None]
+    names: str, target: Target, log: Callable[[str], None]
 ) -> checkpoint.LoadedDrafter | None:
     """Read the weights of the first drafter that can be trained, in float32; None if none can."""
     for name in _names(names, target):
-        loaded = read_drafter(name, target, say, torch.float32)
+        loaded = read_drafter(name, target, log, torch.float32)
         if loaded is not None:
             return loaded
     return None
 
 
-def open_drafters(names: str, target: Target, say: Callable[[str], None]) -> tuple[Drafter, ...]:
-    """Make the drafters that `names` means: one, several joined by +, `auto`, or `none`.
+def open_drafters(names: str, target: Target, log: Callable[[str], None]) -> tuple[Drafter, ...]:
+    """Return the drafters of one name, several joined by +, `auto`, or `none`.
 
-    Raises ConfigError as `open_drafter` does.
+    Raises ConfigError like `open_drafter`.
     """
-    return tuple(open_drafter(name, target, say) for name in _names(names, target))
+    return tuple(open_drafter(name, target, log) for name in _names(names, target))
 
 
 def _names(names: str, target: Target) -> list[str]:
-    """Tell the drafters apart that are joined in one name."""
+    """Return the single names in `names`."""
     if names == NONE:
         return []
     if names == AUTO:
@@ -140,14 +141,14 @@ def _names(names: str, target: Target) -> list[str]:
 
 
 def _own_of_run(target: Target) -> str | None:
-    """Return the run whose policy, or one of whose checkpoints, the target is, if it drafts."""
+    """Return the run that the target's policy is from, if the run has a drafter."""
     path = Path(target.name)
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     return None if run_drafters(run) is None else str(run)
 
 
 def drafter_directory(path: Path) -> Path:
-    """Return the drafter directory that a path means: itself, a checkpoint's, or a run's newest."""
+    """Return the drafter directory at a path, in a checkpoint, or in a run's newest one."""
     for found in (path, path / "policy"):
         if checkpoint.is_drafter(found):
             return found
@@ -162,7 +163,7 @@ def drafter_directory(path: Path) -> Path:
 
 
 def _is_model(path: Path) -> bool:
-    """Tell a Hugging Face directory, or a run of the policy, from a drafter's."""
+    """Return whether a path is a Hugging Face directory or a run with a policy."""
     try:
         return (policy_directory(path) / "config.json").is_file()
     except ConfigError:
@@ -172,11 +173,11 @@ def _is_model(path: Path) -> bool:
 def taught(
     target: Target,
     recipe: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     field: str = "speculation.drafter",
 ) -> Path:
-    """Return the embedded model's drafter, teaching it first where it was never taught."""
+    """Return the embedded model's drafter; it is trained first if it is not cached."""
     if target.name != TINY_REASONER:
         raise ConfigError(
             f"{field} = {TINY_REASONER!r} drafts for model.path = {TINY_REASONER!r} "
@@ -186,11 +187,11 @@ def taught(
     if recipe not in ("eagle1", "eagle3"):
         raise ConfigError(f"{field} = '{TINY_REASONER}:{recipe}': the recipes are eagle1, eagle3")
 
-    def tell(lesson: tiny_drafter.Lesson) -> None:
-        if lesson.step % _LESSONS_A_LINE == 0:
-            say(lesson.line())
+    def report(progress: tiny_drafter.Lesson) -> None:
+        if progress.step % _LOG_EVERY == 0:
+            log(progress.line())
 
-    return tiny_drafter.ensure(target.directory, on_progress=tell, recipe=recipe)
+    return tiny_drafter.ensure(target.directory, on_progress=report, recipe=recipe)
 
 
 def _small_model(name: str, path: Path, target: Target) -> Drafter:

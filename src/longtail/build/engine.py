@@ -1,8 +1,4 @@
-"""A model ready to write: what `longtail generate` and `longtail serve` begin with.
-
-From the name of a model to its weights and tokenizer, and from there to an engine that drafts. It
-knows neither prompts nor who asks.
-"""
+"""Construction of an engine for `longtail generate` and `longtail serve`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +19,9 @@ from longtail.tuner.budget import BudgetTuner
 
 
 def locate_model(name: str) -> Path:
-    """Return the directory of the weights that a name means; a run's are its newest checkpoint's.
+    """Return the directory of a model's weights; those of a run are in its newest checkpoint.
 
-    The embedded model is taught first where it was never taught.
+    The embedded model is trained first if it is not cached.
     """
     path = model_directory(name)
     return path if name == TINY_REASONER else policy_directory(path)
@@ -52,11 +48,11 @@ def open_model(
 
 
 def open_engine(
-    target: Target, limits: EngineLimits, drafter: str, say: Callable[[str], None] = to_stderr
+    target: Target, limits: EngineLimits, drafter: str, log: Callable[[str], None] = to_stderr
 ) -> RolloutEngine:
-    """Make an engine that drafts as far as it pays; `drafter` is a name as `drafters` has them."""
+    """Return an engine that drafts where that is faster; see `build.drafters` for names."""
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits)
-    drafters = open_drafters(drafter, target, say)
+    drafters = open_drafters(drafter, target, log)
     if drafters:
         engine.speculate(Speculation(drafters=drafters, tuner=BudgetTuner()))
     return engine

@@ -1,18 +1,18 @@
-"""How much memory a run will take, by arithmetic on the model's shape; no weight is loaded.
+"""Estimate of a run's memory, by arithmetic on the model's shape; no weight is loaded.
 
 Every term is an upper bound at its own moment; the sum is what to have, not what is always used.
-The table is printed by `longtail train --dry-run`.
+`longtail train --dry-run` prints the table.
 
-    weights that generate    parameters x rollout.dtype    (+ oneDNN's packed copies, bfloat16 CPU)
+    rollout weights          parameters x rollout.dtype    (+ oneDNN's packed copies, bfloat16 CPU)
     KV cache                 2 x layers x kv heads x head_dim x tokens x rollout.dtype
     master weights, gradients, AdamW's two moments     4 x parameters x learner.dtype
-                             (of shards, a worker's part of them)
+                             (one shard of them per worker with learner.sharding = "full")
     activations              one micro-batch, kept for the backward pass
     scores                   rows x vocabulary, bounded by `rl.logprobs.MAX_LOGITS`
 """
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from rich.console import Console
@@ -25,39 +25,58 @@ from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-_MADE_LATER = ("optimizer moments", "reference model")
+_TITLES = {"kv_cache": "KV cache"}
 _SCORE_COPIES = 4
 """Logits, log-probabilities, their exponentials and one gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One thing that takes memory.
+    """One use of memory.
 
-    Example: Item(name="KV cache", bytes=83_886_080, why="64 x 2560 tokens, float32")
+    Example: Item(bytes=83_886_080, why="163840 tokens")
     """
 
-    name: str
-    bytes: int
-    why: str
+    bytes: int = 0
+    why: str = ""
+    """Size or type that determines the bytes, for the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """All of a run's memory on its device."""
+    """Memory of a run on its device; a field without bytes is not used by the run."""
 
     parameters: int
-    items: tuple[Item, ...]
+    rollout_weights: Item = Item()
+    packed_matrices: Item = Item()
+    kv_cache: Item = Item()
+    master_weights: Item = Item()
+    published_weights: Item = Item()
+    weight_shard: Item = Item()
+    gathered_weights: Item = Item()
+    whole_weights: Item = Item()
+    gradients: Item = Item()
+    optimizer_moments: Item = Item()
+    activations: Item = Item()
+    scores: Item = Item()
+    reference_model: Item = Item()
+    undo_of_a_step: Item = Item()
+
+    @property
+    def items(self) -> dict[str, Item]:
+        """All uses of memory by name."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: item for name, item in found.items() if name != "parameters" and item.bytes}
 
     @property
     def total(self) -> int:
-        """Sum in bytes."""
-        return sum(item.bytes for item in self.items)
+        """Bytes in total."""
+        return sum(item.bytes for item in self.items.values())
 
     @property
     def made_later(self) -> int:
-        """Bytes that stay once learning has begun; a KV cache that lends its memory leaves them."""
-        return sum(item.bytes for item in self.items if item.name in _MADE_LATER)
+        """Bytes that stay allocated after the first learner step; the KV cache leaves them free."""
+        return self.optimizer_moments.bytes + self.reference_model.bytes
 
 
 def count_parameters(shape: ModelConfig) -> int:
@@ -67,10 +86,10 @@ def count_parameters(shape: ModelConfig) -> int:
 
 
 def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> Estimate:
-    """Add up what `longtail train` will hold at the same time.
+    """Estimate the memory of `longtail train`.
 
-    `on_cpu` counts what lies in main memory: the second copy of bfloat16 matrices, which only a CPU
-    keeps while generating, and the whole weights that are gathered from shards.
+    `on_cpu` adds what lies in main memory: the packed copy of bfloat16 matrices, which a CPU keeps
+    for generation, and the whole weights that are gathered from shards.
     """
     parameters = count_parameters(shape)
     rollout, learner = config.rollout, config.learner
@@ -82,53 +101,52 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
     shard = -(-weights // config.cluster.workers) if config.is_sharded else weights
     moments = -(-2 * weights // config.cluster.workers) if config.is_sharded else 2 * weights
     rows = min(tokens, max(1, MAX_LOGITS // shape.vocab_size))
-    items = [
-        Item(name="rollout weights", bytes=parameters * small, why=rollout.dtype),
-        Item(name="KV cache", bytes=kv_tokens * kv_bytes(shape, small), why=f"{kv_tokens} tokens"),
-        Item(name="gradients", bytes=shard, why=learner.dtype),
-        Item(name="optimizer moments", bytes=moments, why="AdamW, two of them"),
-        Item(
-            name="activations",
-            bytes=activation_bytes(shape, tokens, master, recompute=learner.gradient_checkpointing),
-            why=f"{tokens} tokens" + (", checkpointed" if learner.gradient_checkpointing else ""),
+    checkpointed = learner.gradient_checkpointing
+    items = _learner_weights(config, shape, weights, shard, on_cpu=on_cpu)
+    if on_cpu and rollout.dtype == "bfloat16":
+        packed = parameters - (0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size)
+        items["packed_matrices"] = Item(bytes=packed * small, why="oneDNN's layout")
+    if learner.kl_coef > 0:
+        items["reference_model"] = Item(bytes=shard, why=f"learner.kl_coef = {learner.kl_coef}")
+    if config.cluster.workers > 1 < learner.mini_batches and not config.is_sharded:
+        undo = weights + moments
+        items["undo_of_a_step"] = Item(bytes=undo, why="several updates per step and workers")
+    return Estimate(
+        parameters=parameters,
+        rollout_weights=Item(bytes=parameters * small, why=rollout.dtype),
+        kv_cache=Item(bytes=kv_tokens * kv_bytes(shape, small), why=f"{kv_tokens} tokens"),
+        gradients=Item(bytes=shard, why=learner.dtype),
+        optimizer_moments=Item(bytes=moments, why="AdamW, two of them"),
+        activations=Item(
+            bytes=activation_bytes(shape, tokens, master, recompute=checkpointed),
+            why=f"{tokens} tokens" + (", checkpointed" if checkpointed else ""),
         ),
-        Item(
-            name="scores",
+        scores=Item(
             bytes=_SCORE_COPIES * rows * shape.vocab_size * master,
             why=f"{rows} x {shape.vocab_size}",
         ),
-    ]
-    items[2:2] = _whole_and_shards(config, shape, weights, shard, on_cpu=on_cpu)
-    if on_cpu and rollout.dtype == "bfloat16":
-        packed = parameters - (0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size)
-        items.insert(1, Item(name="packed matrices", bytes=packed * small, why="oneDNN's layout"))
-    if learner.kl_coef > 0:
-        why = f"learner.kl_coef = {learner.kl_coef}"
-        items.append(Item(name="reference model", bytes=shard, why=why))
-    if config.cluster.workers > 1 < learner.mini_batches and not config.is_sharded:
-        undo = weights + moments
-        items.append(Item(name="undo of a step", bytes=undo, why="of several updates, in a team"))
-    return Estimate(parameters=parameters, items=tuple(items))
+        **items,
+    )
 
 
-def _whole_and_shards(
+def _learner_weights(
     config: RunConfig, shape: ModelConfig, weights: int, shard: int, *, on_cpu: bool
-) -> list[Item]:
-    """Count the learner's weights, the copy that is published, and what passes gather of shards."""
+) -> dict[str, Item]:
+    """Return the learner's weights, the published copy, and the weights gathered from shards."""
     dtype, workers = config.learner.dtype, config.cluster.workers
     if not config.is_sharded:
-        return [
-            Item(name="master weights", bytes=weights, why=dtype),
-            Item(name="published weights", bytes=weights, why="a copy in passing"),
-        ]
+        return {
+            "master_weights": Item(bytes=weights, why=dtype),
+            "published_weights": Item(bytes=weights, why="temporary copy"),
+        }
     layers = shape.num_layers * _layer_parameters(shape) * _BYTES[dtype]
     passed = weights - layers + 2 * layers // shape.num_layers
-    items = [
-        Item(name="weight shard", bytes=shard, why=f"{dtype}, 1 of {workers}"),
-        Item(name="gathered weights", bytes=2 * passed, why="ends, two layers, their gradients"),
-    ]
+    items = {
+        "weight_shard": Item(bytes=shard, why=f"{dtype}, 1 of {workers}"),
+        "gathered_weights": Item(bytes=2 * passed, why="ends, two layers, their gradients"),
+    }
     if on_cpu:
-        items.append(Item(name="whole weights", bytes=2 * weights, why="gathered, and published"))
+        items["whole_weights"] = Item(bytes=2 * weights, why="gathered, and published")
     return items
 
 
@@ -138,12 +156,12 @@ def kv_bytes(shape: ModelConfig, element: int) -> int:
 
 
 def activation_bytes(shape: ModelConfig, tokens: int, element: int, *, recompute: bool) -> int:
-    """Estimate what the decoder keeps for its backward pass over one micro-batch.
+    """Estimate the bytes that the decoder keeps for the backward pass of one micro-batch.
 
     A layer keeps its input, two normed and one middle residual (4 hidden), queries, keys and values
-    before and after norm and rotation, what was attended, before and after its layout changes, and
+    before and after norm and rotation, the attention output before and after its layout change, and
     five times the width of the feed-forward (gate, up, silu(gate), their product, one more in
-    flight). Checkpointed layers keep their input alone, but for the one being recomputed.
+    flight). Checkpointed layers keep their input alone, except for the one being recomputed.
     """
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     rotated = (2 if shape.qk_norm else 1) * (heads + kv_heads)
@@ -154,7 +172,7 @@ def activation_bytes(shape: ModelConfig, tokens: int, element: int, *, recompute
 
 
 def report(config: RunConfig) -> str:
-    """Read the shape of the model that a run names, and return the table as plain text."""
+    """Return the table of a configuration as plain text."""
     device = torch.device(config.run.device if config.run.device != "auto" else _best_device())
     estimated = estimate(config, _shape(config.model.path), on_cpu=device.type == "cpu")
     text = io.StringIO()
@@ -163,20 +181,20 @@ def report(config: RunConfig) -> str:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return what is free on a device now; None where the system does not tell."""
+    """Return the free bytes of a device; None if they are unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return machine.memory().available
 
 
 def table(estimated: Estimate, available: int | None, device: str) -> Table:
-    """Lay an estimate out for the terminal, with what there is beside it."""
+    """Return an estimate as a table for the terminal, with the free memory."""
     grid = Table(title=f"memory, {estimated.parameters:,} parameters", title_justify="left")
-    grid.add_column("what")
+    grid.add_column("use")
     grid.add_column("GB", justify="right")
-    grid.add_column("of")
-    for item in estimated.items:
-        grid.add_row(item.name, _gigabytes(item.bytes), item.why)
+    grid.add_column("details")
+    for name, item in estimated.items.items():
+        grid.add_row(_TITLES.get(name, name.replace("_", " ")), _gigabytes(item.bytes), item.why)
     grid.add_section()
     grid.add_row("total", _gigabytes(estimated.total), _verdict(estimated, available))
     grid.add_row("available", "?" if available is None else _gigabytes(available), device)
@@ -186,12 +204,11 @@ def table(estimated: Estimate, available: int | None, device: str) -> Table:
 def _verdict(estimated: Estimate, available: int | None) -> str:
     if available is None or estimated.total <= available:
         return ""
-    remedies = {
-        "KV cache": "rollout.max_running, rollout.max_tokens or rollout.kv_tokens",
-        "activations": "learner.tokens_per_micro_batch, or set learner.gradient_checkpointing",
-    }
-    largest = max(estimated.items, key=lambda item: item.bytes).name
-    return f"does not fit; lower {remedies.get(largest, remedies['activations'])}"
+    if estimated.kv_cache.bytes == max(item.bytes for item in estimated.items.values()):
+        return "does not fit; lower rollout.max_running, rollout.max_tokens or rollout.kv_tokens"
+    return (
+        "does not fit; lower learner.tokens_per_micro_batch, or set learner.gradient_checkpointing"
+    )
 
 
 def _shape(path: str) -> ModelConfig:

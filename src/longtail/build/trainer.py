@@ -1,8 +1,4 @@
-"""From a configuration to the parts of a run, everything checked before any work starts.
-
-The only place that translates configuration into the numbers that parts take. What the parts then
-do is the loop's business.
-"""
+"""Construction of a training run from its configuration; everything is checked before it starts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,25 +36,25 @@ from longtail.types import Prompt, SamplingParams
 
 TINY_REASONER = "tiny-reasoner"
 
-_LESSONS_A_LINE = 50
+_LOG_EVERY = 50
 _SHARDING_SINCE = "2.13"
-"""PyTorch's FSDP2 takes collectives of one's own, as `rl.sharded` wants, from there on."""
+"""First version of PyTorch whose FSDP2 accepts custom collectives, as `rl.parallel` needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerComponents:
-    """What the loop drives. None of them knows another."""
+    """Components of the training loop."""
 
     source: PromptSource
     heldout: tuple[Prompt, ...]
     workers: WorkerGroup
     sampling: SamplingParams
     limits: EngineLimits
-    """Of every worker's engine."""
+    """Limits of every worker's engine."""
     num_dropped: int
-    """Prompts left out because they were longer than the limit."""
+    """Number of prompts left out because they exceed data.max_prompt_len."""
     num_ungradable: int
-    """Prompts left out because the reward cannot grade any answer to them."""
+    """Number of prompts left out because the reward cannot grade their answers."""
     drafter_s: float
     """Seconds that opening the drafter took, with the training of the embedded one."""
 
@@ -81,20 +77,20 @@ class TrainerComponents:
 
 
 def model_directory(path: str, log: Callable[[str], None] = to_stderr) -> Path:
-    """Return the Hugging Face directory that `model.path` names, warm-starting the embedded one.
+    """Return the Hugging Face directory of `model.path`.
 
-    The warm start takes minutes, once, and tells `log` how far it is.
+    The embedded model is trained first if it is not cached, which takes minutes and is logged.
     """
     if path != TINY_REASONER:
         return Path(path)
 
-    def tell(lesson: warmstart.Lesson) -> None:
-        if lesson.step == 1:
-            log(f"teaching the tiny reasoner, once; kept in {cache_directory()}")
-        if lesson.step % _LESSONS_A_LINE == 0 or lesson.step == lesson.steps:
-            log(lesson.line())
+    def report(progress: warmstart.Lesson) -> None:
+        if progress.step == 1:
+            log(f"training the tiny reasoner, once; cached in {cache_directory()}")
+        if progress.step % _LOG_EVERY == 0 or progress.step == progress.steps:
+            log(progress.line())
 
-    return warmstart.ensure(on_progress=tell)
+    return warmstart.ensure(on_progress=report)
 
 
 def assemble(
@@ -104,11 +100,11 @@ def assemble(
     log: Callable[[str], None] = to_stderr,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> TrainerComponents:
-    """Build every part from the model in `directory`.
+    """Build all components from the model in `directory`.
 
-    `check` says which rows the reward cannot grade: they are refused, or left out if so configured.
-    `log` hears of a drafter being taught, and of workers; `on_progress` how rollouts go on, and may
-    raise. Raises ConfigError for whatever the configuration, the model and the data say against it.
+    `check` finds the rows that the reward cannot grade: they are refused, or left out if so
+    configured. `on_progress` is called during rollouts and may raise. Raises ConfigError if
+    configuration, model and data do not fit together.
     """
     choose_device(config.run.device)
     _check_sharding(config)
@@ -151,7 +147,7 @@ def _worker_group(
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
 ) -> WorkerGroup:
-    """Begin the workers: one in this process, or several as Ray actors."""
+    """Start the workers: one in this process, or several as Ray actors."""
     own = config.cluster
     settings = WorkerGroupSettings(
         seed=config.run.seed,
@@ -182,7 +178,7 @@ def _worker_group(
 
 
 def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:
-    """Size the engine by the longest prompt there is."""
+    """Return the engine's limits for the longest prompt."""
     longest_prompt = max(
         len(prompt.tokens) for prompt in (*prompts.train.prompts, *prompts.heldout.prompts)
     )
@@ -216,7 +212,7 @@ def _sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def _prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldOut:
-    """Load prompts to train on and prompts held out, of which there may be none."""
+    """Load the training prompts and the held-out prompts, of which there may be none."""
     data, seed = config.data, config.run.seed
     encoder = Encoder(
         encode=tokenizer.encode, render=tokenizer.render if tokenizer.has_chat_template else None

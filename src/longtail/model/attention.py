@@ -15,19 +15,17 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+Heads = Float[Tensor, "tokens heads head_dim"]
+KVHeads = Float[Tensor, "tokens kv_heads head_dim"]
+
 
 class Attention(abc.ABC):
     """Attention of one forward pass."""
 
     @abc.abstractmethod
     def attend(
-        self,
-        layer: int,
-        queries: Float[Tensor, "tokens heads head_dim"],
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        window: int,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
+        self, layer: int, queries: Heads, keys: KVHeads, values: KVHeads, window: int
+    ) -> Heads:
         """Attend in `layer` with scale head_dim ** -0.5.
 
         With `window` > 0 a token attends to itself and the `window - 1` positions before it; with 0
@@ -65,13 +63,8 @@ class PackedAttention(Attention):
         ]
 
     def attend(
-        self,
-        layer: int,
-        queries: Float[Tensor, "tokens heads head_dim"],
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        window: int,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
+        self, layer: int, queries: Heads, keys: KVHeads, values: KVHeads, window: int
+    ) -> Heads:
         """Attend sequence by sequence, without padding."""
         sizes = [count * length for count, length in self._runs]
         parts = zip(
@@ -80,23 +73,12 @@ class PackedAttention(Attention):
         return torch.cat([_attend_equal(q, k, v, count, window) for q, k, v, (count, _) in parts])
 
 
-def _attend_equal(
-    queries: Float[Tensor, "tokens heads head_dim"],
-    keys: Float[Tensor, "tokens kv_heads head_dim"],
-    values: Float[Tensor, "tokens kv_heads head_dim"],
-    count: int,
-    window: int,
-) -> Float[Tensor, "tokens heads head_dim"]:
+def _attend_equal(queries: Heads, keys: KVHeads, values: KVHeads, count: int, window: int) -> Heads:
     """Attend within each of `count` sequences of equal length."""
     q, k, v = (x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (queries, keys, values))
     seq = q.shape[2]  # [count, heads, seq, head_dim]
     mask = causal_window_mask(seq, seq, window, q.device) if 0 < window < seq else None
     out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.transpose(1, 2).flatten(0, 1)

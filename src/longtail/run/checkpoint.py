@@ -1,21 +1,21 @@
-"""The run directory and its checkpoints: either all of one is on disk, or none of it.
+"""The run directory and its checkpoints; a checkpoint is on disk completely or not at all.
 
     runs/example/
       config.toml                     resolved configuration, of the newest start
       metrics.jsonl  rollouts.jsonl  speculation.jsonl
-                                      appended by others; cut back to the checkpoint on resume
-      cost.json  report.html          written anew by others
+                                      log files; cut back to the checkpoint on resume
+      cost.json  report.html          replaced as a whole
       checkpoints/
         step_000010/
           policy/                     a Hugging Face directory, written by `save_policy`
           trainer.safetensors         optimizer moments, master weights, generator states
           state.json                  counters and cursors; the seal of all files above (`files`)
-        .new-step_000020/             being written; swept away at the next start
-      earlier-1/                      what a run left that began anew for want of a checkpoint
+        .new-step_000020/             being written; removed at the next start
+      earlier-1/                      logs of an earlier run without a checkpoint
 
-A checkpoint is written beside its place, every file and directory is synced, and one rename makes
-it exist. It counts as complete when every file, `state.json` among them, is as it was written. What
-goes into `tensors` and `state` is the business of the loop. Nothing is ever unpickled.
+A checkpoint is written under a temporary name, every file and directory is synced, and one rename
+makes it exist. It is complete if all its files have the digests in `state.json`. The contents of
+`tensors` and `state` are the caller's. Nothing is unpickled.
 """
 
 import errno
@@ -39,6 +39,8 @@ from longtail.system.files import open_sealed, seal_folder, sync, write_atomical
 
 _log = logging.getLogger("longtail")
 _SEAL = "state.json"
+RUN_FORMAT = 3
+"""Version of state, metric names and configuration fields; runs of other versions do not resume."""
 _NAME = re.compile(r"step_(\d{6,18})")
 _EARLIER = re.compile(r"earlier-(\d{1,9})")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -54,7 +56,7 @@ _MAY_DIFFER = frozenset(
         "learner.sharding",
     }
 )  # fmt: skip
-"""What a resumed run may change: nothing here reaches a weight, unless a schedule reads it."""
+"""Fields that a resumed run may change; none affects a weight, unless a schedule uses it."""
 
 
 CONFIG_FILE = "config.toml"
@@ -63,13 +65,13 @@ _LOGS = (
     "summary.json", "cost.json", "rollout.png", "report.html",
 )  # fmt: skip
 _FOLDERS = ("checkpoints", "drafter", "tensorboard")
-"""What a run writes beside its configuration: files, and folders."""
+"""Folders and files of a run besides its configuration."""
 UNWRITABLE = (OSError, SafetensorError)
-"""What writing tensors raises when the disk refuses."""
+"""Exceptions of a failed write of tensors."""
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors to one safetensors file; those that share storage are written out each."""
+    """Write tensors to one safetensors file; tensors that share storage are copied."""
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
@@ -82,7 +84,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read one safetensors file into CPU memory; ValueError where it is none."""
+    """Read a safetensors file into CPU memory. Raises ValueError if it is damaged."""
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -99,7 +101,9 @@ class Checkpoint:
     step: int
     path: Path
     state: Mapping[str, Any]
-    """JSON values, floats to the last bit."""
+    """JSON values; floats are exact."""
+    run_format: int | None = RUN_FORMAT
+    """`RUN_FORMAT` of the writer; None for versions that recorded none."""
 
     @property
     def policy(self) -> Path:
@@ -113,10 +117,10 @@ class Checkpoint:
 
 @final
 class RunDirectory:
-    """One run's files. `start` claims it for this process, `save` adds to it, `close` lets go.
+    """Directory of a run: `start` locks it for this process, `save` adds checkpoints.
 
     Lifecycle:  with RunDirectory(path) as run: start -> save, save, ...
-    `load_latest` and reading need no start.
+    `load_latest` needs no start.
     """
 
     def __init__(self, path: Path, *, keep: int = 2) -> None:
@@ -132,12 +136,12 @@ class RunDirectory:
         self.close()
 
     def start(self, config_text: str, *, resume: bool) -> Checkpoint | None:
-        """Claim the directory, write config.toml, return the checkpoint to go on from, if any.
+        """Lock the directory, write config.toml, and return the checkpoint to resume, if any.
 
-        Without one, what an earlier start left is moved to `earlier-N`, and said. Raises
-        ConfigError when the directory was used and `resume` is off, when it is in use, when all its
-        checkpoints are damaged, when the configuration differs from the checkpoint's in what would
-        change the run, or when a file of it is no file.
+        Without a checkpoint, earlier logs are moved to `earlier-N` with a warning. Raises
+        ConfigError if the directory is used and `resume` is off, if it is locked, if its run is of
+        another version of longtail or all checkpoints are damaged, if the configuration changes the
+        run, or if a file has the place of a folder.
         """
         try:
             self._refuse_misplaced()
@@ -160,15 +164,18 @@ class RunDirectory:
         return latest
 
     def load_latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint; a damaged one is passed over with a warning."""
+        """Return the newest complete checkpoint; damaged ones are skipped with a warning."""
         for step, path in reversed(self._found()):
             try:
                 document = open_sealed(path, _SEAL)
                 if document.get("step") != step or not isinstance(document.get("state"), dict):
                     raise ValueError(f"{_SEAL} is of another step")
-                return Checkpoint(step=step, path=path, state=document["state"])
+                written_by = document.get("run_format")
+                return Checkpoint(
+                    step=step, path=path, state=document["state"], run_format=written_by
+                )
             except (OSError, ValueError) as error:
-                _log.warning("%s is damaged and passed over: %s", path, error)
+                _log.warning("%s is damaged and skipped: %s", path, error)
         return None
 
     def save(
@@ -180,8 +187,8 @@ class RunDirectory:
     ) -> Checkpoint:
         """Write a checkpoint, then remove all but the newest `keep`.
 
-        `save_policy` fills the directory it is given. Raises CheckpointError when the disk refuses;
-        what was written goes away again, and earlier checkpoints are untouched.
+        `save_policy` writes into the given directory. Raises CheckpointError if a write fails; the
+        partial checkpoint is removed, and earlier checkpoints stay.
         """
         final_path = self.checkpoints / f"step_{step:06d}"
         temporary = self.checkpoints / f".new-{final_path.name}"
@@ -190,7 +197,9 @@ class RunDirectory:
             (temporary / "policy").mkdir(parents=True)
             save_policy(temporary / "policy")
             save_tensors(tensors, temporary / "trainer.safetensors")
-            seal_folder(temporary, _SEAL, {"step": step, "state": dict(state)})
+            seal_folder(
+                temporary, _SEAL, {"run_format": RUN_FORMAT, "step": step, "state": dict(state)}
+            )
             self._put(temporary, final_path)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -202,13 +211,13 @@ class RunDirectory:
         return Checkpoint(step=step, path=final_path, state=dict(state))
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Unlock the directory."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _claim(self) -> None:
-        """Hold an advisory lock; the system drops it when the process ends, however it ends."""
+        """Take an advisory lock, which the system releases when the process ends."""
         assert self._lock is None, "a run directory is started once"
         self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -221,7 +230,7 @@ class RunDirectory:
             ) from None
 
     def _refuse_misplaced(self) -> None:
-        """Raise ConfigError for a folder in a file's place, and the other way round."""
+        """Raise ConfigError for a folder in the place of a file, or a file in that of a folder."""
         places = [(name, Path.is_file, "a file") for name in (CONFIG_FILE, ".lock", *_LOGS)]
         places += [(name, Path.is_dir, "a folder") for name in _FOLDERS]
         for name, fits, kind in places:
@@ -246,17 +255,23 @@ class RunDirectory:
                 "(see above); put back what is missing from a copy, or move its checkpoints folder "
                 "away to begin at step 0"
             )
+        if latest and latest.run_format != RUN_FORMAT:
+            raise ConfigError(
+                f"run.dir = {str(self.path)!r}: another version of longtail wrote this run, and it "
+                "cannot be resumed; give another run.dir, with model.path = "
+                f"{str(latest.policy)!r} to continue from its policy"
+            )
         if latest:
             _refuse_changes(self.path, self._written_config(), config_text)
         return latest
 
     def _holds_steps(self) -> bool:
-        """Tell whether an earlier start completed anything; an empty log is of one that did not."""
+        """Return whether an earlier start completed a step, so that its logs are not empty."""
         logs = (self.path / name for name in ("metrics.jsonl", "rollouts.jsonl"))
         return any(log.exists() and log.stat().st_size > 0 for log in logs)
 
     def _written_config(self) -> str:
-        """Return the configuration that the run was begun with."""
+        """Return the configuration of the run's last start."""
         path = self.path / CONFIG_FILE
         try:
             text = path.read_text(encoding="utf-8")
@@ -269,7 +284,7 @@ class RunDirectory:
         return text
 
     def _set_aside(self) -> None:
-        """Move what an earlier start logged out of the way of one that begins at step 0."""
+        """Move the logs of an earlier start without a checkpoint to `earlier-N`."""
         if not self._holds_steps():
             return
         numbers = (
@@ -289,11 +304,11 @@ class RunDirectory:
         )
 
     def _found(self) -> list[tuple[int, Path]]:
-        """List what is named like a checkpoint, oldest first."""
+        """Return step and path of all checkpoints, damaged ones included, oldest first."""
         return steps_in(self.checkpoints)
 
     def _put(self, temporary: Path, final_path: Path) -> None:
-        """Rename into place; a damaged namesake steps aside first."""
+        """Rename into place, after moving a damaged checkpoint of the same name away."""
         aside = self.checkpoints / f".old-{final_path.name}"
         if final_path.exists():
             shutil.rmtree(aside, ignore_errors=True)
@@ -303,31 +318,40 @@ class RunDirectory:
         shutil.rmtree(aside, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Remove the oldest, and what is newer than the newest: a resume passed it over."""
+        """Remove the oldest checkpoints, and damaged ones of later steps."""
         valid = [path for step, path in self._found() if step <= newest][-self._keep :]
         for _, path in self._found():
             if path not in valid:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Remove what a killed process left half written."""
+        """Remove the partial checkpoints of a killed process."""
         for path in self.checkpoints.glob(".*-step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
-    """List what is named step_000010 in a folder, by step; ConfigError if it cannot be listed."""
+    """Return step and path of the entries of a folder that are named like step_000010, by step.
+
+    Raises ConfigError if the folder cannot be listed.
+    """
     if not folder.is_dir():
         return []
     try:
-        named = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+        named = [(step_of(path), path) for path in folder.iterdir()]
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from error
-    return sorted((int(match[1]), path) for match, path in named if match)
+    return sorted((step, path) for step, path in named if step is not None)
+
+
+def step_of(path: Path) -> int | None:
+    """Return 10 for a path whose name is step_000010; None for other names."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 def policy_directory(path: Path) -> Path:
-    """Return the Hugging Face directory that a path means: itself, a checkpoint's, or a run's."""
+    """Return the Hugging Face directory at a path, in a checkpoint, or in a run's newest one."""
     if (path / "config.json").is_file():
         return path
     if (path / "policy" / "config.json").is_file():
@@ -343,7 +367,7 @@ def policy_directory(path: Path) -> Path:
 
 
 def _refuse_changes(path: Path, old: str, new: str) -> None:
-    """Raise ConfigError if going on under `new` would not be the run that `old` began."""
+    """Raise ConfigError if configuration `new` changes the run that `old` started."""
     changed = configfile.differences(old, new)
     steps = {"run.steps": "learner.schedule", "train.steps": "train.schedule"}
     fixed = [
@@ -354,17 +378,17 @@ def _refuse_changes(path: Path, old: str, new: str) -> None:
     if fixed:
         raise ConfigError(
             "\n  ".join([f"run.dir = {str(path)!r}: it holds a run that was begun with", *fixed])
-            + "\ngo on with its own values, or give another run.dir"
+            + "\nresume with its own values, or give another run.dir"
         )
 
 
 def _scheduled(config_text: str, name: str) -> bool:
-    """Tell whether the learning rate depends on the number of steps."""
+    """Return whether the learning rate depends on the number of steps."""
     return configfile.lookup(config_text, name) not in (None, "constant")
 
 
 def _refusal(step: int, place: Path, error: Exception) -> str:
-    """Say why a checkpoint could not be written, and what helps."""
+    """Return the message for a failed checkpoint: its cause and the remedy."""
     cause = error.__cause__ or error
     full = isinstance(cause, OSError) and cause.errno in _FULL_DISK
     full = full or any(f"os error {number}" in str(cause) for number in _FULL_DISK)

@@ -1,26 +1,23 @@
-"""The drafter of a run on disk: what it has learned survives, and nobody waits for the disk.
+"""Checkpoints of a run's drafter, written in the background.
 
     runs/example/drafter/
-      initial/                  the drafter that the run began with: a drafter directory
+      initial/                  drafter directory of the drafter at the start of the run
       step_000010/
-        tensors.safetensors     the drafter's own weights, and the texts it learns from
-        state.json              version and cursors; the seal of the file above
+        tensors.safetensors     the drafter's own weights, and its training texts
+        state.json              version and cursors, and the digest of the file above
       .new-step_000020/         being written
 
-Weights that were published are never modified, so a background thread writes them while the run
-goes on: selective (nothing of the target, no optimizer moments) and asynchronous, as in TLT (arXiv
-2511.16665). One write at a time; the next waits for the last. A resumed run takes the newest one
-that is whole and not younger than its checkpoint; without one it begins with the drafter it was
-given, and only the clock can tell. `load_run_drafter` makes one drafter of all this, for whoever
-comes later: what the first one says, with the newest weights.
+Published weights are never modified, so a thread writes them while the run continues: only the
+drafter's own weights, without optimizer moments, as in TLT (arXiv 2511.16665). A write waits for
+the one before. A resumed run loads the newest complete drafter that is not newer than its
+checkpoint, else it starts with its configured drafter, which changes only the speed.
+`load_run_drafter` combines the newest weights with the description of the initial drafter.
 """
 
 import logging
-import re
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,34 +31,28 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.run.checkpoint import UNWRITABLE, load_tensors, save_tensors, steps_in
+from longtail.run.checkpoint import UNWRITABLE, load_tensors, save_tensors, step_of, steps_in
 from longtail.system.files import open_sealed, seal_folder
 
 _log = logging.getLogger("longtail")
-_NAME = re.compile(r"step_(\d{6,})")
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
 INITIAL = "initial"
 
 
 @final
 class DrafterStore:
-    """Writes in a thread of its own; `close` waits for it."""
+    """Drafter checkpoints of a run, written in a thread of its own; `wait` waits for it."""
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
         self._directory, self._keep = directory, keep
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def save(self, step: int, state: DrafterState) -> float:
-        """Begin to write; return the seconds that the caller was kept.
-
-        Raises CheckpointError if the write before failed.
-        """
-        began = time.perf_counter()
+    def save(self, step: int, state: DrafterState) -> None:
+        """Start to write. Raises CheckpointError if the write before failed."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(step, state), daemon=True)
         self._thread.start()
-        return time.perf_counter() - began
 
     def wait(self) -> None:
         """Wait for the write in progress. Raises CheckpointError if it failed."""
@@ -76,13 +67,13 @@ class DrafterStore:
             ) from error
 
     def load(self, step: int) -> DrafterState | None:
-        """Read the newest that is whole, of this step or an earlier one; None if there is none."""
+        """Return the newest complete drafter of this step or an earlier one, None without one."""
         for found, path in reversed(steps_in(self._directory)):
             if found <= step:
                 try:
                     return _read(path)
                 except (OSError, ValueError, KeyError) as error:
-                    _log.warning("%s is damaged (%s); an older one is taken", path, error)
+                    _log.warning("%s is damaged (%s) and skipped for an older one", path, error)
         return None
 
     def _write(self, step: int, state: DrafterState) -> None:
@@ -102,7 +93,7 @@ class DrafterStore:
 
 
 def run_drafters(path: Path) -> Path | None:
-    """Return where the drafters of a run lie: of its directory, or of one of its drafter steps."""
+    """Return the drafter folder of a run, given the run's directory or a step in that folder."""
     for found in (path / "drafter", path, path.parent):
         if is_drafter(found / INITIAL):
             return found
@@ -112,17 +103,17 @@ def run_drafters(path: Path) -> Path | None:
 def load_run_drafter(
     path: Path, target: Transformer, tokenizer: Tokenizer, *, dtype: torch.dtype | None
 ) -> LoadedDrafter:
-    """Read the newest drafter of a run, or the one of a step that `path` names.
+    """Read the newest drafter of a run, or that of the step at `path`.
 
-    Raises ConfigError where the target is another, or the run's weights are another drafter's.
+    Raises ConfigError if the target differs, or if the weights do not fit the initial drafter.
     """
     place = run_drafters(path)
     assert place is not None, "a run with a drafter"
-    match = _NAME.fullmatch(path.name)
     loaded = load_drafter(place / INITIAL, target, tokenizer, strict_weights=False, dtype=dtype)
     kept = None
     if path.name != INITIAL:
-        kept = DrafterStore(place).load(int(match[1]) if match else sys.maxsize)
+        step = step_of(path)
+        kept = DrafterStore(place).load(sys.maxsize if step is None else step)
     if kept is None or not kept.numbers["version"]:
         return loaded
     try:
@@ -135,7 +126,7 @@ def load_run_drafter(
 
 
 def _trained_in(run: str, numbers: Mapping[str, Any], loaded: LoadedDrafter) -> LoadedDrafter:
-    """Say what became of a drafter in a run; how it did before is true no more."""
+    """Return a drafter with the run as its training, and without the earlier measurements."""
     name = f"{loaded.trained_on.name}, then the policy of {run} (version {numbers['version']})"
     return replace(
         loaded,

@@ -53,7 +53,7 @@ class RunLogger:
         """Write one step: metrics, rollouts, speculation and costs."""
         self.log(record.rollout.logged(step, TRAINING))
         for rollout in record.graded.rollouts if self._keeps_rollouts else ():
-            self._rollouts.append(step, rollout_row(rollout))
+            self._rollouts.write(step, rollout_row(rollout))
         if (costs := record.rollout.costs) is not None:
             cost_file.save_costs(self._directory / cost_file.FILE, costs)
         self._metrics.write(step, metrics)
@@ -63,7 +63,7 @@ class RunLogger:
         for rollout in rollouts:
             if self._speculation is None:
                 self._speculation = self._open_speculation(rollout.step)
-            self._speculation.append(rollout.step, rollout.as_json())
+            self._speculation.write(rollout.step, rollout.as_json())
 
     def _open_speculation(self, last_step: int | None) -> JsonLines:
         path = self._directory / rollout_log.FILE
@@ -75,7 +75,7 @@ class RunLogger:
         for decision in decisions:
             if self._drafter is None:
                 self._drafter = JsonLines(self._directory / DRAFTER_FILE, last_step=step)
-            self._drafter.append(step, asdict(decision))
+            self._drafter.write(step, asdict(decision))
 
     def trace(self, step: int, states: Timeline) -> None:
         """Write the states of the workers in a step, or before it."""

@@ -1,7 +1,6 @@
-"""Numbers of a step: how they are summarised, named and kept.
+"""Metrics: summary statistics, stopwatch, and writers.
 
-Names are verl's: `reward/mean`, `response_length/p99`, `timing_s/rollout`. Writers keep them; none
-of them is ever read back by the run. What is measured is the loop's business.
+Names are verl's: `reward/mean`, `response_length/p99`, `timing_s/rollout`.
 
     {"step": 3, "reward/mean": 0.41, "timing_s/rollout": 6.2}      one line of metrics.jsonl
 """
@@ -30,7 +29,7 @@ Number = int | float
 
 
 def summarize(name: str, values: Sequence[Number]) -> dict[str, float]:
-    """Return mean, standard deviation (of the population), least and greatest; {} of no values.
+    """Return mean, population standard deviation, minimum and maximum; {} without values.
 
     Example: summarize("reward", [0, 1]) == {"reward/mean": 0.5, "reward/std": 0.5,
                                              "reward/min": 0.0, "reward/max": 1.0}
@@ -43,9 +42,9 @@ def summarize(name: str, values: Sequence[Number]) -> dict[str, float]:
 
 
 def summarize_lengths(lengths: Sequence[int], name: str = "response_length") -> dict[str, float]:
-    """Return mean, p50, p90, p99 and max of lengths in tokens; {} of no lengths.
+    """Return mean, p50, p90, p99 and max of lengths in tokens; {} without lengths.
 
-    A percentile is a length that occurs: the least one that so many percent do not exceed.
+    A percentile is a length that occurs (numpy's inverted_cdf).
     """
     if not lengths:
         return {}
@@ -58,19 +57,13 @@ def summarize_lengths(lengths: Sequence[int], name: str = "response_length") -> 
 
 
 def timing(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Name seconds by section: {"rollout": 6.2} -> {"timing_s/rollout": 6.2}."""
+    """Return seconds under metric names: {"rollout": 6.2} -> {"timing_s/rollout": 6.2}."""
     return {f"timing_s/{section}": value for section, value in seconds.items()}
-
-
-def shares(seconds: Mapping[str, float], whole: str = "step") -> dict[str, float]:
-    """Divide each section's seconds by those of `whole`; 0 where nothing was measured."""
-    total = seconds.get(whole, 0.0)
-    return {s: value / total if total else 0.0 for s, value in seconds.items() if s != whole}
 
 
 @final
 class Stopwatch:
-    """Seconds by section since the last `lap`; a section entered twice adds up.
+    """Seconds of each section since the last `lap`; repeated sections are summed.
 
     Example: with watch.section("rollout"): ...
              watch.lap() == {"rollout": 6.2, "step": 8.0}     step is all time since the last lap
@@ -83,7 +76,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Count the time inside `with` towards a section, also when it is left by an exception."""
+        """Add the time of the `with` block to a section, also after an exception."""
         begin = self._clock()
         try:
             yield
@@ -91,7 +84,7 @@ class Stopwatch:
             self._seconds[name] += self._clock() - begin
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds of each section and of the whole step, and begin anew."""
+        """Return the seconds of each section and of the whole step, and restart."""
         now = self._clock()
         seconds = {**self._seconds, "step": now - self._start}
         self._seconds.clear()
@@ -100,31 +93,31 @@ class Stopwatch:
 
 
 class MetricWriter(abc.ABC):
-    """Somewhere that metrics go."""
+    """Destination of metrics."""
 
     @abc.abstractmethod
     def write(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """Keep the metrics of one step; steps come in rising order."""
+        """Write the metrics of one step; steps come in ascending order."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Write out what is pending."""
+        """Write pending data and close."""
 
 
 @final
-class JsonLines:
-    """A file of JSON objects, one a line, each with a `step`; a line is on disk once written.
+class JsonLines(MetricWriter):
+    """A file with one JSON object per line, each with a `step`; lines are not buffered.
 
     A killed process leaves at most one torn line, and lines of steps after the last checkpoint.
-    Opening for a resumed run removes both, so the file reads as if nothing had happened.
+    Opening the file for a resumed run removes both.
     """
 
     def __init__(
         self, path: Path, *, last_step: int | None = None, most_bytes: int | None = None
     ) -> None:
-        """Open for appending after `last_step`, the checkpoint's; None begins a new file.
+        """Open for lines after `last_step`, the checkpoint's; None starts a new file.
 
-        A file that grows beyond `most_bytes` loses its oldest lines, down to half of that.
+        A file that exceeds `most_bytes` loses its oldest lines, down to half of that size.
         """
         self._path, self._most_bytes = path, most_bytes
         try:
@@ -137,14 +130,14 @@ class JsonLines:
         except OSError as error:
             raise _unwritten(path, error.strerror) from error
 
-    def append(self, step: int, row: Mapping[str, Any]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line; numbers that are not finite become null.
 
-        Raises CheckpointError when the disk refuses.
+        Raises CheckpointError if the write fails.
         """
-        plain = {"step": step, **_finite(row)}
+        plain = {"step": step, **_finite(metrics)}
         text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
-        line = text.encode(errors="backslashreplace") + b"\n"  # a lone surrogate as JSON has it
+        line = text.encode(errors="backslashreplace") + b"\n"  # a lone surrogate is escaped
         try:
             written = self._file.write(line)
             if written == len(line) and self._most_bytes is not None:
@@ -155,14 +148,14 @@ class JsonLines:
             raise _unwritten(self._path, "the disk is full")
 
     def _drop_oldest(self, most_bytes: int, newest: int) -> None:
-        """Keep the newest lines that fit half of `most_bytes`, the newest of all in any case."""
+        """Keep the newest lines that fit into half of `most_bytes`, at least the last one."""
         size = self._file.tell()
         if size <= max(most_bytes, newest):
             return
         temporary = self._path.with_name(f".new-{self._path.name}")
         with self._path.open("rb") as old, temporary.open("wb") as new:
             old.seek(size - max(most_bytes // 2, newest) - 1)
-            old.readline()  # what is left of a line whose beginning is dropped
+            old.readline()  # the rest of a line that is dropped
             shutil.copyfileobj(old, new)
             new.flush()
             os.fsync(new.fileno())
@@ -173,22 +166,6 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-@final
-class JsonlWriter(MetricWriter):
-    """metrics.jsonl, always written."""
-
-    def __init__(self, path: Path, *, last_step: int | None = None) -> None:
-        self._lines = JsonLines(path, last_step=last_step)
-
-    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """Append one line."""
-        self._lines.append(step, metrics)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
 
 
 @final
@@ -204,7 +181,7 @@ class TensorBoardWriter(MetricWriter):
         self._writer = SummaryWriter(str(directory), purge_step=purge)
 
     def write(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """Add one scalar each."""
+        """Write one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -218,7 +195,7 @@ class TensorBoardWriter(MetricWriter):
 class WandbWriter(MetricWriter):
     """Weights & Biases; needs the extra `wandb`. Without an API key it records offline.
 
-    The run's id is drawn from its directory, so a resumed run goes on in the same place.
+    The run's id is a digest of its directory, so a resumed run continues the same record.
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
@@ -235,28 +212,28 @@ class WandbWriter(MetricWriter):
         )  # fmt: skip
 
     def write(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """Log one step."""
+        """Log the metrics of one step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Finish the run; offline records stay in its directory."""
+        """Finish the record; offline records stay in the run's directory."""
         self._run.finish()
 
 
 @final
 class ManyWriters(MetricWriter):
-    """Writes to each of several writers in turn."""
+    """Several writers as one."""
 
     def __init__(self, writers: Sequence[MetricWriter]) -> None:
         self._writers = tuple(writers)
 
     def write(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """Hand the metrics to each."""
+        """Write the metrics to each writer."""
         for writer in self._writers:
             writer.write(step, metrics)
 
     def close(self) -> None:
-        """Close each, in the order they were given."""
+        """Close each writer."""
         for writer in self._writers:
             writer.close()
 
@@ -264,20 +241,20 @@ class ManyWriters(MetricWriter):
 def open_writers(
     names: Sequence[str], directory: Path, *, last_step: int | None, config: Mapping[str, Any]
 ) -> MetricWriter:
-    """Open metrics.jsonl in a run directory, and the writers that `run.writers` names.
+    """Open metrics.jsonl in a run directory, and the writers in `run.writers`.
 
-    `last_step` is that of the checkpoint the run goes on from, None for a new run.
+    `last_step` is the step of the checkpoint that the run resumes, None for a new run.
     """
     makers: dict[str, Callable[[], MetricWriter]] = {
         "tensorboard": lambda: TensorBoardWriter(directory / "tensorboard", last_step=last_step),
         "wandb": lambda: WandbWriter(directory, config),
     }
     extra = [makers[name]() for name in names]
-    return ManyWriters([JsonlWriter(directory / "metrics.jsonl", last_step=last_step), *extra])
+    return ManyWriters([JsonLines(directory / "metrics.jsonl", last_step=last_step), *extra])
 
 
 def _cut_back(path: Path, last_step: int) -> None:
-    """Keep whole lines up to and including `last_step`; the file is replaced in one rename."""
+    """Keep the whole lines of steps up to `last_step`; one rename replaces the file."""
     temporary = path.with_name(f".new-{path.name}")
     damaged = 0
     with path.open("rb") as old, temporary.open("wb") as new:
@@ -294,7 +271,7 @@ def _cut_back(path: Path, last_step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a whole line, infinity for a torn or damaged one."""
+    """Return the step of a line; infinity for a torn or damaged line."""
     if not line.endswith(b"\n"):
         return math.inf
     try:
@@ -304,7 +281,7 @@ def _step_of(line: bytes) -> float:
 
 
 def _finite(value: Any) -> Any:
-    """Replace what JSON cannot say by null, at any depth."""
+    """Replace numbers that are not finite by None, at any depth."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

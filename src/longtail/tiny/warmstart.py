@@ -1,7 +1,7 @@
-"""The tiny reasoner on disk: taught once on this machine, then kept.
+"""The tiny reasoner: trained once on this machine, then cached.
 
-Whatever decides the weights (recipe, task, tokenizer, shape) is digested into the name of the
-directory, so a changed recipe is another model.
+The name of its directory has a digest of everything that determines its weights: recipe, task,
+tokenizer and shape.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ SOURCE = "tiny-reasoner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Everything that is chosen about the warm start; the defaults are the recipe."""
+    """Hyperparameters of the warm start."""
 
     num_examples: int = 9_000
     steps: int = 450
@@ -44,7 +44,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """One step of a warm start, as progress is told.
+    """Progress of the warm start after one step.
 
     Example: Lesson(step=10, steps=600, num_tokens=19_000, seconds=1.4, report=report)
     """
@@ -52,21 +52,21 @@ class Lesson:
     step: int
     steps: int
     num_tokens: int
-    """Since the first step, prompts included."""
+    """Number of tokens trained on so far, prompts included."""
     seconds: float
     report: SftReport
 
     def line(self) -> str:
-        """Say it in one line."""
+        """Return the progress as one line."""
         speed = self.num_tokens / max(self.seconds, 1e-9)
         return (
             f"warm start {self.step}/{self.steps}  loss {self.report.loss:.3f}  "
-            f"{speed:,.0f} tok/s  {self.seconds:.0f} s"
+            f"{speed:,.0f} tokens/s  {self.seconds:.0f} s"
         )
 
 
 def fresh(seed: int) -> Transformer:
-    """Return the tiny reasoner before its first lesson."""
+    """Return the tiny reasoner with fresh weights."""
     model = Transformer(tiny.model_config())
     model.initialize(torch.Generator().manual_seed(seed))
     return model
@@ -82,7 +82,7 @@ def load_tokenizer() -> hf_tokenizer.Tokenizer:
 def teach(
     recipe: Recipe, directory: Path, on_progress: Callable[[Lesson], None] | None = None
 ) -> None:
-    """Teach a fresh model by the recipe and write it as a Hugging Face directory."""
+    """Train a fresh model and write it as a Hugging Face directory."""
     words = load_tokenizer()
     examples = make_examples(
         task.examples(recipe.num_examples, recipe.seed),
@@ -117,9 +117,9 @@ def ensure(
     on_progress: Callable[[Lesson], None] | None = None,
     recipe: Recipe | None = None,
 ) -> Path:
-    """Return the directory of the warm-started model, teaching it first if it is not there.
+    """Return the directory of the trained model in `cache_dir`, by default the user's cache.
 
-    It lies under `cache_dir`, else in the user's cache.
+    The model is trained first if it is not there.
     """
     recipe = recipe or Recipe()
     return build_once(
@@ -142,7 +142,7 @@ def _settings(recipe: Recipe) -> SftSettings:
 
 
 def _digest(recipe: Recipe) -> str:
-    """Name what decides the weights: the recipe, the shape, and the text of task and tokenizer."""
+    """Return a digest of what determines the weights: recipe, shape, source of task, tokenizer."""
     digest = hashlib.sha256(repr((asdict(recipe), tiny.model_config())).encode())
     for source in (task.__file__, tokenizer.__file__):
         digest.update(Path(source).read_bytes())

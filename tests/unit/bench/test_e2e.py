@@ -9,7 +9,13 @@ import pytest
 from longtail.bench.e2e import card
 from longtail.bench.e2e.measure import ArmResult, SaveTimes, differing_share
 from longtail.bench.e2e.options import E2eBenchOptions
-from longtail.bench.e2e.outlook import Outlook, outlook, plain_step, speedup_by_running
+from longtail.bench.e2e.outlook import (
+    MeasuredStep,
+    Outlook,
+    outlook,
+    plain_step,
+    speedup_by_running,
+)
 from longtail.bench.e2e.plot import draw_curves
 from longtail.bench.e2e.task import write_prompts
 from longtail.engine.rollout_log import RolloutSeries
@@ -22,7 +28,7 @@ from support.fakes import do_without
 
 
 def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
-    """Steps of so many seconds of rollout, and some of everything else."""
+    """Steps of the given seconds of rollout, and `others` seconds of everything else."""
     rows = [
         {
             "timing_s/rollout": rollout,
@@ -134,15 +140,15 @@ def test_a_plain_step_reads_the_context_of_a_token_drawn_at_random() -> None:
 
 def looked_out(costs: CostModel = FLAT, *series: RolloutSeries) -> list[Outlook]:
     """A token in half the time, with drafts, however many are running; learning takes a second."""
-    return outlook(
-        [10, 1000],
-        series or [drafting((1,), (1,), 0.001)],
-        costs,
+    measured = MeasuredStep(
+        lengths=[10, 1000],
+        series=series or [drafting((1,), (1,), 0.001)],
+        costs=costs,
         writing_s=(1.0, 0.5),
         requests_per_worker=4,
         learning_s=1.0,
-        workers=(1, 16),
     )
+    return outlook(measured, (1, 16))
 
 
 def test_learning_dilutes_what_the_rollout_gains() -> None:

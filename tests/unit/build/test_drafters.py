@@ -1,4 +1,4 @@
-"""What names of drafters mean, which shapes of drafts are refused, which features are picked."""
+"""Names of drafters, refused shapes of drafts, and selected features."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     )
 
 
-def test_none_is_nobody_and_auto_needs_no_weights(target):
+def test_none_is_unknown_and_auto_needs_no_weights(target):
     assert open_drafters("none", target, print) == ()
     for names in ("auto", "history"):
         (drafter,) = open_drafters(names, target, print)
@@ -57,13 +57,13 @@ def test_names_joined_by_plus_are_as_many_drafters(target):
     ("names", "reason"),
     [
         ("no-such-thing", "'no-such-thing': it is neither history, tiny-reasoner nor a directory"),
-        ("history+nobody", "'nobody': it is neither"),
+        ("history+unknown", "'unknown': it is neither"),
         ("history+none", "'none': it is neither"),
         ("tiny-reasoner", "only, not for 'my-model'"),
         ("tiny-reasoner:eagle3", "only, not for 'my-model'"),
     ],
 )
-def test_a_name_that_means_nothing_here_is_refused(names, reason, target):
+def test_an_unknown_name_is_refused(names, reason, target):
     with pytest.raises(ConfigError, match=r"speculation\.drafter") as caught:
         open_drafters(names, target, print)
     assert reason in str(caught.value)
@@ -139,7 +139,7 @@ def test_what_is_picked_of_a_union_is_what_was_wanted_alone(wanted):
     assert torch.equal(picked, features_of(wanted))
 
 
-def test_nothing_is_picked_of_nothing_or_for_nobody():
+def test_nothing_is_picked_of_nothing_or_for_unknown():
     assert EAGLE3.pick(NO_TAPS, features_of(EAGLE3)) is None
     assert EAGLE3.pick(EAGLE3, None) is None
     assert NO_TAPS.pick(NO_TAPS, None) is None

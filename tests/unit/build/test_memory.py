@@ -61,57 +61,57 @@ def test_checkpointed_layers_keep_far_less() -> None:
 
 
 def _bytes(config: RunConfig, name: str) -> int:
-    items = memory.estimate(config, tiny_config("llama"), on_cpu=True).items
-    return sum(item.bytes for item in items if item.name == name)
+    estimated = memory.estimate(config, tiny_config("llama"), on_cpu=True)
+    return int(getattr(estimated, name).bytes)
 
 
-def test_each_part_follows_its_own_field() -> None:
+def test_each_item_follows_its_configuration_fields() -> None:
     parameters = memory.count_parameters(tiny_config("llama"))
     config = load(None, ["--rollout.max_running=3", "--rollout.max_tokens=100"])
     # keys and values, 2 layers, 2 heads of 8, float32, 3 requests of 512 + 100
-    assert _bytes(config, "KV cache") == 2 * 2 * 2 * 8 * 4 * 3 * 612
-    assert _bytes(load(None, ["--rollout.kv_tokens=5000"]), "KV cache") == 128 * 2 * 5000
-    assert _bytes(config, "rollout weights") == 4 * parameters
-    assert _bytes(config, "optimizer moments") == 8 * parameters
-    assert _bytes(config, "reference model") == 0
+    assert _bytes(config, "kv_cache") == 2 * 2 * 2 * 8 * 4 * 3 * 612
+    assert _bytes(load(None, ["--rollout.kv_tokens=5000"]), "kv_cache") == 128 * 2 * 5000
+    assert _bytes(config, "rollout_weights") == 4 * parameters
+    assert _bytes(config, "optimizer_moments") == 8 * parameters
+    assert _bytes(config, "reference_model") == 0
     drifting = load(None, ["--learner.kl_coef=0.1"])
-    assert _bytes(drifting, "reference model") == 4 * parameters
+    assert _bytes(drifting, "reference_model") == 4 * parameters
     # what KV may take while nothing is learned, but for what learning leaves behind
     assert memory.estimate(drifting, tiny_config("llama")).made_later == (4 + 8) * parameters
     exact = load(None, ["--learner.dtype=float64", "--rollout.dtype=bfloat16"])
-    assert _bytes(exact, "master weights") == 8 * parameters
-    assert _bytes(exact, "rollout weights") == 2 * parameters
+    assert _bytes(exact, "master_weights") == 8 * parameters
+    assert _bytes(exact, "rollout_weights") == 2 * parameters
     # the embedding is looked up, not multiplied, so it is not packed: 128 x 32
-    assert _bytes(exact, "packed matrices") == 2 * (parameters - 128 * 32)
+    assert _bytes(exact, "packed_matrices") == 2 * (parameters - 128 * 32)
 
 
 def test_each_worker_keeps_all_moments_and_an_undo_of_steps_with_several_updates() -> None:
     moments = 8 * memory.count_parameters(tiny_config("llama"))
     config = load(None, ["--cluster.workers=4"])
-    assert _bytes(config, "optimizer moments") == moments
-    assert _bytes(config, "undo of a step") == 0
+    assert _bytes(config, "optimizer_moments") == moments
+    assert _bytes(config, "undo_of_a_step") == 0
     several = load(None, ["--cluster.workers=2", "--learner.mini_batches=2"])
-    assert _bytes(several, "undo of a step") == moments // 2 + moments
+    assert _bytes(several, "undo_of_a_step") == moments // 2 + moments
 
 
-def test_shards_are_a_part_for_each_worker_and_the_whole_is_in_main_memory() -> None:
+def test_each_worker_holds_one_shard_and_all_weights_are_in_main_memory() -> None:
     weights = 4 * memory.count_parameters(tiny_config("llama"))
     words = ["--learner.sharding=full", "--learner.kl_coef=0.1", "--learner.mini_batches=2"]
     config = load(None, ["--cluster.workers=3", *words])
-    for name in ("weight shard", "gradients", "reference model"):
+    for name in ("weight_shard", "gradients", "reference_model"):
         assert _bytes(config, name) == math.ceil(weights / 3)
-    assert _bytes(config, "optimizer moments") == math.ceil(2 * weights / 3)
-    assert _bytes(config, "whole weights") == 2 * weights
-    assert _bytes(config, "undo of a step") == 0
-    on_gpu = {item.name for item in memory.estimate(config, tiny_config("llama")).items}
-    assert on_gpu.isdisjoint({"master weights", "published weights", "whole weights"})
+    assert _bytes(config, "optimizer_moments") == math.ceil(2 * weights / 3)
+    assert _bytes(config, "whole_weights") == 2 * weights
+    assert _bytes(config, "undo_of_a_step") == 0
+    on_gpu = memory.estimate(config, tiny_config("llama")).items.keys()
+    assert on_gpu.isdisjoint({"master_weights", "published_weights", "whole_weights"})
     alone = load(None, words)
-    assert _bytes(alone, "master weights") == _bytes(alone, "gradients") == weights
+    assert _bytes(alone, "master_weights") == _bytes(alone, "gradients") == weights
 
 
-def test_the_total_is_the_sum_and_a_misfit_says_what_to_lower() -> None:
+def test_the_total_is_the_sum_and_a_misfit_names_the_fields_to_lower() -> None:
     estimated = memory.estimate(RunConfig(), tiny_config())
-    assert estimated.total == sum(item.bytes for item in estimated.items)
+    assert estimated.total == sum(item.bytes for item in estimated.items.values())
     cells = [list(c.cells) for c in memory.table(estimated, estimated.total - 1, "cpu").columns]
     assert any("does not fit; lower" in str(cell) for cell in cells[2])
     cells = [list(c.cells) for c in memory.table(estimated, estimated.total, "cpu").columns]

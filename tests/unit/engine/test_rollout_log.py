@@ -90,7 +90,7 @@ def test_a_log_comes_back_from_its_file_to_the_last_bit(tmp_path: Path) -> None:
     ]
     series = _series(*reports)
     lines = JsonLines(tmp_path / "speculation.jsonl")
-    lines.append(7, LoggedRollout(step=7, series=series).as_json())
+    lines.write(7, LoggedRollout(step=7, series=series).as_json())
     lines.close()
     logged = read_rollout(tmp_path / "speculation.jsonl")
     assert (logged.step, logged.series) == (7, series)
@@ -122,9 +122,9 @@ def test_the_last_rollout_is_read_unless_a_step_is_named(tmp_path: Path) -> None
     lines = JsonLines(path)
     for step in (1, 2, 10):
         series = replace(WORKED, running=(step, step, step))
-        lines.append(step, LoggedRollout(step=step, series=series).as_json())
+        lines.write(step, LoggedRollout(step=step, series=series).as_json())
         evaluation = LoggedRollout(step=step, series=WORKED, kind=EVALUATION)
-        lines.append(step, evaluation.as_json())
+        lines.write(step, evaluation.as_json())
     lines.close()
     assert [read_rollout(path, step).series.running[0] for step in (None, 1, 10)] == [10, 1, 10]
     with path.open("a") as file:

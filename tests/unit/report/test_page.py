@@ -38,9 +38,9 @@ def _run(directory: Path, *, finished: bool = True, series: RolloutSeries | None
     metrics = JsonLines(directory / "metrics.jsonl")
     for step in (1, 2):
         logged = LoggedRollout(step=step, series=series or _series(steps=6 * step))
-        rollouts.append(step, logged.as_json())
+        rollouts.write(step, logged.as_json())
         reward = float("nan") if step == 1 else 0.5
-        metrics.append(step, {"reward/mean": reward, "timing_s/rollout": 3.0 / step})
+        metrics.write(step, {"reward/mean": reward, "timing_s/rollout": 3.0 / step})
     rollouts.close()
     metrics.close()
     if finished:

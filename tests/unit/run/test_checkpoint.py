@@ -16,6 +16,7 @@ from longtail.config.rl import RunConfig, load
 from longtail.config.sft import SftConfig
 from longtail.errors import CheckpointError, ConfigError
 from longtail.run.checkpoint import RunDirectory, policy_directory
+from longtail.system.files import seal_folder
 
 CONFIG = configfile.render(RunConfig())
 
@@ -48,7 +49,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
         yield directory
 
 
-def test_what_is_saved_comes_back_to_the_last_bit(run: RunDirectory) -> None:
+def test_a_checkpoint_is_restored_exactly(run: RunDirectory) -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     tensors = {
         "double": torch.tensor([0.1, -0.0, float("nan"), float("inf")], dtype=torch.float64),
@@ -88,7 +89,7 @@ def test_an_empty_directory_has_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "absent", "state"])
-def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     run: RunDirectory, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     _save(run, 1)
@@ -108,10 +109,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
         latest = run.load_latest()
     assert latest is not None
     assert latest.step == 1
-    assert "step_000002 is damaged and passed over" in caplog.text
+    assert "step_000002 is damaged and skipped" in caplog.text
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_run_that_went_on_without_it(
+def test_a_damaged_checkpoint_is_replaced_by_a_later_save(
     run: RunDirectory,
 ) -> None:
     for step in (1, 2):
@@ -125,7 +126,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_run_that_went_on_without_it(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_half_written(
+def test_a_full_disk_leaves_earlier_checkpoints_and_no_partial_one(
     run: RunDirectory, number: int
 ) -> None:
     _save(run, 1)
@@ -143,7 +144,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_half_written(
     assert latest.step == 1
 
 
-def test_the_reason_of_a_writer_that_translates_errors_itself_is_found(run: RunDirectory) -> None:
+def test_a_full_disk_is_recognised_as_the_cause_of_another_error(run: RunDirectory) -> None:
     def full(path: Path) -> None:
         raise CheckpointError("the model cannot be written") from OSError(errno.ENOSPC, "full")
 
@@ -180,7 +181,7 @@ def test_a_file_that_the_kernel_refuses_to_grow_is_a_checkpoint_error(tmp_path: 
     assert done.stdout.splitlines()[-1] == "1 ['step_000001']"
 
 
-def test_an_interrupted_save_leaves_nothing_and_is_not_swallowed(run: RunDirectory) -> None:
+def test_an_interrupted_save_leaves_nothing_and_raises(run: RunDirectory) -> None:
     def interrupt(path: Path) -> None:
         raise KeyboardInterrupt
 
@@ -190,7 +191,7 @@ def test_an_interrupted_save_leaves_nothing_and_is_not_swallowed(run: RunDirecto
 
 
 @pytest.mark.slow
-def test_a_process_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_process_killed_while_saving_leaves_earlier_checkpoints(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -213,13 +214,26 @@ def test_a_process_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Pa
     assert _names(run) == ["step_000001"]
 
 
-def test_a_run_goes_on_under_its_own_configuration(run: RunDirectory) -> None:
+def test_a_run_resumes_with_its_own_configuration(run: RunDirectory) -> None:
     _save(run, 4)
     run.close()
     again = RunDirectory(run.path)
     latest = again.start(CONFIG, resume=True)
     assert latest is not None
     assert latest.step == 4
+
+
+def test_a_run_of_another_version_is_refused_and_left_as_it_is(run: RunDirectory) -> None:
+    folder = run.checkpoints / "step_000004"
+    (folder / "policy").mkdir(parents=True)
+    (folder / "policy" / "config.json").write_text("{}")
+    seal_folder(folder, "state.json", {"step": 4, "state": {}})  # as before run_format
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    run.close()
+    with pytest.raises(ConfigError, match=r"another version of longtail.*give another run\.dir"):
+        RunDirectory(run.path).start(CONFIG, resume=True)
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    assert policy_directory(run.path) == folder / "policy"
 
 
 def test_a_used_directory_is_refused_when_resume_is_off(run: RunDirectory) -> None:
@@ -229,19 +243,19 @@ def test_a_used_directory_is_refused_when_resume_is_off(run: RunDirectory) -> No
         RunDirectory(run.path).start(CONFIG, resume=False)
 
 
-def test_a_start_that_came_to_nothing_does_not_use_a_directory_up(run: RunDirectory) -> None:
+def test_a_directory_with_empty_logs_counts_as_unused(run: RunDirectory) -> None:
     (run.path / "metrics.jsonl").write_text("")
     run.close()
     with RunDirectory(run.path) as again:
         assert again.start(CONFIG, resume=False) is None
 
 
-def test_a_fresh_directory_is_taken_when_resume_is_off(tmp_path: Path) -> None:
+def test_a_new_directory_is_accepted_when_resume_is_off(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path / "a" / "b").start(CONFIG, resume=False) is None
     assert (tmp_path / "a" / "b" / "config.toml").read_text() == CONFIG
 
 
-def test_a_configuration_that_would_change_the_run_is_refused_field_by_field(
+def test_a_configuration_that_changes_the_run_is_refused_with_the_fields(
     run: RunDirectory,
 ) -> None:
     _save(run, 4)
@@ -258,7 +272,7 @@ def test_a_configuration_that_would_change_the_run_is_refused_field_by_field(
     assert (run.path / "config.toml").read_text() == CONFIG
 
 
-def test_what_does_not_touch_the_weights_may_change(run: RunDirectory) -> None:
+def test_fields_without_effect_on_weights_may_change(run: RunDirectory) -> None:
     _save(run, 4)
     run.close()
     words = ["--run.steps=7", "--run.threads=1", "--run.keep_checkpoints=9"]
@@ -267,7 +281,7 @@ def test_what_does_not_touch_the_weights_may_change(run: RunDirectory) -> None:
     assert (run.path / "config.toml").read_text() == changed
 
 
-def test_the_number_of_steps_may_not_change_under_a_schedule_that_reads_it(tmp_path: Path) -> None:
+def test_the_number_of_steps_may_not_change_under_a_schedule(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.start(configfile.render(load(None, ["--learner.schedule=linear"])), resume=True)
     _save(run, 4)
@@ -313,7 +327,7 @@ def test_two_processes_do_not_share_a_run_directory(run: RunDirectory) -> None:
     assert second.stdout == ""
 
 
-def test_a_place_that_cannot_be_a_directory_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_path_that_is_a_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.dir = .*file.* cannot be written"):
         RunDirectory(tmp_path / "file").start(CONFIG, resume=True)
@@ -328,7 +342,7 @@ def test_a_policy_is_found_in_a_model_a_checkpoint_and_a_run(run: RunDirectory) 
     assert policy_directory(run.checkpoints / "step_000001").parent.name == "step_000001"
 
 
-def test_a_path_without_a_policy_is_refused_with_what_would_do(tmp_path: Path) -> None:
+def test_a_path_without_a_policy_is_refused_with_the_alternatives(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such directory; give a Hugging Face directory"):
         policy_directory(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="neither a model nor a run"):

@@ -8,10 +8,8 @@ import pytest
 from longtail.errors import CheckpointError, ConfigError
 from longtail.run.metrics import (
     JsonLines,
-    JsonlWriter,
     Stopwatch,
     open_writers,
-    shares,
     summarize,
     summarize_lengths,
     timing,
@@ -45,14 +43,12 @@ def test_no_values_have_no_summary() -> None:
     assert summarize_lengths([]) == {}
 
 
-def test_seconds_become_names_and_shares() -> None:
+def test_seconds_get_metric_names() -> None:
     seconds = {"rollout": 6.0, "update": 1.0, "step": 8.0}
     assert timing(seconds)["timing_s/rollout"] == 6.0
-    assert shares(seconds) == {"rollout": 0.75, "update": 0.125}
-    assert shares({"rollout": 0.0, "step": 0.0}) == {"rollout": 0.0}
 
 
-def test_a_stopwatch_adds_up_sections_and_starts_anew_each_lap() -> None:
+def test_a_stopwatch_sums_sections_and_restarts_with_each_lap() -> None:
     now = iter([0.0, 1.0, 3.0, 4.0, 4.5, 10.0, 11.0])
     watch = Stopwatch(lambda: next(now))
     with watch.section("rollout"):
@@ -65,16 +61,16 @@ def test_a_stopwatch_adds_up_sections_and_starts_anew_each_lap() -> None:
 
 def test_a_line_can_be_read_while_the_file_is_still_open(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "m.jsonl")
-    lines.append(1, {"reward/mean": 0.5, "name": "ü"})
+    lines.write(1, {"reward/mean": 0.5, "name": "ü"})
     assert json.loads((tmp_path / "m.jsonl").read_text()) == {
         "step": 1, "reward/mean": 0.5, "name": "ü",
     }  # fmt: skip
     lines.close()
 
 
-def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "m.jsonl")
-    lines.append(1, {"a": float("nan"), "b": [1.0, float("-inf")], "c": {"d": float("inf")}})
+    lines.write(1, {"a": float("nan"), "b": [1.0, float("-inf")], "c": {"d": float("inf")}})
     lines.close()
     row = json.loads((tmp_path / "m.jsonl").read_text())
     assert row == {"step": 1, "a": None, "b": [1.0, None], "c": {"d": None}}
@@ -86,7 +82,7 @@ def test_a_resumed_file_loses_the_torn_line_and_the_steps_after_the_checkpoint(
     path = tmp_path / "metrics.jsonl"
     whole = "".join(json.dumps({"step": step, "x": step}) + "\n" for step in (0, 1, 1, 2, 3))
     path.write_text(whole + '{"step": 2, "x"')
-    writer = JsonlWriter(path, last_step=2)
+    writer = JsonLines(path, last_step=2)
     writer.write(3, {"x": 33.0})
     writer.close()
     assert _steps(path) == [0, 1, 1, 2, 3]
@@ -97,14 +93,14 @@ def test_a_resumed_file_loses_the_torn_line_and_the_steps_after_the_checkpoint(
 def test_a_torn_line_of_a_finished_step_is_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
-    JsonlWriter(path, last_step=5).close()
+    JsonLines(path, last_step=5).close()
     assert _steps(path) == [1]
 
 
-def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n')
-    JsonlWriter(path).close()
+    JsonLines(path).close()
     assert path.read_text() == ""
 
 
@@ -118,7 +114,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
         "lines = JsonLines(Path(sys.argv[1]))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "try:\n"
-        "    for step in range(100): lines.append(step, {'x': 1.0})\n"
+        "    for step in range(100): lines.write(step, {'x': 1.0})\n"
         "except CheckpointError as error: print(error)\n"
     )
     path = tmp_path / "metrics.jsonl"
@@ -127,11 +123,11 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     )
     assert "metrics.jsonl: " in done.stdout
     assert "free some space" in done.stdout
-    JsonlWriter(path, last_step=100).close()
+    JsonLines(path, last_step=100).close()
     assert _steps(path) == list(range(len(_steps(path))))
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_same_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer = open_writers(["tensorboard"], tmp_path, last_step=None, config={})
@@ -159,7 +155,7 @@ def test_a_bounded_file_keeps_its_newest_lines_whole(tmp_path: Path, most: int) 
     path = tmp_path / "lines.jsonl"
     lines = JsonLines(path, most_bytes=most)
     for step in range(1, 10):
-        lines.append(step, {"some": "x"})  # 25 bytes
+        lines.write(step, {"some": "x"})  # 25 bytes
         assert _steps(path)[-1] == step
         assert path.stat().st_size <= max(most, 25)
         assert _steps(path) == list(range(_steps(path)[0], step + 1))
@@ -167,25 +163,25 @@ def test_a_bounded_file_keeps_its_newest_lines_whole(tmp_path: Path, most: int) 
     assert len(_steps(path)) >= max(most // 2 // 25, 1)
 
 
-def test_damaged_lines_are_left_out_and_counted(
+def test_damaged_lines_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     damaged = [b"\xff\xfe", b"[" * 100_000, b'{"step": 1e999}', b"3", b'{"step": 9' + b"9" * 5000]
     path.write_bytes(b'{"step": 1}\n' + b"\n".join(damaged) + b'\n{"step": 2}\n')
-    JsonlWriter(path, last_step=2).close()
+    JsonLines(path, last_step=2).close()
     assert _steps(path) == [1, 2]
     assert "metrics.jsonl: 5 damaged lines are left out" in caplog.text
 
 
-def test_a_lone_surrogate_is_written_as_json_has_it(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_escaped(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "lines.jsonl")
-    lines.append(1, {"text": "\ud83d and \u00e9"})
+    lines.write(1, {"text": "\ud83d and \u00e9"})
     lines.close()
     assert json.loads((tmp_path / "lines.jsonl").read_bytes())["text"] == "\ud83d and \u00e9"
 
 
-def test_a_folder_in_a_files_place_is_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_a_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: Is a directory"):
-        JsonlWriter(tmp_path / "metrics.jsonl")
+        JsonLines(tmp_path / "metrics.jsonl")

@@ -60,8 +60,7 @@ class _Argument:
 
     @property
     def flag(self) -> str:
-        negative = self.default is True
-        return "--" + "no-" * negative + self.name.replace("_", "-")
+        return ("--no-" if self.default is True else "--") + self.name.replace("_", "-")
 
     def add_to(self, parser: Any, help_text: str) -> None:
         """Declare the argument; its value is None unless it is given."""
@@ -134,17 +133,9 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type) -> None:
     """Declare every field of an options class."""
     groups: dict[str, Any] = {}
     arguments = list(_arguments(kind))
+    quick = [f"{each.flag} {shown(each.option.quick)}" for each in arguments if each.option.quick]
     for each in arguments:
-        text = each.help_text()
-        if each.name == "quick":
-            text = " ".join(
-                [text]
-                + [
-                    f"{other.flag} {shown(other.option.quick)}"
-                    for other in arguments
-                    if other.option.quick is not None
-                ]
-            )
+        text = " ".join([each.help_text(), *(quick if each.name == "quick" else [])])
         group = each.option.group
         if group is not None and group not in groups:
             groups[group] = parser.add_mutually_exclusive_group()

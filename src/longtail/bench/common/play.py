@@ -125,7 +125,7 @@ def play_beside(
 def differing_share(
     one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]
 ) -> float:
-    """Share of the texts that differ, over the length that both were written to."""
+    """Return the share of the texts that differ, over the length that both were written to."""
     both = [(one[name], other[name]) for name in one if one[name] and other[name]]
     different = sum(a[: len(b)] != b[: len(a)] for a, b in both)
     return different / max(len(both), 1)

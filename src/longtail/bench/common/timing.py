@@ -63,7 +63,7 @@ def paired(
 
 
 def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
-    """Spread of the ratio taken within each pair of runs, so that drift cancels."""
+    """Return the spread of the ratio taken within each pair of runs, so that drift cancels."""
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 

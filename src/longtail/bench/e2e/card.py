@@ -8,7 +8,7 @@ from longtail.bench.common.card import Table, by_position, numbers
 from longtail.bench.common.timing import Spread, ratios
 from longtail.bench.e2e.measure import ACCEPT, OFF, SPOT, ArmResult, differing_share
 from longtail.bench.e2e.options import E2eBenchOptions
-from longtail.bench.e2e.outlook import Outlook, outlook
+from longtail.bench.e2e.outlook import MeasuredStep, Outlook, outlook
 
 _MORE_WORKERS = (8, 32, 128)
 _PARTS = ("rollout", "reward", "logprob", "update", "publish", "drafter", "step")
@@ -114,33 +114,33 @@ def _predictions(options: E2eBenchOptions, found: Mapping[str, ArmResult]) -> li
         return _median(result, "cluster/generating_s") / options.workers
 
     logprob_s, update_s = (off.column(f"timing_s/{part}") for part in ("logprob", "update"))
-    return outlook(
-        off.lengths,
-        spot.series,
-        spot.costs,
+    measured = MeasuredStep(
+        lengths=off.lengths,
+        series=spot.series,
+        costs=spot.costs,
         writing_s=(writing_s(off), writing_s(spot)),
         requests_per_worker=max(len(off.lengths) // (options.steps * options.workers), 1),
         learning_s=_median_of([a + b for a, b in zip(logprob_s, update_s, strict=True)]),
-        workers=(options.workers, *_MORE_WORKERS),
     )
+    return outlook(measured, (options.workers, *_MORE_WORKERS))
 
 
 def _prediction_error(predicted: list[Outlook], found: Mapping[str, ArmResult]) -> float | None:
-    """Relative error of the rollout's predicted gain for the measured number of workers."""
+    """Return the relative error of the predicted rollout gain for the measured workers."""
     if not predicted:
         return None
     return predicted[0].rollout_gain / _speedup(found[OFF], found[SPOT], "rollout").median - 1.0
 
 
 def _checkpoint_ratio(spot: ArmResult) -> dict[str, float] | None:
-    """Blocking seconds of the drafter's checkpoint over those of a full one."""
+    """Return the blocking seconds of the drafter's checkpoint over those of a full one."""
     if not spot.saves:
         return None
     return ratios([s.own_s for s in spot.saves], [s.full_s for s in spot.saves]).numbers()
 
 
 def _steps_until_frozen(found: Mapping[str, ArmResult]) -> int | None:
-    """Steps after which the arm cold accepts as much as the arm frozen."""
+    """Return the steps after which the arm cold accepts as much as the arm frozen."""
     if "cold" not in found or "frozen" not in found:
         return None
     both = zip(found["cold"].column(ACCEPT), found["frozen"].column(ACCEPT), strict=True)
@@ -160,7 +160,7 @@ def _median_of(values: list[float]) -> float:
 
 
 def _idle_share(result: ArmResult) -> float:
-    """Share of the workers' time outside generation and learning; spot training counts as idle."""
+    """Return the workers' idle share; spot training counts as idle time."""
     names = ("generating", "idle", "spot", "learning")
     sums = {name: sum(result.column(f"cluster/{name}_s")) for name in names}
     total = sum(sums.values())

@@ -187,7 +187,7 @@ def measure(
 
 
 def differing_share(one: ArmResult, other: ArmResult) -> float:
-    """Share of the texts that differ."""
+    """Return the share of the texts that differ."""
     both = one.texts.keys() & other.texts.keys()
     return sum(one.texts[name] != other.texts[name] for name in both) / max(len(both), 1)
 

@@ -39,35 +39,38 @@ class Outlook:
     """Gain of rollout and learning together; learning takes as long as measured."""
 
 
-def outlook(
-    lengths: Sequence[int],
-    series: Sequence[RolloutSeries],
-    costs: CostModel,
-    *,
-    writing_s: tuple[float, float],
-    requests_per_worker: int,
-    learning_s: float,
-    workers: Sequence[int],
-) -> list[Outlook]:
-    """Predict a step for each number of workers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """Figures of the measured workers."""
 
-    `lengths` are tokens of the completions, `series` the rollouts with drafts, `writing_s` the
-    seconds in which a mean worker writes in a rollout, without and with drafts.
-    """
-    plain_s = plain_step(costs, lengths)
-    speedup = speedup_by_running(series, plain_s)
+    lengths: Sequence[int]
+    """Tokens of each completion."""
+    series: Sequence[RolloutSeries]
+    """Rollouts with drafts."""
+    costs: CostModel
+    writing_s: tuple[float, float]
+    """Seconds in which a mean worker writes in a rollout, without and with drafts."""
+    requests_per_worker: int
+    learning_s: float
+
+
+def outlook(measured: MeasuredStep, workers: Sequence[int]) -> list[Outlook]:
+    """Predict a step for each number of workers."""
+    plain_s = plain_step(measured.costs, measured.lengths)
+    speedup, learning_s = speedup_by_running(measured.series, plain_s), measured.learning_s
     found = []
     for number in workers:
         predicted = predict(
-            lengths,
+            measured.lengths,
             step_s=plain_s,
             speedup=speedup,
             workers=number,
-            requests_per_worker=requests_per_worker,
+            requests_per_worker=measured.requests_per_worker,
             seed=_SEED,
         )
-        idle_shares = (predicted.idle_share, predicted.idle_share_spot)
-        off, spot = (s / (1.0 - idle) for s, idle in zip(writing_s, idle_shares, strict=True))
+        plain_writing_s, spot_writing_s = measured.writing_s
+        off = plain_writing_s / (1.0 - predicted.idle_share)
+        spot = spot_writing_s / (1.0 - predicted.idle_share_spot)
         found.append(
             Outlook(
                 workers=number,

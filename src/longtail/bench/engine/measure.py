@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import final
@@ -188,16 +188,6 @@ def measure_model(
 
 
 @final
-@dataclass(slots=True)
-class _Turns:
-    """Results of all contestants of a cell, turn by turn."""
-
-    engine: list[EngineTurn] = field(default_factory=list)
-    peers: dict[PeerKind, list[Turn]] = field(default_factory=dict)
-    floor: list[FloorTime] = field(default_factory=list)
-
-
-@final
 class Cell:
     """The contestants of one model at one batch size, warmed up."""
 
@@ -220,7 +210,9 @@ class Cell:
             peer.generate(self._prompts, warm_tokens)
         floor_s = self._floor.measure(3).step_s
         self._floor_steps = max(1, min(new_tokens, round(_FLOOR_SECONDS / floor_s)))
-        self._turns = _Turns(peers={kind: [] for kind in peers})
+        self._engine_turns: list[EngineTurn] = []
+        self._peer_turns: dict[PeerKind, list[Turn]] = {kind: [] for kind in peers}
+        self._floor_times: list[FloorTime] = []
 
     def measure(self, name: str, repeats: int) -> CellResult:
         """Run the contestants in turns and compare them within each turn."""
@@ -228,10 +220,20 @@ class Cell:
         contestants |= {kind: partial(self._run_peer, kind) for kind in self._peers}
         seconds = paired(contestants | {"floor": self._run_floor}, repeats=repeats, warmup=0)
         del seconds["floor"]
-        turns, num_tokens = self._turns, len(self._prompts) * self._new_tokens
-        steps = [turn.decode_step_s for turn in turns.engine]
-        floors = [each.step_s for each in turns.floor]
-        linears = [each.linear_s for each in turns.floor]
+        turns, num_tokens = self._engine_turns, len(self._prompts) * self._new_tokens
+        steps = [turn.decode_step_s for turn in turns]
+        floors = [each.step_s for each in self._floor_times]
+        linears = [each.linear_s for each in self._floor_times]
+        # helper threads of a peer may take its share above 1
+        timed: list[EngineTurn | Turn] = [*turns, *chain(*self._peer_turns.values())]
+        cpu_ratios: dict[str, Spread] = {
+            kind: ratios([turn.cpu_seconds for turn in own], [turn.cpu_seconds for turn in turns])
+            for kind, own in self._peer_turns.items()
+        }
+        cpu_ratios["floor"] = ratios(
+            [turn.decode_step_cpu_s for turn in turns],
+            [each.step_cpu_s for each in self._floor_times],
+        )
         return CellResult(
             model=name,
             batch=len(self._prompts),
@@ -239,45 +241,27 @@ class Cell:
                 arm: Spread.of([num_tokens / each for each in taken])
                 for arm, taken in seconds.items()
             },
-            peer_ratios={kind: ratios(seconds[kind], seconds["engine"]) for kind in turns.peers},
+            peer_ratios={kind: ratios(seconds[kind], seconds["engine"]) for kind in self._peers},
             floor_ratio=ratios(steps, floors),
             linear_floor_ratio=ratios(steps, linears),
             step_ms=Spread.of(steps).scaled(1e3),
             floor_ms=Spread.of(floors).scaled(1e3),
             linear_floor_ms=Spread.of(linears).scaled(1e3),
-            floor_attention=turns.floor[-1].attention,
-            bookkeeping_share=Spread.of([turn.bookkeeping_share for turn in turns.engine]),
-            sampler_share=Spread.of([turn.sampler_share for turn in turns.engine]),
-            lowest_cpu_share=self._lowest_cpu_share(),
-            cpu_ratios=self._cpu_ratios(),
+            floor_attention=self._floor_times[-1].attention,
+            bookkeeping_share=Spread.of([turn.bookkeeping_share for turn in turns]),
+            sampler_share=Spread.of([turn.sampler_share for turn in turns]),
+            lowest_cpu_share=min(1.0, *(turn.cpu_seconds / turn.seconds for turn in timed)),
+            cpu_ratios=cpu_ratios,
         )
 
     def _run_engine(self) -> float:
-        self._turns.engine.append(engine_turn(self._engine, self._prompts, self._new_tokens))
-        return self._turns.engine[-1].seconds
+        self._engine_turns.append(engine_turn(self._engine, self._prompts, self._new_tokens))
+        return self._engine_turns[-1].seconds
 
     def _run_peer(self, kind: PeerKind) -> float:
-        self._turns.peers[kind].append(self._peers[kind].generate(self._prompts, self._new_tokens))
-        return self._turns.peers[kind][-1].seconds
+        self._peer_turns[kind].append(self._peers[kind].generate(self._prompts, self._new_tokens))
+        return self._peer_turns[kind][-1].seconds
 
     def _run_floor(self) -> float:
-        self._turns.floor.append(self._floor.measure(self._floor_steps))
-        return self._turns.floor[-1].step_s
-
-    def _lowest_cpu_share(self) -> float:
-        """Share of the most disturbed turn; helper threads of a peer may take it above 1."""
-        timed: list[EngineTurn | Turn] = [
-            *self._turns.engine,
-            *chain(*self._turns.peers.values()),
-        ]
-        return min(1.0, *(turn.cpu_seconds / turn.seconds for turn in timed))
-
-    def _cpu_ratios(self) -> dict[str, Spread]:
-        """Ratios like those by the clock, by the CPU time of each turn."""
-        engine = [turn.cpu_seconds for turn in self._turns.engine]
-        steps = [turn.decode_step_cpu_s for turn in self._turns.engine]
-        found: dict[str, Spread] = {
-            kind: ratios([turn.cpu_seconds for turn in taken], engine)
-            for kind, taken in self._turns.peers.items()
-        }
-        return found | {"floor": ratios(steps, [each.step_cpu_s for each in self._turns.floor])}
+        self._floor_times.append(self._floor.measure(self._floor_steps))
+        return self._floor_times[-1].step_s

@@ -160,7 +160,7 @@ def checks(heads: Heads, vocab_size: int, device: torch.device, *, long: int) ->
 
 @torch.inference_mode()
 def copy_bandwidth(clock: DeviceClock, num_bytes: int) -> float:
-    """Bytes per second of a copy within the device, read and written."""
+    """Return the bytes per second of a copy within the device, read and written."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
     return 2 * num_bytes / clock.seconds(lambda: target.copy_(source), inner=3)
@@ -195,7 +195,7 @@ def attention(
 
 
 def _flex_us(clock: DeviceClock, query: Tensor, keys: Tensor, values: Tensor) -> float | None:
-    """Microseconds of FlexAttention, compiled for these shapes; None where it refuses them."""
+    """Return the microseconds of compiled FlexAttention; None where it refuses the shapes."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)

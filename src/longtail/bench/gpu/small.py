@@ -144,7 +144,7 @@ def operations(
 
 
 def _compiled_us(clock: DeviceClock, operation: _Operation) -> float | None:
-    """Microseconds of the compiled operation; None on a CPU, and where the compiler refuses it."""
+    """Return the microseconds of the compiled operation; None where it cannot be compiled."""
     if clock.device.type == "cpu":
         return None
     # Not a `partial`: all partials share one code object, and so its limit of compilations.

@@ -52,7 +52,7 @@ def random_subject(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def changes_no_bit(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether batch-invariant drafting leaves every bit of tokens and logprobs unchanged."""
+    """Return whether batch-invariant drafting leaves every bit of tokens and logprobs unchanged."""
     subject = random_subject(config, dtype, device)
     subject.model.batch_invariant = True
     engine = subject.engine(8)

@@ -38,7 +38,7 @@ def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def read_bytes(model: Transformer) -> int:
-    """Bytes of weights that a step of few tokens reads: all but an untied embedding."""
+    """Return the bytes of weights that a step of few tokens reads: all but an untied embedding."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     embedding = model.embedding.weight
     untied = embedding is not model.head.weight

@@ -63,7 +63,7 @@ def run(options: DrafterBenchOptions, work: Workload | None = None) -> int:
 
 
 def gradient_gap(work: Workload, recipe: Recipe, unroll_steps: int) -> float:
-    """Largest difference between layouts of a float64 update, relative to the largest update.
+    """Return the largest relative difference between the layouts' float64 updates.
 
     With eps = 1 AdamW's first update is g / (|g| + 1): as smooth as the gradient itself.
     """

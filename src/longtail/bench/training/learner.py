@@ -60,7 +60,7 @@ def run(options: LearnerBenchOptions) -> int:
 
 
 def gradient_gap(work: Workload) -> float:
-    """Largest difference between layouts of a float64 update, relative to the largest update.
+    """Return the largest relative difference between the layouts' float64 updates.
 
     With eps = 1 AdamW's first update is g / (|g| + 1): as smooth as the gradient itself.
     """

@@ -164,7 +164,7 @@ def benchmark_model(hidden: int = 128, layers: int = 8) -> Transformer:
 
 
 def largest_gap(update: Callable[[str], Tensor]) -> float:
-    """Largest difference between the layouts' updates, relative to the largest update."""
+    """Return the largest difference of the layouts' updates, relative to the largest update."""
     first, *others = [update(layout) for layout in LAYOUTS]
     return max((first - other).abs().max().item() for other in others) / first.abs().max().item()
 

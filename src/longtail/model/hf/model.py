@@ -45,9 +45,7 @@ def stored_dtype(path: Path | str) -> torch.dtype:
 
 
 def load_model(
-    path: Path | str,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
+    path: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Transformer:
     """Read a model directory; a `dtype` of None keeps the stored dtype.
 

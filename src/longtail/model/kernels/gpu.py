@@ -5,10 +5,9 @@ and attend. Nothing waits for the device, so a whole draft is launched without s
 """
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from longtail.model.kernels.ops import Places, TorchKernels
+from longtail.model.attention import Heads, KVHeads
+from longtail.model.kernels.ops import Indices, Places, Rows, TorchKernels
 from longtail.model.kernels.pages import PageKernels, Pages, Tiles
 
 
@@ -20,25 +19,20 @@ class GpuKernels(TorchKernels):
 
     def store_rows(
         self,
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        rows: Int[Tensor, "tokens"],
-        slots: Int[Tensor, "tokens"],
+        keys: KVHeads,
+        values: KVHeads,
+        key_rows: Rows,
+        value_rows: Rows,
+        rows: Indices,
+        slots: Indices,
     ) -> None:
         """Store into pages of one row each."""
         addresses = rows * key_rows.shape[1] + slots
         self._pages.store(keys, values, Pages(key_rows, value_rows), addresses)
 
     def attend_rows(
-        self,
-        queries: Float[Tensor, "tokens heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        places: Places,
-        window: int,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
+        self, queries: Heads, key_rows: Rows, value_rows: Rows, places: Places, window: int
+    ) -> Heads:
         """Attend over pages of one row each, in tiles of one token."""
         device = queries.device
         tables = torch.arange(len(key_rows), dtype=torch.int32, device=device)[:, None]

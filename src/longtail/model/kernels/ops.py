@@ -16,25 +16,33 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.model.attention import causal_window_mask
+from longtail.model.attention import Heads, KVHeads, causal_window_mask
 from longtail.model.rope import Rotation
 
 NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128)
+
+# Shapes of the kernels' tensors.
+Hidden = Float[Tensor, "tokens hidden"]
+NormWeight = Float[Tensor, "hidden"]
+HeadWeight = Float[Tensor, "head_dim"]
+AllHeads = Float[Tensor, "tokens all_heads head_dim"]
+Rows = Float[Tensor, "rows row_len kv_heads head_dim"]
+Indices = Int[Tensor, "tokens"]
 
 
 class Residual(NamedTuple):
     """The residual stream after an addition, and its norm."""
 
-    stream: Float[Tensor, "tokens hidden"]
-    normed: Float[Tensor, "tokens hidden"]
+    stream: Hidden
+    normed: Hidden
 
 
 class QueryKeyValue(NamedTuple):
     """Queries, keys and values of one layer, after the rotation."""
 
-    queries: Float[Tensor, "tokens heads head_dim"]
-    keys: Float[Tensor, "tokens kv_heads head_dim"]
-    values: Float[Tensor, "tokens kv_heads head_dim"]
+    queries: Heads
+    keys: KVHeads
+    values: KVHeads
 
 
 class Places(NamedTuple):
@@ -49,16 +57,16 @@ class Places(NamedTuple):
         visible   0b1 0b11 0b101
     """
 
-    rows: Int[Tensor, "tokens"]
-    slots: Int[Tensor, "tokens"]
-    contexts: Int[Tensor, "tokens"]
-    depths: Int[Tensor, "tokens"]
+    rows: Indices
+    slots: Indices
+    contexts: Indices
+    depths: Indices
     """Number of tokens seen after the context; windows count back from contexts + depths."""
-    visible: Int[Tensor, "tokens"]
+    visible: Indices
     """Bit i is slot contexts + i."""
 
 
-def text_places(rows: Int[Tensor, "tokens"], slots: Int[Tensor, "tokens"]) -> Places:
+def text_places(rows: Indices, slots: Indices) -> Places:
     """Return the places of text tokens, which see every slot of their row up to their own."""
     none = torch.zeros_like(slots)
     return Places(rows, slots, slots + 1, none, none)
@@ -73,21 +81,17 @@ class Kernels(abc.ABC):
 
     @abc.abstractmethod
     def add_norm(
-        self,
-        stream: Float[Tensor, "tokens hidden"],
-        delta: Float[Tensor, "tokens hidden"] | None,
-        weight: Float[Tensor, "hidden"],
-        eps: float,
+        self, stream: Hidden, delta: Hidden | None, weight: NormWeight, eps: float
     ) -> Residual:
         """Add `delta`, if any, to the stream and take its RMS norm."""
 
     @abc.abstractmethod
     def rotate(
         self,
-        qkv: Float[Tensor, "tokens all_heads head_dim"],
+        qkv: AllHeads,
         num_heads: int,
-        q_weight: Float[Tensor, "head_dim"] | None,
-        k_weight: Float[Tensor, "head_dim"] | None,
+        q_weight: HeadWeight | None,
+        k_weight: HeadWeight | None,
         eps: float,
         rotation: Rotation,
     ) -> QueryKeyValue:
@@ -100,24 +104,19 @@ class Kernels(abc.ABC):
     @abc.abstractmethod
     def store_rows(
         self,
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        rows: Int[Tensor, "tokens"],
-        slots: Int[Tensor, "tokens"],
+        keys: KVHeads,
+        values: KVHeads,
+        key_rows: Rows,
+        value_rows: Rows,
+        rows: Indices,
+        slots: Indices,
     ) -> None:
         """Store each token's key and value at its (row, slot)."""
 
     @abc.abstractmethod
     def attend_rows(
-        self,
-        queries: Float[Tensor, "tokens heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        places: Places,
-        window: int,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
+        self, queries: Heads, key_rows: Rows, value_rows: Rows, places: Places, window: int
+    ) -> Heads:
         """Attend each token to its visible slots, at most `window` tokens back (0: all)."""
 
 
@@ -129,11 +128,7 @@ class TorchKernels(Kernels):
         return dtype
 
     def add_norm(
-        self,
-        stream: Float[Tensor, "tokens hidden"],
-        delta: Float[Tensor, "tokens hidden"] | None,
-        weight: Float[Tensor, "hidden"],
-        eps: float,
+        self, stream: Hidden, delta: Hidden | None, weight: NormWeight, eps: float
     ) -> Residual:
         """Add, then norm with statistics in float32 or float64."""
         stream = stream if delta is None else stream + delta
@@ -141,10 +136,10 @@ class TorchKernels(Kernels):
 
     def rotate(
         self,
-        qkv: Float[Tensor, "tokens all_heads head_dim"],
+        qkv: AllHeads,
         num_heads: int,
-        q_weight: Float[Tensor, "head_dim"] | None,
-        k_weight: Float[Tensor, "head_dim"] | None,
+        q_weight: HeadWeight | None,
+        k_weight: HeadWeight | None,
         eps: float,
         rotation: Rotation,
     ) -> QueryKeyValue:
@@ -163,12 +158,12 @@ class TorchKernels(Kernels):
 
     def store_rows(
         self,
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        rows: Int[Tensor, "tokens"],
-        slots: Int[Tensor, "tokens"],
+        keys: KVHeads,
+        values: KVHeads,
+        key_rows: Rows,
+        value_rows: Rows,
+        rows: Indices,
+        slots: Indices,
     ) -> None:
         """Scatter into the rows."""
         flat = rows * key_rows.shape[1] + slots
@@ -176,13 +171,8 @@ class TorchKernels(Kernels):
         value_rows.flatten(0, 1).index_copy_(0, flat, values)
 
     def attend_rows(
-        self,
-        queries: Float[Tensor, "tokens heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        places: Places,
-        window: int,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
+        self, queries: Heads, key_rows: Rows, value_rows: Rows, places: Places, window: int
+    ) -> Heads:
         """Attend in one call per run of text tokens and per draft node, without padding."""
         rows, _, contexts, depths, visible = (each.tolist() for each in places)
         parts = []
@@ -244,11 +234,7 @@ class NativeKernels(Kernels):
         return torch.float32
 
     def add_norm(
-        self,
-        stream: Float[Tensor, "tokens hidden"],
-        delta: Float[Tensor, "tokens hidden"] | None,
-        weight: Float[Tensor, "hidden"],
-        eps: float,
+        self, stream: Hidden, delta: Hidden | None, weight: NormWeight, eps: float
     ) -> Residual:
         """Add in place and norm, in one pass."""
         normed = torch.empty_like(stream)
@@ -260,10 +246,10 @@ class NativeKernels(Kernels):
 
     def rotate(
         self,
-        qkv: Float[Tensor, "tokens all_heads head_dim"],
+        qkv: AllHeads,
         num_heads: int,
-        q_weight: Float[Tensor, "head_dim"] | None,
-        k_weight: Float[Tensor, "head_dim"] | None,
+        q_weight: HeadWeight | None,
+        k_weight: HeadWeight | None,
         eps: float,
         rotation: Rotation,
     ) -> QueryKeyValue:
@@ -271,17 +257,10 @@ class NativeKernels(Kernels):
         tokens, all_heads, dim = qkv.shape
         kv_heads = (all_heads - num_heads) // 2
         self._rotate(
-            qkv.data_ptr(),
-            None if q_weight is None else q_weight.data_ptr(),
-            None if k_weight is None else k_weight.data_ptr(),
-            rotation.cos.data_ptr(),
-            rotation.sin.data_ptr(),
-            tokens,
-            num_heads,
-            kv_heads,
-            dim,
-            eps,
-        )
+            qkv.data_ptr(), None if q_weight is None else q_weight.data_ptr(),
+            None if k_weight is None else k_weight.data_ptr(), rotation.cos.data_ptr(),
+            rotation.sin.data_ptr(), tokens, num_heads, kv_heads, dim, eps,
+        )  # fmt: skip
         return QueryKeyValue(*torch.split(qkv, [num_heads, kv_heads, kv_heads], 1))
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
@@ -293,55 +272,31 @@ class NativeKernels(Kernels):
 
     def store_rows(
         self,
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        rows: Int[Tensor, "tokens"],
-        slots: Int[Tensor, "tokens"],
+        keys: KVHeads,
+        values: KVHeads,
+        key_rows: Rows,
+        value_rows: Rows,
+        rows: Indices,
+        slots: Indices,
     ) -> None:
         """Copy into the rows."""
         tokens, kv_heads, dim = keys.shape
         self._store_kv(
-            keys.data_ptr(),
-            values.data_ptr(),
-            keys.stride(0),
-            key_rows.data_ptr(),
-            value_rows.data_ptr(),
-            key_rows.stride(0),
-            rows.data_ptr(),
-            slots.data_ptr(),
-            tokens,
+            keys.data_ptr(), values.data_ptr(), keys.stride(0), key_rows.data_ptr(),
+            value_rows.data_ptr(), key_rows.stride(0), rows.data_ptr(), slots.data_ptr(), tokens,
             kv_heads * dim,
-        )
+        )  # fmt: skip
 
     def attend_rows(
-        self,
-        queries: Float[Tensor, "tokens heads head_dim"],
-        key_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        value_rows: Float[Tensor, "rows row_len kv_heads head_dim"],
-        places: Places,
-        window: int,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
+        self, queries: Heads, key_rows: Rows, value_rows: Rows, places: Places, window: int
+    ) -> Heads:
         """Attend all tokens in one call, each over its own length."""
         tokens, heads, dim = queries.shape
         out = queries.new_empty(tokens, heads, dim)
         self._attend(
-            queries.data_ptr(),
-            queries.stride(0),
-            key_rows.data_ptr(),
-            value_rows.data_ptr(),
-            key_rows.stride(0),
-            places.rows.data_ptr(),
-            places.contexts.data_ptr(),
-            places.depths.data_ptr(),
-            places.visible.data_ptr(),
-            out.data_ptr(),
-            tokens,
-            heads,
-            key_rows.shape[2],
-            dim,
-            window,
-            torch.get_num_threads(),
-        )
+            queries.data_ptr(), queries.stride(0), key_rows.data_ptr(), value_rows.data_ptr(),
+            key_rows.stride(0), places.rows.data_ptr(), places.contexts.data_ptr(),
+            places.depths.data_ptr(), places.visible.data_ptr(), out.data_ptr(), tokens, heads,
+            key_rows.shape[2], dim, window, torch.get_num_threads(),
+        )  # fmt: skip
         return out

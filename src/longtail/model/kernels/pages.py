@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longtail.model.kernels.ops import Places
+from longtail.model.attention import Heads, KVHeads
+from longtail.model.kernels.ops import Indices, Places
 from longtail.speculation.tree import MAX_NODES
 
 
@@ -46,19 +47,13 @@ class PageKernels(abc.ABC):
         """
 
     @abc.abstractmethod
-    def store(
-        self,
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        pages: Pages,
-        addresses: Int[Tensor, "tokens"],
-    ) -> None:
+    def store(self, keys: KVHeads, values: KVHeads, pages: Pages, addresses: Indices) -> None:
         """Write each token's key and value at its address (`page_addresses`)."""
 
     @abc.abstractmethod
     def attend(
         self,
-        queries: Float[Tensor, "tokens heads head_dim"],
+        queries: Heads,
         pages: Pages,
         tables: Int[Tensor, "rows row_pages"],
         places: Places,
@@ -66,7 +61,7 @@ class PageKernels(abc.ABC):
         window: int,
         *,
         long: bool,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
+    ) -> Heads:
         """Attend each token to its visible slots, at most `window` tokens back (0: all)."""
 
 
@@ -78,20 +73,14 @@ class TorchPageKernels(PageKernels):
         """Return 1."""
         return 1
 
-    def store(
-        self,
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        pages: Pages,
-        addresses: Int[Tensor, "tokens"],
-    ) -> None:
+    def store(self, keys: KVHeads, values: KVHeads, pages: Pages, addresses: Indices) -> None:
         """Scatter into the pages."""
         for kept, new in zip(pages, (keys, values), strict=True):
             kept.flatten(0, 1).index_copy_(0, addresses, new)
 
     def attend(
         self,
-        queries: Float[Tensor, "tokens heads head_dim"],
+        queries: Heads,
         pages: Pages,
         tables: Int[Tensor, "rows row_pages"],
         places: Places,
@@ -99,7 +88,7 @@ class TorchPageKernels(PageKernels):
         window: int,
         *,
         long: bool,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
+    ) -> Heads:
         """Gather, mask and attend."""
         keys, values = (kept[tables[places.rows]].flatten(1, 2) for kept in pages)
         seen = _seen(places, keys.shape[1], window)
@@ -126,7 +115,7 @@ def _seen(places: Places, num_slots: int, window: int) -> Bool[Tensor, "tokens s
 
 def page_addresses(
     tables: Int[Tensor, "rows row_pages"], places: Places, page_size: int
-) -> Int[Tensor, "tokens"]:
+) -> Indices:
     """Return the index of each token's slot among the slots of all pages."""
     page = tables[places.rows, places.slots // page_size]
     return page * page_size + places.slots % page_size

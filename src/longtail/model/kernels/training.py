@@ -20,7 +20,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longtail.model.kernels import native
-from longtail.model.kernels.ops import Kernels, QueryKeyValue, Residual, TorchKernels
+from longtail.model.kernels.ops import (
+    AllHeads,
+    HeadWeight,
+    Hidden,
+    Kernels,
+    NormWeight,
+    QueryKeyValue,
+    Residual,
+    TorchKernels,
+)
 from longtail.model.rope import Rotation
 from longtail.system import machine
 
@@ -217,11 +226,7 @@ class NativeTrainingKernels(TorchKernels):
         return self
 
     def add_norm(
-        self,
-        stream: Float[Tensor, "tokens hidden"],
-        delta: Float[Tensor, "tokens hidden"] | None,
-        weight: Float[Tensor, "hidden"],
-        eps: float,
+        self, stream: Hidden, delta: Hidden | None, weight: NormWeight, eps: float
     ) -> Residual:
         """Add and norm in one pass. The stream is float32, also under autocast."""
         delta = None if delta is None else delta.to(stream.dtype)
@@ -230,10 +235,10 @@ class NativeTrainingKernels(TorchKernels):
 
     def rotate(
         self,
-        qkv: Float[Tensor, "tokens all_heads head_dim"],
+        qkv: AllHeads,
         num_heads: int,
-        q_weight: Float[Tensor, "head_dim"] | None,
-        k_weight: Float[Tensor, "head_dim"] | None,
+        q_weight: HeadWeight | None,
+        k_weight: HeadWeight | None,
         eps: float,
         rotation: Rotation,
     ) -> QueryKeyValue:

@@ -22,10 +22,11 @@ from typing import final, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from longtail.model.kernels.ops import Places
+from longtail.model.attention import Heads, KVHeads
+from longtail.model.kernels.ops import Indices, Places
 from longtail.model.kernels.pages import PageKernels, Pages, Tiles
 from longtail.speculation.tree import MAX_NODES
 
@@ -205,13 +206,7 @@ class TritonPageKernels(PageKernels):
         """Return the number of tokens whose heads fill a tile."""
         return max(1, (_LONG_ROWS if long else _ROWS) // triton.next_power_of_2(group))
 
-    def store(
-        self,
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        pages: Pages,
-        addresses: Int[Tensor, "tokens"],
-    ) -> None:
+    def store(self, keys: KVHeads, values: KVHeads, pages: Pages, addresses: Indices) -> None:
         """Store keys and values in one launch."""
         size = keys.shape[1] * keys.shape[2]
         for new, kept in zip((keys, values), pages, strict=True):
@@ -224,7 +219,7 @@ class TritonPageKernels(PageKernels):
 
     def attend(
         self,
-        queries: Float[Tensor, "tokens heads head_dim"],
+        queries: Heads,
         pages: Pages,
         tables: Int[Tensor, "rows row_pages"],
         places: Places,
@@ -232,7 +227,7 @@ class TritonPageKernels(PageKernels):
         window: int,
         *,
         long: bool,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
+    ) -> Heads:
         """Attend without waiting for the device."""
         tokens, heads, dim = queries.shape
         _, page, kv_heads, _ = pages.keys.shape
@@ -272,7 +267,7 @@ def product_type(dtype: torch.dtype) -> tl.dtype:
     return types[dtype]
 
 
-def _picked(visible: Int[Tensor, "tokens"]) -> Int[Tensor, "tokens nodes"]:
+def _picked(visible: Indices) -> Int[Tensor, "tokens nodes"]:
     """Return the indices of set bits in rising order, then those of unset bits.
 
     Example: 0b1101 gives 0 2 3 1 4 5 ...

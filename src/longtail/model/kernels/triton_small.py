@@ -21,7 +21,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longtail.model.kernels.gpu import GpuKernels
-from longtail.model.kernels.ops import QueryKeyValue, Residual
+from longtail.model.kernels.ops import (
+    AllHeads,
+    HeadWeight,
+    Hidden,
+    NormWeight,
+    QueryKeyValue,
+    Residual,
+)
 from longtail.model.rope import Rotation
 
 _PAIRS = 512
@@ -107,11 +114,7 @@ class TritonKernels(GpuKernels):
     """Kernels for float32, bfloat16 and float16 without gradients; tensors are contiguous."""
 
     def add_norm(
-        self,
-        stream: Float[Tensor, "tokens hidden"],
-        delta: Float[Tensor, "tokens hidden"] | None,
-        weight: Float[Tensor, "hidden"],
-        eps: float,
+        self, stream: Hidden, delta: Hidden | None, weight: NormWeight, eps: float
     ) -> Residual:
         """Add and norm, one program per token; its row stays in registers in between."""
         pending = stream if delta is None else delta
@@ -127,10 +130,10 @@ class TritonKernels(GpuKernels):
 
     def rotate(
         self,
-        qkv: Float[Tensor, "tokens all_heads head_dim"],
+        qkv: AllHeads,
         num_heads: int,
-        q_weight: Float[Tensor, "head_dim"] | None,
-        k_weight: Float[Tensor, "head_dim"] | None,
+        q_weight: HeadWeight | None,
+        k_weight: HeadWeight | None,
         eps: float,
         rotation: Rotation,
     ) -> QueryKeyValue:
