@@ -266,7 +266,7 @@ def test_prompts_with_a_request_in_progress_are_never_dropped():
     drafter.forget("a")
     assert drafter.num_tokens == 4
     assert draft(drafter, ask((A,), OTHER, name="b")).tokens == (B,)
-    drafter.forget("never heard of")
+    drafter.forget("never known")
 
 
 def test_a_refresh_releases_requests_that_were_never_forgotten():
