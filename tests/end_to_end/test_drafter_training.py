@@ -204,7 +204,7 @@ def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop: Workshop) -> None
         (["--data.heldout_size=12"], "none would be left to learn"),
         (["--data.source=a.txt"], "set data.completions = 'given'"),
         (["--data.source=a.txt", "--data.completions=given"], "a.txt cannot be read"),
-        (["--data.source=tiny-reasoner", "--data.completions=given"], "without completions"),
+        (["--data.source=tiny-reasoner", "--data.completions=given"], "have no completions"),
         (["--data.source=short.txt", "--data.completions=given"], "none of its texts has 5 tokens"),
         (["--drafter.wimdow=4"], "the nearest known one is drafter.window"),
     ],

@@ -15,7 +15,7 @@ from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import DraftTree, depths, reach_probabilities
 from longtail.speculation.verify import Accepted
 from longtail.types import SamplingParams
-from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, show, text
+from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, observe, text
 from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(native.chains(torch.float32) is None, reason="no native round here")
@@ -42,8 +42,8 @@ def drafter_of(recipe: Recipe, dtype: torch.dtype = torch.float32, *, reduced: b
     for number, length in enumerate(LENGTHS):
         tokens, cut = text(length, seed=length), length - 2 - number  # windows fill unequally
         features = features_of(model, drafter, tokens)
-        show(drafter, str(length), tokens, features, 0, cut)
-        show(drafter, str(length), tokens, features, cut, length - 1)
+        observe(drafter, str(length), tokens, features, 0, cut)
+        observe(drafter, str(length), tokens, features, cut, length - 1)
     return drafter
 
 

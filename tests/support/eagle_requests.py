@@ -20,7 +20,7 @@ PROMPT_LEN = 3
 
 @final
 class KeyedNoise(Noise):
-    """Noise of requests whose texts have these lengths, all with one key."""
+    """Noise of requests with texts of these lengths and one key."""
 
     def __init__(self, lengths: Sequence[int], vocab_size: int) -> None:
         self._lengths, self._vocab_size = torch.tensor(lengths), vocab_size
@@ -59,10 +59,10 @@ def features_of(model: Transformer, drafter: EagleDrafter, tokens: Sequence[int]
     return tapped.features
 
 
-def show(
+def observe(
     drafter: EagleDrafter, name: str, tokens: Sequence[int], features: Tensor, start: int, end: int
 ) -> None:
-    """Let the drafter see the tokens [start, end) of a text."""
+    """Observe the tokens [start, end) of a text."""
     seen = Observed(
         request_id=name, tokens=tokens, start=start, num_tokens=end - start, prompt_len=PROMPT_LEN
     )

@@ -1,4 +1,4 @@
-"""Drafters for tests of the engines' layouts: ours, random, and as others publish them."""
+"""Random drafters for tests of the engines' layouts: ours, and published ones."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ RECORD = TrainingRecord(
 
 
 def target_of_six(seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
-    """A random target deep enough for three taps; nothing in it is at its identity."""
+    """Make a random target with six layers and random norms."""
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(replace(tiny_config(), num_layers=6))
     with torch.no_grad():
@@ -41,7 +41,7 @@ def our_drafter(
     layers: tuple[int, ...] = (1, 2, 4),
     **more: Any,
 ) -> LoadedDrafter:
-    """A random drafter of ours, norms and all."""
+    """Make a random drafter of ours, norms included."""
     config = EagleConfig(
         recipe=recipe,
         target=target.config,
@@ -67,13 +67,13 @@ def our_drafter(
 
 
 def folded(loaded: LoadedDrafter) -> dict[str, Tensor]:
-    """What the drafter computes with, whatever its scale in training is."""
+    """Fold the scale and copy the drafter's parameters."""
     loaded.layer.fold()
     return {name: p.detach().clone() for name, p in loaded.layer.named_parameters()}
 
 
 def published_eagle3(seed: int = 0) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """An EAGLE-3 head as others publish it: own heads, inner size, rope, vocabulary and lm_head."""
+    """Make a published EAGLE-3 drafter whose shape, rope, vocabulary and head are its own."""
     generator = torch.Generator().manual_seed(seed)
     heads, kv_heads, dim, inner, taps = 2, 1, 8, 40, 3
 
@@ -123,5 +123,5 @@ def published_eagle3(seed: int = 0) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def fields(config: dict[str, Any]) -> Fields:
-    """A config.json as it is read."""
+    """Return config.json as it is read."""
     return Fields(config, "config.json")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from longtail.build.engine import locate_model, open_model
-from longtail.drafter.formats.published import is_published, load_published
+from longtail.drafter.formats.published import ImportOptions, is_published, load_published
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.system.device import set_threads
@@ -27,9 +27,8 @@ def run(args: argparse.Namespace) -> int:
     directory = locate_model(args.target)
     tokenizer = load_tokenizer(directory)
     model = open_model(args.target, directory, tokenizer, args.dtype).model
-    loaded = load_published(
-        path, args.target, model, tokenizer, layer_ids=args.layer_ids, window=args.window
-    )
+    options = ImportOptions(layer_ids=args.layer_ids, window=args.window)
+    loaded = load_published(path, args.target, model, tokenizer, options=options)
     loaded.save(out)
     config = loaded.layer.config
     size = sum(parameter.numel() for parameter in loaded.layer.parameters())

@@ -17,7 +17,7 @@ from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree
 from longtail.speculation.verify import Accepted
 from longtail.types import Request, SamplingParams
-from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, show, text
+from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, observe, text
 from support.tiny_models import tiny_model
 
 LENGTHS = (9, 31, 90)
@@ -56,9 +56,11 @@ def _features(model: Transformer, drafter: EagleDrafter) -> dict[int, Tensor]:
 
 
 def _see(drafter: EagleDrafter, features: dict[int, Tensor], start: int, back: int) -> None:
-    """Show a drafter each text from `start` up to `back` tokens before its end."""
+    """Observe each text from `start` up to `back` tokens before its end."""
     for n in LENGTHS:
-        show(drafter, str(n), text(n + 10, seed=n), features[n], max(n + start, 0), n + 10 - back)
+        observe(
+            drafter, str(n), text(n + 10, seed=n), features[n], max(n + start, 0), n + 10 - back
+        )
 
 
 def _ask(drafter: EagleDrafter, strategy: Strategy, back: int) -> list[DraftTree]:

@@ -1,4 +1,4 @@
-"""The drafter's texts: what stays, what is drawn, what is never learned, and that it is bounded."""
+"""The drafter's buffer: eviction, draws, held-out texts and bounds."""
 
 import json
 from collections import Counter
@@ -17,10 +17,10 @@ from longtail.rl.data.examples import Example
 
 PROMPT_LEN = 4
 FAR = 1000
-"""Token i of text n is n * FAR + i, so a token tells where it comes from."""
+"""Token i of text n is n * FAR + i, so a token identifies its text and position."""
 
 
-def _written(
+def _snapshot(
     number: int,
     length: int,
     *,
@@ -49,18 +49,18 @@ def _numbers(examples: Sequence[Example]) -> list[int]:
 
 
 def _held() -> list[int]:
-    """Numbers under 100 of texts that are held out."""
-    return sorted(_numbers(_buffer([_written(n, 9) for n in range(100)]).heldout(10**6)))
+    """Return the numbers under 100 of held-out texts."""
+    return sorted(_numbers(_buffer([_snapshot(n, 9) for n in range(100)]).heldout(10**6)))
 
 
 def _learned(count: int) -> list[int]:
-    """The first numbers of texts that are not held out."""
+    """Return the first numbers of texts that are not held out."""
     held = _held()
     return [n for n in range(100) if n not in held][:count]
 
 
-def _all_learned(buffer: DrafterBuffer) -> Counter[int]:
-    """What a whole pass draws; the buffer goes on where it was."""
+def _draws_of_a_pass(buffer: DrafterBuffer) -> Counter[int]:
+    """Return the draws of a whole pass, and restore the buffer."""
     copy = _copy(buffer)
     return Counter(_numbers(copy.batch(10**6)))
 
@@ -71,64 +71,64 @@ def _copy(buffer: DrafterBuffer) -> DrafterBuffer:
     return copy
 
 
-def test_a_longer_version_of_a_text_takes_the_place_of_a_shorter() -> None:
+def test_a_longer_version_of_a_text_replaces_a_shorter_one() -> None:
     number = _learned(1)[0]
-    buffer = _buffer([_written(number, 9, is_finished=False)])
-    buffer.add([_written(number, 14, is_finished=False)])
-    buffer.add([_written(number, 11, is_finished=False)])  # a message that was overtaken
+    buffer = _buffer([_snapshot(number, 9, is_finished=False)])
+    buffer.add([_snapshot(number, 14, is_finished=False)])
+    buffer.add([_snapshot(number, 11, is_finished=False)])  # a late message
     assert (buffer.num_texts, buffer.num_tokens) == (1, 14)
-    assert buffer.batch(100)[0].tokens == _written(number, 14).tokens
-    buffer.add([_written(number, 14, is_finished=True)])
+    assert buffer.batch(100)[0].tokens == _snapshot(number, 14).tokens
+    buffer.add([_snapshot(number, 14, is_finished=True)])
     assert buffer.state()["texts"][0]["is_finished"]
 
 
-def test_a_text_with_nothing_generated_is_never_drawn() -> None:
-    buffer = _buffer([_written(n, PROMPT_LEN) for n in range(40)])
+def test_a_text_without_completion_is_never_drawn() -> None:
+    buffer = _buffer([_snapshot(n, PROMPT_LEN) for n in range(40)])
     assert buffer.batch(100) == buffer.heldout(100) == ()
     assert buffer.num_bytes == 0
 
 
-def test_of_the_step_before_the_long_texts_stay_for_one_more_step() -> None:
+def test_long_texts_of_the_previous_step_stay_for_one_step() -> None:
     numbers = _learned(9)
-    buffer = _buffer([_written(n, 10 + i) for i, n in enumerate(numbers[:5])])
+    buffer = _buffer([_snapshot(n, 10 + i) for i, n in enumerate(numbers[:5])])
     buffer.begin(1)
-    assert set(_all_learned(buffer)) == set(numbers[2:5])  # the median text is one of them
-    buffer.add([_written(n, 20 + i, step=1) for i, n in enumerate(numbers[5:])])
-    assert set(_all_learned(buffer)) == set(numbers[2:])
+    assert set(_draws_of_a_pass(buffer)) == set(numbers[2:5])  # the median text is one of them
+    buffer.add([_snapshot(n, 20 + i, step=1) for i, n in enumerate(numbers[5:])])
+    assert set(_draws_of_a_pass(buffer)) == set(numbers[2:])
     buffer.begin(1)  # it has begun
-    assert set(_all_learned(buffer)) == set(numbers[2:])
+    assert set(_draws_of_a_pass(buffer)) == set(numbers[2:])
     buffer.begin(2)
-    assert set(_all_learned(buffer)) == set(numbers[7:])
+    assert set(_draws_of_a_pass(buffer)) == set(numbers[7:])
 
 
-def test_how_long_a_text_is_counts_without_its_prompt() -> None:
+def test_the_prompt_does_not_count_for_a_texts_length() -> None:
     numbers = _learned(2)
-    buffer = _buffer([_written(numbers[0], 50, prompt_len=45), _written(numbers[1], 20)])
+    buffer = _buffer([_snapshot(numbers[0], 50, prompt_len=45), _snapshot(numbers[1], 20)])
     buffer.begin(1)
-    assert set(_all_learned(buffer)) == {numbers[1]}
+    assert set(_draws_of_a_pass(buffer)) == {numbers[1]}
 
 
-def test_a_step_without_texts_leaves_the_older_ones_where_they_are() -> None:
+def test_a_step_without_texts_keeps_the_older_ones() -> None:
     numbers = _learned(3)
-    buffer = _buffer([_written(n, 10 + i) for i, n in enumerate(numbers)])
+    buffer = _buffer([_snapshot(n, 10 + i) for i, n in enumerate(numbers)])
     for step in (1, 2, 3):
         buffer.begin(step)
-        assert set(_all_learned(buffer)) == set(numbers[1:])
+        assert set(_draws_of_a_pass(buffer)) == set(numbers[1:])
 
 
-def test_texts_of_a_later_step_begin_it_and_those_of_an_earlier_one_only_grow() -> None:
+def test_texts_of_a_later_step_begin_it_and_those_of_an_earlier_step_only_grow() -> None:
     numbers = _learned(4)
-    buffer = _buffer([_written(n, 10 + i) for i, n in enumerate(numbers[:2])])
-    buffer.add([_written(numbers[2], 10, step=1)])
-    late = [_written(numbers[0], 40), _written(numbers[1], 40), _written(numbers[3], 40)]
+    buffer = _buffer([_snapshot(n, 10 + i) for i, n in enumerate(numbers[:2])])
+    buffer.add([_snapshot(numbers[2], 10, step=1)])
+    late = [_snapshot(numbers[0], 40), _snapshot(numbers[1], 40), _snapshot(numbers[3], 40)]
     buffer.add(late)
-    assert set(_all_learned(buffer)) == {numbers[1], numbers[2]}
+    assert set(_draws_of_a_pass(buffer)) == {numbers[1], numbers[2]}
     assert buffer.num_tokens == 40 + 10
 
 
-def test_siblings_are_on_one_side_and_it_is_the_same_one_in_every_buffer() -> None:
+def test_siblings_are_held_out_together_in_every_buffer() -> None:
     names = [f"train/{n}@0#{sample}" for n in range(200) for sample in range(3)]
-    texts = [_written(i, 9, name=name) for i, name in enumerate(names)]
+    texts = [_snapshot(i, 9, name=name) for i, name in enumerate(names)]
     sides = []
     for seed in (1, 2):
         held = _numbers(_buffer(texts, seed=seed).heldout(10**6))
@@ -140,8 +140,8 @@ def test_siblings_are_on_one_side_and_it_is_the_same_one_in_every_buffer() -> No
     assert sides[0] == sides[1]
 
 
-def test_what_is_held_out_is_never_learned() -> None:
-    buffer = _buffer([_written(n, 9 + n % 7) for n in range(60)])
+def test_held_out_texts_are_never_drawn() -> None:
+    buffer = _buffer([_snapshot(n, 9 + n % 7) for n in range(60)])
     held = set(_numbers(buffer.heldout(10**6)))
     drawn = {n for _ in range(40) for n in _numbers(buffer.batch(100))}
     assert held
@@ -149,22 +149,22 @@ def test_what_is_held_out_is_never_learned() -> None:
     assert held | drawn == set(range(60))
 
 
-def test_held_out_texts_come_newest_first_up_to_so_many_tokens() -> None:
+def test_held_out_texts_come_newest_first_up_to_a_limit_of_tokens() -> None:
     held = _held()[:4]
-    buffer = _buffer([_written(held[0], 20)])
-    buffer.add([_written(n, 20, step=1) for n in held[1:]])
-    buffer.add([_written(held[1], 25, step=1)])  # it grew: newer than the others
+    buffer = _buffer([_snapshot(held[0], 20)])
+    buffer.add([_snapshot(n, 20, step=1) for n in held[1:]])
+    buffer.add([_snapshot(held[1], 25, step=1)])  # it grew: newer than the others
     assert _numbers(buffer.heldout(1000)) == [held[1], held[3], held[2], held[0]]
     assert _numbers(buffer.heldout(64)) == [held[1], held[3]]
-    (end,) = buffer.heldout(10)  # of a long one its end
-    assert end.tokens == _written(held[1], 25).tokens[-10:]
+    (end,) = buffer.heldout(10)  # the end of a long text
+    assert end.tokens == _snapshot(held[1], 25).tokens[-10:]
     assert end.prompt_len == 2
     assert [len(text.tokens) for text in buffer.heldout(1000, max_len=10)] == [10] * 4
 
 
 def test_a_pass_draws_every_text_once_and_a_batch_holds_none_twice() -> None:
     numbers = _learned(23)
-    buffer = _buffer([_written(n, 9 + n % 7) for n in numbers])
+    buffer = _buffer([_snapshot(n, 9 + n % 7) for n in numbers])
     drawn: list[int] = []
     while len(drawn) < 5 * len(numbers):
         batch = buffer.batch(60)
@@ -173,11 +173,11 @@ def test_a_pass_draws_every_text_once_and_a_batch_holds_none_twice() -> None:
         drawn += _numbers(batch)
     passes = [drawn[i : i + 23] for i in range(0, 23 * 4, 23)]
     assert all(set(one) == set(numbers) for one in passes)
-    assert len({tuple(one) for one in passes}) == 4  # each in an order of its own
+    assert len({tuple(one) for one in passes}) == 4  # each pass has its own order
 
 
-def test_what_is_drawn_follows_from_seed_and_texts_not_from_when_they_came() -> None:
-    texts = [_written(n, 9 + n % 7) for n in range(40)]
+def test_draws_depend_on_seed_and_texts_but_not_on_their_order() -> None:
+    texts = [_snapshot(n, 9 + n % 7) for n in range(40)]
     one, same, other = _buffer(texts), _buffer(texts[::-1]), _buffer(texts, seed=2)
     drawn = [one.batch(50) for _ in range(12)]
     assert drawn == [same.batch(50) for _ in range(12)]
@@ -185,25 +185,25 @@ def test_what_is_drawn_follows_from_seed_and_texts_not_from_when_they_came() -> 
 
 
 def test_a_batch_that_is_put_back_is_drawn_again() -> None:
-    buffer = _buffer([_written(n, 9 + n % 7) for n in range(20)])
+    buffer = _buffer([_snapshot(n, 9 + n % 7) for n in range(20)])
     for _ in range(15):  # across the ends of passes
         batch = buffer.batch(70)
         buffer.put_back()
         assert buffer.batch(70) == batch
 
 
-def test_the_bytes_are_bounded_and_the_oldest_steps_shortest_go_first() -> None:
+def test_the_bytes_are_bounded_and_the_oldest_steps_shortest_texts_are_dropped_first() -> None:
     numbers = _learned(8)
-    room = _buffer([_written(n, 30) for n in numbers[:4]]).num_bytes
-    buffer = _buffer([_written(n, 20 + i) for i, n in enumerate(numbers[:3])], max_bytes=room)
+    room = _buffer([_snapshot(n, 30) for n in numbers[:4]]).num_bytes
+    buffer = _buffer([_snapshot(n, 20 + i) for i, n in enumerate(numbers[:3])], max_bytes=room)
     buffer.begin(1)
-    assert set(_all_learned(buffer)) == set(numbers[1:3])
-    buffer.add([_written(n, 30, step=1) for n in numbers[3:6]])
-    assert set(_all_learned(buffer)) == set(numbers[2:6])
-    buffer.add([_written(numbers[6], 34, step=1), _written(numbers[7], 29, step=1)])
-    assert set(_all_learned(buffer)) == set(numbers[4:7])
-    buffer.add([_written(numbers[0], room, step=1)])  # too long for the whole buffer
-    assert set(_all_learned(buffer)) == set(numbers[4:7])
+    assert set(_draws_of_a_pass(buffer)) == set(numbers[1:3])
+    buffer.add([_snapshot(n, 30, step=1) for n in numbers[3:6]])
+    assert set(_draws_of_a_pass(buffer)) == set(numbers[2:6])
+    buffer.add([_snapshot(numbers[6], 34, step=1), _snapshot(numbers[7], 29, step=1)])
+    assert set(_draws_of_a_pass(buffer)) == set(numbers[4:7])
+    buffer.add([_snapshot(numbers[0], room, step=1)])  # too long for the whole buffer
+    assert set(_draws_of_a_pass(buffer)) == set(numbers[4:7])
 
 
 @settings(max_examples=60)
@@ -214,10 +214,10 @@ def test_the_bytes_are_bounded_and_the_oldest_steps_shortest_go_first() -> None:
     ),
     st.integers(0, 2000),
 )
-def test_whatever_comes_the_bounds_hold_and_the_counts_are_right(arrivals, max_bytes) -> None:
+def test_bounds_and_counts_hold_for_any_texts(arrivals, max_bytes) -> None:
     buffer = _buffer(max_bytes=max_bytes)
     for number, length, step, is_finished in arrivals:
-        buffer.add([_written(number, length, step=step, is_finished=is_finished)])
+        buffer.add([_snapshot(number, length, step=step, is_finished=is_finished)])
         assert buffer.num_bytes <= max_bytes
         kept = buffer.state()["texts"]
         assert buffer.num_tokens == sum(text["num_tokens"] for text in kept)
@@ -226,13 +226,13 @@ def test_whatever_comes_the_bounds_hold_and_the_counts_are_right(arrivals, max_b
             assert 1 <= text.prompt_len < len(text.tokens) <= 30
 
 
-def test_a_restored_buffer_draws_what_the_one_that_was_saved_would_have() -> None:
-    buffer = _buffer([_written(n, 9 + n % 7) for n in range(40)])
+def test_a_restored_buffer_draws_the_same_as_the_saved_one() -> None:
+    buffer = _buffer([_snapshot(n, 9 + n % 7) for n in range(40)])
     for _ in range(3):
         buffer.batch(100)
     copy = _copy(buffer)
     for each in (buffer, copy):
-        each.add([_written(n, 30, step=1) for n in range(50, 60)])
+        each.add([_snapshot(n, 30, step=1) for n in range(50, 60)])
     assert [buffer.batch(90) for _ in range(20)] == [copy.batch(90) for _ in range(20)]
     assert buffer.heldout(100) == copy.heldout(100)
     assert (copy.num_bytes, copy.num_tokens) == (buffer.num_bytes, buffer.num_tokens)
@@ -246,16 +246,16 @@ def test_an_empty_buffer_is_saved_and_restored_too() -> None:
 
 
 def test_a_state_without_its_tokens_is_refused() -> None:
-    buffer = _buffer([_written(1, 9), _written(2, 9)])
+    buffer = _buffer([_snapshot(1, 9), _snapshot(2, 9)])
     with pytest.raises(CheckpointError, match="18 tokens, 17 are there"):
         _buffer().restore({"tokens": buffer.tensors()["tokens"][:-1]}, buffer.state())
 
 
 @pytest.mark.parametrize("prompt_len", [1, 4, 90])
-def test_of_a_long_text_windows_are_learned_and_nothing_but_what_was_generated(prompt_len) -> None:
-    """Token and position keep their pairing: the pair (i, i + 1) learns i + 2 of the same text."""
+def test_windows_of_a_long_text_train_only_generated_tokens(prompt_len) -> None:
+    """The pair (i, i + 1) is trained on token i + 2 of the same text."""
     numbers, length, window = _learned(3), 120, 20
-    buffer = _buffer([_written(n, length, prompt_len=prompt_len) for n in numbers])
+    buffer = _buffer([_snapshot(n, length, prompt_len=prompt_len) for n in numbers])
     starts, learned = set(), set()
     for _ in range(60):
         texts = buffer.batch(50, max_len=window)
@@ -266,7 +266,7 @@ def test_of_a_long_text_windows_are_learned_and_nothing_but_what_was_generated(p
             assert torch.equal(second, first + 1)
             assert torch.equal(third, first + 2)
             assert bool((third % FAR >= prompt_len).all())
-            # Whatever carries the loss is what some pair learns, but for a text's first two tokens.
+            # Every token in the loss is predicted by a pair, except a text's first two.
             assert len(rows) >= int(packed.loss_mask.sum()) - 2 * (prompt_len == 1)
             learned |= set((third % FAR).tolist())
         for text in texts:

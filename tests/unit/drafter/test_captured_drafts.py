@@ -1,4 +1,4 @@
-"""Drafts whose passes are replayed from graphs are those of passes that run as they are."""
+"""Drafts from captured passes equal those from eager passes."""
 
 import random
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from longtail.speculation.drafter import Draftable, Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree
 from longtail.types import SamplingParams
-from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, show, text
+from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, observe, text
 from support.fake_graphs import FakeGraphs
 from support.tiny_models import tiny_model
 
@@ -60,7 +60,7 @@ def eagle3(model: Transformer) -> Drafter:
 
 
 def kept(drafter: Drafter) -> list[Tensor]:
-    """Keys and values of all that was ever drafted for; padding writes behind them."""
+    """Return all stored keys and values; padding writes after them."""
     if isinstance(drafter, EagleDrafter):
         return [each[:, :-1] for each in (drafter.windows.keys, drafter.windows.values)]
     assert isinstance(drafter, ModelDrafter)
@@ -68,7 +68,7 @@ def kept(drafter: Drafter) -> list[Tensor]:
 
 
 def num_replays(drafter: Drafter, depth: int) -> int:
-    """Pairs, roots, and each further level; a small model reads and scores in turn."""
+    """Return the replays of a round: prefill, root and levels, or read and score by level."""
     return 2 + (depth - 1) if isinstance(drafter, EagleDrafter) else 2 * depth
 
 
@@ -80,8 +80,10 @@ def other_weights(model: Transformer) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [eagle1, eagle3, ModelDrafter], ids=["eagle1", "eagle3", "model"])
-def test_captured_passes_draft_the_same(make: Callable[[Transformer], Drafter], monkeypatch):
-    """Requests come, grow and leave: rows are taken over, and moved when there are too few; windows
+def test_captured_and_eager_passes_draft_the_same(
+    make: Callable[[Transformer], Drafter], monkeypatch
+):
+    """Requests start, grow and end: rows are reused and reallocated; windows
     slide. Those that are new have most to catch up on. In the middle come other weights.
     """
     rng, backend = random.Random(1), FakeGraphs()
@@ -109,7 +111,7 @@ def test_captured_passes_draft_the_same(make: Callable[[Transformer], Drafter], 
         for drafter in (plain, captured) if make is not ModelDrafter else ():
             for name, tokens in texts.items():
                 features = features_of(plain_model, plain, tokens[:-1])
-                show(drafter, name, tokens, features, told.get(name, 0), len(tokens) - 1)
+                observe(drafter, name, tokens, features, told.get(name, 0), len(tokens) - 1)
         shape, before = (CHAIN, BEAM)[number % 2], backend.num_replays
         found = propose(captured, texts, shape)
         assert_same_drafts(found, propose(plain, texts, shape))

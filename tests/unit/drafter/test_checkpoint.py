@@ -1,4 +1,4 @@
-"""A drafter on disk: only its own tensors, whole or not at all, and only for its own target."""
+"""Drafter directories: own tensors only, atomic writes, checks against the target."""
 
 import json
 from dataclasses import replace
@@ -56,7 +56,9 @@ def _save(
 
 
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_what_is_saved_is_loaded(tmp_path: Path, tokenizer: Tokenizer, recipe: Recipe) -> None:
+def test_a_saved_drafter_is_loaded_equal(
+    tmp_path: Path, tokenizer: Tokenizer, recipe: Recipe
+) -> None:
     layer = _layer(recipe)
     target = _save(tmp_path / "d", tokenizer, layer)
     loaded = load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
@@ -70,7 +72,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, tokenizer: Tokenizer, recipe: R
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
-def test_a_reduced_vocabulary_travels_with_its_ids(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_reduced_vocabulary_is_saved_with_its_ids(tmp_path: Path, tokenizer: Tokenizer) -> None:
     ids = torch.tensor([1, 5, 7, 30])
     target = _save(tmp_path / "d", tokenizer, _layer(draft_vocab_size=4), ids)
     loaded = load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
@@ -121,7 +123,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> N
         load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
 
 
-def test_a_policy_that_moved_on_keeps_its_drafter_unless_weights_are_strict(
+def test_a_drafter_of_older_weights_is_accepted_unless_weights_are_strict(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     target = _save(tmp_path / "d", tokenizer)
@@ -140,7 +142,7 @@ def test_the_dtype_in_which_a_target_is_loaded_does_not_matter() -> None:
     assert weights_digest(tiny_model(seed=1)) != digest
 
 
-def test_a_drafter_is_replaced_whole(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_drafter_directory_is_replaced_atomically(tmp_path: Path, tokenizer: Tokenizer) -> None:
     _save(tmp_path / "d", tokenizer, _layer("eagle1"))
     target = _save(tmp_path / "d", tokenizer, _layer("eagle3"))
     loaded = load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
@@ -175,7 +177,7 @@ def test_a_failed_write_leaves_the_old_drafter(
         (lambda d: (d / "drafter.safetensors").unlink(), "not a readable safetensors"),
     ],
 )
-def test_what_is_no_drafter_is_named(
+def test_a_path_without_a_drafter_is_refused_by_name(
     tmp_path: Path, tokenizer: Tokenizer, spoil: object, message: str
 ) -> None:
     target = _save(tmp_path / "d", tokenizer)
@@ -184,9 +186,7 @@ def test_what_is_no_drafter_is_named(
         load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
 
 
-def test_a_path_that_is_not_there_says_how_to_make_one(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_a_missing_path_is_refused_with_a_remedy(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"is not a directory: .*longtail drafter train"):
         load_drafter(tmp_path / "no", tiny_model(), tokenizer, strict_weights=False)
 
@@ -218,7 +218,7 @@ def test_tensors_of_another_recipe_are_refused(tmp_path: Path, tokenizer: Tokeni
         ("own_shape", 7),
     ],
 )
-def test_a_description_that_was_tampered_with_is_one_sentence(
+def test_an_altered_description_is_refused_in_one_sentence(
     tmp_path: Path, tokenizer: Tokenizer, field: str, value: object
 ) -> None:
     target = _save(tmp_path / "d", tokenizer)
@@ -231,7 +231,7 @@ def test_a_description_that_was_tampered_with_is_one_sentence(
 @pytest.mark.parametrize(
     "text", [b"[" * 100_000, b'{"format": ' + b"1" * 5_000 + b"}", b"\xff", b'"\\ud83d"', b"[]"]
 )
-def test_a_description_that_is_no_json_is_one_sentence(
+def test_a_description_that_is_not_json_is_refused_in_one_sentence(
     tmp_path: Path, tokenizer: Tokenizer, text: bytes
 ) -> None:
     target = _save(tmp_path / "d", tokenizer)
@@ -240,7 +240,7 @@ def test_a_description_that_is_no_json_is_one_sentence(
         load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
 
 
-def test_sizes_from_a_file_take_no_memory_before_the_tensors_bear_them_out(
+def test_sizes_in_a_description_allocate_no_memory_before_the_tensors_match(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     target = _save(tmp_path / "d", tokenizer)

@@ -1,4 +1,4 @@
-"""The EAGLE drafter at work drafts what its training forward defines, however features came in."""
+"""The EAGLE drafter's drafts equal its training pass, for any order of observations."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from support.eagle_requests import (
     KeyedNoise,
     features_of,
     make_layer,
-    show,
+    observe,
     text,
 )
 from support.tiny_models import tiny_model
@@ -52,7 +52,7 @@ def ask(
 def defined_scores(
     layer: EagleLayer, model: Transformer, tokens: Sequence[int], features: Tensor, tree: DraftTree
 ) -> list[Tensor]:
-    """Logits at the root and along a chain, by the forward pass that training uses.
+    """Return the logits at the root and along a chain from the training pass.
 
     The features of drafted tokens are what no draft can know: any numbers do.
     """
@@ -71,15 +71,15 @@ def defined_scores(
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("length", [6, 23, 3 * WINDOW + MAX_NODES + 40])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-def test_a_draft_is_what_the_training_forward_defines(recipe, length, temperature):
-    """The pairing of features and tokens, the window, positions and the noise, all at once."""
+def test_a_draft_equals_the_training_pass(recipe, length, temperature):
+    """Pairing of features and tokens, window, positions and noise are all checked here."""
     model = tiny_model(dtype=torch.float64)
     layer = make_layer(model, recipe)
     drafter = EagleDrafter(make_layer(model, recipe), model)
     tokens = text(length)
     features = features_of(model, drafter, tokens[:-1])
-    for start in range(0, length - 1, 3):  # as verification hands them over, a few at a time
-        show(drafter, "a", tokens, features, start, min(start + 3, length - 1))
+    for start in range(0, length - 1, 3):  # a few at a time, as after verification
+        observe(drafter, "a", tokens, features, start, min(start + 3, length - 1))
     tree = ask(drafter, tokens, Strategy(depth=4), temperature=temperature)
     noise = KeyedNoise([length], 128)
     assert tree.parents == (0, 1, 2, 3)
@@ -95,27 +95,27 @@ def test_a_draft_is_what_the_training_forward_defines(recipe, length, temperatur
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_switching_on_late_drafts_as_if_it_had_been_on_all_along(recipe):
+def test_drafts_after_late_prefill_equal_those_with_steady_prefill(recipe):
     model = tiny_model(dtype=torch.float64)
     tokens = text(90)
     always, late = (EagleDrafter(make_layer(model, recipe), model) for _ in range(2))
     features = features_of(model, always, tokens)
     for end in range(2, 90):
         for drafter in (always, late):
-            show(drafter, "a", tokens[:end], features, 0 if end == 2 else end - 2, end - 1)
+            observe(drafter, "a", tokens[:end], features, 0 if end == 2 else end - 2, end - 1)
         ask(always, tokens[:end], Strategy(depth=3))
     one, other = (ask(each, tokens[:89], Strategy(depth=5)) for each in (always, late))
     assert one.tokens == other.tokens
     assert one.margins == pytest.approx(other.margins, abs=1e-9)
 
 
-def test_catching_up_computes_at_most_a_window_of_pairs():
+def test_prefill_computes_at_most_a_window_of_pairs():
     model = tiny_model(dtype=torch.float64)
     drafter = EagleDrafter(make_layer(model, "eagle3"), model)
     tokens = text(60)
     features = features_of(model, drafter, tokens)
     for start in range(59):
-        show(drafter, "a", tokens, features, start, start + 1)
+        observe(drafter, "a", tokens, features, start, start + 1)
     request = Draftable(
         request_id="a", tokens=tokens, prompt_len=3, sampling=SamplingParams(), max_depth=9
     )
@@ -131,24 +131,24 @@ def test_memory_does_not_grow_with_the_text():
     tokens = text(500)
     features = features_of(model, drafter, tokens)
     for start in range(0, 100, 4):
-        show(drafter, "a", tokens, features, start, start + 4)
+        observe(drafter, "a", tokens, features, start, start + 4)
     early = drafter.windows.features.numel() + drafter.windows.keys.numel()
     for start in range(100, 496, 4):
-        show(drafter, "a", tokens, features, start, start + 4)
+        observe(drafter, "a", tokens, features, start, start + 4)
     assert drafter.windows.features.numel() + drafter.windows.keys.numel() == early
 
 
-def test_a_request_computed_anew_is_drafted_for_as_before():
+def test_a_recomputed_request_gets_the_same_draft():
     """A preempted request is prefilled again from its first token."""
     model = tiny_model(dtype=torch.float64)
     drafter = EagleDrafter(make_layer(model, "eagle3"), model)
     tokens = text(30)
     features = features_of(model, drafter, tokens)
-    show(drafter, "a", tokens, features, 0, 29)
+    observe(drafter, "a", tokens, features, 0, 29)
     before = ask(drafter, tokens, Strategy(depth=4))
-    show(drafter, "a", tokens, features, 0, 16)
-    assert ask(drafter, tokens, Strategy(depth=4)).size == 0  # not yet where it was
-    show(drafter, "a", tokens, features, 16, 29)
+    observe(drafter, "a", tokens, features, 0, 16)
+    assert ask(drafter, tokens, Strategy(depth=4)).size == 0  # not all tokens are observed
+    observe(drafter, "a", tokens, features, 16, 29)
     assert ask(drafter, tokens, Strategy(depth=4)) == before
 
 
@@ -157,48 +157,48 @@ def test_a_sibling_that_shares_the_prompts_keys_shares_its_features():
     drafter = EagleDrafter(make_layer(model, "eagle3"), model)
     tokens = text(PROMPT_LEN + 1)
     features = features_of(model, drafter, tokens)
-    show(drafter, "a", tokens, features, 0, PROMPT_LEN)
+    observe(drafter, "a", tokens, features, 0, PROMPT_LEN)
     expected = ask(drafter, tokens, Strategy(depth=3))
     # The engine computes a sibling's last prompt token only.
-    show(drafter, "b", tokens, features, PROMPT_LEN - 1, PROMPT_LEN)
+    observe(drafter, "b", tokens, features, PROMPT_LEN - 1, PROMPT_LEN)
     assert ask(drafter, tokens, Strategy(depth=3), name="b") == expected
 
 
-def test_a_request_first_seen_in_mid_text_does_not_begin_with_its_prompt():
-    """A drafter handed in late once put a sibling's prompt in front of the middle of a text."""
+def test_a_request_first_observed_in_mid_text_copies_no_prompt():
+    """A drafter that started late once put a sibling's prompt before the middle of a text."""
     model = tiny_model(dtype=torch.float64)
     drafter = EagleDrafter(make_layer(model, "eagle3"), model)
     tokens = text(40)
     features = features_of(model, drafter, tokens)
-    show(drafter, "a", tokens, features, 0, PROMPT_LEN)
-    show(drafter, "b", tokens, features, 30, 32)
+    observe(drafter, "a", tokens, features, 0, PROMPT_LEN)
+    observe(drafter, "b", tokens, features, 30, 32)
     window = drafter.windows.of("b")
     assert (window.base, window.end) == (30, 2)
 
 
-def test_a_forgotten_request_leaves_its_row_to_another():
+def test_a_forgotten_requests_row_is_reused():
     model = tiny_model(dtype=torch.float64)
     drafter = EagleDrafter(make_layer(model, "eagle1"), model)
     tokens = text(12)
     features = features_of(model, drafter, tokens)
     rows = drafter.windows.features.shape[0]
     for name in range(10 * rows):
-        show(drafter, str(name), tokens, features, 0, 11)
+        observe(drafter, str(name), tokens, features, 0, 11)
         drafter.forget(str(name))
     assert drafter.windows.features.shape[0] == rows
     drafter.forget("a stranger")
 
 
-def test_new_weights_of_the_target_make_old_features_void():
+def test_a_refresh_drops_features_of_the_old_policy():
     model = tiny_model(dtype=torch.float64)
     drafter = EagleDrafter(make_layer(model, "eagle1"), model)
     tokens = text(12)
-    show(drafter, "a", tokens, features_of(model, drafter, tokens), 0, 11)
+    observe(drafter, "a", tokens, features_of(model, drafter, tokens), 0, 11)
     drafter.refresh()
     assert ask(drafter, tokens, Strategy(depth=3)).size == 0
 
 
-def test_embedding_and_head_are_the_targets_own_and_nobodys_parameters():
+def test_embedding_and_head_are_the_targets_modules_and_not_parameters():
     model = tiny_model()
     layer = make_layer(model, "eagle3")
     EagleDrafter(layer, model)
@@ -209,11 +209,11 @@ def test_embedding_and_head_are_the_targets_own_and_nobodys_parameters():
     assert tuple(model.embedding.weight.shape) not in sizes
 
 
-def test_a_tree_holds_the_chain_of_the_best_and_rivals_with_negative_margins():
+def test_a_tree_holds_the_best_chain_and_siblings_with_negative_margins():
     model = tiny_model(dtype=torch.float64)
     drafter = EagleDrafter(make_layer(model, "eagle3"), model)
     tokens = text(20)
-    show(drafter, "a", tokens, features_of(model, drafter, tokens), 0, 19)
+    observe(drafter, "a", tokens, features_of(model, drafter, tokens), 0, 19)
     chain = ask(drafter, tokens, Strategy(depth=3))
     tree = ask(drafter, tokens, Strategy(depth=3, width=2, size=7))
     assert tree.size == 7

@@ -1,4 +1,4 @@
-"""Teaching from features that the engine had: the same lesson, without the target's pass."""
+"""Training on an engine's features equals training with a pass of the target."""
 
 from dataclasses import dataclass, replace
 
@@ -40,13 +40,13 @@ def eagle(recipe: Recipe, target: Transformer) -> EagleConfig:
 
 @dataclass
 class Workplace:
-    """An engine that writes and keeps features, and counts what the target computes beside it."""
+    """An engine that keeps features, with a count of the tokens that the target computes again."""
 
     target: Transformer
     engine: RolloutEngine
     store: FeatureStore
     own: list[TextSnapshot]
-    """Texts that the engine wrote, of 6 to 45 tokens."""
+    """Texts of 6 to 45 tokens that the engine generated."""
     num_computed: int = 0
 
     @staticmethod
@@ -111,8 +111,8 @@ def train(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_training_with_reuse_is_training_without(recipe: Recipe) -> None:
-    """Updates, moments and measurements; texts of others and windows of long ones among them."""
+def test_training_with_reused_features_equals_training_without(recipe: Recipe) -> None:
+    """Weights, moments and measurements agree, also for windows and texts of other engines."""
     place = Workplace.at(recipe)
     texts = [*place.own, *(counting(n, 9 + n) for n in range(12))]
     assert max(len(text.tokens) for text in texts) > SETTINGS.tokens_per_micro_batch
@@ -139,7 +139,7 @@ def test_training_with_reuse_is_training_without(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-def test_the_target_computes_only_texts_that_are_not_there() -> None:
+def test_the_target_computes_only_texts_that_were_not_kept() -> None:
     place = Workplace.at("eagle3")
     spot = place.spot("eagle3", reuses=True)
     own = [Example(tokens=t.tokens, prompt_len=t.prompt_len) for t in place.own]
@@ -154,8 +154,8 @@ def test_the_target_computes_only_texts_that_are_not_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_a_reading_is_the_same_row_by_row_whoever_computed_it(recipe: Recipe) -> None:
-    """Of each pair that is learned: feature of its first token, final state of its second."""
+def test_states_are_the_same_whether_reused_or_computed(recipe: Recipe) -> None:
+    """Each trained pair has the feature of its first token and the final state of its second."""
     place = Workplace.at(recipe)
     spot = place.spot(recipe, reuses=True)
     texts = [Example(tokens=t.tokens, prompt_len=t.prompt_len) for t in place.own[6:12]]
@@ -170,14 +170,14 @@ def test_a_reading_is_the_same_row_by_row_whoever_computed_it(recipe: Recipe) ->
     assert torch.equal(kept.embeddings, anew.embeddings)
     assert not anew.reused.any()
     assert int((~kept.reused).sum()) == 19
-    # What no prediction depends on is not a number: the final state at the last token.
+    # No prediction reads the final state at the last token; here it is NaN.
     last = torch.tensor([pairs.cu_pairs[i + 1] - 1 for i in range(len(texts))])
     assert torch.equal(kept.after[last].isnan().all(1), kept.reused[last])
 
 
 @pytest.mark.slow
-def test_after_the_weights_have_changed_nothing_is_reused() -> None:
-    """Texts of the step before are learned again, with the features of the new policy."""
+def test_nothing_is_reused_after_the_weights_change() -> None:
+    """Texts of the previous step are trained again with the features of the new policy."""
     place = Workplace.at("eagle1")
     spot = place.spot("eagle1", reuses=True)
     assert train(spot, buffer_of(*place.own), 3)[0].num_reused > 0
@@ -188,8 +188,8 @@ def test_after_the_weights_have_changed_nothing_is_reused() -> None:
 
 
 @pytest.mark.slow
-def test_in_float32_what_is_learned_is_the_same_up_to_rounding() -> None:
-    """A state differs by some 1e-6; ten updates at most at the rate of 1e-2 tell no more."""
+def test_in_float32_the_trained_weights_agree_up_to_rounding() -> None:
+    """States differ by about 1e-6, and at most ten updates at rate 1e-2 amplify that little."""
     place = Workplace.at("eagle3", torch.float32)
     states = []
     for reuses in (False, True):

@@ -1,4 +1,4 @@
-"""History drafting, worked by hand: what is counted, what is proposed, what is let go."""
+"""The history drafter on worked examples: counts, drafts and eviction."""
 
 import math
 from collections import Counter
@@ -29,10 +29,10 @@ CHAIN, TREE = Strategy(depth=4), Strategy(depth=4, width=2, size=8)
 
 @final
 class TableNoise(Noise):
-    """Noise that is written down; remembers the depths that were read."""
+    """Given noise, with a record of the depths that were read."""
 
     def __init__(self, *levels: Sequence[dict[int, float]]) -> None:
-        """levels[d - 1][row] is what is not 0 at depth d."""
+        """Set the values of levels[d - 1][row] at depth d; all others are 0."""
         self.table = torch.zeros(len(levels[0]), len(levels), VOCAB)
         for depth, rows in enumerate(levels):
             for row, entries in enumerate(rows):
@@ -42,7 +42,7 @@ class TableNoise(Noise):
 
     def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
         self.read.append(depth)
-        return self.table[:, depth - 1]  # a view with strides of its own
+        return self.table[:, depth - 1]  # a view with other strides
 
     def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
         raise AssertionError("history reads no deeper than it must")
@@ -94,24 +94,24 @@ def draft(
     strategy: Strategy = CHAIN,
     noise: Noise | None = None,
 ) -> DraftTree:
-    """The tree of the last request."""
+    """Return the tree of the last request."""
     return drafter.propose(requests, strategy, noise)[-1]
 
 
 @pytest.fixture
 def figure() -> HistoryDrafter:
-    """The texts drawn in the module's docstring."""
+    """The texts are those of the module's docstring."""
     return drafter_that_saw((A, B, C, D), (A, B, C, D), (X, B, C, E))
 
 
-def test_the_longest_known_context_speaks_alone(figure):
+def test_only_the_longest_known_context_is_used(figure):
     tree = draft(figure, ask((Y, A, B, C)))
-    assert tree.tokens == (D,)  # and nothing ever came after d
-    # A lone continuation: seen twice, after a context of three tokens.
+    assert tree.tokens == (D,)  # d has no continuation
+    # A single continuation, seen twice after a context of three tokens.
     assert tree.margins == pytest.approx((math.log(2 * 3**2),))
 
 
-def test_without_noise_the_commonest_continuation_comes_first(figure):
+def test_without_noise_the_most_frequent_continuation_is_drafted(figure):
     tree = draft(figure, ask((Y, B, C)))
     assert (tree.tokens, tree.parents) == ((D,), (0,))
     assert tree.margins == pytest.approx((math.log(2 / 1),))
@@ -124,7 +124,9 @@ def test_siblings_of_a_tree_have_opposite_margins(figure):
 
 
 @pytest.mark.parametrize(("for_d", "for_e", "first"), [(0.5, 0.1, D), (-1.0, 2.0, E)])
-def test_of_equally_common_tokens_the_one_with_the_higher_noise_is_drafted(for_d, for_e, first):
+def test_among_equally_frequent_tokens_the_one_with_the_highest_noise_is_drafted(
+    for_d, for_e, first
+):
     drafter = drafter_that_saw((B, C, D), (X, B, C, E))
     noise = TableNoise([{D: for_d, E: for_e}])
     tree = draft(drafter, ask((Y, B, C)), strategy=Strategy(depth=1), noise=noise)
@@ -134,14 +136,14 @@ def test_of_equally_common_tokens_the_one_with_the_higher_noise_is_drafted(for_d
 
 
 def test_noise_must_outweigh_the_counts(figure):
-    """log 2 = 0.69 for d: noise of 0.6 for e is too little, 0.8 enough."""
+    """The lead of d is log 2 = 0.69: noise of 0.6 for e is too small, 0.8 is enough."""
     for value, first, margin in ((0.6, D, math.log(2) - 0.6), (0.8, E, 0.8 - math.log(2))):
         tree = draft(figure, ask((Y, B, C)), noise=TableNoise([{E: value}]))
         assert tree.tokens == (first,)
         assert tree.margins == pytest.approx((margin,))
 
 
-def test_however_far_it_leads_a_child_is_no_safer_than_its_place(figure):
+def test_a_childs_margin_is_bounded_by_the_risk_of_an_unseen_token(figure):
     tree = draft(figure, ask((Y, B, C)), noise=TableNoise([{D: 50.0}]))
     # Three times seen, two tokens of context, two different continuations.
     assert tree.margins == pytest.approx((math.log(3 * 2**2 / 2),))
@@ -164,7 +166,7 @@ def test_noise_is_read_only_where_there_is_a_choice(figure):
     assert noise.read == [1]
 
 
-def test_greedy_requests_draft_what_is_commonest_under_any_noise(figure):
+def test_greedy_requests_draft_the_most_frequent_token_under_any_noise(figure):
     tree = draft(figure, ask((Y, B, C), temperature=0.0), noise=TableNoise([{E: 9.0}]))
     assert tree.tokens == (D,)
 
@@ -181,52 +183,52 @@ def test_the_prompt_may_be_quoted():
 
 def test_the_last_token_of_a_text_is_the_root_and_not_yet_known():
     drafter = HistoryDrafter()
-    drafter.observe([seen("a", (A, B, C), end=4)], None)  # c is drawn, not computed
+    drafter.observe([seen("a", (A, B, C), end=4)], None)  # c is sampled, not computed
     assert draft(drafter, ask((Y, A))).tokens == (B,)
 
 
-def test_siblings_of_a_group_help_each_other_as_they_go():
+def test_running_siblings_of_a_group_share_their_texts():
     drafter = HistoryDrafter()
     drafter.observe([seen("a", (A, B, C)), seen("b", (X, A))], None)
     assert draft(drafter, ask((X, A), name="b")).tokens == (B, C)
 
 
-def test_an_earlier_epoch_of_the_same_prompt_helps():
+def test_texts_of_earlier_epochs_of_the_same_prompt_are_used():
     drafter = drafter_that_saw((A, B, C, D))
     drafter.forget("seen0")
     drafter.refresh()
     assert draft(drafter, ask((A,), name="later")).tokens == (B, C, D)
 
 
-def test_the_texts_of_another_prompt_are_not_asked():
+def test_the_texts_of_another_prompt_are_not_used():
     drafter = drafter_that_saw((A, B, C, D), prompt=OTHER)
     assert draft(drafter, ask((A,))) == EMPTY
 
 
 @pytest.mark.parametrize("strategy", [CHAIN, TREE])
-def test_where_nothing_is_known_the_draft_is_empty(strategy):
+def test_the_draft_is_empty_if_no_context_is_known(strategy):
     assert draft(HistoryDrafter(), ask((A,)), strategy=strategy) == EMPTY
 
 
 def counted(drafter: HistoryDrafter, before: int, token: int) -> int:
-    """How often `token` came after `before`, read off a margin: log(count * 1**2)."""
+    """Return the count of `token` after `before`, from the margin log(count * 1**2)."""
     tree = draft(drafter, ask((Y, before), name="probe"), strategy=Strategy(depth=1))
     assert tree.tokens == (token,)
     return round(math.exp(tree.margins[0]))
 
 
-def test_text_that_is_computed_anew_is_counted_once():
+def test_recomputed_text_is_counted_once():
     drafter = HistoryDrafter()
     drafter.observe([seen("a", (A, B), end=3)], None)
     drafter.observe([seen("a", (A, B), start=3)], None)
     for end in (2, 3, 4):  # preempted: from the start again, in pieces
         drafter.observe([seen("a", (A, B), end=end)], None)
-    drafter.observe([seen("a", (A, B, C), start=1)], None)  # and further, in one go
+    drafter.observe([seen("a", (A, B, C), start=1)], None)  # and on, in one piece
     assert (counted(drafter, A, B), counted(drafter, B, C)) == (1, 1)
     assert drafter.num_tokens == len(PROMPT) + 3
 
 
-def test_text_written_before_the_drafter_came_or_while_it_was_away_is_counted_too():
+def test_text_generated_before_or_without_the_drafter_is_counted_too():
     drafter = HistoryDrafter()
     drafter.observe([seen("a", (A, B, C), start=4)], None)
     drafter.observe([seen("a", (A, B, C, D, E, X), start=7)], None)
@@ -234,8 +236,8 @@ def test_text_written_before_the_drafter_came_or_while_it_was_away_is_counted_to
     assert counts == [1] * 5
 
 
-def test_a_prompt_is_counted_once_however_its_requests_compute_it():
-    """The first of a group computes it in pieces, the second shares its KV, the third does not."""
+def test_a_prompt_is_counted_once_for_all_its_requests():
+    """The first request computes it in pieces, the second shares its KV, the third does not."""
     drafter = HistoryDrafter()
     drafter.observe([seen("a", (), end=1)], None)
     drafter.observe([seen("a", (A,), start=1), seen("b", (A,), start=2), seen("c", ())], None)
@@ -243,7 +245,7 @@ def test_a_prompt_is_counted_once_however_its_requests_compute_it():
     assert counted(drafter, PROMPT[-1], A) == 2
 
 
-def test_beyond_its_memory_the_prompts_asked_longest_ago_go():
+def test_above_max_tokens_the_least_recently_used_prompts_are_dropped():
     drafter = HistoryDrafter(max_tokens=12)
     for number in range(3):  # four tokens each
         drafter.observe([seen(f"r{number}", (A, B), prompt=(1, 100 + number))], None)
@@ -257,35 +259,35 @@ def test_beyond_its_memory_the_prompts_asked_longest_ago_go():
     assert kept == [True, False, True, True]
 
 
-def test_prompts_with_a_request_in_progress_stay():
+def test_prompts_with_a_request_in_progress_are_never_dropped():
     drafter = HistoryDrafter(max_tokens=5)
     drafter.observe([seen("a", (A, B), PROMPT), seen("b", (A, B), OTHER)], None)
     assert drafter.num_tokens == 8
     drafter.forget("a")
     assert drafter.num_tokens == 4
     assert draft(drafter, ask((A,), OTHER, name="b")).tokens == (B,)
-    drafter.forget("never heard of")
+    drafter.forget("never known")
 
 
-def test_requests_that_ended_unheard_hold_no_memory_after_a_refresh():
+def test_a_refresh_releases_requests_that_were_never_forgotten():
     drafter = HistoryDrafter(max_tokens=3)
     drafter.observe([seen("a", (A, B))], None)
     drafter.refresh()
     assert drafter.num_tokens == 0
 
 
-def test_a_path_that_hardly_ever_arrives_is_not_drafted(figure):
+def test_a_path_that_is_almost_never_accepted_is_not_drafted(figure):
     tree = draft(figure, ask((Y, A, B, C)))
     for _ in range(500):
         figure.learn([tree], [Accepted(path=(), tokens=(X,))])
-    # Trust is 2 / 500 and the prior weighs 8 observations: far less than 0.02.
+    # The acceptance is 2 / 500 and the prior weighs 8 observations: far below 0.02.
     assert draft(figure, ask((Y, A, B, C))) == EMPTY
     assert draft(figure, ask((Y, A, B, C)), strategy=TREE) == EMPTY
     assert figure.calibration_error > 0.0
 
 
-def test_a_tree_keeps_the_likeliest_nodes():
-    """After a: b three times, x once. The chain below b is likelier than the sibling of b."""
+def test_a_tree_keeps_the_most_likely_nodes():
+    """After a come b three times and x once; the chain below b is more likely than its sibling."""
     drafter = drafter_that_saw(*[(A, B, C, D)] * 3, (A, X))
     tree = draft(drafter, ask((A,)), strategy=Strategy(depth=3, width=2, size=3))
     assert (tree.tokens, tree.parents) == ((B, C, D), (0, 1, 2))
@@ -304,7 +306,7 @@ SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 9), st.i
 
 
 @given(TEXTS, SHAPES, st.booleans())
-def test_drafts_have_the_shape_that_was_asked_for(texts, shape, coupled):
+def test_drafts_respect_the_strategys_shape(texts, shape, coupled):
     depth, width, size, max_depth = shape
     strategy = Strategy(depth=depth, width=width, size=size)
     noise = TableNoise(*[[{10: 1.0, 11: 0.5 * level}] for level in range(5)]) if coupled else None
@@ -341,7 +343,7 @@ def test_a_chain_is_a_tree_of_width_one(texts, depth, worth, coupled):
 
 
 @given(TEXTS, SHAPES, st.integers(0, 3), WORTHS)
-def test_a_tree_is_what_growing_level_by_level_and_pruning_would_leave(texts, shape, beam, worth):
+def test_a_tree_equals_growing_level_by_level_and_pruning(texts, shape, beam, worth):
     depth, width, size, _ = shape
     strategy = Strategy(depth=depth, width=width, size=size, beam=beam, thresholds=worth)
     drafter = drafter_that_saw(*texts)
@@ -365,15 +367,15 @@ def test_a_tree_is_what_growing_level_by_level_and_pruning_would_leave(texts, sh
     assert list(tree.reach) == pytest.approx(found)
 
 
-def test_a_beam_of_one_drafts_on_the_likelier_sibling_only():
+def test_a_beam_of_one_expands_only_the_more_likely_sibling():
     drafter = drafter_that_saw((A, B, C), (A, B, C), (A, X, D))
     for beam, tokens in ((2, {B, X, C, D}), (1, {B, X, C})):
         strategy = Strategy(depth=2, width=2, beam=beam, size=8)
         assert set(draft(drafter, ask((Y, A)), strategy=strategy).tokens) == tokens
 
 
-def test_what_is_known_better_is_drafted_deeper():
-    """One text seen once: a margin of 0 after one token of context, of log 4 after two."""
+def test_better_known_text_is_drafted_deeper():
+    """A text seen once has a margin of 0 after one token of context and of log 4 after two."""
     drafter, sure = drafter_that_saw((A, B, C, D)), ConfidenceCurve().confidences
     first, second = sure([0.0, math.log(4)])
     asked = ask((Y, A))
@@ -391,7 +393,7 @@ def test_what_is_known_better_is_drafted_deeper():
 
 @pytest.mark.slow
 @given(TEXTS, st.integers(1, 6))
-def test_text_counts_the_same_in_whatever_pieces_it_is_seen(texts, piece):
+def test_counts_do_not_depend_on_how_the_text_is_observed(texts, piece):
     whole, cut = drafter_that_saw(*texts), HistoryDrafter()
     for number, text in enumerate(texts):
         length = len(PROMPT) + len(text)

@@ -1,4 +1,4 @@
-"""The engines' layouts: nothing is lost on the way out and back, and what cannot go is refused."""
+"""Export and import in the engines' layouts are exact, or are refused with a remedy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,11 +52,11 @@ def bring_back(path: Path, target: Target, **more):
 
 
 @pytest.mark.parametrize(("recipe", "layout", "reduced"), FORMS)
-def test_what_is_exported_comes_back_bit_for_bit(tmp_path, target, recipe, layout, reduced):
+def test_an_exported_drafter_is_imported_bit_for_bit(tmp_path, target, recipe, layout, reduced):
     path = tmp_path / "d"
     loaded = export(path, layout, target, recipe, reduced=reduced)
     again = bring_back(path, target)
-    assert again.head is None  # the target's own rows: nothing is kept of them
+    assert again.head is None  # equal to the target's rows, so it is not kept
     assert (None if again.draft_ids is None else again.draft_ids.tolist()) == (
         list(DRAFT_IDS) if reduced else None
     )
@@ -67,7 +67,7 @@ def test_what_is_exported_comes_back_bit_for_bit(tmp_path, target, recipe, layou
     mine, theirs = folded(loaded), folded(again)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    # and out again: the same files
+    # a second export writes the same files
     write_layout(tmp_path / "e", layout, again, target, verifier="org/six", depth=3)
     first, second = read_tensors(path), read_tensors(tmp_path / "e")
     assert first.keys() == second.keys()
@@ -76,7 +76,7 @@ def test_what_is_exported_comes_back_bit_for_bit(tmp_path, target, recipe, layou
 
 
 def both_scores(path: Path, loaded, model: Transformer):
-    """Scores of the draft tokens by the second reader, and by our layer, on one text."""
+    """Return the scores of the draft tokens by the independent reader and by our layer."""
     text = lay_out(
         [torch.randint(128, (40,), generator=torch.Generator().manual_seed(2)).tolist()], [1]
     )
@@ -118,7 +118,7 @@ def test_an_independent_reader_finds_the_same_scores_and_features(
     torch.testing.assert_close(*features, rtol=0, atol=1e-12)
 
 
-def test_a_residual_that_is_normed_first_is_read_alike(tmp_path, target):
+def test_norm_before_residual_is_exported_and_imported(tmp_path, target):
     loaded = export(tmp_path / "d", "vllm", target, "eagle3", norm_before_residual=True)
     theirs, mine, _ = both_scores(tmp_path / "d", loaded, target.model)
     torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-12)
@@ -133,7 +133,7 @@ PROMPTS = [tuple(range(5, 40)), (9, 8, 7)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "layout"), [("eagle1", "sglang"), ("eagle3", "vllm")])
-def test_the_self_check_passes_what_is_right_and_refuses_any_tensor_that_is_not(
+def test_the_self_check_passes_a_correct_export_and_refuses_any_changed_tensor(
     tmp_path, target, recipe, layout
 ):
     path = tmp_path / "d"
@@ -151,14 +151,14 @@ def test_the_self_check_passes_what_is_right_and_refuses_any_tensor_that_is_not(
 
 
 @pytest.mark.slow
-def test_bfloat16_is_checked_against_the_drafter_as_it_was_rounded(tmp_path, target):
+def test_a_bfloat16_export_is_checked_against_the_rounded_drafter(tmp_path, target):
     loaded = export(tmp_path / "d", "hf", target, "eagle3", torch.bfloat16, reduced=True)
     assert read_tensors(tmp_path / "d")["fc.weight"].dtype == torch.bfloat16
     assert read_tensors(tmp_path / "d")["d2t"].dtype == torch.int64
     assert self_check(tmp_path / "d", loaded, target, PROMPTS, 16).score_error < 1e-12
 
 
-def test_offsets_lead_from_draft_ids_to_target_ids(target):
+def test_offsets_map_draft_ids_to_target_ids(target):
     loaded = our_drafter(target.model, target.tokenizer, reduced=True)
     tensors = to_tensors("vllm", loaded.layer, target.model, loaded.draft_ids, None, torch.float32)
     assert tensors["d2t"].tolist() == [1, 4, 5, 27, 60, 95]
@@ -172,7 +172,7 @@ def tensors_of(layout, target, recipe):
     return to_tensors(layout, loaded.layer, target.model, None, None, torch.float32)
 
 
-def test_each_layout_holds_the_tensors_that_its_engine_wants(target):
+def test_each_layout_holds_the_tensors_that_its_engine_loads(target):
     own = {f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"} | {"fc.weight"}
     own |= {f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
     own |= {"layers.0.post_attention_layernorm.weight"}
@@ -211,7 +211,7 @@ def test_tapped_layers_are_counted_as_the_engine_counts_them(target):
         assert "eagle_config" not in content
 
 
-def test_a_window_is_written_where_the_engine_keeps_to_it(target):
+def test_a_window_is_written_only_for_engines_that_apply_it(target):
     inner = config_of("speculators", target)["transformer_layer_config"]
     for content in (config_of("vllm", target), inner):
         assert content["sliding_window"] == 16
@@ -231,7 +231,7 @@ def test_speculators_names_the_verifier_and_the_chain(target):
     assert asked["proposal_methods"][0]["speculative_tokens"] == 3
 
 
-def test_the_layer_is_described_as_a_llama_whatever_the_target_is(target):
+def test_the_layer_is_described_as_a_llama_for_every_target(target):
     content = config_of("vllm", target, "eagle1")
     assert content["architectures"] == ["LlamaForCausalLM"]
     assert config_of("sglang", target, "eagle1")["architectures"] == ["LlamaForCausalLMEagle"]
@@ -255,7 +255,9 @@ def test_the_layer_is_described_as_a_llama_whatever_the_target_is(target):
         ("sglang", "eagle3", {"norm_before_residual": True}, "norm_before_residual, which SGLang"),
     ],
 )
-def test_what_a_layout_cannot_say_is_refused_with_a_way_out(target, layout, recipe, more, message):
+def test_a_drafter_that_a_layout_cannot_express_is_refused_with_a_remedy(
+    target, layout, recipe, more, message
+):
     with pytest.raises(ConfigError, match=message):
         config_of(layout, target, recipe, **more)
     loaded = our_drafter(target.model, target.tokenizer, recipe, **more)
@@ -263,14 +265,14 @@ def test_what_a_layout_cannot_say_is_refused_with_a_way_out(target, layout, reci
         to_tensors(layout, loaded.layer, target.model, None, None, torch.float32)
 
 
-def test_layer_ids_are_understood_by_either_convention():
+def test_layer_ids_are_read_in_either_convention():
     assert layers_of(None, 32, "auto") == (2, 16, 29)
     assert layers_of([2, 16, 29], 32, "auto") == layers_of([1, 15, 28], 32, "auto") == (2, 16, 29)
     assert layers_of([4, 9, 20], 32, "auto") == layers_of([4, 9, 20], 32, "input") == (4, 9, 20)
     assert layers_of([4, 9, 20], 32, "output") == (5, 10, 21)
 
 
-def test_a_head_that_is_the_targets_rows_changes_nothing_in_training(target):
+def test_a_head_equal_to_the_targets_rows_trains_the_same(target):
     generator = torch.Generator().manual_seed(1)
     hidden, scored = (
         torch.randn(5, 32, generator=generator),

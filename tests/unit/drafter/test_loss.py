@@ -1,4 +1,4 @@
-"""What a drafter is taught: the soft cross-entropy, its gradient, and how acceptance is told."""
+"""The soft cross-entropy, its gradient, and the acceptance scores."""
 
 import math
 
@@ -31,7 +31,7 @@ def _scored() -> Tensor:
 
 
 def _by_hand(scored: Tensor, ids: Tensor | None) -> Tensor:
-    """Cross-entropy through autograd, whole."""
+    """Compute the cross-entropy with autograd, unchunked."""
     p = F.linear(SEEN, HEAD).softmax(-1)
     head = HEAD
     if ids is not None:
@@ -55,7 +55,7 @@ def test_the_cross_entropy_and_its_gradient_are_those_of_autograd(
     torch.testing.assert_close(found.grad, expected.grad)
 
 
-def test_agreement_and_overlap_count_what_the_drafter_cannot_say_as_lost() -> None:
+def test_agreement_and_overlap_count_tokens_outside_the_draft_vocabulary_as_rejected() -> None:
     p = F.linear(SEEN, HEAD).softmax(-1)
     q = torch.zeros(3, ROWS, VOCAB, dtype=torch.float64)
     scored = _scored().detach()
@@ -65,7 +65,7 @@ def test_agreement_and_overlap_count_what_the_drafter_cannot_say_as_lost() -> No
     assert rows.agreement.tolist() == (q.argmax(-1) == p.argmax(-1)).double().tolist()
 
 
-def test_a_drafter_that_is_the_target_overlaps_whole_and_has_no_gradient() -> None:
+def test_a_drafter_equal_to_the_target_has_overlap_one_and_no_gradient() -> None:
     scored = SEEN[None].clone().requires_grad_(True)
     rows = score_rows(scored, Teacher(hidden=SEEN, head=HEAD))
     torch.testing.assert_close(rows.overlap, torch.ones_like(rows.overlap))

@@ -1,4 +1,4 @@
-"""Published drafters become ours, or the tensor that does not fit is named."""
+"""Published drafters are imported exactly, or refused by the tensor that does not fit."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 from longtail.build.drafters import Target, at_work, open_drafters
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.formats.layout_reader import LayoutReader
-from longtail.drafter.formats.published import load_published, translate
+from longtail.drafter.formats.published import ImportOptions, load_published, translate
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import ConfigError
 from longtail.model.attention import PackedAttention
@@ -49,7 +49,9 @@ def three_taps(tmp_path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-def test_a_head_of_another_shape_and_vocabulary_is_taken_as_it_is(tmp_path, target, three_taps):
+def test_a_drafter_of_another_shape_and_vocabulary_is_imported_unchanged(
+    tmp_path, target, three_taps
+):
     config, tensors = three_taps
     loaded = load(lay(tmp_path / "p", config, tensors), target)
     own = loaded.layer.config
@@ -62,7 +64,7 @@ def test_a_head_of_another_shape_and_vocabulary_is_taken_as_it_is(tmp_path, targ
     assert (shape.intermediate_size, shape.norm_eps, shape.rope.theta) == (40, 1e-5, 5e5)
 
 
-def test_it_scores_as_an_independent_reader_of_its_own_files(tmp_path, target, three_taps):
+def test_an_imported_drafter_scores_like_an_independent_reader(tmp_path, target, three_taps):
     config, tensors = three_taps
     loaded = load(lay(tmp_path / "p", config, tensors), target, dtype=torch.float64)
     text = lay_out([tuple(range(5, 45))], [1])
@@ -84,7 +86,7 @@ def test_it_scores_as_an_independent_reader_of_its_own_files(tmp_path, target, t
     torch.testing.assert_close(theirs[:, list(DRAFT_IDS)], mine, rtol=0, atol=1e-12)
 
 
-def test_its_scale_is_moved_by_a_power_of_two_and_nothing_is_lost(tmp_path, target, three_taps):
+def test_the_scale_is_moved_by_a_power_of_two_without_loss(tmp_path, target, three_taps):
     config, tensors = three_taps
     loaded = load(lay(tmp_path / "p", config, tensors), target)
     scale = torch.tensor(loaded.layer.config.feature_scale)
@@ -94,7 +96,7 @@ def test_its_scale_is_moved_by_a_power_of_two_and_nothing_is_lost(tmp_path, targ
 
 
 @pytest.mark.slow
-def test_it_drafts_learns_is_saved_and_goes_out_again(tmp_path, target, three_taps):
+def test_an_imported_drafter_drafts_trains_saves_and_exports(tmp_path, target, three_taps):
     path = lay(tmp_path / "p", *three_taps)
     (drafter,) = open_drafters(str(path), target, print)
     assert drafter.taps.layers == (1, 2, 4)
@@ -107,7 +109,7 @@ def test_it_drafts_learns_is_saved_and_goes_out_again(tmp_path, target, three_ta
     texts = [lay_out([tuple(range(5, 60)), tuple(range(90, 60, -1))], [3, 3])]
     losses = [trainer.step(texts).loss for _ in range(4)]
     assert losses[-1] < losses[0]
-    assert torch.equal(loaded.head, before)  # its head is never learned
+    assert torch.equal(loaded.head, before)  # its head is never trained
     loaded.save(tmp_path / "ours")
     (again,) = open_drafters(str(tmp_path / "ours"), target, print)
     assert again.taps == drafter.taps
@@ -121,7 +123,7 @@ def test_it_drafts_learns_is_saved_and_goes_out_again(tmp_path, target, three_ta
         assert torch.equal(kept["lm_head.weight"], before.float())
 
 
-def test_speculators_wrap_the_same_layer_and_norm_before_the_residual_unless_they_say(
+def test_speculators_norm_before_the_residual_unless_the_config_differs(
     tmp_path, target, three_taps
 ):
     config, tensors = three_taps
@@ -142,7 +144,7 @@ def test_speculators_wrap_the_same_layer_and_norm_before_the_residual_unless_the
     at_work(replace(usual, head=usual.head.float()), target)
 
 
-def test_biases_of_zero_and_tables_that_follow_are_passed_over(tmp_path, target, three_taps):
+def test_zero_biases_and_derived_tables_are_ignored(tmp_path, target, three_taps):
     config, tensors = three_taps
     tensors = {**tensors, "fc.bias": torch.zeros(HIDDEN)}
     tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
@@ -186,16 +188,14 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
         (lambda c, t: t.update({"lm_head.weight": torch.ones(5, HIDDEN)}), "lm_head.weight has"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
-    tmp_path, target, three_taps, change: Change, message: str
-):
+def test_a_misfit_is_refused_by_name(tmp_path, target, three_taps, change: Change, message: str):
     config, tensors = three_taps
     change(config, tensors)
     with pytest.raises(ConfigError, match=message):
         load(lay(tmp_path / "p", config, tensors), target)
 
 
-def test_an_eagle1_head_must_be_read_by_the_targets_own(tmp_path, target):
+def test_an_eagle1_drafter_must_have_the_targets_head(tmp_path, target):
     config, tensors = published_eagle3()
     del config["draft_vocab_size"]
     width = HIDDEN
@@ -214,18 +214,20 @@ def test_an_eagle1_head_must_be_read_by_the_targets_own(tmp_path, target):
         load(lay(tmp_path / "p", config, kept), target)
 
 
-def test_ids_of_layers_mean_what_the_caller_says_they_do(target, three_taps):
+def test_layer_ids_follow_the_given_convention(target, three_taps):
     config, tensors = three_taps
     plain = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
     for convention, layers in (("auto", (1, 2, 4)), ("input", (1, 2, 4)), ("output", (2, 3, 5))):
-        found = translate(fields(config), plain, target.model.config, layer_ids=convention)
+        found = translate(
+            fields(config), plain, target.model.config, ImportOptions(layer_ids=convention)
+        )
         assert found.config.layers == layers
 
 
-def test_a_window_is_what_the_files_say_unless_another_is_asked_for(tmp_path, target, three_taps):
+def test_the_window_of_the_files_is_used_unless_another_is_given(tmp_path, target, three_taps):
     config, tensors = three_taps
     path = lay(tmp_path / "p", config, tensors)
     assert load(path, target).layer.config.window == 0
-    assert load(path, target, window=24).layer.config.window == 24
+    assert load(path, target, options=ImportOptions(window=24)).layer.config.window == 24
     config |= {"layer_types": ["sliding_attention"], "sliding_window": 40}
     assert load(lay(tmp_path / "q", config, tensors), target).layer.config.window == 40

@@ -1,4 +1,4 @@
-"""A replica of the drafter: what it is worth, when it no longer pays, what is merged and probed."""
+"""Spot training: gains, the end of training, merges and probes."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def _texts(count: int = 4) -> list[Example]:
     return [Example(tokens=counting(n, 30).tokens, prompt_len=3) for n in range(count)]
 
 
-def test_the_digest_tells_names_dtypes_shapes_and_values_apart() -> None:
+def test_the_digest_depends_on_names_dtypes_shapes_and_values() -> None:
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
     digest = DrafterWeights(version=1, tensors=tensors).digest
     assert digest == DrafterWeights(version=2, tensors=dict(reversed(tensors.items()))).digest
@@ -53,12 +53,12 @@ def test_the_digest_tells_names_dtypes_shapes_and_values_apart() -> None:
         {"a": tensors["a"]},
     ):
         assert DrafterWeights(version=1, tensors=other).digest != digest
-    transposed = tensors["a"].T.contiguous().T  # the same values, laid out otherwise
+    transposed = tensors["a"].T.contiguous().T  # the same values in another memory layout
     assert DrafterWeights(version=1, tensors=tensors | {"a": transposed}).digest == digest
 
 
 @pytest.mark.slow
-def test_a_replica_holds_what_gained_most_on_held_out_text() -> None:
+def test_the_replica_is_the_one_with_the_largest_gain() -> None:
     room = SpotSetup()
     report = room.train(lambda: len(room.measured) == 6)
     assert report.reason is SpotEnd.STOPPED
@@ -67,7 +67,7 @@ def test_a_replica_holds_what_gained_most_on_held_out_text() -> None:
     assert best is not None
     assert best.gain > 0.1
     gains = [replica.gain for replica in room.measured]
-    assert gains == sorted(gains)  # of each measurement the best so far
+    assert gains == sorted(gains)  # each measurement reports the best so far
     assert best is room.measured[-1]
     assert best.base_version == 1
     assert 0 < best.num_tokens <= report.num_tokens
@@ -75,8 +75,8 @@ def test_a_replica_holds_what_gained_most_on_held_out_text() -> None:
     assert (best.base_accept_len, best.accept_len) == (served, offered)
 
 
-def test_training_ends_when_it_no_longer_pays() -> None:
-    """No learning rate, no gain: the patience is used up at the second measurement."""
+def test_training_ends_when_there_is_no_more_gain() -> None:
+    """Without a learning rate there is no gain, so the second measurement ends training."""
     idle = replace(TEACHING, optimizer=replace(TEACHING.optimizer, learning_rate=0.0))
     room = SpotSetup(replace(SETTINGS, trainer=idle, min_gain=0.01, patience=2))
     report = room.train(lambda: False)
@@ -86,7 +86,7 @@ def test_training_ends_when_it_no_longer_pays() -> None:
     assert report.replica.gain == 0.0
 
 
-def test_without_held_out_text_a_replica_is_unmeasured_and_above_nothing() -> None:
+def test_without_held_out_text_a_replica_is_unmeasured() -> None:
     room = SpotSetup()
     held = {text.tokens for text in make_buffer().heldout(10**6)}
     room.buffer = DrafterBuffer(10**6, seed=4)
@@ -98,7 +98,7 @@ def test_without_held_out_text_a_replica_is_unmeasured_and_above_nothing() -> No
     assert not report.replica.gain > -1.0
 
 
-def test_with_nothing_to_learn_a_stretch_ends_at_once() -> None:
+def test_an_interval_without_texts_ends_at_once() -> None:
     room = SpotSetup()
     short = replace(counting(1, 3), prompt_len=1)  # a draft of two tokens needs four
     for texts in ([], [counting(1, 3)], [short]):
@@ -109,7 +109,7 @@ def test_with_nothing_to_learn_a_stretch_ends_at_once() -> None:
     assert room.num_passes == 0
 
 
-def test_the_same_version_is_gone_on_with_and_another_starts_from_its_weights() -> None:
+def test_the_same_version_continues_and_another_starts_from_its_weights() -> None:
     room = SpotSetup()
     room.train(lambda: room.spot._trainer.steps == 2)
     trained = room.tensors()
@@ -129,7 +129,7 @@ def test_the_same_version_is_gone_on_with_and_another_starts_from_its_weights() 
 
 
 @pytest.mark.slow
-def test_what_was_learned_is_counted_from_the_base_over_all_stretches() -> None:
+def test_trained_tokens_are_counted_from_the_base_over_all_intervals() -> None:
     room = SpotSetup()
     for _ in range(3):  # each too short to measure in
         report = room.train(stop_at(10))
@@ -154,7 +154,7 @@ def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays()
 
 
 @pytest.mark.parametrize("where", ["target", "replica", "published"])
-def test_nan_discards_the_replica_and_is_never_raised(where: str) -> None:
+def test_a_nan_discards_the_replica_and_raises_nothing(where: str) -> None:
     room = SpotSetup(replace(SETTINGS, measure_every=1 if where == "replica" else 100))
     room.train(lambda: room.spot._trainer.steps == 2)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_nan_discards_the_replica_and_is_never_raised(where: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_probe_tells_a_broken_drafter_from_a_sound_one_and_leaves_no_trace() -> None:
+def test_a_probe_separates_a_broken_drafter_from_a_sound_one_and_changes_nothing() -> None:
     room = SpotSetup()
     room.train(lambda: room.spot._trainer.steps == 20)
     trained = room.spot._trainer.weights()
@@ -200,7 +200,7 @@ def test_equal_replicas_merge_to_themselves(dtype: torch.dtype) -> None:
     assert torch.equal(merged["fc.weight"], values)
 
 
-def test_replicas_weigh_by_the_tokens_they_learned() -> None:
+def test_replicas_are_weighted_by_their_trained_tokens() -> None:
     merged = merge([_replica(1.0, 300), _replica(5.0, 100), _replica(9.0, 0)])
     assert torch.equal(merged["fc.weight"], torch.full((2, 3), 2.0))
 
@@ -214,7 +214,7 @@ def test_broken_and_outdated_replicas_are_left_out() -> None:
         merge(broken)
 
 
-def test_a_stretch_reports_what_it_did() -> None:
+def test_an_interval_reports_its_work() -> None:
     room = SpotSetup()
     report = room.train(lambda: room.spot._trainer.steps == 2)
     assert report.num_steps == 2

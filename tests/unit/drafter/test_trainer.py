@@ -1,4 +1,4 @@
-"""Teaching a drafter: what it learns, what it must not touch, and that it resumes bit for bit."""
+"""The drafter trainer: updates, the read-only target, and exact resume."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ RECIPES: tuple[Recipe, ...] = ("eagle1", "eagle3")
 
 
 def _texts(count: int = 6, seed: int = 0) -> list[Example]:
-    """Counting upwards from somewhere, in one of two steps."""
+    """Make texts that count upwards by one of two steps."""
     generator = torch.Generator().manual_seed(seed)
     texts = []
     for index in range(count):
@@ -66,7 +66,7 @@ def _weights(layer: EagleLayer) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("matrix_rate", [None, 0.02])
-def test_a_drafter_learns_to_follow_the_target(recipe: Recipe, matrix_rate: float | None) -> None:
+def test_training_improves_a_drafter(recipe: Recipe, matrix_rate: float | None) -> None:
     trainer = _trainer(recipe, settings=replace(SETTINGS, matrix_rate=matrix_rate))
     before = trainer.evaluate(_batch())
     for _ in range(25):
@@ -79,7 +79,7 @@ def test_a_drafter_learns_to_follow_the_target(recipe: Recipe, matrix_rate: floa
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_target_is_only_read(recipe: Recipe) -> None:
+def test_the_target_is_never_written(recipe: Recipe) -> None:
     target = tiny_model().requires_grad_(True)
     before = {name: p.detach().clone() for name, p in target.named_parameters()}
     trainer = _trainer(recipe, target=target)
@@ -92,7 +92,7 @@ def test_the_target_is_only_read(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_first_depth_is_compared_with_the_target_two_tokens_on(recipe: Recipe) -> None:
-    """By hand on one text: pair (f_i, x_{i+1}) predicts what the target says behind x_{i+1}."""
+    """Pair (f_i, x_{i+1}) predicts the target's distribution after x_{i+1}, worked on one text."""
     trainer = _trainer(recipe, dtype=torch.float64, window=0)
     trainer_target, text = trainer._target, _texts()[3]
     tokens = torch.tensor(text.tokens)
@@ -111,7 +111,7 @@ def test_the_first_depth_is_compared_with_the_target_two_tokens_on(recipe: Recip
         out = layer.finish(entered.stream, seen[0].transpose(0, 1))
         drafted = trainer_target.logits(out.scored).log_softmax(-1)
         for pair in range(len(tokens) - 2):
-            if pair + 2 >= text.prompt_len:  # the predicted token is learned
+            if pair + 2 >= text.prompt_len:  # the predicted token is trained
                 overlaps.append(torch.minimum(p[pair + 1], drafted[pair].exp()).sum())
                 entropies.append(-(p[pair + 1] * drafted[pair]).sum())
     found = trainer.evaluate(pack_texts([text], 1000))
@@ -120,7 +120,7 @@ def test_the_first_depth_is_compared_with_the_target_two_tokens_on(recipe: Recip
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_how_a_batch_is_cut_does_not_change_the_update(recipe: Recipe) -> None:
+def test_micro_batches_do_not_change_the_update(recipe: Recipe) -> None:
     trainers = [_trainer(recipe, dtype=torch.float64) for _ in range(2)]
     reports = [t.step(_batch(budget)) for t, budget in zip(trainers, (1000, 30), strict=True)]
     assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-12)
@@ -132,7 +132,9 @@ def test_how_a_batch_is_cut_does_not_change_the_update(recipe: Recipe) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("matrix_rate", [None, 0.02])
-def test_a_restored_trainer_goes_on_bit_for_bit(recipe: Recipe, matrix_rate: float | None) -> None:
+def test_a_restored_trainer_continues_bit_for_bit(
+    recipe: Recipe, matrix_rate: float | None
+) -> None:
     settings = replace(SETTINGS, matrix_rate=matrix_rate)
     whole, first, second = (_trainer(recipe, settings=settings) for _ in range(3))
     for _ in range(4):
@@ -158,7 +160,7 @@ def test_a_state_of_another_drafter_is_refused_before_anything_changes() -> None
 
 
 @pytest.mark.slow
-def test_a_reduced_vocabulary_is_learned_and_its_ceiling_counted() -> None:
+def test_a_reduced_vocabulary_is_trained_and_limits_the_overlap() -> None:
     ids = commonest_tokens(_texts(), 40)
     trainer = _trainer(draft_ids=ids)
     before = trainer.evaluate(_batch())
@@ -166,10 +168,10 @@ def test_a_reduced_vocabulary_is_learned_and_its_ceiling_counted() -> None:
         trainer.step(_batch())
     after = trainer.evaluate(_batch())
     assert after.cross_entropy[0] < before.cross_entropy[0]
-    assert 0 < after.overlap[0] < 0.9  # of 128 tokens 40 can be said
+    assert 0 < after.overlap[0] < 0.9  # 40 of 128 tokens can be drafted
 
 
-def test_the_commonest_tokens_are_those_of_the_completions() -> None:
+def test_the_most_frequent_tokens_are_counted_in_completions() -> None:
     texts = [
         Example(tokens=(1, 1, 1, 7, 9, 9), prompt_len=3),
         Example(tokens=(1, 9, 5), prompt_len=1),
@@ -191,25 +193,25 @@ def test_a_target_that_is_not_finite_makes_no_update() -> None:
     assert trainer.steps == 0
 
 
-def test_texts_too_short_to_draft_on_are_refused_with_a_remedy() -> None:
+def test_too_short_texts_are_refused_with_a_remedy() -> None:
     with pytest.raises(DataError, match=r"2 tokens deep.*unroll_steps"):
         _trainer().step(pack_texts([Example(tokens=(5, 6, 7), prompt_len=1)], 100))
 
 
-def test_depths_beyond_the_trained_are_measured_as_far_as_texts_reach() -> None:
+def test_depths_beyond_the_trained_ones_are_measured_up_to_the_texts_length() -> None:
     trainer, texts = _trainer(), [Example(tokens=tuple(range(5, 12)), prompt_len=1)]
     assert len(trainer.evaluate(pack_texts(texts, 100)).overlap) == 3
     deep = trainer.evaluate(pack_texts(texts, 100), 9)
-    assert len(deep.overlap) == 5  # seven tokens, two of them behind the first pair
+    assert len(deep.overlap) == 5  # seven tokens, two of them in the first pair
     assert deep.overlap[:3] == trainer.evaluate(pack_texts(texts, 100)).overlap
 
 
-def test_autocast_learns_the_same_within_its_precision() -> None:
+def test_autocast_trains_the_same_within_its_precision() -> None:
     exact, rough = _trainer(), _trainer(settings=replace(SETTINGS, autocast=True))
     assert exact.step(_batch()).loss == pytest.approx(rough.step(_batch()).loss, rel=0.02)
 
 
-def test_a_target_that_is_packed_for_its_engine_teaches_the_same() -> None:
+def test_a_packed_target_trains_the_same() -> None:
     packed = tiny_model()
     packed.pack()
     plain, other = _trainer("eagle1"), _trainer("eagle1", target=packed)

@@ -1,4 +1,4 @@
-"""The packed, windowed, unrolled forward against one that goes row by row, as a draft does."""
+"""The packed, windowed, unrolled pass equals a row-by-row draft."""
 
 import math
 from itertools import pairwise
@@ -36,7 +36,7 @@ def _packed(lengths: list[int]) -> PackedSequences:
 
 
 def _inputs(layer: EagleLayer, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Features and embeddings of each token of the text."""
+    """Return features and embeddings of each token."""
     generator = torch.Generator().manual_seed(7)
     size = layer.config.feature_size
     features = torch.randn(num_tokens, size, generator=generator, dtype=torch.float64)
@@ -47,7 +47,7 @@ def _inputs(layer: EagleLayer, num_tokens: int) -> tuple[Tensor, Tensor]:
 def _draft(
     layer: EagleLayer, features: Tensor, embeddings: Tensor, depth: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Outputs along the draft whose root pair is the last of `features`, on the text's own tokens.
+    """Return the outputs along the draft after the last of `features`, on the text's tokens.
 
     As a drafter goes: pair by pair, each attending to a list of the keys of all earlier ones, of
     which it sees the last `window`, itself included.
@@ -80,7 +80,7 @@ def _draft(
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("window", [0, 1, 2, 5, 40])
-def test_every_step_is_what_a_draft_computes(recipe: Recipe, window: int) -> None:
+def test_every_unrolled_step_equals_a_draft(recipe: Recipe, window: int) -> None:
     layer = _layer(recipe, window)
     packed = _packed([9, 1, 2, 38, 3])
     features, embeddings = _inputs(layer, packed.num_tokens)
@@ -110,7 +110,7 @@ def test_pairs_are_a_feature_and_the_token_after_it() -> None:
     assert pairs.trained.tolist() == [True, True, False, False]
 
 
-def test_prompt_tokens_are_not_learned_however_long_the_prompt() -> None:
+def test_prompt_tokens_are_not_trained() -> None:
     pairs = Pairs.of(lay_out([(1, 2, 3, 4, 5), (6, 7, 8)], [4, 3]))
     assert pairs.trained.tolist() == [False, False, True, False, False, False]
 
@@ -138,7 +138,7 @@ def test_nothing_leaks_between_sequences_or_from_the_future(window: int) -> None
     assert embeddings.grad is not None
     seen = features.grad.abs().sum(-1).nonzero()[:, 0].tolist()
     assert seen
-    # row 18 is the root pair; with a window each of its path's rows sees one row less far back
+    # row 18 is the root pair; with a window, each row of its path reaches one row less far back
     first = max(start, 18 - window + 1) if window else start
     assert seen == list(range(first, 18 + 1))
     read = embeddings.grad.abs().sum(-1).nonzero()[:, 0].tolist()
@@ -163,8 +163,8 @@ def test_recomputed_attention_has_the_same_gradient(window: int) -> None:
     torch.testing.assert_close(gradient(max_scores=0), gradient(MAX_SCORES))
 
 
-def test_the_cost_of_a_window_is_linear_in_the_text() -> None:
-    """Scores of one step: twice the chunk a row, whatever the length."""
+def test_the_memory_of_a_window_is_linear_in_the_text() -> None:
+    """A step has two chunks of scores a row, for every length."""
     layer = _layer("eagle3", 32)
     sizes = []
     for length in (257, 513):

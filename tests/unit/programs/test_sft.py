@@ -1,4 +1,4 @@
-"""`longtail sft`: from the command line to a model that transformers opens; resume; refusals."""
+"""`longtail sft`: training, resume and refusals."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def metrics(place: Path, name: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_it_learns_says_so_and_leaves_a_model(place, capsys):
+def test_fine_tuning_lowers_the_loss_and_saves_a_model(place, capsys):
     assert sft.run(settings(place, "run", "--train.steps=30", "--run.log_every=10")) == 0
     rows = metrics(place, "run")
     assert [row["step"] for row in rows] == list(range(1, 31))
@@ -81,7 +81,7 @@ def test_it_learns_says_so_and_leaves_a_model(place, capsys):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_that_was_not_stopped(place):
+def test_a_resumed_run_equals_an_uninterrupted_run(place):
     assert sft.run(settings(place, "whole")) == 0
     assert sft.run(settings(place, "parts", "--train.steps=3")) == 0
     assert sft.run(settings(place, "parts")) == 0
@@ -91,7 +91,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(place):
     assert metrics(place, "parts") == metrics(place, "whole")
 
 
-def test_a_finished_run_is_left_alone(place, capsys):
+def test_a_finished_run_is_not_changed(place, capsys):
     assert sft.run(settings(place, "run")) == 0
     before = metrics(place, "run")
     assert sft.run(settings(place, "run")) == 0
@@ -99,7 +99,7 @@ def test_a_finished_run_is_left_alone(place, capsys):
     assert metrics(place, "run") == before
 
 
-def test_the_embedded_model_is_taught_from_nothing(place):
+def test_the_embedded_model_is_trained_from_random_weights(place):
     chosen = settings(
         place, "tiny", "--model.path=tiny-reasoner", "--data.source=tiny-reasoner",
         "--data.size=64", "--data.max_len=2048", "--train.batch_tokens=256", "--train.steps=2",
@@ -120,7 +120,7 @@ def test_the_embedded_model_is_taught_from_nothing(place):
         ("--model.path=nowhere", ConfigError, "nowhere"),
     ],
 )
-def test_bad_input_is_named_before_any_work(place, word, error, message):
+def test_bad_input_is_refused_before_any_training(place, word, error, message):
     with pytest.raises(error, match=message):
         sft.run(settings(place, "run", word))
 
@@ -128,25 +128,25 @@ def test_bad_input_is_named_before_any_work(place, word, error, message):
 RECIPE = warmstart.Recipe(num_examples=64, steps=2, batch_tokens=256, autocast=False)
 
 
-def test_the_warm_start_is_taught_once_and_kept(tmp_path):
-    plan = []
-    first = warmstart.ensure(tmp_path, plan.append, RECIPE)
-    assert [each.step for each in plan] == [1, 2]
-    assert "1/2" in plan[0].line()
-    assert warmstart.ensure(tmp_path, plan.append, RECIPE) == first
-    assert len(plan) == 2
+def test_the_warm_start_is_trained_once_and_cached(tmp_path):
+    lessons = []
+    first = warmstart.ensure(tmp_path, lessons.append, RECIPE)
+    assert [lesson.step for lesson in lessons] == [1, 2]
+    assert "1/2" in lessons[0].line()
+    assert warmstart.ensure(tmp_path, lessons.append, RECIPE) == first
+    assert len(lessons) == 2
     assert load_config(first) == tiny.model_config()
     assert load_tokenizer(first).vocab_size == tiny.model_config().vocab_size
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
 @pytest.mark.slow
-def test_another_recipe_is_another_model(tmp_path):
+def test_another_recipe_has_another_cache_entry(tmp_path):
     other = warmstart.Recipe(num_examples=64, steps=1, batch_tokens=256, autocast=False, seed=1)
     assert warmstart.ensure(tmp_path, None, RECIPE) != warmstart.ensure(tmp_path, None, other)
 
 
-def test_a_warm_start_that_fails_leaves_nothing(tmp_path):
+def test_a_failed_warm_start_leaves_no_files(tmp_path):
     class Stopped(Exception):  # noqa: N818
         pass
 
@@ -160,11 +160,11 @@ def test_a_warm_start_that_fails_leaves_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_of_two_that_teach_at_once_one_result_stays(tmp_path):
+def test_two_concurrent_warm_starts_leave_one_result(tmp_path):
     inner = []
 
-    def meanwhile(progress: warmstart.TrainingProgress) -> None:
-        if progress.step == 1:  # another process begins and is faster
+    def meanwhile(lesson: warmstart.TrainingProgress) -> None:
+        if lesson.step == 1:  # another process starts later and finishes first
             inner.append(warmstart.ensure(tmp_path, None, RECIPE))
 
     outer = warmstart.ensure(tmp_path, meanwhile, RECIPE)

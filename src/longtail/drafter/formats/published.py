@@ -47,6 +47,22 @@ _SAMPLE_TEXT = "Let me think about this step by step. First, we need to find wha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImportOptions:
+    """Interpretation of fields that the files leave open.
+
+    Example: ImportOptions(layer_ids="output", window=64)
+    """
+
+    layer_ids: LayerIds = "auto"
+    """Convention of the tapped layers' ids; see `layers_of`."""
+    window: int | None = None
+    """Attention window in pairs, 0: unbounded; None: that of the files."""
+
+
+DEFAULT_OPTIONS = ImportOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """Contents of a published directory, translated but not compared with the target's weights.
 
@@ -74,8 +90,7 @@ def load_published(
     tokenizer: Tokenizer,
     *,
     dtype: torch.dtype | None = None,
-    layer_ids: LayerIds = "auto",
-    window: int | None = None,
+    options: ImportOptions = DEFAULT_OPTIONS,
 ) -> LoadedDrafter:
     """Read a published drafter for `target`, whose name is `name`, onto its device.
 
@@ -84,7 +99,7 @@ def load_published(
     """
     fields = read_fields(path)
     tensors = {_plain(each): tensor for each, tensor in read_tensors(path).items()}
-    found = translate(fields, tensors, target.config, layer_ids=layer_ids, window=window)
+    found = translate(fields, tensors, target.config, options)
     _require_embedding(fields, found.embedding, target)
     layer = EagleLayer(_scaled(found.config, target, tokenizer))
     with torch.no_grad():
@@ -106,9 +121,7 @@ def translate(
     fields: Fields,
     tensors: Mapping[str, Tensor],
     target: ModelConfig,
-    *,
-    layer_ids: LayerIds = "auto",
-    window: int | None = None,
+    options: ImportOptions = DEFAULT_OPTIONS,
 ) -> Published:
     """Translate config.json and tensors (named as by `_plain`) to ours."""
     outer = fields
@@ -123,8 +136,8 @@ def translate(
     config = EagleConfig(
         recipe="eagle3" if eagle3 else "eagle1",
         target=target,
-        layers=_taps(outer, target, layer_ids) if eagle3 else (),
-        window=_window(outer, fields) if window is None else window,
+        layers=_taps(outer, target, options.layer_ids) if eagle3 else (),
+        window=_window(outer, fields) if options.window is None else options.window,
         own_shape=_own_shape(fields, target),
         norm_before_residual=eagle3 and outer.flag("norm_before_residual", outer is not fields),
     )
