@@ -60,6 +60,7 @@ def test_a_run_whose_workers_and_driver_are_killed_writes_what_it_would_have(tmp
 NOTHING = Reference(rollouts={}, weights=None, milestones={}, lengths={}, seconds=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "patience_s", "failure"),
     [

@@ -202,7 +202,7 @@ def test_data_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: str)
         (["--reward.name=end_to_end.rewards:os"], ["'os' is of type module, not a function"]),
         (["--run.device=cuda"], ["run.device = 'cuda'", "no GPU"]),
         (["--rollout.group_size=1"], ["rollout.group_size = 1", "use at least 2"]),
-        (["--rollout.temperature=0"], ["rollout.temperature = 0", "above 0"]),
+        (["--rollout.temperature=0"], ["rollout.temperature = 0", "more than 0"]),
         (["--run.dir=/proc/nowhere"], ["run.dir = '/proc/nowhere'", "cannot be written"]),
     ],
 )

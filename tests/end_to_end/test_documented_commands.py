@@ -76,6 +76,7 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("longtail ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_a_page_run(
     page: Path, place: Path, monkeypatch: pytest.MonkeyPatch

@@ -88,6 +88,7 @@ def test_the_same_command_gives_the_same_drafter(workshop: Workshop) -> None:
     assert _outcome(workshop, "again") == _outcome(workshop, "done")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 3, 4])
 def test_a_stopped_run_goes_on_bit_for_bit_without_writing_texts_anew(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, at: int
@@ -164,6 +165,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*GIVEN, "plain.txt"])
 def test_given_texts_are_learned_as_they_are(workshop: Workshop, name: str) -> None:
     path = workshop.path / name

@@ -61,6 +61,7 @@ async def asked(url: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_finish(
     model_path: Path, tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_fi
     assert KEY not in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_signal_stops_the_server_as_soon_as_it_has_named_its_address(
     model_path: Path, tmp_path: Path, number: signal.Signals

@@ -75,6 +75,7 @@ def test_a_run_file_of_any_depth_or_length_is_read_or_refused(
     _resolve(model, f"[run]\nsteps = {piece * times}".encode(), [])
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(MODELS),
     st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=9), values, min_size=1, max_size=4),
@@ -144,6 +145,7 @@ families = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(
     families.map(lambda name: {"architectures": [name]}) | st.just({}),
     st.dictionaries(KEYS, values, max_size=3)
@@ -192,6 +194,7 @@ shapes = st.fixed_dictionaries(
 DESCRIBED = ("recipe", "layers", "window", "draft_vocab_size", "feature_scale", "own_shape")
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.sampled_from([*DESCRIBED, "format", "target", "training"]),

@@ -104,6 +104,7 @@ def check_refusal(refusal: APIError) -> None:
     json.dumps(refusal.body(), ensure_ascii=False).encode()
 
 
+@pytest.mark.slow
 @given(body=st.binary(max_size=200) | BODIES.map(lambda drawn: drawn[1]) | VALUES.map(str.encode))
 def test_json_is_a_plain_value_or_one_sentence(body: bytes) -> None:
     for allow_nan in (True, False):

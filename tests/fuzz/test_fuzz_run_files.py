@@ -57,6 +57,7 @@ SERIES = {
 }
 
 
+@pytest.mark.slow
 @given(texts, st.none() | st.integers(0, 3))
 def test_a_log_of_any_bytes_is_cut_back_and_gone_on_with(text: bytes, last: int | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -85,6 +86,7 @@ def test_metrics_of_any_bytes_make_a_summary(text: bytes) -> None:
             read_summary(path.with_name("summary.json")).lines(path)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(list(SERIES)), values, max_size=2), texts)
 def test_a_rollout_of_any_values_is_shown_or_refused(changes: dict[str, Any], text: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:

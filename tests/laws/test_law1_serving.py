@@ -110,6 +110,7 @@ def test_the_same_seed_is_the_same_text_drafted_alone_among_others_streamed_or_n
         assert accepted["accept_length"] is None
 
 
+@pytest.mark.slow
 def test_generate_writes_the_text_that_a_server_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +124,7 @@ def test_generate_writes_the_text_that_a_server_answers(
         assert whole(client, asked) == written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 def test_neighbours_change_no_bit_of_an_answer(dtype: torch.dtype) -> None:
     """Law 4 over HTTP: four prompts that do not fit one step, beside each other and alone."""

@@ -150,6 +150,7 @@ def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop, seed: int
     assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_killed_while_it_is_written_is_none(workshop: Workshop) -> None:
     words = [*QUICK, "--run.checkpoint_every=1"]
     log, checkpoints = workshop.path / "log", workshop.path / "parts" / "checkpoints"

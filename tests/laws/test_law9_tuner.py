@@ -136,6 +136,7 @@ def test_plain_decoding_is_among_the_arms_of_every_bucket():
         assert sum(plain) > 0.85 * len(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_profile_that_was_wrong_is_corrected(factor):
     """The whole machine was slower, or quicker, while it was measured."""
@@ -149,6 +150,7 @@ def test_a_profile_that_was_wrong_is_corrected(factor):
     assert run.rate(600) > 0.98 * oracle_rate(GOOD, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TUNERS)
 def test_the_same_outcomes_give_the_same_decisions(name):
     def again(seed: int) -> list[object]:

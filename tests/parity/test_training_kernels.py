@@ -160,6 +160,7 @@ def gradients_of_a_text(model: Transformer, *, recompute: bool = False) -> dict[
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("maker")
 @settings(deadline=None)
 @given(rows=SIZES, inputs=SIZES, outputs=SIZES, biased=st.booleans(), seed=st.integers(0, 99))

@@ -69,6 +69,7 @@ def test_completions_depend_on_prompt_seed_and_index_alone(model_path: str) -> N
     assert both[0].text != both[1].text
 
 
+@pytest.mark.slow
 def test_an_engine_takes_longer_requests_later(model_path: str) -> None:
     engine = Engine(model_path)
     short = engine.generate(["1+1="], SamplingParams(max_tokens=4))

@@ -94,6 +94,7 @@ def prompts_of(source: str, size: int) -> tuple[Prompt, ...]:
     return make_prompts(rows, source=source, encoder=encoder, max_prompt_len=100).prompts
 
 
+@pytest.mark.slow
 def test_a_switched_task_has_the_same_problems_in_other_words(tmp_path: Path) -> None:
     options = E2eBenchOptions(steps=5, prompts=3, switch_task=4)
     found = prompts_of(str(write_prompts(tmp_path, options)), 0)
@@ -204,6 +205,7 @@ def test_checkpoint_times_are_compared_save_by_save() -> None:
     assert ratio == pytest.approx({"median": 0.075, "low": 0.05, "high": 0.1})
 
 
+@pytest.mark.slow
 def test_curves_are_drawn_of_arms_that_draft(tmp_path: Path) -> None:
     by_arm = {"off": [0.0, 0.0], "spot": [2.0, 2.5], "frozen": [2.0, 1.9]}
     draw_curves(by_arm, tmp_path / "c.png")

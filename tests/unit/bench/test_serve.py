@@ -84,6 +84,7 @@ def test_the_card_has_a_line_for_each_point_in_both_tables() -> None:
         assert [row[1] for row in table.cells()] == ["1", "8"]
 
 
+@pytest.mark.slow
 def test_a_client_reads_whole_answers_and_streams_alike() -> None:
     streamed = call(stream=True, stream_options={"include_usage": True})
     with running(make_model_server(make_engine(limits=LIMITS), LIMITS)) as port:

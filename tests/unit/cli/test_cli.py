@@ -162,6 +162,7 @@ def test_generate_writes_the_same_text_streamed_and_at_once(
     assert first["logprob"] < 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("invariant", [False, True])
 def test_generate_computes_batch_invariantly_if_asked(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, invariant: bool

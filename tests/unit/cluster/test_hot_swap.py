@@ -132,6 +132,7 @@ def test_loading_weights_changes_nothing_of_the_target(recipe, reduced):
         assert torch.equal(parameter, value), name
 
 
+@pytest.mark.slow
 def test_confidences_are_kept_when_weights_are_loaded():
     model = tiny_model(dtype=torch.float64)
     drafter = _drafter(model, "eagle1", 1)

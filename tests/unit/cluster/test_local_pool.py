@@ -71,6 +71,7 @@ def test_an_interrupted_rollout_leaves_a_worker_that_saves_and_generates_again(w
     assert [each.tokens for each in parts.workers.rollout(1, asked).completions] == expected
 
 
+@pytest.mark.slow
 def test_wait_runs_the_task_and_returns_its_exception(workshop):
     config = load(None, workshop.words("run", "--speculation.drafter=none")[1:])
     parts, _ = _parts(workshop, lambda progress: None)

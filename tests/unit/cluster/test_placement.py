@@ -35,6 +35,7 @@ def test_each_request_is_placed_exactly_once(groups: list[PromptGroup], workers:
     )
 
 
+@pytest.mark.slow
 @given(group_lists, worker_counts)
 def test_placement_is_deterministic(groups: list[PromptGroup], workers: int) -> None:
     assert place(groups, workers) == place(list(groups), workers)

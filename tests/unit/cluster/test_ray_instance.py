@@ -144,6 +144,7 @@ def test_every_meeting_point_is_new(begun: list[dict[str, Any]]):
     ray.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_greets_as_ray_and_is_silent_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

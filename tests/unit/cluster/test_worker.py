@@ -143,6 +143,7 @@ def learn(components: WorkerComponents) -> SpotReport:
     )
 
 
+@pytest.mark.slow
 def test_a_worker_trains_on_its_own_texts_with_the_features_it_kept(components, asked):
     report = train(components, asked, 1)
     assert report.num_reused == report.num_tokens > 0

@@ -75,6 +75,7 @@ def test_the_replica_is_the_one_with_the_largest_gain() -> None:
     assert (best.base_accept_len, best.accept_len) == (served, offered)
 
 
+@pytest.mark.slow
 def test_training_ends_when_there_is_no_more_gain() -> None:
     """Without a learning rate there is no gain, so the second measurement ends training."""
     idle = replace(TEACHING, optimizer=replace(TEACHING.optimizer, learning_rate=0.0))
@@ -153,6 +154,7 @@ def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays()
     assert same(room.tensors(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["target", "replica", "published"])
 def test_a_nan_discards_the_replica_and_raises_nothing(where: str) -> None:
     room = SpotSetup(replace(SETTINGS, measure_every=1 if where == "replica" else 100))

@@ -163,6 +163,7 @@ def test_preempted_chunked_and_shared_prompts_give_complete_texts(limits, groupe
     assert num_rows < num_tokens if grouped else num_rows == num_tokens
 
 
+@pytest.mark.slow
 def test_a_text_is_there_as_far_as_it_is_written() -> None:
     """At every step, of every request: all that is computed, and nothing of a prompt's half."""
     model, requests = tiny_model(dtype=torch.float64), make_requests(grouped=True)

@@ -54,6 +54,7 @@ def sizes_of_a_step(max_logits: int) -> tuple[int, int]:
     return sizes.largest, kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_chunked", [True, False])
 def test_scores_of_all_generated_tokens_exist_only_where_they_are_allowed_to(is_chunked):
     rows = ROWS_AT_ONCE if is_chunked else GENERATED

@@ -117,6 +117,7 @@ def test_a_drafter_observes_each_token_once_with_its_features(family, taps):
             assert_true_to_the_text(memory, family, texts[name], taps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
 def test_recomputed_tokens_are_observed_again(grouped):
     """Preempted requests start again, siblings after the shared prompt."""

@@ -175,6 +175,7 @@ def refuse(*_: object, **__: object) -> None:
     raise AssertionError("sent to the device in the middle of a draft")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "model"])
 def test_a_draft_stays_on_its_device_until_it_is_read(kind, monkeypatch):
     """After the first pass nothing is sent to the device, and the draft is read once, at the end.

@@ -161,6 +161,7 @@ def test_prefill_tokens_see_the_text_up_to_themselves(window, heads):
     )
 
 
+@pytest.mark.slow
 def test_padding_tiles_are_not_computed():
     """A captured step has padding: tiles of size 0 and tokens outside all tiles."""
     case = Case(MIXED)

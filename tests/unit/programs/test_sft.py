@@ -99,6 +99,7 @@ def test_a_finished_run_is_not_changed(place, capsys):
     assert metrics(place, "run") == before
 
 
+@pytest.mark.slow
 def test_the_embedded_model_is_trained_from_random_weights(place):
     chosen = settings(
         place, "tiny", "--model.path=tiny-reasoner", "--data.source=tiny-reasoner",
@@ -128,6 +129,7 @@ def test_bad_input_is_refused_before_any_training(place, word, error, message):
 RECIPE = warmstart.Recipe(num_examples=64, steps=2, batch_tokens=256, autocast=False)
 
 
+@pytest.mark.slow
 def test_the_warm_start_is_trained_once_and_cached(tmp_path):
     lessons = []
     first = warmstart.ensure(tmp_path, lessons.append, RECIPE)

@@ -86,6 +86,7 @@ def _no_picture(*_: object, **__: object) -> None:
     raise ConfigError("plots need matplotlib: pip install <it>")
 
 
+@pytest.mark.slow
 def test_a_report_is_one_page_with_all_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +123,7 @@ def test_texts_of_a_run_are_escaped_in_html(
     assert html.escape(run.name) in text
 
 
+@pytest.mark.slow
 def test_a_report_shows_the_rollout_of_a_chosen_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,6 +130,7 @@ def test_ranks_that_connect_through_a_file_listen_on_loopback_only(tmp_path):
         assert all(each.is_loopback for each in set(found) - known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_wait_for_missing_ranks_at_a_file_is_bounded(rank, tmp_path):
     with pytest.raises(ProcessGroupError, match=r"connecting to the other ranks failed"):
@@ -162,6 +163,7 @@ def test_a_single_process_leaves_tensors_as_they_are():
     assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_of(4), strict=True))
 
 
+@pytest.mark.slow
 def test_a_late_rank_ends_the_group_for_all_ranks():
     given_up = threading.Event()
 
@@ -190,6 +192,7 @@ def test_ranks_fail_at_once_if_another_has_left():
         assert "timed out" not in message.lower()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_wait_for_missing_ranks_is_bounded(rank):
     with pytest.raises(
@@ -199,6 +202,7 @@ def test_the_wait_for_missing_ranks_is_bounded(rank):
         TorchProcessGroup(rank, 2, free_address(), backend="gloo", timeout_s=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_visitor", [False, True])
 def test_an_address_where_connecting_failed_can_be_used_again(has_visitor):
     address = free_address()

@@ -120,6 +120,7 @@ def test_an_empty_list_has_an_empty_result():
     assert (graded.rollouts, graded.failures) == ((), ())
 
 
+@pytest.mark.slow
 def test_math_verify_grades_in_the_pool():
     pytest.importorskip("math_verify")
     with GraderPool("math_verify") as pool:
@@ -216,6 +217,7 @@ def test_each_bad_task_fails_alone_and_all_others_are_graded(toy, workers):
     assert [f.completion.text for f in graded.failures] == list(BAD)
 
 
+@pytest.mark.slow
 def test_a_time_limit_applies_to_one_completion_not_to_the_batch(tmp_path, monkeypatch):
     # 15 completions of 0.1 s in one worker take 1.5 s in all, more than the limit of each
     (tmp_path / "slow.py").write_text(
@@ -247,6 +249,7 @@ def test_a_grader_that_died_between_calls_fails_no_task():
         assert all(is_gone(pid) for pid in dead)
 
 
+@pytest.mark.slow
 def test_a_stopped_grader_cannot_block_the_sender(toy):
     with GraderPool(toy, timeout_s=1.0) as pool:
         pool.wait_ready()
@@ -274,6 +277,7 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(toy):
 # ------------------------------------------------------------------------------ end of processes
 
 
+@pytest.mark.slow
 def test_closing_leaves_no_process_not_even_a_zombie(toy):
     pool = GraderPool(toy, workers=3, timeout_s=1.0)
     pool.grade(pairs("ok 1", "die", "ok 2", "sleep"))
@@ -293,6 +297,7 @@ def test_closing_does_not_wait_for_graders_that_are_starting(tmp_path, monkeypat
     assert all(is_gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_processes_that_a_reward_started_end_with_its_grader(toy, tmp_path):
     pid_file = tmp_path / "pid"
     with GraderPool(toy, timeout_s=1.0) as pool:
@@ -325,6 +330,7 @@ def test_an_unknown_reward_is_refused_before_any_process_starts():
         GraderPool("exakt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "why"),
     [

@@ -159,6 +159,7 @@ def test_each_hostile_task_fails_alone_and_all_others_are_graded(hostile: str) -
         assert found[bad].isprintable(), bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harmless", ["fork", "parent's", "chdir", "stdin", "handlers", "alarm"])
 def test_changes_of_a_reward_to_its_process_affect_no_other_task(
     hostile: str, harmless: str

@@ -137,6 +137,7 @@ def test_shards_work_with_native_kernels_and_with_autocast(ranks, autocast):
         assert np.abs(array - theirs[name]).max() <= 1e-6, name
 
 
+@pytest.mark.slow
 def test_a_step_without_a_scored_token_decays_all_shards(ranks):
     idle = Plan(seed=4, idle=tuple(range(7)), keep_idle=False)
     assert not idle.batches()[0].micro_batches
@@ -148,6 +149,7 @@ def test_a_step_without_a_scored_token_decays_all_shards(ranks):
     assert_same_state(ranks, single)
 
 
+@pytest.mark.slow
 def test_a_value_that_is_not_finite_on_one_rank_stops_all_ranks(ranks):
     single = new_learner(SHARDED)
     begin(ranks)

@@ -67,6 +67,7 @@ def test_an_extreme_value_is_named_by_file_and_line(tmp_path, value, why):
         load(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
 def test_deep_nesting_in_a_folder_is_refused_before_a_reader_dies_of_it(tmp_path, datasets, name):
     path = write(tmp_path / name, b'{"prompt": "[[["}\n{"prompt": ' + b"[" * 100_000 + b"}\n")

@@ -296,6 +296,7 @@ def test_health_generates_a_token_and_metrics_count_tokens_and_responses() -> No
     assert counts["longtail_kv_free_tokens"] == counts["longtail_kv_total_tokens"]
 
 
+@pytest.mark.slow
 def test_kv_counts_as_free_before_the_caller_has_its_response() -> None:
     with live(make_model_server(make_engine(SlowlyCountedEngine))) as client:
         for _ in range(3):
@@ -371,6 +372,7 @@ def test_no_request_ends_the_engine(
     assert client.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_requests_beyond_the_queue_are_told_when_to_retry() -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
@@ -406,6 +408,7 @@ def test_a_client_that_disconnects_frees_its_kv(stream: bool) -> None:
         assert "longtail_aborted_completions_total 1.0" in client.get("/metrics").text
 
 
+@pytest.mark.slow
 def test_unfinished_requests_get_an_error_when_the_server_stops() -> None:
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)

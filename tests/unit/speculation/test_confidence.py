@@ -126,6 +126,7 @@ def test_an_underconfident_drafter_is_trusted_in_all_bins():
     assert max(curve.table()) == 0.999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [(0.9, 0.2), (0.1, 0.8)])
 def test_a_curve_follows_a_drift(old, new):
     """A bin forgets over 1000 observations: 700 later, half of the old belief is left."""
