@@ -14,7 +14,7 @@ help:
 	@echo "make test         the whole test suite"
 	@echo "make test-fast    the tests not marked slow, in about a minute"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
-	@echo "make coverage     the whole test suite with its coverage, which has a floor"
+	@echo "make coverage     coverage of the fast tests, which has a floor"
 	@echo "make fuzz         random input to every reader for MINUTES=10"
 	@echo "make chaos        kill workers and drivers of small runs for MINUTES=20, compare texts"
 	@echo "make install      environment in $(VENV), package and development tools"
@@ -48,7 +48,7 @@ test-fast: install
 	$(PYTEST) -m "not slow"
 
 coverage: install
-	$(PYTEST) --cov --cov-report=term:skip-covered
+	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered
 
 # Its own environment, since the oldest versions must not replace those of $(VENV).
 test-min: BIN := $(VENV)-min/bin
