@@ -13,7 +13,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from longtail.cluster.offers import Offer, Verdict, judge
+from longtail.cluster.drafter.offers import Offer, Verdict, judge
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.cluster.worker import Stopped
 from longtail.drafter.eagle.weights import DrafterWeights

@@ -17,10 +17,10 @@ from typing import Any, Literal, final
 from torch import Tensor
 
 from longtail.cluster import tasks
+from longtail.cluster.drafter.probe import Probe
+from longtail.cluster.drafter.publisher import Decision, Publisher
 from longtail.cluster.placement import LengthHistory
 from longtail.cluster.pool import WorkerPool
-from longtail.cluster.probe import Probe
-from longtail.cluster.publisher import Decision, Publisher
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutCoordinator, RolloutResult
 from longtail.cluster.spot import SpotCoordinator

@@ -15,9 +15,9 @@ from itertools import accumulate, groupby
 from typing import Any, final
 
 from longtail.cluster import tasks
+from longtail.cluster.drafter.publisher import Publisher
 from longtail.cluster.placement import PromptGroup, place
 from longtail.cluster.pool import TaskResult
-from longtail.cluster.publisher import Publisher
 from longtail.cluster.records import Progress, ShardResult
 from longtail.cluster.spot import SpotCoordinator
 from longtail.cluster.states import State

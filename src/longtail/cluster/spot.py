@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from longtail.cluster import tasks
+from longtail.cluster.drafter.publisher import Publisher
+from longtail.cluster.drafter.stream import TextStream
 from longtail.cluster.pool import TaskResult
-from longtail.cluster.publisher import Publisher
 from longtail.cluster.states import State
-from longtail.cluster.stream import TextStream
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.timeline import Mark
 from longtail.cluster.worker import Worker

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from longtail.cluster import trace
-from longtail.cluster.publisher import Decision
+from longtail.cluster.drafter.publisher import Decision
 from longtail.cluster.timeline import Timeline
 from longtail.cluster.trace import TraceFile
 from longtail.config.rl import RunConfig

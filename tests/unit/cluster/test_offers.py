@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from longtail.cluster.offers import Offer, judge
+from longtail.cluster.drafter.offers import Offer, judge
 from longtail.drafter.eagle.weights import DrafterWeights
 from support.fake_worker import drafter
 

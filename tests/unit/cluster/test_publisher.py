@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.offers import Verdict
-from longtail.cluster.publisher import MIN_GAIN, Publisher
+from longtail.cluster.drafter.offers import Verdict
+from longtail.cluster.drafter.publisher import MIN_GAIN, Publisher
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.spot import Replica
 from support.fake_worker import drafter

@@ -4,7 +4,7 @@ import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.build.worker import build_components
-from longtail.cluster.offers import Offer
+from longtail.cluster.drafter.offers import Offer
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import load

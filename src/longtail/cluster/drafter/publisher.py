@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from longtail.cluster.offers import Offer, Verdict
+from longtail.cluster.drafter.offers import Offer, Verdict
 from longtail.drafter.eagle.weights import DrafterWeights, are_finite
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.spot import Replica, merge

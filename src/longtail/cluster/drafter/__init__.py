@@ -1,0 +1,1 @@
+"""Drafters on their way between workers: offers, texts, and which drafter is served."""
