@@ -29,7 +29,7 @@ from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.system.device import choose_device, to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
-Prompt = str | Sequence[Mapping[str, Any]]
+PromptInput = str | Sequence[Mapping[str, Any]]
 """Plain text, used as it is, or chat messages, to which the model's chat template is applied."""
 
 OnStep = Callable[[StepReport], None]
@@ -70,7 +70,7 @@ class Engine:
         self._engine: RolloutEngine | None = None
         self._running = self._length = 1
 
-    def encode(self, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+    def encode(self, prompt: PromptInput, max_tokens: int) -> tuple[int, ...]:
         """Return the tokens of a prompt after which `max_tokens` more fit into the model.
 
         Raises RequestError if they do not fit, and DataError for chat messages without a template.
@@ -92,7 +92,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PromptInput],
         params: SamplingParams | None = None,
         *,
         n: int = 1,
@@ -115,7 +115,7 @@ class Engine:
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams | None = None,
         *,
         seed: int = 0,

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from longtail.api import Engine, Prompt, TextStream
+from longtail.api import Engine, PromptInput, TextStream
 from longtail.engine.report import Piece
 from longtail.engine.speculation.acceptance import Acceptance, AcceptLength
 from longtail.errors import ConfigError, RequestError
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt(engine: Engine, args: argparse.Namespace) -> Prompt:
+def _prompt(engine: Engine, args: argparse.Namespace) -> PromptInput:
     """Read the prompt; raise ConfigError, before weights are read, if the model cannot take it."""
     try:
         text = sys.stdin.read() if args.prompt is None else args.prompt
@@ -74,7 +74,7 @@ def _prompt(engine: Engine, args: argparse.Namespace) -> Prompt:
     if not text:
         raise ConfigError("--prompt is empty; give some text, here or on standard input")
     is_chat = args.chat or (engine.tokenizer.has_chat_template and not args.raw)
-    prompt: Prompt = [{"role": "user", "content": text}] if is_chat else text
+    prompt: PromptInput = [{"role": "user", "content": text}] if is_chat else text
     try:
         engine.encode(prompt, args.max_tokens)
     except RequestError as error:
