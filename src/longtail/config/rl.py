@@ -115,11 +115,11 @@ class SpeculationSection(Section):
     """Speculative decoding of rollouts: changes speed, never a token."""
 
     drafter: Name = "auto"
-    """`none`, `history` (suffixes of earlier completions), `tiny-reasoner` (the embedded model's
-    drafter, trained once on this machine), or a directory: of a drafter, of a run that trained one,
-    of a published one (vLLM, SGLang, speculators), or of a small model with the same tokenizer.
-    `+` joins several: `DIR+history`. `auto` is the drafter of the embedded model or of the run,
-    else `history`."""
+    """`none`, `history` (suffixes of earlier completions), `fresh` (a new EAGLE drafter that learns
+    during the run), `tiny-reasoner` (the embedded model's drafter, trained once on this machine),
+    or a directory: of a drafter, of a run that trained one, of a published one (vLLM, SGLang,
+    speculators), or of a small model with the same tokenizer. `+` joins several: `DIR+history`.
+    `auto` is the drafter of the embedded model or of the run, else `fresh+history`."""
     tuner: Literal["budget", "beg-mab", "fixed", "off"] = "budget"
     """Policy for how much to draft, and when not to: `budget` (measured cost and calibrated
     acceptance), `beg-mab` (TLT's bandit), `fixed` (the next four fields), `off`."""
