@@ -223,6 +223,8 @@ class Trainer:
         self._logger.write(step, evaluated | metrics, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
         self._console.step(step, self._config.run.steps, metrics, record.rollout.series)
+        for line in self._source.observe(record.groups):
+            self._console.log(line)
         self._state = replace(self._state, step=step, cursor=self._source.state())
         return metrics
 
