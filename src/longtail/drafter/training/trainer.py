@@ -253,6 +253,10 @@ class DrafterTrainer:
         self.load_weights(own)
         self._steps = steps
 
+    def parameters(self) -> dict[str, Tensor]:
+        """Copy the drafter's parameters."""
+        return copy_parameters(self._layer)
+
     def weights(self) -> dict[str, Tensor]:
         """Copy the drafter's parameters, and the ids of a reduced draft vocabulary."""
         return copy_parameters(self._layer, self._draft_ids if self._head is None else None)
