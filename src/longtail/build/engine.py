@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from longtail.build.drafters import Target, open_drafters
+from longtail.build.drafters import Target, drafter_names, open_drafters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
@@ -41,7 +41,7 @@ def open_engine(
 ) -> RolloutEngine:
     """Return an engine that drafts where that is faster; see `build.drafters` for names."""
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits)
-    drafters = open_drafters(drafter, target, log)
+    drafters = open_drafters(drafter_names(drafter, target, learns=False), target, log)
     if drafters:
         engine.speculate(Speculation(drafters=drafters, tuner=BudgetTuner()))
     return engine

@@ -69,6 +69,9 @@ class WorkerComponents:
     drafting: Drafting | None
     """None if no drafter can be trained."""
     read_drafter: Callable[[], LoadedDrafter | None]
+    """Reads the configured drafter; None without one that can be trained."""
+    is_fresh: bool
+    """Whether the configured drafter was never trained."""
     rollout_threads: int
     drafter_s: float
     """Seconds that opening the drafter took: the embedded one may have been trained first."""
@@ -204,8 +207,9 @@ class Worker:
             configured.save(path)
 
     def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
-        """Measure the configured drafter on new texts of the policy; None without an EAGLE."""
-        own, configured = self._components, self._components.read_drafter()
+        """Measure the configured drafter on new texts of the policy; None without a trained one."""
+        own = self._components
+        configured = None if own.is_fresh else own.read_drafter()
         if configured is None:
             return None
         with compute_threads(own.rollout_threads):
