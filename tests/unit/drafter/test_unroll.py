@@ -186,9 +186,10 @@ def test_outputs_of_chosen_rows_and_their_gradients_are_those_of_all_rows(window
     packed = lay_out([tuple(range(5, 25)), tuple(range(6, 20)), (5, 6, 7)], [9, 6, 1])
     given, pairs = _inputs(layer, packed.num_tokens), Pairs.of(packed)
     gradients = []
-    for rows in (torch.arange(len(pairs.rows)), pairs.scored(STEPS)):
+    for some in (pairs, pairs.for_loss(STEPS)):
+        rows = torch.arange(len(pairs.rows)) if some.chosen is None else some.chosen
         features = given[0][pairs.rows].requires_grad_(True)
-        outputs = unroll(layer, features, given[1][pairs.rows + 1], pairs, STEPS, rows=rows)
+        outputs = unroll(layer, features, given[1][pairs.rows + 1], some, STEPS)
         in_loss = pairs.trained[rows]
         total = features.new_zeros(())
         for step, output in enumerate(outputs):
@@ -203,5 +204,7 @@ def test_outputs_of_chosen_rows_and_their_gradients_are_those_of_all_rows(window
 def test_rows_on_which_no_loss_depends_are_not_scored() -> None:
     pairs = Pairs.of(lay_out([(1, 2, 3, 4, 5, 6, 7, 8)], [7]))
     assert pairs.trained.nonzero()[:, 0].tolist() == [5]
-    assert pairs.scored(1).tolist() == [5]
-    assert pairs.scored(3).tolist() == [3, 4, 5]
+    for num_steps, needed in ((1, [5]), (3, [3, 4, 5])):
+        chosen = pairs.for_loss(num_steps).chosen
+        assert chosen is not None
+        assert chosen.tolist() == needed

@@ -20,7 +20,7 @@ A row i < s has no root pair; no row with a root pair reads it (`Pairs.exist`).
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
@@ -56,6 +56,8 @@ class Pairs:
     """Number of pairs before each sequence, and in all."""
     trained: Bool[Tensor, "pairs"]
     """Whether the token after the pair exists and carries the loss."""
+    chosen: Int[Tensor, "rows"] | None = None
+    """Rows whose outputs are computed, in rising order; None: all."""
 
     @staticmethod
     def of(packed: PackedSequences) -> "Pairs":
@@ -72,17 +74,17 @@ class Pairs:
             trained=inside & (packed.loss_mask[after] > 0),
         )
 
-    def scored(self, num_steps: int) -> Int[Tensor, "scored"]:
-        """Return the rows whose outputs the loss of some of `num_steps` steps depends on.
+    def for_loss(self, num_steps: int) -> "Pairs":
+        """Choose the rows on whose outputs the loss of `num_steps` steps depends.
 
         The others, most of a prompt, only provide keys and values to attend to.
 
         Example: with `trained` at row 5 of 0 .. 6, two steps depend on the outputs of rows 4 and 5
         """
-        scored = self.trained.clone()
-        for step in range(1, min(num_steps, len(scored))):
-            scored[:-step] |= self.trained[step:]
-        return scored.nonzero()[:, 0]
+        needed = self.trained.clone()
+        for step in range(1, min(num_steps, len(needed))):
+            needed[:-step] |= self.trained[step:]
+        return replace(self, chosen=needed.nonzero()[:, 0])
 
     def exist(self, step: int) -> Bool[Tensor, "pairs"]:
         """Return the rows whose root pair at `step` lies in the same sequence."""
@@ -96,20 +98,19 @@ def unroll(
     pairs: Pairs,
     num_steps: int,
     *,
-    rows: Int[Tensor, "rows"] | None = None,
     max_scores: int = MAX_SCORES,
 ) -> tuple[LayerOutput, ...]:
     """Run the layer `num_steps` times over all pairs; the output of step s at row i predicts i + 2.
 
-    `features` are the target's at `pairs.rows`, `embeddings` those of the next tokens. With `rows`
-    (`Pairs.scored`) only their outputs are computed and returned.
+    `features` are the target's at `pairs.rows`, `embeddings` those of the next tokens. Outputs are
+    those of the rows `pairs.chosen`.
     """
     rotation = layer.rotation(pairs.positions)
     fused = layer.fuse_features(features).to(features.dtype)  # not autocast's dtype
     inputs = layer.make_input(fused, embeddings)
     heads = layer.heads(inputs.attended, rotation)
     context = _Context(heads.keys, heads.values, pairs, layer.config.window, max_scores)
-    chosen = _Rows(rows, len(features))
+    chosen = _Rows(pairs.chosen, len(features))
     embeddings, stream = chosen.take(embeddings), chosen.take(inputs.stream)
     rotation = Rotation(cos=chosen.take(rotation.cos), sin=chosen.take(rotation.sin))
     outputs = [layer.finish(stream, chosen.take(context.attend(heads.queries, _Path())))]

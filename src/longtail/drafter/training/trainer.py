@@ -272,8 +272,9 @@ class DrafterTrainer:
     def _forward(self, packed: PackedSequences, counts: Sequence[int]) -> _Sums | None:
         """Return a micro-batch's part of the batch's sums; None if no row is in the loss."""
         here = moved(packed, self._target.device)
-        pairs = Pairs.of(here)
-        rows = pairs.scored(len(counts))
+        pairs = Pairs.of(here).for_loss(len(counts))
+        rows = pairs.chosen
+        assert rows is not None, "chosen for the loss"
         chosen = pairs.trained[rows].nonzero()[:, 0]
         if not len(chosen):
             return None
@@ -282,9 +283,7 @@ class DrafterTrainer:
         with self._autocast(enabled=dtype == torch.float32):  # others compute in their own
             states = self._reader.read(here, pairs)
         with self._autocast():
-            outputs = unroll(
-                self._layer, states.features, states.embeddings, pairs, len(counts), rows=rows
-            )
+            outputs = unroll(self._layer, states.features, states.embeddings, pairs, len(counts))
             scored = torch.stack([output.scored.index_select(0, chosen) for output in outputs])
         head = self._target.head.weight.detach()
         if self._settings.autocast and dtype == torch.float32:
