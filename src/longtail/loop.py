@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from longtail.build.trainer import TrainerComponents, assemble, model_directory
+from longtail.build.models import model_directory
+from longtail.build.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutResult
 from longtail.cluster.timeline import Timeline
