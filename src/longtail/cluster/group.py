@@ -171,6 +171,15 @@ class WorkerGroup:
         """The drafter that is served; None without one that can be trained."""
         return None if self._publisher is None else self._publisher.published
 
+    def drafter_metrics(self) -> dict[str, float]:
+        """Return version and expected accept length of the served drafter, if it was measured."""
+        if self._publisher is None:
+            return {}
+        known = {"drafter/version": float(self._publisher.published.version)}
+        if self._publisher.accept_len is not None:
+            known["drafter/expected_accept_length"] = self._publisher.accept_len
+        return known
+
     def workers(self, *states: State) -> list[int]:
         """Return the workers that are in one of these states, in ascending order."""
         return self._supervisor.workers(*states)
