@@ -35,7 +35,6 @@ class StepRecord:
             "training/policy_version": float(learned.version),
             **timing({**self.seconds, **learning}),
             "cluster/reused_share": rollout.reused_share,
-            "drafter/trained_tokens": float(sum(each.num_tokens for each in rollout.spots)),
         }
 
 
