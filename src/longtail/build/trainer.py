@@ -123,6 +123,7 @@ def _worker_group(
     settings = WorkerGroupSettings(
         seed=config.run.seed,
         training=config.spot.train,
+        num_steps=config.run.steps,
         buffer_bytes=config.spot.buffer_mb * 2**20,
         hang_s=own.hang_s,
         is_sharded=config.is_sharded,
