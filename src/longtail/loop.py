@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from longtail.build.trainer import TrainerComponents, assemble, model_directory
+from longtail.build.models import model_directory
+from longtail.build.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutResult
 from longtail.cluster.timeline import Timeline
@@ -219,7 +220,11 @@ class Trainer:
         self._console.begin_rollout(f"step {step}", rollout.prompts_per_step * rollout.group_size)
         record = self._step.run(step)
         self.timeline = self.workers.drain_timeline()
-        metrics = record.metrics() | self.timeline.metrics()
+        metrics = {
+            **record.metrics(),
+            **self.timeline.metrics(),
+            **self.workers.drafter_metrics(),
+        }
         self._logger.write(step, evaluated | metrics, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
         self._console.step(step, self._config.run.steps, metrics, record.rollout.series)

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.config.rl import RunConfig
 from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
@@ -61,6 +62,7 @@ class Estimate:
     scores: Item = Item()
     reference_model: Item = Item()
     undo_of_a_step: Item = Item()
+    drafter: Item = Item()
 
     @property
     def items(self) -> dict[str, Item]:
@@ -103,6 +105,8 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
     rows = min(tokens, max(1, MAX_LOGITS // shape.vocab_size))
     checkpointed = learner.gradient_checkpointing
     items = _learner_weights(config, shape, weights, shard, on_cpu=on_cpu)
+    if config.speculation.drafter not in ("none", "history"):
+        items["drafter"] = _drafter(config, shape)
     if on_cpu and rollout.dtype == "bfloat16":
         packed = parameters - (0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size)
         items["packed_matrices"] = Item(bytes=packed * small, why="oneDNN's layout")
@@ -148,6 +152,19 @@ def _learner_weights(
     if on_cpu:
         items["whole_weights"] = Item(bytes=2 * weights, why="gathered, and published")
     return items
+
+
+def _drafter(config: RunConfig, shape: ModelConfig) -> Item:
+    """Return what an EAGLE drafter takes: served, published, trained in float32, and its data.
+
+    A drafter from outside may be smaller or larger; it is one layer of the target's shape.
+    """
+    layer = _layer_parameters(shape) + 4 * shape.hidden_size**2
+    if config.spot.train == "never":
+        return Item(bytes=2 * layer * _BYTES[config.rollout.dtype], why="one layer")
+    kept = (config.spot.buffer_mb + config.spot.features_mb) * 2**20
+    scores = 3 * min(MAX_LOGITS, config.spot.batch_tokens * shape.vocab_size)
+    return Item(bytes=4 * (7 * layer + scores) + kept, why="one layer, its training and texts")
 
 
 def kv_bytes(shape: ModelConfig, element: int) -> int:
@@ -212,11 +229,11 @@ def _verdict(estimated: Estimate, available: int | None) -> str:
 
 
 def _shape(path: str) -> ModelConfig:
-    if path == "tiny-reasoner":
+    if path == TINY_REASONER:
         from longtail import tiny
 
         return tiny.model_config()
-    return load_config(path)
+    return load_config(model_directory(path))
 
 
 def _best_device() -> str:

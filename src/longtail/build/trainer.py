@@ -22,14 +22,9 @@ from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import HeldOut, PromptSource
 from longtail.rl.grading.references import Check
 from longtail.system import machine
-from longtail.system.cache import cache_directory
 from longtail.system.device import choose_device, threads_each, to_stderr
-from longtail.tiny import warmstart
 from longtail.types import Prompt, SamplingParams
 
-TINY_REASONER = "tiny-reasoner"
-
-_LOG_EVERY = 50
 _SHARDING_SINCE = "2.13"
 """First version of PyTorch whose FSDP2 accepts custom collectives, as `rl.parallel` needs."""
 
@@ -67,23 +62,6 @@ class TrainerComponents:
         if self.num_ungradable:
             lines.append(f"{self.num_ungradable} prompts are left out (data.drop_ungradable)")
         return lines
-
-
-def model_directory(path: str, log: Callable[[str], None] = to_stderr) -> Path:
-    """Return the Hugging Face directory of `model.path`.
-
-    The embedded model is trained first if it is not cached, which takes minutes and is logged.
-    """
-    if path != TINY_REASONER:
-        return Path(path)
-
-    def report(progress: warmstart.TrainingProgress) -> None:
-        if progress.step == 1:
-            log(f"training the tiny reasoner, once; cached in {cache_directory()}")
-        if progress.step % _LOG_EVERY == 0 or progress.step == progress.steps:
-            log(progress.line())
-
-    return warmstart.ensure(on_progress=report)
 
 
 def assemble(
@@ -145,6 +123,7 @@ def _worker_group(
     settings = WorkerGroupSettings(
         seed=config.run.seed,
         training=config.spot.train,
+        num_steps=config.run.steps,
         buffer_bytes=config.spot.buffer_mb * 2**20,
         hang_s=own.hang_s,
         is_sharded=config.is_sharded,

@@ -235,15 +235,9 @@ class Worker:
         return drafting.trainer.train(drafting.buffer, should_stop, keep)
 
     def adopt(self, offer: Offer) -> Verdict:
-        """Draft with the offered weights, unless they are damaged or do worse on the texts."""
+        """Draft with the offered weights, unless they are damaged."""
         drafting = self._drafting()
-
-        def probe(served: DrafterWeights, offer: Offer) -> tuple[float, float]:
-            drafting.trainer.begin(served)
-            return drafting.trainer.probe(offer.weights.tensors, offer.texts)
-
-        assert self._served is not None, "a drafter that is trained is served"
-        verdict = judge(offer, self._served, probe)
+        verdict = judge(offer)
         if verdict.is_adopted:
             drafting.drafter.load_weights(offer.weights.tensors)
             self._components.engine.reset_estimates()

@@ -27,7 +27,7 @@ from longtail.bench.common.grown import LARGE, grow_drafter, grow_target
 from longtail.bench.common.process import Log
 from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.task import write_prompts
-from longtail.build.trainer import TINY_REASONER, model_directory
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.cluster.placement import LengthHistory
 from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile
