@@ -111,7 +111,10 @@ class Arm:
         self._run = RunDirectory(place)
         self._run.start(configfile.render(own), resume=False)
         self._grader = GraderPool(
-            own.reward.name, workers=own.reward.workers, timeout_s=own.reward.timeout_s
+            own.reward.name,
+            workers=own.reward.workers,
+            timeout_s=own.reward.timeout_s,
+            by_group=own.reward.per == "group",
         )
         self._trainer = Trainer(own, self._run, None, self._grader, Console())
         self._trainer.begin()
