@@ -110,6 +110,8 @@ class WorkerGroup:
         self._payoff = PayOff()
         self._train_s = 0.0
         """Seconds to train after the last rollout."""
+        self._num_trained = 0
+        """Tokens that the drafter was trained on in the last step."""
         self._marks: list[Mark] = []
 
     def begin(self) -> float:
@@ -156,6 +158,7 @@ class WorkerGroup:
             self._train_serially(publisher.published, spot)
         publisher.withdraw()
         self._spot = None
+        self._num_trained = sum(report.num_tokens for report in spot.reports)
         offer = publisher.offer(spot.replicas, renews=True)
         if offer is None:
             return
@@ -170,6 +173,18 @@ class WorkerGroup:
     def published(self) -> DrafterWeights | None:
         """The drafter that is served; None without one that can be trained."""
         return None if self._publisher is None else self._publisher.published
+
+    def drafter_metrics(self) -> dict[str, float]:
+        """Return the metrics of the trained drafter after a step; empty without one."""
+        if self._publisher is None:
+            return {}
+        known = {
+            "drafter/version": float(self._publisher.published.version),
+            "drafter/trained_tokens": float(self._num_trained),
+        }
+        if self._publisher.accept_len is not None:
+            known["drafter/expected_accept_length"] = self._publisher.accept_len
+        return known
 
     def workers(self, *states: State) -> list[int]:
         """Return the workers that are in one of these states, in ascending order."""
