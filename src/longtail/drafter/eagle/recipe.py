@@ -34,9 +34,9 @@ class DrafterRecipe:
     unroll_steps: int = 2
     """Trained depths; predicted features stay near the target's, so the first ones suffice."""
     learning_rate: float = 1e-3
-    """Of norms, by AdamW; of all weights if `matrix_rate` is None."""
+    """Rate of AdamW, for norms; for all weights if `matrix_rate` is None."""
     matrix_rate: float | None = 0.005
-    """Of matrices, by Muon."""
+    """Rate of Muon, for matrices."""
     batch_tokens: int = 1024
     """Tokens of an update, prompts included."""
     fit_tokens: int = _FIT_TOKENS
