@@ -97,16 +97,13 @@ class _Hashed(Noise):
         device: torch.device,
     ) -> None:
         super().__init__(*next_positions(requests))
-        self._draws, self._vocab_size, self._device = draws, vocab_size, device
-        self._numbers: Int[Tensor, "2 requests"] | None = None
-        """Keys and positions on the device; most drafters on a CPU need none."""
+        self._draws, self._vocab_size = draws, vocab_size
+        self._numbers = to_device([self.keys, self.positions], device)
 
     def at_depth(
         self, depth: int, entries: Int[Tensor, "entries"] | None = None
     ) -> Float[Tensor, "requests entries"]:
         """Return the noise of one depth; depth 1 is the request's next position."""
-        if self._numbers is None:
-            self._numbers = to_device([self.keys, self.positions], self._device)
         keys, firsts = self._numbers
         return self._draws.noise(keys, firsts + (depth - 1), self._vocab_size, entries)
 

@@ -26,9 +26,10 @@ from longtail.system.cache import build_once
 _log = logging.getLogger(__name__)
 
 _NAMES = (
-    "common", "kernels", "attention", "vectors", "tiles", "product", "draft", "noise", "draws",
+    "common", "kernels", "attention", "vectors", "tiles", "product", "draft", "noise", "select",
+    "draws",
 )  # fmt: skip
-"""kernels.c includes attention.c, which includes vectors.c and tiles.c; draws.c includes noise.c;
+"""kernels.c includes attention.c, which includes vectors.c and tiles.c; draws.c select.c and noise.c;
 all include common.c."""
 _SOURCES = {name: Path(__file__).parent / "cpu" / f"{name}.c" for name in _NAMES}
 _FLAGS = (
