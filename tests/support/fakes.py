@@ -179,6 +179,11 @@ class LedgerKV(KVCache):
         """Nothing to note."""
         self._kv.wake()
 
+    def park(self) -> None:
+        """Nobody may lose anything."""
+        assert not self.held, "what requests hold would be gone"
+        self._kv.park()
+
     def usage(self) -> KVUsage:
         """Ask the real one."""
         return self._kv.usage()

@@ -28,6 +28,10 @@ _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _TITLES = {"kv_cache": "KV cache"}
 _SCORE_COPIES = 4
 """Logits, log-probabilities, their exponentials and one gradient."""
+_TRAINED_COPIES = 8
+"""Float32 copies of a drafter in training: weights, gradient, moments, and weights passed on."""
+_DRAFTER_TOKENS = 384
+"""Tokens of a micro-batch of drafter training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,29 @@ def _learner_weights(
     return items
 
 
+def drafter_bytes(config: RunConfig, shape: ModelConfig) -> int:
+    """Estimate the bytes of a worker's EAGLE drafter between two rollouts.
+
+    It has one decoder layer with inputs twice as wide, and the projection of its features. A copy
+    generates; if it is trained, a float32 copy with gradients and moments, the published weights,
+    the best ones so far and an offer are kept, and buffers of texts and features.
+    """
+    parameters = 2 * _layer_parameters(shape) + 4 * shape.hidden_size**2
+    generating = parameters * _BYTES[config.rollout.dtype]
+    if config.spot.train == "never":
+        return generating
+    buffers = (config.spot.buffer_mb + config.spot.features_mb) * 2**20
+    return generating + _TRAINED_COPIES * parameters * _BYTES["float32"] + buffers
+
+
+def drafter_step_bytes(config: RunConfig, shape: ModelConfig) -> int:
+    """Estimate the bytes of a micro-step of drafter training: scores over the vocabulary."""
+    if config.spot.train == "never":
+        return 0
+    tokens = min(_DRAFTER_TOKENS, config.spot.batch_tokens)
+    return 2 * _SCORE_COPIES * tokens * shape.vocab_size * _BYTES["float32"]
+
+
 def kv_bytes(shape: ModelConfig, element: int) -> int:
     """Return the bytes of keys and values of one token."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * element
@@ -174,7 +201,7 @@ def activation_bytes(shape: ModelConfig, tokens: int, element: int, *, recompute
 def report(config: RunConfig) -> str:
     """Return the table of a configuration as plain text."""
     device = torch.device(config.run.device if config.run.device != "auto" else _best_device())
-    estimated = estimate(config, _shape(config.model.path), on_cpu=device.type == "cpu")
+    estimated = estimate(config, model_shape(config.model.path), on_cpu=device.type == "cpu")
     text = io.StringIO()
     Console(file=text, width=96).print(table(estimated, available_bytes(device), str(device)))
     return text.getvalue()
@@ -211,7 +238,8 @@ def _verdict(estimated: Estimate, available: int | None) -> str:
     )
 
 
-def _shape(path: str) -> ModelConfig:
+def model_shape(path: str) -> ModelConfig:
+    """Read the shape of `model.path`, without its weights."""
     if path == "tiny-reasoner":
         from longtail import tiny
 

@@ -234,6 +234,17 @@ class WorkerGroup:
         self._supervisor.run_on_all(tasks.ADOPT, offer)
         self._mark_offered(self._publisher, weights.version)
 
+    def park(self, path: Path) -> None:
+        """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
+        assert not self._settings.is_sharded, "shards are not parked"
+        args = {worker: (path, worker == 0) for worker in range(self._pool.size)}
+        for ended in self._supervisor.run(tasks.PARK, args).values():
+            ended.value()
+
+    def unpark(self, path: Path) -> None:
+        """Continue as if `park` had not been called."""
+        self._supervisor.run_on_all(tasks.UNPARK, path)
+
     def close(self) -> None:
         """End all workers."""
         self._pool.close()

@@ -172,6 +172,11 @@ class RolloutEngine:
         assert not self._active, "requests in progress need their keys and values"
         self._kv.sleep()
 
+    def park(self) -> None:
+        """Free the KV memory even where later requests take time to fill it; as `sleep`."""
+        assert not self._active, "requests in progress need their keys and values"
+        self._kv.park()
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""
         self._check(request)

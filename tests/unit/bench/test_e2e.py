@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longtail.bench.e2e import card
-from longtail.bench.e2e.measure import ArmResult, SaveTimes, differing_share
+from longtail.bench.e2e.arms import ArmResult, SaveTimes, differing_share
 from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.outlook import (
     MeasuredStep,
@@ -16,6 +16,7 @@ from longtail.bench.e2e.outlook import (
     plain_step,
     speedup_by_running,
 )
+from longtail.bench.e2e.plan import Setting
 from longtail.bench.e2e.plot import draw_curves
 from longtail.bench.e2e.task import write_prompts
 from longtail.engine.rollout_log import RolloutSeries
@@ -47,7 +48,7 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
     return ArmResult(metrics=rows, texts=texts)
 
 
-OPTIONS = E2eBenchOptions(arms=("off", "spot"))
+SETTING = Setting(model="tiny", workers=2, threads=1, steps=3)
 FOUND = {
     "off": arm([8.0, 4.0, 6.0], 2.0, a="one", b="two"),
     "spot": arm([2.0, 2.0, 2.0], 2.0, a="one", b="three"),
@@ -55,7 +56,7 @@ FOUND = {
 
 
 def test_ratios_are_taken_step_by_step() -> None:
-    found = card.as_json(OPTIONS, FOUND)
+    found = card.as_json(SETTING, FOUND)
     assert found["rollout_speedup"]["spot"] == {"median": 3.0, "low": 2.0, "high": 4.0}
     assert found["step_speedup"]["spot"] == {"median": 2.0, "low": 1.5, "high": 2.5}
     assert found["differing_share"] == {"spot": 0.5}
@@ -71,11 +72,11 @@ def test_ratios_are_taken_step_by_step() -> None:
 def test_a_differing_reward_is_reported() -> None:
     other = arm([2.0, 2.0, 2.0], 2.0)
     other.metrics[1]["reward/mean"] = 0.25
-    assert not card.as_json(OPTIONS, {**FOUND, "spot": other})["rewards_agree"]
+    assert not card.as_json(SETTING, {**FOUND, "spot": other})["rewards_agree"]
 
 
 def test_the_card_has_a_line_for_each_arm_in_both_tables() -> None:
-    for table in card.tables(OPTIONS, FOUND):
+    for table in card.tables(SETTING, FOUND):
         assert "2 workers" in table.title or "Seconds" in table.title
         assert [row[0] for row in table.cells()] == ["off", "spot"]
 
@@ -185,9 +186,8 @@ def test_the_card_shows_how_far_the_prediction_is_from_the_measured_workers() ->
         row["cluster/generating_s"] = 4.0
     found = {"off": off, "spot": spot}
     # Workers with equal lengths do not wait: 3 seconds, 2 with drafts; it was 4 and 2.
-    options = E2eBenchOptions(steps=3)
-    assert card.as_json(options, found)["prediction_error"] == pytest.approx(-0.25)
-    assert any(table.title.endswith("-25%") for table in card.tables(options, found))
+    assert card.as_json(SETTING, found)["prediction_error"] == pytest.approx(-0.25)
+    assert any(table.title.endswith("-25%") for table in card.tables(SETTING, found))
 
 
 def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None:
@@ -195,13 +195,13 @@ def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None
     for row, length in zip(cold.metrics, (1.0, 4.5, 4.0), strict=True):
         row["speculation/accept_length"] = length
     found = {"off": FOUND["off"], "frozen": frozen, "cold": cold}
-    assert card.as_json(OPTIONS, found)["steps_until_frozen"] == 1
+    assert card.as_json(SETTING, found)["steps_until_frozen"] == 1
 
 
 def test_checkpoint_times_are_compared_save_by_save() -> None:
     spot = arm([2.0, 2.0, 2.0], 2.0, a="one", b="two")
     spot.saves = [SaveTimes(own_s=0.001, full_s=0.010), SaveTimes(own_s=0.001, full_s=0.020)]
-    ratio = card.as_json(OPTIONS, {**FOUND, "spot": spot})["checkpoint_ratio"]
+    ratio = card.as_json(SETTING, {**FOUND, "spot": spot})["checkpoint_ratio"]
     assert ratio == pytest.approx({"median": 0.075, "low": 0.05, "high": 0.1})
 
 

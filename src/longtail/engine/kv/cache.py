@@ -92,6 +92,10 @@ class KVCache(abc.ABC):
         """Allocate the memory again after `sleep`."""
 
     @abc.abstractmethod
+    def park(self) -> None:
+        """Free all memory, even where that costs time later; no request owns tokens."""
+
+    @abc.abstractmethod
     def attention(self, batch: FlatBatch) -> Attention:
         """Return attention that stores each token, which then sees its request so far."""
 
@@ -223,6 +227,12 @@ class ContiguousKVCache(KVCache):
 
     def wake(self) -> None:
         """Do nothing."""
+
+    def park(self) -> None:
+        """Replace the tensor by one of which no page is committed yet."""
+        assert not self._rows, "a request would lose its keys and values"
+        self._storage = self._allocate(self._storage.shape[3])
+        self._layers = _layers(self._storage)
 
     def attention(self, batch: FlatBatch) -> Attention:
         """Return attention over views of the rows."""

@@ -118,6 +118,8 @@ class PagedKVCache(KVCache):
         self._storage.untyped_storage().resize_(0)
         _return_unused(self._device)  # at once, before a small allocation splits it
 
+    park = sleep
+
     def wake(self) -> None:
         """Allocate the memory again, possibly at another `address`."""
         if self._storage.untyped_storage().nbytes() < self.num_bytes:
