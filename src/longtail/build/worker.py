@@ -128,6 +128,7 @@ def _drafting(
         patience=_PATIENCE,
     )
     features = speculation.features
+    renewable_ids = loaded.draft_ids if loaded.head is None else None
     return Drafting(
         drafter=served[0],
         trainer=SpotTrainer(
@@ -138,7 +139,7 @@ def _drafting(
             head=loaded.head,
             lookup=None if features is None else features.find,
         ),
-        served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer)),
+        served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer, renewable_ids)),
         # Each worker has its own seed, or all would train the same replica.
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
     )

@@ -151,7 +151,7 @@ class WorkerGroup:
             self._train_serially(publisher.published, spot)
         publisher.withdraw()
         self._spot = None
-        offer = publisher.offer(spot.replicas)
+        offer = publisher.offer(spot.replicas, renews=True)
         if offer is None:
             return
         mark = f"drafter v{offer.weights.version} offered"

@@ -14,18 +14,22 @@ ratio of a drafter's accept length to that of the drafter published when the rol
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from torch import Tensor
+
 from longtail.cluster.drafter.offers import Offer, Verdict
-from longtail.drafter.eagle.weights import DrafterWeights, are_finite
+from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights, are_finite
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.spot import Replica, merge
+from longtail.drafter.training.vocabulary import renewed_ids
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""
 _PROBED_TOKENS = 1024
+_RENEWED = "draft vocabulary renewed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +93,31 @@ class Publisher:
 
     # ---- offers
 
-    def offer(self, replicas: Sequence[Replica]) -> Offer | None:
-        """Merge the replicas that measure better than all drafters before; None without any."""
+    def offer(self, replicas: Sequence[Replica], *, renews: bool = False) -> Offer | None:
+        """Merge the replicas that measure better than all drafters before; None without any.
+
+        `renews`: a reduced draft vocabulary may be renewed for the texts of the rollout, with
+        merged weights or the published ones.
+        """
         better = [replica for replica in replicas if self._is_better(replica)]
         if not better:
-            return None
+            return self._renewal() if renews else None
         best = max(better, key=self._gain)
         merged = [each for each in better if each.base_version == best.base_version]
-        self._last += 1
-        weights = DrafterWeights(version=self._last, tensors=merge(merged))
-        self._offered[weights.version] = weights
-        self._gains[weights.version] = self._gain(best)
-        self._decisions.append(
+        tensors = merge(merged)
+        renewed = self._renewed_ids(tensors) if renews else {}
+        return self._new_offer(
+            tensors | renewed,
+            self._gain(best),
             Decision(
                 what="offered",
-                version=weights.version,
+                version=self._last + 1,
                 before=best.base_accept_len,
                 after=best.accept_len,
                 num_tokens=sum(each.num_tokens for each in merged),
-            )
+                reason=_RENEWED if renewed else "",
+            ),
         )
-        return self._as_offer(weights)
 
     def withdraw(self) -> None:
         """Forget offers without a verdict, so that their replicas can be offered again."""
@@ -175,7 +183,38 @@ class Publisher:
         found, self._decisions = self._decisions, []
         return found
 
+    # ---- the draft vocabulary
+
+    def _renewal(self) -> Offer | None:
+        """Return the published weights with a renewed draft vocabulary; None if it is as good."""
+        renewed = self._renewed_ids(self._published.tensors)
+        if not renewed:
+            return None
+        decision = Decision(
+            what="offered",
+            version=self._last + 1,
+            before=math.nan,
+            after=math.nan,
+            reason=_RENEWED,
+        )
+        tensors = {**self._published.tensors, **renewed}
+        return self._new_offer(tensors, self._gains[self._published.version], decision)
+
+    def _renewed_ids(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the ids of a renewed draft vocabulary by their name; empty if it is as good."""
+        ids = tensors.get(DRAFT_IDS)
+        found = None if ids is None else renewed_ids(ids, self._buffer.token_counts())
+        return {} if found is None else {DRAFT_IDS: found}
+
     # ---- replicas
+
+    def _new_offer(self, tensors: Mapping[str, Tensor], gain: float, decision: Decision) -> Offer:
+        self._last += 1
+        weights = DrafterWeights(version=self._last, tensors=tensors)
+        self._offered[weights.version] = weights
+        self._gains[weights.version] = gain
+        self._decisions.append(decision)
+        return self._as_offer(weights)
 
     def _is_better(self, replica: Replica) -> bool:
         """Return whether a replica measures better than all before; record the decision once."""

@@ -28,7 +28,12 @@ from longtail.drafter.eagle.loss import (
     score_rows,
 )
 from longtail.drafter.eagle.unroll import Pairs, unroll
-from longtail.drafter.eagle.weights import check_parameters, copy_parameters, load_parameters
+from longtail.drafter.eagle.weights import (
+    DRAFT_IDS,
+    check_parameters,
+    copy_parameters,
+    load_parameters,
+)
 from longtail.drafter.training.reader import StateLookup, TargetReader
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
@@ -245,16 +250,18 @@ class DrafterTrainer:
         own = _with_prefix(_LAYER, tensors)
         check_parameters(self._layer, own)
         self._optimizer.load(_with_prefix(_OPTIMIZER, tensors))
-        load_parameters(self._layer, own)
+        self.load_weights(own)
         self._steps = steps
 
     def weights(self) -> dict[str, Tensor]:
-        """Copy the drafter's parameters."""
-        return copy_parameters(self._layer)
+        """Copy the drafter's parameters, and the ids of a reduced draft vocabulary."""
+        return copy_parameters(self._layer, self._draft_ids if self._head is None else None)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the parameters and keep the moments; CheckpointError if misshapen."""
         load_parameters(self._layer, weights)
+        if DRAFT_IDS in weights:
+            self._draft_ids = weights[DRAFT_IDS].to(self._target.device)
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Start from other parameters, without moments or steps; CheckpointError if misshapen."""
