@@ -189,6 +189,10 @@ class WorkerGroup:
         """Write the policy as a Hugging Face directory."""
         self._supervisor.run_on((0,), tasks.SAVE_POLICY, path)
 
+    def policy_digest(self) -> str:
+        """Return the SHA-256 of the policy's weights."""
+        return self._supervisor.run_on((0,), tasks.POLICY_DIGEST)[0]
+
     def learner_state(self) -> LearnerState:
         """Copy the state of the learner beside the weights; of shards, all rows."""
         return self._team.state()

@@ -174,6 +174,10 @@ class Worker:
         group = TorchProcessGroup(rank, size, address, backend=backend, timeout_s=timeout_s)
         return self._components.learner.join(group)
 
+    def policy_digest(self) -> str:
+        """Return the SHA-256 of the learner's weights."""
+        return self._components.learner.digest()
+
     def learner_state(self) -> LearnerState:
         """Copy the state of the learner beside the weights; sharded, this worker's rows."""
         return self._components.learner.state()

@@ -2,10 +2,10 @@
 
     write(tensors, path)    copies their bytes into one file, synced
     release(tensors)        frees their memory; the tensors stay the same objects, without content
-    read(tensors, path)     allocates it again, with the bytes of the file
+    read(tensors, path)     gives them memory again, with the bytes of the file
 
-The file has no header: it is read by the tensors that wrote it, in the same order, or by a replica
-of them.
+The file has no header: it is read by the tensors that wrote it, in the same order, or by those of a
+replica. No view of a parked tensor may exist, which would keep its memory.
 """
 
 import os
@@ -27,22 +27,19 @@ def write(tensors: Iterable[Tensor], path: Path) -> None:
 
 
 def release(tensors: Iterable[Tensor]) -> None:
-    """Free the memory of tensors that share it with no other."""
+    """Free the memory of tensors, which keep their shapes."""
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        assert storage.nbytes() == tensor.nbytes, "a tensor that owns its memory"
-        storage.resize_(0)
+        tensor.data = tensor.data.new_zeros(()).expand(tensor.shape)
 
 
 def read(tensors: Iterable[Tensor], path: Path) -> None:
-    """Allocate the memory of released tensors and fill it from the file."""
+    """Fill released tensors from the file."""
     with path.open("rb") as file:
         for tensor in tensors:
-            tensor.untyped_storage().resize_(tensor.nbytes)
-            on_cpu = torch.empty(tensor.shape, dtype=tensor.dtype)
-            found = file.readinto(_bytes(on_cpu).data)
-            assert found == tensor.nbytes, f"{path} is shorter than what was parked in it"
-            tensor.detach().copy_(on_cpu)
+            found = torch.empty(tensor.shape, dtype=tensor.dtype)
+            size = file.readinto(_bytes(found).data)
+            assert size == found.nbytes, f"{path} is shorter than what was parked in it"
+            tensor.data = found.to(tensor.device)
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

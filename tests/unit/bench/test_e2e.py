@@ -75,10 +75,65 @@ def test_a_differing_reward_is_reported() -> None:
     assert not card.as_json(SETTING, {**FOUND, "spot": other})["rewards_agree"]
 
 
-def test_the_card_has_a_line_for_each_arm_in_both_tables() -> None:
-    for table in card.tables(SETTING, FOUND):
-        assert "2 workers" in table.title or "Seconds" in table.title
+def test_the_card_has_a_line_for_each_arm_in_all_tables() -> None:
+    compared, lengths, parts = card.tables(SETTING, FOUND)
+    assert compared.title.startswith("Training tiny end to end, 2 workers")
+    assert parts.title.startswith("Seconds of a step")
+    for table in (compared, lengths, parts):
         assert [row[0] for row in table.cells()] == ["off", "spot"]
+
+
+def test_the_accept_length_is_shown_for_a_dozen_steps_at_most() -> None:
+    (table,) = card._accept_table({"off": ArmResult(), "spot": arm([1.0] * 30, 1.0)})
+    assert list(table.columns)[:3] == ["arm", "1", "4"]
+    assert list(table.columns)[-1] == "30"
+    assert table.cells()[0][1:3] == ["3.00", "6.00"]
+    assert len(table.columns) == 13
+    assert card._accept_table({"off": ArmResult()}) == []
+
+
+# ---- what a user would gain
+
+
+def shares(spot: float | None = None, cold: list[float] | None = None) -> list[str]:
+    """Return the card's sentences for arms whose steps take these shares of ten seconds."""
+    found = {"off": arm([10.0] * 6, 0.0)}
+    if spot is not None:
+        found["spot"] = arm([10.0 * spot] * 6, 0.0)
+    if cold is not None:
+        found["cold"] = arm([10.0 * share for share in cold], 0.0)
+    return card.sentences(found)
+
+
+def test_the_first_sentence_says_what_a_learning_drafter_gains() -> None:
+    gain, texts = shares(0.71)
+    assert gain == (
+        "With a drafter that learns while you train, a step of this run took 0.71x of the time "
+        "(trained before: a gain)."
+    )
+    assert texts == "All arms wrote the same texts."
+
+
+def test_the_sentence_is_honest_about_nothing_and_about_a_loss() -> None:
+    assert "1.01x of the time (trained before: no gain)" in shares(1.01)[0]
+    assert "1.20x of the time (trained before: a loss)" in shares(1.2)[0]
+    assert shares() == ["All arms wrote the same texts."]
+
+
+def test_a_cold_start_is_told_by_its_later_half_too() -> None:
+    cold = [1.1, 1.1, 1.0, 0.9, 0.8, 0.8]
+    assert shares(0.5, cold)[0].endswith(
+        "0.50x of the time (trained before: a gain), and 0.95x of the time (fresh at its start: a "
+        "gain; in the last 3 steps 0.80x: a gain)."
+    )
+    found = {"off": arm([10.0] * 6, 0.0), "cold": arm([10.0 * share for share in cold], 0.0)}
+    gains = card.as_json(SETTING, found)["cold_step_gain_by_step"]
+    assert gains == pytest.approx([1 / share for share in cold])
+    assert card.as_json(SETTING, FOUND)["cold_step_gain_by_step"] is None
+
+
+def test_texts_that_differ_are_said_before_any_table() -> None:
+    assert card.sentences(FOUND)[-1].startswith("NOTE: up to 50.00% of the texts differ")
 
 
 def test_only_texts_of_both_arms_are_compared() -> None:

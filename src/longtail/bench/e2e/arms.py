@@ -62,6 +62,8 @@ class ArmResult:
     saves: list[SaveTimes] = field(default_factory=list)
     timeline: Timeline | None = None
     """Timeline of the last step."""
+    policy: str = ""
+    """Digest of the weights after the last step."""
 
     def column(self, name: str) -> list[float]:
         """Return one metric of every step; 0 where a step lacks it."""
@@ -72,7 +74,7 @@ class ArmResult:
 class Arm:
     """A run in progress, in the directory of its configuration.
 
-    Lifecycle: `step`, or between two steps `park` and `unpark`; `time_saves` if wanted; `close`.
+    Lifecycle: `step`, or between two steps `park` and `unpark`; `finish` after the last; `close`.
     """
 
     def __init__(self, name: str, config: RunConfig) -> None:
@@ -114,13 +116,10 @@ class Arm:
     def _parked(self) -> Path:
         return self._place / "parked"
 
-    def save_policy(self, path: Path) -> None:
-        """Write the present policy as a Hugging Face directory."""
-        self._trainer.workers.save_policy(path)
-
-    def time_saves(self) -> None:
-        """Time checkpoints of the drafter, if it was trained."""
-        if self._trainer.workers.published is not None:
+    def finish(self, *, times_saves: bool) -> None:
+        """Record the policy, and the time of checkpoints of the drafter if it was trained."""
+        self.result.policy = self._trainer.workers.policy_digest()
+        if times_saves and self.name == SPOT and self._trainer.workers.published is not None:
             target = load_model(model_directory(self._config.model.path))
             frozen = {"embedding": target.embedding.weight, "head": target.head.weight}
             self.result.saves = [self._save(frozen) for _ in range(_SAVES)]

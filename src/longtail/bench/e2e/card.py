@@ -13,7 +13,7 @@ from longtail.bench.e2e.plan import Setting
 _MORE_WORKERS = (8, 32, 128)
 _SHOWN_STEPS = 12
 _LATER = 4
-"""Steps from which on the later half of a cold run is told apart."""
+"""Fewest steps of a cold run whose later half is shown, too."""
 _NOTHING = 0.02
 """Share of a step's time within which a difference is none."""
 _PARTS = ("rollout", "reward", "logprob", "update", "publish", "drafter", "step")
@@ -156,6 +156,7 @@ def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
         "rewards_agree": all(
             each.column("reward/mean") == off.column("reward/mean") for each in others.values()
         ),
+        "policies_agree": all(each.policy == off.policy for each in others.values()),
         "idle_utilization": of_spot("idle_utilization"),
         "reused_share": of_spot("reused_share"),
         "stolen_share": of_spot("spot_stop_latency_share"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longtail.bench.common.process import Log
-from longtail.bench.e2e.arms import SPOT, Arm, ArmResult
+from longtail.bench.e2e.arms import Arm, ArmResult
 from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.plan import Plan, make_plan
 from longtail.bench.e2e.room import Room, check_disk, room_for
@@ -63,13 +63,12 @@ def run_arms(plan: Plan, log: Log, *, is_parked: bool) -> dict[str, ArmResult]:
                 if is_parked:
                     arm.unpark()
                 metrics = arm.step()
+                if step == plan.setting.steps:
+                    arm.finish(times_saves=plan.times_saves)
                 if is_parked:
                     arm.park()
                 seconds.append(f"{arm.name} {metrics['timing_s/step']:.1f} s")
             log(f"step {step}/{plan.setting.steps}: {', '.join(sorted(seconds))}")
-        for arm in arms:
-            if plan.times_saves and arm.name == SPOT:
-                arm.time_saves()
     finally:
         found = {arm.name: arm.close() for arm in arms}
     return found

@@ -48,12 +48,12 @@ _COLD_WORDS = f"--speculation.drafter={_FRESH}+{drafters.HISTORY}"
 _TINY_COLD_WORDS = ("--spot.learning_rate=0.01", "--spot.matrix_rate=0.03")
 """Rates of the embedded drafter's own training."""
 _RUN_WORDS = ("--run.save_rollouts=true", "--run.writers=", "--run.speculation_mb=0")
-"""What the figures need; nothing is sent to the user's own trackers."""
+"""Logs that the figures need; nothing is sent to the user's own trackers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is common to all arms.
+    """Model, workers and steps, the same for all arms.
 
     Example: Setting(model="tiny", workers=2, threads=1, steps=20)
     """
@@ -70,7 +70,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured: a configuration for each arm."""
+    """A configuration for each arm."""
 
     arms: Mapping[str, config.RunConfig]
     setting: Setting

@@ -19,8 +19,10 @@ from longtail.errors import ConfigError
 from longtail.model.transformer import ModelConfig
 from longtail.system import machine
 
-_PROCESS_BYTES = 350_000_000
+_PROCESS_BYTES = 330_000_000
 """Memory of a worker's process without a model: Python, PyTorch, Ray."""
+_LIBRARIES_BYTES = 300_000_000
+"""Memory of libraries that are loaded once, when an arm first computes."""
 _RAY_BYTES = 600_000_000
 """Memory of Ray's own processes."""
 _LEARNER = ("master_weights", "optimizer_moments")
@@ -128,7 +130,7 @@ def room_for(
     arms = {name: arm_bytes(name, own, shape, on_cpu=on_cpu) for name, own in configs.items()}
     several = any(own.cluster.workers > 1 for own in configs.values())
     sharded = any(own.is_sharded for own in configs.values())
-    shared = _RAY_BYTES if several else 0
+    shared = _LIBRARIES_BYTES + (_RAY_BYTES if several else 0)
     return make_room(arms, available, can_park=not sharded, shared=shared)
 
 
