@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from longtail.build.trainer import TrainerComponents, assemble, model_directory
+from longtail.build.models import model_directory
+from longtail.build.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutResult
 from longtail.cluster.timeline import Timeline

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.config.rl import RunConfig
 from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
@@ -240,11 +241,11 @@ def _verdict(estimated: Estimate, available: int | None) -> str:
 
 def model_shape(path: str) -> ModelConfig:
     """Read the shape of `model.path`, without its weights."""
-    if path == "tiny-reasoner":
+    if path == TINY_REASONER:
         from longtail import tiny
 
         return tiny.model_config()
-    return load_config(path)
+    return load_config(model_directory(path))
 
 
 def _best_device() -> str:

@@ -70,6 +70,9 @@ class WorkerComponents:
     drafting: Drafting | None
     """None if no drafter can be trained."""
     read_drafter: Callable[[], LoadedDrafter | None]
+    """Reads the configured drafter; None without one that can be trained."""
+    is_fresh: bool
+    """Whether the configured drafter was never trained."""
     rollout_threads: int
     drafter_s: float
     """Seconds that opening the drafter took: the embedded one may have been trained first."""
@@ -200,7 +203,7 @@ class Worker:
         if writes:
             parking.write(tensors, path)
         parking.release(tensors)
-        self._components.engine.park()
+        self._components.engine.sleep(fully=True)
 
     def unpark(self, path: Path) -> None:
         """Take the learner's memory back."""
@@ -224,8 +227,9 @@ class Worker:
             configured.save(path)
 
     def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
-        """Measure the configured drafter on new texts of the policy; None without an EAGLE."""
-        own, configured = self._components, self._components.read_drafter()
+        """Measure the configured drafter on new texts of the policy; None without a trained one."""
+        own = self._components
+        configured = None if own.is_fresh else own.read_drafter()
         if configured is None:
             return None
         with compute_threads(own.rollout_threads):
@@ -251,15 +255,9 @@ class Worker:
         return drafting.trainer.train(drafting.buffer, should_stop, keep)
 
     def adopt(self, offer: Offer) -> Verdict:
-        """Draft with the offered weights, unless they are damaged or do worse on the texts."""
+        """Draft with the offered weights, unless they are damaged."""
         drafting = self._drafting()
-
-        def probe(served: DrafterWeights, offer: Offer) -> tuple[float, float]:
-            drafting.trainer.begin(served)
-            return drafting.trainer.probe(offer.weights.tensors, offer.texts)
-
-        assert self._served is not None, "a drafter that is trained is served"
-        verdict = judge(offer, self._served, probe)
+        verdict = judge(offer)
         if verdict.is_adopted:
             drafting.drafter.load_weights(offer.weights.tensors)
             self._components.engine.reset_estimates()

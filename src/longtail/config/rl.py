@@ -25,6 +25,7 @@ from longtail.config.sections import (
     Processes,
     Seconds,
     Section,
+    Table,
 )
 from longtail.system.machine import MAX_INT32
 
@@ -37,8 +38,8 @@ class DataSection(Section):
     """Prompts to train on, and held-out prompts."""
 
     source: Name = "tiny-reasoner"
-    """`tiny-reasoner`, a .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]`, or
-    `reasoning_gym:TASK`."""
+    """`tiny-reasoner`, a .jsonl or .parquet file, `hf:OWNER/NAME[/CONFIG][:SPLIT]` (a dataset of
+    the hub), `hf:DIR[:SPLIT]`, or `reasoning_gym:TASK`."""
     heldout: Name | None = None
     """Source of held-out prompts, in the same forms; unset uses the last `heldout_size` rows of
     `source`, or generates others for `tiny-reasoner`."""
@@ -50,6 +51,11 @@ class DataSection(Section):
     """Column with the prompt (text or chat messages); unset tries TRL's and verl's names."""
     answer_column: Name | None = None
     """Column with the reference answer; unset tries TRL's and verl's names."""
+    system_prompt: Name | None = None
+    """System message before each prompt, through the tokenizer's chat template; chat messages that
+    begin with one of their own keep it."""
+    chat_template_kwargs: Table | None = None
+    """Arguments of the tokenizer's chat template, as {enable_thinking = false}."""
     max_prompt_len: Count = 512
     """Longest prompt in tokens, chat template applied; a longer one is an error unless
     `drop_long_prompts`."""
@@ -65,7 +71,8 @@ class RewardSection(Section):
     """Grading of completions."""
 
     name: Name = "tiny-reasoner"
-    """`exact`, `reasoning_gym`, `math_verify`, `tiny-reasoner`, or `module:function` as in TRL."""
+    """`exact`, `last_number` (the completion's last number equals the answer), `math_verify`,
+    `reasoning_gym`, `tiny-reasoner`, or `module:function` as in TRL."""
     timeout_s: Seconds = 10.0
     """Most seconds per completion; a slower grader is killed and its rollout excluded."""
     workers: Processes = 1
@@ -108,11 +115,11 @@ class SpeculationSection(Section):
     """Speculative decoding of rollouts: changes speed, never a token."""
 
     drafter: Name = "auto"
-    """`none`, `history` (suffixes of earlier completions), `tiny-reasoner` (the embedded model's
-    drafter, trained once on this machine), or a directory: of a drafter, of a run that trained one,
-    of a published one (vLLM, SGLang, speculators), or of a small model with the same tokenizer.
-    `+` joins several: `DIR+history`. `auto` is the drafter of the embedded model or of the run,
-    else `history`."""
+    """`none`, `history` (suffixes of earlier completions), `fresh` (a new EAGLE drafter that learns
+    during the run), `tiny-reasoner` (the embedded model's drafter, trained once on this machine),
+    or a directory: of a drafter, of a run that trained one, of a published one (vLLM, SGLang,
+    speculators), or of a small model with the same tokenizer. `+` joins several: `DIR+history`.
+    `auto` is the drafter of the embedded model or of the run, else `fresh+history`."""
     tuner: Literal["budget", "beg-mab", "fixed", "off"] = "budget"
     """Policy for how much to draft, and when not to: `budget` (measured cost and calibrated
     acceptance), `beg-mab` (TLT's bandit), `fixed` (the next four fields), `off`."""

@@ -61,7 +61,7 @@ def test_a_better_replica_is_offered_and_published_once_adopted():
     offer = one.offer([replica(0.1, weight=3.0)])
     assert offer is not None
     assert (offer.weights.version, offer.digest) == (1, offer.weights.digest)
-    assert offer.texts, "held out, for the receivers to measure on"
+    assert (offer.before, offer.after) == (2.0, pytest.approx(2.2))
     assert one.published.version == 0, "no worker serves it yet"
     one.record([verdict(1, adopted=False, reason="worse here"), verdict(1), verdict(1)])
     assert one.published is offer.weights

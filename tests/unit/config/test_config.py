@@ -52,6 +52,17 @@ def test_the_command_line_overlays_the_file_and_the_file_the_defaults(tmp_path: 
         (["--learner.clip_low", "0.1"], ("learner", "clip_low"), 0.1),
         (["--learner.dynamic_sampling", "true"], ("learner", "dynamic_sampling"), True),
         (["--data.source=a=b.jsonl"], ("data", "source"), "a=b.jsonl"),
+        (
+            ["--data.chat_template_kwargs={a = false, b.c = [1, 'x']}"],
+            ("data", "chat_template_kwargs"),
+            {"a": False, "b": {"c": [1, "x"]}},
+        ),
+        (
+            ["--data.chat_template_kwargs", '{"a": {"b": 0.5}}'],
+            ("data", "chat_template_kwargs"),
+            {"a": {"b": 0.5}},
+        ),
+        (["--data.chat_template_kwargs=none"], ("data", "chat_template_kwargs"), None),
         (["--run.steps", "1", "--run.steps", "2"], ("run", "steps"), 2),
     ],
 )
@@ -111,6 +122,9 @@ def test_a_wrong_value_is_refused_with_field_value_and_expected_type(
 
 def test_a_wrong_option_is_refused_with_field_value_and_expected_type() -> None:
     assert "--run.steps 1.5: it must be a valid integer" in _refusal("--run.steps", "1.5")
+    for text in ("thinking", "{a = ", '{"a": null}', "[1]"):
+        message = _refusal("--data.chat_template_kwargs", text)
+        assert f"--data.chat_template_kwargs {text}: it must be a valid dictionary" in message
     assert "--run.resume maybe: it must be a valid boolean" in _refusal("--run.resume=maybe")
     assert "a value is missing; write --run.steps VALUE" in _refusal("--run.steps")
     assert "a value is missing" in _refusal("--run.resume", "--run.steps=3")
@@ -230,6 +244,7 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
     words = [
         "--learner.clip_high=0.28",
         '--rollout.stop=["a\\"b\\n", "c"]',
+        """--data.chat_template_kwargs={"a b" = [{}, {c = 1e300}], d = {e = "\\n'"}, "" = 10}""",
         "--run.seed=12345678901",
     ]
     for config in (load(None, words), SftConfig()):

@@ -5,14 +5,14 @@
     frozen     the drafter as trained before the run
     serial     trained after each rollout while all workers wait; its time counts
     spot       trained by workers that have finished, while the others still write
-    cold       the same, from a drafter with fresh weights
+    cold       the same, from a fresh drafter beside history: what `auto` is where none was trained
     unplaced   as spot, but repeated prompts are placed as if their lengths were unknown
 
 All arms have the same seeds, so they write the same texts and learn the same: only times differ.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from longtail.bench.common.grown import LARGE, grow_drafter, grow_target
@@ -20,14 +20,13 @@ from longtail.bench.e2e.arms import COLD, FROZEN, HISTORY, OFF, SERIAL, SPOT, UN
 from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.task import write_prompts
 from longtail.build import drafters
-from longtail.build.trainer import TINY_REASONER, model_directory
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.config import files as configfile
 from longtail.config import rl as config
 from longtail.drafter.formats.checkpoint import identity, load_drafter, save_drafter
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.run.drafter_store import run_drafters
 from longtail.system.device import threads_each
 from longtail.tiny import drafter as tiny_drafter
 
@@ -37,16 +36,12 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     FROZEN: ("--spot.train=never",),
     SERIAL: ("--spot.train=serial",),
     SPOT: ("--spot.train=spot",),
-    COLD: ("--spot.train=spot",),
+    COLD: (f"--speculation.drafter={drafters.FRESH}+{drafters.HISTORY}", "--spot.train=spot"),
     UNPLACED: ("--spot.train=spot",),
 }
-"""Configuration of each arm."""
+"""Configuration of each arm, on top of the common one."""
 TRAINED = (FROZEN, SERIAL, SPOT, UNPLACED)
 """Arms that begin with a drafter trained before the run."""
-_FRESH = "fresh"
-_COLD_WORDS = f"--speculation.drafter={_FRESH}+{drafters.HISTORY}"
-_TINY_COLD_WORDS = ("--spot.learning_rate=0.01", "--spot.matrix_rate=0.03")
-"""Rates of the embedded drafter's own training."""
 _RUN_WORDS = ("--run.save_rollouts=true", "--run.writers=", "--run.speculation_mb=0")
 """Logs that the figures need; nothing is sent to the user's own trackers."""
 
@@ -103,13 +98,8 @@ def _run_plan(options: E2eBenchOptions, path: Path, place: Path) -> Plan:
     if len(names) < 2:
         raise ConfigError("; ".join((f"--arms = {','.join(options.arm_names)}", *notes)))
 
-    def load(name: str) -> config.RunConfig:
-        cold = [_COLD_WORDS] if name == COLD else []
-        run = f"--run.dir={place / name}"
-        return config.load(path, [*words, *_WORDS[name], *cold, run])
-
     return Plan(
-        arms={name: load(name) for name in names},
+        arms=_configurations(path, names, words, place),
         setting=Setting(
             model=own.model.path,
             workers=own.cluster.workers,
@@ -121,15 +111,22 @@ def _run_plan(options: E2eBenchOptions, path: Path, place: Path) -> Plan:
     )
 
 
+def _configurations(
+    path: Path, names: Sequence[str], words: Sequence[str], place: Path
+) -> dict[str, config.RunConfig]:
+    """Return the configuration of each arm, with a run directory of its own."""
+    return {
+        name: config.load(path, [*words, *_WORDS[name], f"--run.dir={place / name}"])
+        for name in names
+    }
+
+
 def _no_trained_drafter(own: config.RunConfig) -> str | None:
     """Return why a configuration has no drafter that was trained before; None if it has one."""
     name, model = own.speculation.drafter, own.model.path
-    if name == drafters.AUTO:
-        path = Path(model)
-        run = path.parent.parent if path.parent.name == "checkpoints" else path
-        if model == TINY_REASONER or run_drafters(run) is not None:
-            return None
-    untrained = (drafters.NONE, drafters.AUTO, drafters.HISTORY, _FRESH)
+    if name == drafters.AUTO and (model == TINY_REASONER or drafters.own_of_run(model)):
+        return None
+    untrained = (drafters.NONE, drafters.AUTO, drafters.HISTORY, drafters.FRESH)
     names = [name] if Path(name).is_dir() else name.split("+")
     trained = [each for each in names if each not in untrained]
     for each in trained:
@@ -158,17 +155,8 @@ def _tiny_plan(options: E2eBenchOptions, place: Path, overrides: Sequence[str]) 
     if options.switch_task is not None:
         words = (f"--data.source={write_prompts(place, options)}", *words)
 
-    def load(name: str) -> config.RunConfig:
-        cold: tuple[str, ...] = ()
-        if name == COLD:
-            model = place / "model" if options.model != "tiny" else small
-            drafter = _random_drafter(model, place / "cold-drafter")
-            cold = (*_TINY_COLD_WORDS, f"--speculation.drafter={drafter}")
-        run = f"--run.dir={place / name}"
-        return config.load(configfile.locate("quickstart"), [*words, *_WORDS[name], *cold, run])
-
     return Plan(
-        arms={name: load(name) for name in options.arm_names},
+        arms=_configurations(configfile.locate("quickstart"), options.arm_names, words, place),
         setting=Setting(
             model=options.model,
             workers=options.workers,
@@ -191,10 +179,3 @@ def grow(small: Path, place: Path) -> tuple[Path, Path]:
     own = identity(str(place / "model"), target, tokenizer)
     save_drafter(place / "drafter", layer, loaded.draft_ids, own, loaded.training)
     return place / "model", place / "drafter"
-
-
-def _random_drafter(model: Path, place: Path) -> Path:
-    """Write a drafter with fresh weights."""
-    plan = replace(tiny_drafter.PLANS["eagle1"], problems=4, heldout=1, steps=0)
-    tiny_drafter.train(plan, model, place)
-    return place

@@ -1,10 +1,10 @@
 """Publication of drafters: of the replicas that were trained, which one the workers serve.
 
-    replicas of spot workers --merge--> offer --> every worker measures it --> verdicts
+    replicas of spot workers, measured --merge--> offer --> every worker checks it --> verdicts
 
 Weights are versioned, and only the drafter's own tensors travel. A drafter is offered if it
 measures better on held-out recent texts than all before it, by more than noise; a worker adopts it
-if it does no worse on a batch of texts there. Every decision is recorded with its numbers.
+if it is whole and finite. Every decision is recorded with its numbers.
 
 Replicas are measured on different texts, each beside its base. So their gains are compared: the
 ratio of a drafter's accept length to that of the drafter published when the rollout began.
@@ -28,7 +28,6 @@ from longtail.drafter.training.vocabulary import renewed_ids
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""
-_PROBED_TOKENS = 1024
 _RENEWED = "draft vocabulary renewed"
 
 
@@ -153,7 +152,8 @@ class Publisher:
             is_newer = weights.version > self._published.version
             if verdict.is_adopted and is_newer:
                 self._published = weights
-                self.accept_len = verdict.after if math.isfinite(verdict.after) else None
+                if math.isfinite(verdict.after):
+                    self.accept_len = verdict.after
             if is_newer or not verdict.is_adopted:
                 self._decisions.append(
                     Decision(
@@ -214,7 +214,7 @@ class Publisher:
         self._offered[weights.version] = weights
         self._gains[weights.version] = gain
         self._decisions.append(decision)
-        return self._as_offer(weights)
+        return self._as_offer(weights, decision.before, decision.after)
 
     def _is_better(self, replica: Replica) -> bool:
         """Return whether a replica measures better than all before; record the decision once."""
@@ -243,6 +243,7 @@ class Publisher:
         base = self._gains.get(replica.base_version, math.nan)
         return base * replica.accept_len / replica.base_accept_len
 
-    def _as_offer(self, weights: DrafterWeights) -> Offer:
-        texts = self._buffer.heldout(_PROBED_TOKENS)
-        return Offer(weights=weights, digest=weights.digest, texts=texts)
+    def _as_offer(
+        self, weights: DrafterWeights, before: float = math.nan, after: float = math.nan
+    ) -> Offer:
+        return Offer(weights=weights, digest=weights.digest, before=before, after=after)

@@ -43,6 +43,14 @@ class DrafterWeights:
             digest.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    def has_parameters_of(self, other: "DrafterWeights") -> bool:
+        """Return whether only the draft vocabulary may differ."""
+        mine = {name: each for name, each in self.tensors.items() if name != DRAFT_IDS}
+        return all(
+            name in other.tensors and torch.equal(each, other.tensors[name])
+            for name, each in mine.items()
+        )
+
 
 def copy_parameters(
     layer: EagleLayer, draft_ids: Int[Tensor, "draft"] | None = None

@@ -84,16 +84,12 @@ class KVCache(abc.ABC):
         """Return the numbers of free and owned tokens."""
 
     @abc.abstractmethod
-    def sleep(self) -> None:
-        """Free the device's memory, if that is useful; no request owns tokens."""
+    def sleep(self, *, fully: bool = False) -> None:
+        """Free the device's memory if that is useful, or `fully`; no request owns tokens."""
 
     @abc.abstractmethod
     def wake(self) -> None:
         """Allocate the memory again after `sleep`."""
-
-    @abc.abstractmethod
-    def park(self) -> None:
-        """Free all memory, even where that costs time later; no request owns tokens."""
 
     @abc.abstractmethod
     def attention(self, batch: FlatBatch) -> Attention:
@@ -222,17 +218,15 @@ class ContiguousKVCache(KVCache):
             free=self._free_blocks * size, owned=owned * size, total=self._num_blocks * size
         )
 
-    def sleep(self) -> None:
-        """Do nothing: a CPU commits memory only where tokens are written."""
+    def sleep(self, *, fully: bool = False) -> None:
+        """Keep the pages that tokens were written to; `fully`: free them, for new ones."""
+        assert not self._rows, "a request would lose its keys and values"
+        if fully:
+            self._storage = self._allocate(self._storage.shape[3])
+            self._layers = _layers(self._storage)
 
     def wake(self) -> None:
         """Do nothing."""
-
-    def park(self) -> None:
-        """Replace the tensor by one of which no page is committed yet."""
-        assert not self._rows, "a request would lose its keys and values"
-        self._storage = self._allocate(self._storage.shape[3])
-        self._layers = _layers(self._storage)
 
     def attention(self, batch: FlatBatch) -> Attention:
         """Return attention over views of the rows."""

@@ -47,6 +47,29 @@ class Encoder:
     """Convert chat messages to text with the generation prompt; None without a chat template."""
 
 
+def system_first(
+    render: Callable[[Messages], str], system_prompt: str, *, field: str = "data.system_prompt"
+) -> Callable[[Messages], str]:
+    """Return `render` with a system message before the others.
+
+    Messages that begin with a system message of their own keep it. The result raises `DataError`,
+    which names `field`, if the chat template leaves the system message out.
+    """
+
+    def rendered(messages: Messages) -> str:
+        if messages[0]["role"] == "system":
+            return render(messages)
+        text = render([{"role": "system", "content": system_prompt}, *messages])
+        if system_prompt.strip() not in text:
+            raise DataError(
+                f"{field} = {system_prompt!r:.80}: the tokenizer's chat template leaves system "
+                "messages out; write it into the prompts instead"
+            )
+        return text
+
+    return rendered
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
     """The prompts of one source, in the source's order.

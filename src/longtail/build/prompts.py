@@ -1,0 +1,81 @@
+"""Prompts of a training run: from the data section of its configuration to tokenized prompts."""
+
+from collections.abc import Callable
+from functools import partial
+
+from longtail.config.rl import DataSection, RunConfig
+from longtail.errors import ConfigError
+from longtail.model.hf.tokenizer import Tokenizer
+from longtail.rl.data.prompts import (
+    Encoder,
+    HeldOut,
+    Messages,
+    PromptSet,
+    hold_out,
+    make_prompts,
+    system_first,
+)
+from longtail.rl.data.sources import load_rows
+from longtail.rl.grading.references import Check, gradable
+
+TINY_REASONER = "tiny-reasoner"
+
+
+def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldOut:
+    """Load the training prompts and the held-out prompts, of which there may be none.
+
+    `check` finds the rows that the reward cannot grade. Raises ConfigError or DataError, naming the
+    field, for anything that does not fit.
+    """
+    data, seed = config.data, config.run.seed
+    encoder = _encoder(data, tokenizer)
+
+    def load(source: str, size: int, field: str) -> PromptSet:
+        prompts = make_prompts(
+            load_rows(source, size, seed, field=field),
+            source=source,
+            encoder=encoder,
+            max_prompt_len=data.max_prompt_len,
+            drop_long=data.drop_long_prompts,
+            prompt_column=data.prompt_column,
+            answer_column=data.answer_column,
+        )
+        return gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
+
+    heldout = data.heldout
+    if heldout is None and data.source == TINY_REASONER:
+        heldout = f"{TINY_REASONER}:heldout"  # disjoint by construction
+    everything = load(data.source, data.size, "data.source")
+    if data.heldout_size == 0:
+        none = PromptSet(source=data.source, prompts=(), rows=())
+        return HeldOut(train=everything, heldout=none)
+    if heldout is None:
+        return hold_out(everything, data.heldout_size)
+    held = load(heldout, data.heldout_size, "data.heldout")
+    size = min(data.heldout_size, len(held.prompts))
+    return HeldOut(train=everything, heldout=held.part(range(size)))
+
+
+def _encoder(data: DataSection, tokenizer: Tokenizer) -> Encoder:
+    """Return the tokenizer's functions, with the configured system message and arguments."""
+    if not tokenizer.has_chat_template:
+        for name in ("system_prompt", "chat_template_kwargs"):
+            if value := getattr(data, name):
+                raise ConfigError(
+                    f"data.{name} = {value!r:.80}: the tokenizer has no chat template, so prompts "
+                    "are plain text; leave it out, or add the model's chat_template.jinja"
+                )
+        return Encoder(encode=tokenizer.encode, render=None)
+    known = tokenizer.template_arguments
+    arguments = data.chat_template_kwargs or {}
+    for name in arguments:
+        if name not in known:
+            names = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: the tokenizer's chat template reads no such "
+                f"argument; {names}"
+            )
+    render: Callable[[Messages], str] = partial(tokenizer.render, arguments=arguments)
+    if data.system_prompt is not None:
+        render = system_first(render, data.system_prompt)
+    return Encoder(encode=tokenizer.encode, render=render)
