@@ -226,10 +226,16 @@ class Trainer:
         self._console.begin_rollout(f"step {step}", rollout.prompts_per_step * rollout.group_size)
         record = self._step.run(step)
         self.timeline = self.workers.drain_timeline()
-        metrics = record.metrics() | self.timeline.metrics()
+        metrics = {
+            **record.metrics(),
+            **self.timeline.metrics(),
+            **self.workers.drafter_metrics(),
+        }
         self._logger.write(step, {**evaluated, **metrics}, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
         self._console.step(step, self._config.run.steps, metrics, record.rollout.series)
+        for line in self._source.observe(record.groups):
+            self._console.log(line)
         self._state = replace(self._state, step=step, cursor=self._source.state())
         return metrics
 

@@ -29,10 +29,6 @@ _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _TITLES = {"kv_cache": "KV cache"}
 _SCORE_COPIES = 4
 """Logits, log-probabilities, their exponentials and one gradient."""
-_TRAINED_COPIES = 8
-"""Float32 copies of a drafter in training: weights, gradient, moments, and weights passed on."""
-_DRAFTER_TOKENS = 384
-"""Tokens of a micro-batch of drafter training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +62,7 @@ class Estimate:
     scores: Item = Item()
     reference_model: Item = Item()
     undo_of_a_step: Item = Item()
+    drafter: Item = Item()
 
     @property
     def items(self) -> dict[str, Item]:
@@ -108,6 +105,8 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
     rows = min(tokens, max(1, MAX_LOGITS // shape.vocab_size))
     checkpointed = learner.gradient_checkpointing
     items = _learner_weights(config, shape, weights, shard, on_cpu=on_cpu)
+    if config.speculation.drafter not in ("none", "history"):
+        items["drafter"] = _drafter(config, shape)
     if on_cpu and rollout.dtype == "bfloat16":
         packed = parameters - (0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size)
         items["packed_matrices"] = Item(bytes=packed * small, why="oneDNN's layout")
@@ -155,27 +154,17 @@ def _learner_weights(
     return items
 
 
-def drafter_bytes(config: RunConfig, shape: ModelConfig) -> int:
-    """Estimate the bytes of a worker's EAGLE drafter between two rollouts.
+def _drafter(config: RunConfig, shape: ModelConfig) -> Item:
+    """Return what an EAGLE drafter takes: served, published, trained in float32, and its data.
 
-    It has one decoder layer with inputs twice as wide, and the projection of its features. A copy
-    generates; if it is trained, a float32 copy with gradients and moments, the published weights,
-    the best ones so far and an offer are kept, and buffers of texts and features.
+    A drafter from outside may be smaller or larger; it is one layer of the target's shape.
     """
-    parameters = 2 * _layer_parameters(shape) + 4 * shape.hidden_size**2
-    generating = parameters * _BYTES[config.rollout.dtype]
+    layer = _layer_parameters(shape) + 4 * shape.hidden_size**2
     if config.spot.train == "never":
-        return generating
-    buffers = (config.spot.buffer_mb + config.spot.features_mb) * 2**20
-    return generating + _TRAINED_COPIES * parameters * _BYTES["float32"] + buffers
-
-
-def drafter_step_bytes(config: RunConfig, shape: ModelConfig) -> int:
-    """Estimate the bytes of a micro-step of drafter training: scores over the vocabulary."""
-    if config.spot.train == "never":
-        return 0
-    tokens = min(_DRAFTER_TOKENS, config.spot.batch_tokens)
-    return 2 * _SCORE_COPIES * tokens * shape.vocab_size * _BYTES["float32"]
+        return Item(bytes=2 * layer * _BYTES[config.rollout.dtype], why="one layer")
+    kept = (config.spot.buffer_mb + config.spot.features_mb) * 2**20
+    scores = 3 * min(MAX_LOGITS, config.spot.batch_tokens * shape.vocab_size)
+    return Item(bytes=4 * (7 * layer + scores) + kept, why="one layer, its training and texts")
 
 
 def kv_bytes(shape: ModelConfig, element: int) -> int:

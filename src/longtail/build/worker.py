@@ -13,7 +13,7 @@ from pathlib import Path
 from longtail.build import memory
 from longtail.build.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
-from longtail.config.rl import RunConfig, SpotSection
+from longtail.config.rl import RunConfig
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.formats.checkpoint import LoadedDrafter
@@ -164,14 +164,15 @@ def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculatio
         drafters=drafters,
         tuner=tuners[own.tuner](),
         coupled=own.coupled,
-        features=_feature_store(config.spot, drafters),
+        features=_feature_store(config, drafters),
     )
 
 
-def _feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore | None:
-    """Build the store of features that spot training reuses; later texts are of a newer policy."""
-    eagles = _eagles(drafters)
-    if not (eagles and own.train == "spot" and own.features_mb):
+def _feature_store(config: RunConfig, drafters: Sequence[Drafter]) -> FeatureStore | None:
+    """Build the store of features that idle workers reuse; later texts are of a newer policy."""
+    eagles, own = _eagles(drafters), config.spot
+    trains_idle = own.train == "spot" and config.cluster.workers > 1
+    if not (eagles and trains_idle and own.features_mb):
         return None
     return FeatureStore(training_taps(eagles[0].taps), own.features_mb * 2**20)
 

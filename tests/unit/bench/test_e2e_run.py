@@ -193,13 +193,13 @@ def test_a_refusal_names_arms_numbers_and_the_field_to_lower(
 
 
 def test_a_drafter_is_counted_for_arms_that_have_one() -> None:
-    own = config.load(None, ["--cluster.workers=2"])
-    never = config.load(None, ["--cluster.workers=2", "--spot.train=never"])
-    shape = tiny_config("llama")
-    off, history, frozen, spot = (
-        room.arm_bytes(name, each, shape, on_cpu=True)
-        for name, each in (("off", never), ("history", never), ("frozen", never), ("spot", own))
-    )
+    def arm(drafter: str, train: str) -> ArmBytes:
+        words = (f"--speculation.drafter={drafter}", f"--spot.train={train}")
+        own = config.load(None, ["--cluster.workers=2", *words])
+        return room.arm_bytes(own, tiny_config("llama"), on_cpu=True)
+
+    off, history = arm("none", "never"), arm("history", "never")
+    frozen, spot = arm("tiny-reasoner", "never"), arm("tiny-reasoner", "spot")
     assert asdict(off) == asdict(history)
     assert off.rest < frozen.rest < spot.rest
     assert off.parked == spot.parked

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtail.bench.e2e.arms import HISTORY, OFF
 from longtail.build import memory
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
@@ -26,7 +25,7 @@ _LIBRARIES_BYTES = 300_000_000
 _RAY_BYTES = 600_000_000
 """Memory of Ray's own processes."""
 _LEARNER = ("master_weights", "optimizer_moments")
-_AT_REST = ("rollout_weights", "packed_matrices", "reference_model")
+_AT_REST = ("rollout_weights", "packed_matrices", "reference_model", "drafter")
 _COSTLY = {
     "activations": "learner.tokens_per_micro_batch",
     "kv_cache": "rollout.max_running or rollout.max_tokens",
@@ -101,7 +100,7 @@ def _refusal(
     )
 
 
-def arm_bytes(name: str, config: RunConfig, shape: ModelConfig, *, on_cpu: bool) -> ArmBytes:
+def arm_bytes(config: RunConfig, shape: ModelConfig, *, on_cpu: bool) -> ArmBytes:
     """Estimate the memory of an arm."""
     found = memory.estimate(config, shape, on_cpu=on_cpu).items
     workers = config.cluster.workers
@@ -111,14 +110,10 @@ def arm_bytes(name: str, config: RunConfig, shape: ModelConfig, *, on_cpu: bool)
     kv_cache = found.pop("kv_cache").bytes
     step = {key: item for key, item in found.items() if key not in (*_AT_REST, *_LEARNER)}
     largest = max(step, key=lambda key: step[key].bytes)
-    drafter, training = 0, 0
-    if name not in (OFF, HISTORY):
-        drafter = memory.drafter_bytes(config, shape)
-        training = memory.drafter_step_bytes(config, shape)
     return ArmBytes(
-        rest=workers * (rest + drafter),
+        rest=workers * rest,
         parked=workers * (learner + kv_cache),
-        step=workers * max(sum(item.bytes for item in step.values()), training),
+        step=workers * sum(item.bytes for item in step.values()),
         largest=_COSTLY.get(largest, "rollout.max_running"),
     )
 
@@ -127,7 +122,7 @@ def room_for(
     configs: Mapping[str, RunConfig], shape: ModelConfig, available: int | None, *, on_cpu: bool
 ) -> Room:
     """Estimate all arms and choose how they live together; see `make_room`."""
-    arms = {name: arm_bytes(name, own, shape, on_cpu=on_cpu) for name, own in configs.items()}
+    arms = {name: arm_bytes(own, shape, on_cpu=on_cpu) for name, own in configs.items()}
     several = any(own.cluster.workers > 1 for own in configs.values())
     sharded = any(own.is_sharded for own in configs.values())
     shared = _LIBRARIES_BYTES + (_RAY_BYTES if several else 0)

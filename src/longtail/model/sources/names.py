@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from longtail.errors import ConfigError
-from longtail.model.sources import gguf, smollm2
+from longtail.model.sources import gguf, hub, smollm2
 
 GGUF_SUFFIX = ".gguf"
 
@@ -34,9 +34,11 @@ def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
         return gguf.model_of(path, where, log)
     if name == smollm2.NAME:
         return smollm2.model(where, log)
+    if hub.is_hub_id(name):
+        return hub.model(name, where, log)
     raise ConfigError(
-        f"{where}: no such directory{_alike(name)}; give the directory of a model or run, a .gguf "
-        f"file, {smollm2.NAME} or tiny-reasoner"
+        f"{where}: no such directory{_alike(name)}; give the directory of a model or run, a hub id "
+        f"(owner/name), a .gguf file, {smollm2.NAME} or tiny-reasoner"
     )
 
 
