@@ -18,7 +18,8 @@ from typing import Any, final
 import torch
 
 from longtail.build.drafters import Target, read_drafter
-from longtail.build.engine import completion_key, locate_model, open_engine, open_model
+from longtail.build.engine import completion_key, open_engine, open_model
+from longtail.build.models import model_directory
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
@@ -63,7 +64,7 @@ class Engine:
         self._dtype, self._device = dtype, device
         self._max_running, self._batch_invariant = max_running, batch_invariant
         choose_device(device)
-        self._path = locate_model(model)
+        self._path = model_directory(model, field="model")
         self.tokenizer = load_tokenizer(self._path)
         self.max_positions = load_config(self._path).max_positions
         """Largest number of tokens of a prompt and its completion together."""
@@ -207,7 +208,7 @@ def load_drafter(
 
     Example: load_drafter("runs/quickstart", "runs/quickstart").layer.config
     """
-    path = locate_model(model)
+    path = model_directory(model, field="model")
     target = open_model(model, path, load_tokenizer(path), None)
     loaded = read_drafter(name, target, log, dtype, field="name")
     if loaded is None:

@@ -30,7 +30,7 @@ from chaos.plan import Plan, plans
 from chaos.reference import Reference, undisturbed
 from chaos.sitting import Failure
 from chaos.trial import Kill, Outcome, Trial
-from longtail.build.trainer import TINY_REASONER, model_directory
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.model.kernels import native
 from longtail.system.device import DTYPES
 from longtail.tiny import drafter

@@ -237,7 +237,7 @@ def test_a_top_p_that_is_zero_in_float32_trains_on_the_best_token(workshop: Work
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["nowhere", "--prompt=x"], ["nowhere: no such directory"]),
+        (["nowhere", "--prompt=x"], ["'nowhere': no such directory"]),
         (["{path}", "--prompt=x"], ["neither a model nor a run with one"]),
         (["{path}/model", "--prompt="], ["--prompt is empty"]),
     ],

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from end_to_end.workshop import Said, Workshop, build, say
-from longtail.build.drafters import Target, open_drafters, read_drafter
+from longtail.build.drafters import Target, drafter_names, open_drafters, read_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
 from longtail.drafter.formats.layouts import to_tensors
@@ -138,7 +138,7 @@ def test_an_exported_drafter_is_imported_and_opens_by_either_name(workshop):
     assert "the inputs of layers [0, 1]; window 16" in said.out
     target = _target(workshop, str(workshop.model))
     for name in ("away", "back", "drafter", "first", "first/drafter/step_000002"):
-        (drafter,) = open_drafters(str(workshop.path / name), target, print)
+        (drafter,) = open_drafters([str(workshop.path / name)], target, print)
         assert drafter.taps.layers == (0, 1)
     said = say("drafter", "import", str(workshop.model), *words[:3], str(workshop.path / "no"))
     assert said.code == 2
@@ -180,7 +180,8 @@ def test_a_run_keeps_the_drafter_it_began_with_and_gives_the_newest(workshop):
 def test_auto_is_the_runs_own_drafter_for_its_policy_and_checkpoints(workshop):
     run = workshop.path / "first"
     for name in (run, workshop.policy("first", 2).parent):
-        (drafter,) = open_drafters("auto", _target(workshop, str(name)), print)
+        mine = _target(workshop, str(name))
+        (drafter,) = open_drafters(drafter_names("auto", mine, learns=True), mine, print)
         assert drafter.taps.layers == (0, 1)
     words = ("--prompt", "say 3", "--max-tokens", "12", "--temperature", "0", "--threads", "1")
     said = say("generate", str(run), *words)

@@ -197,7 +197,7 @@ def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop: Workshop) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--target.path=/no/such"], "/no/such: no such directory"),
+        (["--target.path=/no/such"], "'/no/such': no such directory"),
         (["--drafter.layers=0,9"], "drafter.layers = [0, 9]: "),
         (["--drafter.layers=1,0"], "must be in rising order"),
         (["--drafter.recipe=eagle1", "--drafter.layers=0,1"], "only drafter.recipe = 'eagle3'"),

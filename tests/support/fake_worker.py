@@ -198,13 +198,10 @@ class FakeWorker:
         )
 
     def adopt(self, offer: Offer) -> Verdict:
-        def probe(served: DrafterWeights, offered: Offer) -> tuple[float, float]:
-            before, after = served.tensors["w"].item(), offered.weights.tensors["w"].item()
-            refuses = self._script.refuses(self.number, offered.weights.version)
-            return before, before - 1.0 if refuses else after
-
         offer = self._script.damages(offer)
-        verdict = judge(offer, self.served, probe)
+        if self._script.refuses(self.number, offer.weights.version):
+            offer = replace(offer, digest="damaged")
+        verdict = judge(offer)
         if verdict.is_adopted:
             self.served = offer.weights
         self._verdicts.append(verdict)

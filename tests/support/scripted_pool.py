@@ -71,6 +71,7 @@ def begun(
     settings = WorkerGroupSettings(
         seed=0,
         training=training,
+        num_steps=100,
         buffer_bytes=10**6,
         hang_s=HANG_S,
         is_sharded=is_sharded,

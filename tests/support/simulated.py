@@ -109,6 +109,8 @@ def simulate(
         )
         if repeats and num == repeated:  # as the engine does: plan and feedback are skipped
             repeats -= 1
+            if guard is not None:
+                guard.count_repeat()
             run.tokens.append(num)
             run.seconds.append(machine.verify_s(num))
             run.plans.append(run.plans[-1])

@@ -97,7 +97,7 @@ def test_what_does_not_fit_into_the_model_is_refused_before_any_work(model_path:
     engine = Engine(model_path)
     with pytest.raises(RequestError, match="max_tokens = 512: after a prompt of"):
         engine.generate(["1", "2"], SamplingParams(max_tokens=512))
-    with pytest.raises(ConfigError, match="nowhere: no such directory"):
+    with pytest.raises(ConfigError, match="'nowhere': no such directory"):
         Engine("nowhere")
 
 

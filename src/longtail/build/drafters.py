@@ -1,7 +1,8 @@
 """Construction of drafters from their names.
 
-auto               the drafter of the embedded model or of the run that the target is from, else
-                   history
+auto               the drafter of the embedded model or of the run that the target is from; else,
+                   in training, fresh+history, and elsewhere history
+fresh              a new EAGLE drafter of the target's shape, which learns during the run
 history            suffixes of earlier completions, no weights
 tiny-reasoner      the embedded model's drafter, trained once on this machine (recipe eagle1, or
                    tiny-reasoner:eagle3)
@@ -10,12 +11,13 @@ a directory        a drafter of `longtail drafter train` or its run, the newest 
                    model with the target's tokenizer
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from longtail.build.fresh import fresh
 from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.formats import checkpoint, published
@@ -31,7 +33,7 @@ from longtail.tiny import drafter as tiny_drafter
 
 _LOG_EVERY = 50
 
-HISTORY, TINY_REASONER = "history", "tiny-reasoner"
+HISTORY, FRESH, TINY_REASONER = "history", "fresh", "tiny-reasoner"
 NONE, AUTO = "none", "auto"
 
 
@@ -87,13 +89,17 @@ def read_drafter(
     embedded, _, recipe = name.partition(":")
     if name == HISTORY:
         return None
+    if name == FRESH:
+        made = fresh(target.name, target.model, target.tokenizer)
+        made.layer.to(dtype or torch.float32)
+        return made
     if embedded == TINY_REASONER:
         path = trained_drafter(target, recipe or "eagle1", log, field=field)
     else:
         path = Path(name)
     if not path.is_dir():
         raise ConfigError(
-            f"{field} = {name!r}: it is neither {HISTORY}, {TINY_REASONER} nor a "
+            f"{field} = {name!r}: it is neither {HISTORY}, {FRESH}, {TINY_REASONER} nor a "
             "directory; train one with `longtail drafter train`"
         )
     model, tokenizer = target.model, target.tokenizer
@@ -108,41 +114,56 @@ def read_drafter(
 
 
 def open_trainable(
-    names: str, target: Target, log: Callable[[str], None]
+    names: Sequence[str], target: Target, log: Callable[[str], None]
 ) -> checkpoint.LoadedDrafter | None:
     """Read the weights of the first drafter that can be trained, in float32; None if none can."""
-    for name in _names(names, target):
+    for name in names:
         loaded = read_drafter(name, target, log, torch.float32)
         if loaded is not None:
             return loaded
     return None
 
 
-def open_drafters(names: str, target: Target, log: Callable[[str], None]) -> tuple[Drafter, ...]:
-    """Return the drafters of one name, several joined by +, `auto`, or `none`.
+def open_drafters(
+    names: Sequence[str], target: Target, log: Callable[[str], None]
+) -> tuple[Drafter, ...]:
+    """Return the drafters of these single names. Raises ConfigError like `open_drafter`."""
+    return tuple(open_drafter(name, target, log) for name in names)
 
-    Raises ConfigError like `open_drafter`.
+
+def drafter_names(names: str, target: Target, *, learns: bool) -> list[str]:
+    """Return the single names in `names`: one, several joined by +, `auto`, or `none`.
+
+    `learns`: a drafter is trained while it is used, so that it may begin fresh.
     """
-    return tuple(open_drafter(name, target, log) for name in _names(names, target))
-
-
-def _names(names: str, target: Target) -> list[str]:
-    """Return the single names in `names`."""
     if names == NONE:
         return []
     if names == AUTO:
-        names = TINY_REASONER if target.name == TINY_REASONER else _own_of_run(target) or HISTORY
+        return _auto(target, learns=learns)
     parts = [names] if Path(names).is_dir() else names.split("+")
     if not all(parts):
         raise ConfigError(
             f"speculation.drafter = {names!r}: a name is missing beside +; as in DIR+{HISTORY}"
         )
+    if FRESH in parts and not learns:
+        raise ConfigError(
+            f"speculation.drafter = {names!r}: a fresh drafter has to learn while it is used, as "
+            f"`longtail train` does with spot.train = 'spot'; give {HISTORY} or a trained one"
+        )
     return parts
 
 
-def _own_of_run(target: Target) -> str | None:
-    """Return the run that the target's policy is from, if the run has a drafter."""
-    path = Path(target.name)
+def _auto(target: Target, *, learns: bool) -> list[str]:
+    if target.name == TINY_REASONER:
+        return [TINY_REASONER]
+    if own := own_of_run(target.name):
+        return [own]
+    return [FRESH, HISTORY] if learns else [HISTORY]
+
+
+def own_of_run(model: str) -> str | None:
+    """Return the run that a model is from, if the run has a drafter."""
+    path = Path(model)
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     return None if run_drafters(run) is None else str(run)
 

@@ -5,26 +5,15 @@ from pathlib import Path
 
 import torch
 
-from longtail.build.drafters import Target, open_drafters
-from longtail.build.trainer import TINY_REASONER, model_directory
+from longtail.build.drafters import Target, drafter_names, open_drafters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
-from longtail.run.checkpoint import policy_directory
 from longtail.sampling import noise_key
 from longtail.system.device import DTYPES, choose_device, to_stderr
 from longtail.tuner.budget import BudgetTuner
-
-
-def locate_model(name: str) -> Path:
-    """Return the directory of a model's weights; those of a run are in its newest checkpoint.
-
-    The embedded model is trained first if it is not cached.
-    """
-    path = model_directory(name)
-    return path if name == TINY_REASONER else policy_directory(path)
 
 
 def open_model(
@@ -52,7 +41,7 @@ def open_engine(
 ) -> RolloutEngine:
     """Return an engine that drafts where that is faster; see `build.drafters` for names."""
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits)
-    drafters = open_drafters(drafter, target, log)
+    drafters = open_drafters(drafter_names(drafter, target, learns=False), target, log)
     if drafters:
         engine.speculate(Speculation(drafters=drafters, tuner=BudgetTuner()))
     return engine

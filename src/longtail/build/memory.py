@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.config.rl import RunConfig
 from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
@@ -61,6 +62,7 @@ class Estimate:
     scores: Item = Item()
     reference_model: Item = Item()
     undo_of_a_step: Item = Item()
+    drafter: Item = Item()
 
     @property
     def items(self) -> dict[str, Item]:
@@ -103,6 +105,8 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
     rows = min(tokens, max(1, MAX_LOGITS // shape.vocab_size))
     checkpointed = learner.gradient_checkpointing
     items = _learner_weights(config, shape, weights, shard, on_cpu=on_cpu)
+    if config.speculation.drafter not in ("none", "history"):
+        items["drafter"] = _drafter(config, shape)
     if on_cpu and rollout.dtype == "bfloat16":
         packed = parameters - (0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size)
         items["packed_matrices"] = Item(bytes=packed * small, why="oneDNN's layout")
@@ -150,6 +154,19 @@ def _learner_weights(
     return items
 
 
+def _drafter(config: RunConfig, shape: ModelConfig) -> Item:
+    """Return what an EAGLE drafter takes: served, published, trained in float32, and its data.
+
+    A drafter from outside may be smaller or larger; it is one layer of the target's shape.
+    """
+    layer = _layer_parameters(shape) + 4 * shape.hidden_size**2
+    if config.spot.train == "never":
+        return Item(bytes=2 * layer * _BYTES[config.rollout.dtype], why="one layer")
+    kept = (config.spot.buffer_mb + config.spot.features_mb) * 2**20
+    scores = 3 * min(MAX_LOGITS, config.spot.batch_tokens * shape.vocab_size)
+    return Item(bytes=4 * (7 * layer + scores) + kept, why="one layer, its training and texts")
+
+
 def kv_bytes(shape: ModelConfig, element: int) -> int:
     """Return the bytes of keys and values of one token."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * element
@@ -174,7 +191,7 @@ def activation_bytes(shape: ModelConfig, tokens: int, element: int, *, recompute
 def report(config: RunConfig) -> str:
     """Return the table of a configuration as plain text."""
     device = torch.device(config.run.device if config.run.device != "auto" else _best_device())
-    estimated = estimate(config, _shape(config.model.path), on_cpu=device.type == "cpu")
+    estimated = estimate(config, model_shape(config.model.path), on_cpu=device.type == "cpu")
     text = io.StringIO()
     Console(file=text, width=96).print(table(estimated, available_bytes(device), str(device)))
     return text.getvalue()
@@ -211,12 +228,13 @@ def _verdict(estimated: Estimate, available: int | None) -> str:
     )
 
 
-def _shape(path: str) -> ModelConfig:
-    if path == "tiny-reasoner":
+def model_shape(path: str) -> ModelConfig:
+    """Read the shape of `model.path`, without its weights."""
+    if path == TINY_REASONER:
         from longtail import tiny
 
         return tiny.model_config()
-    return load_config(path)
+    return load_config(model_directory(path))
 
 
 def _best_device() -> str:

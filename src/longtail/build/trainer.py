@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from longtail.build.prompts import load_prompts, prompt_source
 from longtail.build.worker import build_worker, build_worker_apart
 from longtail.cluster.group import WorkerGroup, WorkerGroupSettings
 from longtail.cluster.pool import LocalWorkerPool
@@ -18,25 +19,12 @@ from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig
-from longtail.rl.data.prompts import (
-    Encoder,
-    HeldOut,
-    PromptSet,
-    PromptSource,
-    hold_out,
-    make_prompts,
-)
-from longtail.rl.data.sources import load_rows
-from longtail.rl.grading.references import Check, gradable
+from longtail.rl.data.prompts import HeldOut, PromptSource
+from longtail.rl.grading.references import Check
 from longtail.system import machine
-from longtail.system.cache import cache_directory
 from longtail.system.device import choose_device, threads_each, to_stderr
-from longtail.tiny import warmstart
 from longtail.types import Prompt, SamplingParams
 
-TINY_REASONER = "tiny-reasoner"
-
-_LOG_EVERY = 50
 _SHARDING_SINCE = "2.13"
 """First version of PyTorch whose FSDP2 accepts custom collectives, as `rl.parallel` needs."""
 
@@ -76,23 +64,6 @@ class TrainerComponents:
         return lines
 
 
-def model_directory(path: str, log: Callable[[str], None] = to_stderr) -> Path:
-    """Return the Hugging Face directory of `model.path`.
-
-    The embedded model is trained first if it is not cached, which takes minutes and is logged.
-    """
-    if path != TINY_REASONER:
-        return Path(path)
-
-    def report(progress: warmstart.TrainingProgress) -> None:
-        if progress.step == 1:
-            log(f"training the tiny reasoner, once; cached in {cache_directory()}")
-        if progress.step % _LOG_EVERY == 0 or progress.step == progress.steps:
-            log(progress.line())
-
-    return warmstart.ensure(on_progress=report)
-
-
 def assemble(
     config: RunConfig,
     directory: Path,
@@ -112,7 +83,7 @@ def assemble(
     shape = load_config(directory)
     tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, shape)
-    prompts = _prompts(config, tokenizer, check)
+    prompts = load_prompts(config, tokenizer, check)
     limits = _limits(config, prompts, shape)
     workers = _worker_group(config, directory, limits, log, on_progress)
     try:
@@ -121,7 +92,7 @@ def assemble(
         workers.close()
         raise
     return TrainerComponents(
-        source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
+        source=prompt_source(config, prompts.train),
         heldout=prompts.heldout.prompts,
         workers=workers,
         sampling=_sampling(config, tokenizer),
@@ -152,6 +123,7 @@ def _worker_group(
     settings = WorkerGroupSettings(
         seed=config.run.seed,
         training=config.spot.train,
+        num_steps=config.run.steps,
         buffer_bytes=config.spot.buffer_mb * 2**20,
         hang_s=own.hang_s,
         is_sharded=config.is_sharded,
@@ -209,36 +181,3 @@ def _sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
         stop=own.stop,
         stop_token_ids=tokenizer.eos_ids,
     )
-
-
-def _prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldOut:
-    """Load the training prompts and the held-out prompts, of which there may be none."""
-    data, seed = config.data, config.run.seed
-    encoder = Encoder(
-        encode=tokenizer.encode, render=tokenizer.render if tokenizer.has_chat_template else None
-    )
-
-    def load(source: str, size: int, field: str) -> PromptSet:
-        prompts = make_prompts(
-            load_rows(source, size, seed, field=field),
-            source=source,
-            encoder=encoder,
-            max_prompt_len=data.max_prompt_len,
-            drop_long=data.drop_long_prompts,
-            prompt_column=data.prompt_column,
-            answer_column=data.answer_column,
-        )
-        return gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
-
-    heldout = data.heldout
-    if heldout is None and data.source == TINY_REASONER:
-        heldout = f"{TINY_REASONER}:heldout"  # disjoint by construction
-    everything = load(data.source, data.size, "data.source")
-    if data.heldout_size == 0:
-        none = PromptSet(source=data.source, prompts=(), rows=())
-        return HeldOut(train=everything, heldout=none)
-    if heldout is None:
-        return hold_out(everything, data.heldout_size)
-    held = load(heldout, data.heldout_size, "data.heldout")
-    size = min(data.heldout_size, len(held.prompts))
-    return HeldOut(train=everything, heldout=held.part(range(size)))

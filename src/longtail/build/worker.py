@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from longtail.build import memory
-from longtail.build.drafters import Target, open_drafters, open_trainable
+from longtail.build.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
-from longtail.config.rl import RunConfig, SpotSection
+from longtail.config.rl import RunConfig
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
+from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
@@ -83,7 +84,10 @@ def build_components(
         made_later = memory.estimate(config, policy.config).made_later
         limits = replace(limits, reserved_bytes=made_later)
     began = time.perf_counter()
-    speculation = _speculation(config, target, log)
+    learns = config.spot.train != "never"
+    names = drafter_names(config.speculation.drafter, target, learns=learns)
+    speculation = _speculation(config, open_drafters(names, target, log))
+    trainable = partial(open_trainable, names, target, log)
     drafter_s = time.perf_counter() - began
     return WorkerComponents(
         engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
@@ -91,8 +95,9 @@ def build_components(
         policy=policy,
         device=device,
         tokenizer=tokenizer,
-        drafting=_drafting(config, target, speculation, log, number),
-        read_drafter=partial(open_trainable, config.speculation.drafter, target, log),
+        drafting=_drafting(config, target, speculation, trainable, number),
+        read_drafter=trainable,
+        is_fresh=FRESH in names,
         rollout_threads=rollout_threads(policy.config.hidden_size),
         drafter_s=drafter_s,
     )
@@ -102,14 +107,13 @@ def _drafting(
     config: RunConfig,
     target: Target,
     speculation: Speculation | None,
-    log: Callable[[str], None],
+    trainable: Callable[[], LoadedDrafter | None],
     number: int,
 ) -> Drafting | None:
     """Build the trainer of the first drafter that can be trained."""
     if speculation is None or config.spot.train == "never":
         return None
-    served = _eagles(speculation.drafters)
-    loaded = open_trainable(config.speculation.drafter, target, log)
+    served, loaded = _eagles(speculation.drafters), trainable()
     if not served or loaded is None:
         return None
     own = config.spot
@@ -128,6 +132,7 @@ def _drafting(
         patience=_PATIENCE,
     )
     features = speculation.features
+    renewable_ids = loaded.draft_ids if loaded.head is None else None
     return Drafting(
         drafter=served[0],
         trainer=SpotTrainer(
@@ -138,17 +143,14 @@ def _drafting(
             head=loaded.head,
             lookup=None if features is None else features.find,
         ),
-        served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer)),
+        served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer, renewable_ids)),
         # Each worker has its own seed, or all would train the same replica.
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
     )
 
 
-def _speculation(
-    config: RunConfig, target: Target, log: Callable[[str], None]
-) -> Speculation | None:
+def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculation | None:
     own, seed = config.speculation, config.run.seed
-    drafters = open_drafters(own.drafter, target, log)
     if not drafters:
         return None
     fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
@@ -162,14 +164,15 @@ def _speculation(
         drafters=drafters,
         tuner=tuners[own.tuner](),
         coupled=own.coupled,
-        features=_feature_store(config.spot, drafters),
+        features=_feature_store(config, drafters),
     )
 
 
-def _feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore | None:
-    """Build the store of features that spot training reuses; later texts are of a newer policy."""
-    eagles = _eagles(drafters)
-    if not (eagles and own.train == "spot" and own.features_mb):
+def _feature_store(config: RunConfig, drafters: Sequence[Drafter]) -> FeatureStore | None:
+    """Build the store of features that idle workers reuse; later texts are of a newer policy."""
+    eagles, own = _eagles(drafters), config.spot
+    trains_idle = own.train == "spot" and config.cluster.workers > 1
+    if not (eagles and trains_idle and own.features_mb):
         return None
     return FeatureStore(training_taps(eagles[0].taps), own.features_mb * 2**20)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, final
 from torch import Tensor
 
 from longtail.cluster import tasks
+from longtail.cluster.drafter.payoff import SHARE, PayOff
 from longtail.cluster.drafter.probe import Probe
 from longtail.cluster.drafter.publisher import Decision, Publisher
 from longtail.cluster.placement import LengthHistory
@@ -36,8 +37,6 @@ from longtail.rl.learner_metrics import LearnerReport
 from longtail.types import Request, TrainBatch
 
 Training = Literal["spot", "serial", "never"]
-_SERIAL_SHARE = 0.1
-"""Seconds of serial training after a rollout, as a share of the rollout's seconds."""
 _DRAFTER, _BUFFER = "drafter/", "buffer/"
 
 
@@ -45,12 +44,16 @@ _DRAFTER, _BUFFER = "drafter/", "buffer/"
 class WorkerGroupSettings:
     """Settings of the cooperation of all workers.
 
-    Example: WorkerGroupSettings(seed=0, training="spot", buffer_bytes=64 * 2**20, hang_s=120.0)
+    Example: WorkerGroupSettings(seed=0, training="spot", num_steps=100, buffer_bytes=2**26,
+                                 hang_s=120.0)
     """
 
     seed: int
     training: Training
-    """When the drafter is trained: on idle workers, after the rollout, or never."""
+    """When the drafter is trained: on idle workers, after the rollout, or never. A worker alone
+    is never idle, so that it trains after a rollout, while that pays."""
+    num_steps: int
+    """Number of steps of the run."""
     buffer_bytes: int
     hang_s: float
     """Seconds without a step after which a worker is replaced."""
@@ -104,7 +107,11 @@ class WorkerGroup:
         self._publisher: Publisher | None = None
         self._spot: SpotCoordinator | None = None
         """Texts and replicas of the last rollout, until `offer_drafter`."""
-        self._rollout_s = 0.0
+        self._payoff = PayOff()
+        self._train_s = 0.0
+        """Seconds to train after the last rollout."""
+        self._num_trained = 0
+        """Tokens that the drafter was trained on in the last step."""
         self._marks: list[Mark] = []
 
     def begin(self) -> float:
@@ -126,7 +133,7 @@ class WorkerGroup:
         for request, completion in zip(requests, result.completions, strict=True):
             self.lengths.record(_prompt_id(request), len(completion.tokens))
         if spot is not None:
-            self._spot, self._rollout_s = spot, result.seconds
+            self._spot, self._train_s = spot, self._serial_s(step, result)
             self._marks += spot.marks
         return result
 
@@ -147,11 +154,12 @@ class WorkerGroup:
         publisher, spot = self._publisher, self._spot
         if publisher is None or spot is None:
             return
-        if self._settings.training == "serial":
+        if self._train_s:
             self._train_serially(publisher.published, spot)
         publisher.withdraw()
         self._spot = None
-        offer = publisher.offer(spot.replicas)
+        self._num_trained = sum(report.num_tokens for report in spot.reports)
+        offer = publisher.offer(spot.replicas, renews=True)
         if offer is None:
             return
         mark = f"drafter v{offer.weights.version} offered"
@@ -165,6 +173,18 @@ class WorkerGroup:
     def published(self) -> DrafterWeights | None:
         """The drafter that is served; None without one that can be trained."""
         return None if self._publisher is None else self._publisher.published
+
+    def drafter_metrics(self) -> dict[str, float]:
+        """Return the metrics of the trained drafter after a step; empty without one."""
+        if self._publisher is None:
+            return {}
+        known = {
+            "drafter/version": float(self._publisher.published.version),
+            "drafter/trained_tokens": float(self._num_trained),
+        }
+        if self._publisher.accept_len is not None:
+            known["drafter/expected_accept_length"] = self._publisher.accept_len
+        return known
 
     def workers(self, *states: State) -> list[int]:
         """Return the workers that are in one of these states, in ascending order."""
@@ -188,6 +208,10 @@ class WorkerGroup:
     def save_policy(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory."""
         self._supervisor.run_on((0,), tasks.SAVE_POLICY, path)
+
+    def policy_digest(self) -> str:
+        """Return the SHA-256 of the policy's weights."""
+        return self._supervisor.run_on((0,), tasks.POLICY_DIGEST)[0]
 
     def learner_state(self) -> LearnerState:
         """Copy the state of the learner beside the weights; of shards, all rows."""
@@ -234,6 +258,17 @@ class WorkerGroup:
         self._supervisor.run_on_all(tasks.ADOPT, offer)
         self._mark_offered(self._publisher, weights.version)
 
+    def park(self, path: Path) -> None:
+        """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
+        assert not self._settings.is_sharded, "shards are not parked"
+        args = {worker: (path, worker == 0) for worker in range(self._pool.size)}
+        for ended in self._supervisor.run(tasks.PARK, args).values():
+            ended.value()
+
+    def unpark(self, path: Path) -> None:
+        """Continue as if `park` had not been called."""
+        self._supervisor.run_on_all(tasks.UNPARK, path)
+
     def close(self) -> None:
         """End all workers."""
         self._pool.close()
@@ -263,14 +298,24 @@ class WorkerGroup:
         expected = {each.group_id: self.lengths.expected(_prompt_id(each)) for each in requests}
         return {group: length for group, length in expected.items() if length is not None}
 
+    def _serial_s(self, step: int, rollout: RolloutResult) -> float:
+        """Return the seconds to train after a rollout, when all workers wait for it."""
+        if self._settings.training == "serial":
+            return SHARE * rollout.seconds
+        if self._settings.training == "spot" and self._pool.size == 1:
+            left = self._settings.num_steps - step
+            return self._payoff.limit_s(rollout.seconds, rollout.series, rollout.costs, left)
+        return 0.0
+
     def _train_serially(self, published: DrafterWeights, spot: SpotCoordinator) -> None:
         """Train on one worker while all others wait."""
         self._supervisor.wait_ready()
         spot.send_texts(0)
-        limit_s = _SERIAL_SHARE * self._rollout_s
-        ended = self._supervisor.run(tasks.TRAIN_DRAFTER, {0: (published, limit_s)})[0]
+        ended = self._supervisor.run(tasks.TRAIN_DRAFTER, {0: (published, self._train_s)})[0]
         if not ended.is_lost:
             spot.on_trained(ended)
+            if ended.error is None:
+                self._payoff.record(ended.value())
 
     def _mark_offered(self, publisher: Publisher, version: int) -> None:
         for worker in range(self._pool.size):

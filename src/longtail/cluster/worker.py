@@ -36,6 +36,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerReport
+from longtail.system import parking
 from longtail.system.device import compute_threads
 from longtail.types import Completion, Request, TrainBatch
 
@@ -69,6 +70,9 @@ class WorkerComponents:
     drafting: Drafting | None
     """None if no drafter can be trained."""
     read_drafter: Callable[[], LoadedDrafter | None]
+    """Reads the configured drafter; None without one that can be trained."""
+    is_fresh: bool
+    """Whether the configured drafter was never trained."""
     rollout_threads: int
     drafter_s: float
     """Seconds that opening the drafter took: the embedded one may have been trained first."""
@@ -173,6 +177,10 @@ class Worker:
         group = TorchProcessGroup(rank, size, address, backend=backend, timeout_s=timeout_s)
         return self._components.learner.join(group)
 
+    def policy_digest(self) -> str:
+        """Return the SHA-256 of the learner's weights."""
+        return self._components.learner.digest()
+
     def learner_state(self) -> LearnerState:
         """Copy the state of the learner beside the weights; sharded, this worker's rows."""
         return self._components.learner.state()
@@ -185,6 +193,21 @@ class Worker:
         """Continue from weights on disk. Raises CheckpointError if they are of another model."""
         saved = load_model(directory, self._components.policy.dtype)
         self._components.learner.restore(learner, dict(saved.named_parameters()))
+
+    def park(self, path: Path, writes: bool) -> None:
+        """Free the memory of the idle learner and of the KV cache until `unpark`.
+
+        All learners have the same bits, so one of them writes.
+        """
+        tensors = self._components.learner.tensors()
+        if writes:
+            parking.write(tensors, path)
+        parking.release(tensors)
+        self._components.engine.sleep(fully=True)
+
+    def unpark(self, path: Path) -> None:
+        """Take the learner's memory back."""
+        parking.read(self._components.learner.tensors(), path)
 
     def save_policy(self, path: Path) -> None:
         """Write weights, generation config and tokenizer as a Hugging Face directory."""
@@ -204,8 +227,9 @@ class Worker:
             configured.save(path)
 
     def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
-        """Measure the configured drafter on new texts of the policy; None without an EAGLE."""
-        own, configured = self._components, self._components.read_drafter()
+        """Measure the configured drafter on new texts of the policy; None without a trained one."""
+        own = self._components
+        configured = None if own.is_fresh else own.read_drafter()
         if configured is None:
             return None
         with compute_threads(own.rollout_threads):
@@ -231,15 +255,9 @@ class Worker:
         return drafting.trainer.train(drafting.buffer, should_stop, keep)
 
     def adopt(self, offer: Offer) -> Verdict:
-        """Draft with the offered weights, unless they are damaged or do worse on the texts."""
+        """Draft with the offered weights, unless they are damaged."""
         drafting = self._drafting()
-
-        def probe(served: DrafterWeights, offer: Offer) -> tuple[float, float]:
-            drafting.trainer.begin(served)
-            return drafting.trainer.probe(offer.weights.tensors, offer.texts)
-
-        assert self._served is not None, "a drafter that is trained is served"
-        verdict = judge(offer, self._served, probe)
+        verdict = judge(offer)
         if verdict.is_adopted:
             drafting.drafter.load_weights(offer.weights.tensors)
             self._components.engine.reset_estimates()

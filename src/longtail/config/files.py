@@ -9,6 +9,7 @@ together, in one `ConfigError` that names field, value, place and remedy.
               (parsed by the field's type)                         +--> problems, by dotted name
 """
 
+import contextlib
 import difflib
 import inspect
 import json
@@ -90,9 +91,25 @@ def render(config: BaseModel) -> str:
         lines = [f"[{section}]\n"]
         for name, value in config.model_dump(mode="json")[section].items():
             unset = f"# {name} is unset\n"
-            lines.append(unset if value is None else tomli_w.dumps({name: value}))
+            lines.append(unset if value is None else f"{_key(name)} = {_inline(value)}\n")
         parts.append("".join(lines))
     return "\n".join(parts)
+
+
+def _inline(value: Any) -> str:
+    """Return a value as TOML in one line; entries of tables that are None are left out."""
+    if isinstance(value, dict):
+        pairs = [
+            f"{_key(name)} = {_inline(each)}" for name, each in value.items() if each is not None
+        ]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_inline, value))}]"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
+
+
+def _key(name: str) -> str:
+    return tomli_w.dumps({name: 0}).removesuffix(" = 0\n")
 
 
 def _sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -129,8 +146,10 @@ def _overlay(model: type[BaseModel], draft: _Draft, words: Sequence[str]) -> Non
         try:
             value = _parse(known[name], text)
         except ValidationError as error:
-            expected = _expectation(error.errors(include_url=False)[0])
-            draft.problems.append(f"--{name} {text}: {expected}")
+            detail = error.errors(include_url=False)[0]
+            place = f"{name}{_place(detail['loc'])}: " if detail["loc"] else ""
+            problem = _nested_problem(known[name], detail) or _expectation(detail)
+            draft.problems.append(f"--{name} {text}: {place}{problem}")
             continue
         section, _, key = name.partition(".")
         table = draft.values.setdefault(section, {})
@@ -161,18 +180,29 @@ def _parse(info: FieldInfo, text: str) -> Any:
         return None
     # Parsing is lax ("5" is a number, "true" a boolean); the result is validated strictly later.
     adapter: TypeAdapter[Any] = TypeAdapter(info.rebuild_annotation())
-    value = _items(text) if adapter.json_schema().get("type") == "array" else text
+    schema = adapter.json_schema()
+    kinds = [each.get("type") for each in (schema, *schema.get("anyOf", ()))]
+    read = _items if "array" in kinds else _structure if "object" in kinds else str
+    value = read(text)
     return adapter.dump_python(adapter.validate_python(value), mode="json")
 
 
 def _items(text: str) -> Any:
-    """Split a list written as TOML, ["a", "b"], or as a,b."""
+    """Split a list written as TOML, ["a", "b"], as JSON, or as a,b."""
     if text.lstrip().startswith("["):
-        try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except (ValueError, RecursionError):
-            return text
+        return _structure(text)
     return [item.strip() for item in text.split(",")] if text else []
+
+
+def _structure(text: str) -> Any:
+    """Read a list or table written as TOML, {a = 1}, or as JSON without null; else the text."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return tomllib.loads(f"value = {text}")["value"]
+    with contextlib.suppress(ValueError, RecursionError, TypeError):
+        value = json.loads(text)
+        tomli_w.dumps({"value": value})  # null has no form in TOML
+        return value
+    return text
 
 
 def _describe(model: type[BaseModel], draft: _Draft, detail: ErrorDetails) -> list[str]:
@@ -181,18 +211,54 @@ def _describe(model: type[BaseModel], draft: _Draft, detail: ErrorDetails) -> li
     name = ".".join(where[:2])
     if detail["type"] == "value_error":  # a rule across fields, which names them
         return str(detail["ctx"]["error"]).splitlines()
-    if detail["type"] == "extra_forbidden":
+    nested = _nested_problem(fields_of(model).get(name), detail, skip=2)
+    if detail["type"] == "extra_forbidden" and not nested:
         return [f"{name}: {_unknown(model, name)}"]
     if len(where) == 1:
         return [f"{name} = {_show(detail['input'])}: it must be a section; write [{name}]"]
-    element = "".join(f"[{part}]" for part in where[2:])
     origin = f" (from the {_WORDS})" if name in draft.overridden else ""
+    element = _place(detail["loc"][2:])
+    if nested:
+        return [f"{name}{element}{origin}: {nested}"]
     return [f"{name}{element} = {_show(detail['input'])}{origin}: {_expectation(detail)}"]
+
+
+def _place(parts: Sequence[str | int]) -> str:
+    """Return the place of an element in a field: (0, "weight") -> "[0].weight"."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+
+
+def _nested_problem(info: FieldInfo | None, detail: ErrorDetails, *, skip: int = 0) -> str | None:
+    """Return the message for an unknown or missing key of a table within a field; else None."""
+    table = None if info is None else _table_of(info.annotation)
+    names = [part for part in detail["loc"][skip:] if isinstance(part, str)]
+    for name in names[:-1]:
+        inner = None if table is None else table.model_fields.get(name)
+        table = None if inner is None else _table_of(inner.annotation)
+    if table is None or not names:
+        return None
+    known = list(table.model_fields)
+    if detail["type"] == "missing":
+        return "it is missing"
+    if detail["type"] != "extra_forbidden":
+        return None
+    close = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.75)
+    nearest = f"the nearest known one is {close[0]}; " if close else ""
+    return f"unknown key; {nearest}known are {', '.join(known)}"
+
+
+def _table_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the table model within a field's type: of Task | None, or tuple[Task, ...]."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_table_of, get_args(annotation))), None)
 
 
 def _expectation(detail: ErrorDetails) -> str:
     if detail["type"] == "missing":  # of a tuple
         return "it needs one more value"
+    if detail["type"] in ("dict_type", "model_type", "model_attributes_type"):
+        return "it must be a table, as {a = 1}"
     message = detail["msg"].partition(", unable to")[0]
     if message.startswith("Input should be "):
         return f"it must be {message.removeprefix('Input should be ')}"
@@ -237,9 +303,27 @@ def describe(model: type[BaseModel]) -> str:
         for name, info in section_type.model_fields.items():
             default = "unset" if info.default is None else _show(info.default)
             lines.append(f"  --{section}.{name} {_kind(info.annotation)}  (default {default})")
-            text = " ".join((info.description or "").split())
-            lines += textwrap.wrap(text, 88, initial_indent="      ", subsequent_indent="      ")
+            lines += _described(info.description, 6)
+            lines += _keys_of(info, 8)
     return "\n".join(lines)
+
+
+def _described(text: str | None, indent: int) -> list[str]:
+    pad = " " * indent
+    words = " ".join((text or "").split())
+    return textwrap.wrap(words, 94 - indent, initial_indent=pad, subsequent_indent=pad)
+
+
+def _keys_of(info: FieldInfo, indent: int) -> list[str]:
+    """Return the help text of the keys of a table within a field."""
+    lines: list[str] = []
+    table = _table_of(info.annotation)
+    for name, key in {} if table is None else table.model_fields.items():
+        default = "unset" if key.default is None else _show(key.default)
+        needed = "needed" if key.is_required() else f"default {default}"
+        lines.append(f"{' ' * indent}{name} {_kind(key.annotation)}  ({needed})")
+        lines += [*_described(key.description, indent + 4), *_keys_of(key, indent + 6)]
+    return lines
 
 
 def _kind(annotation: Any) -> str:
@@ -253,6 +337,8 @@ def _kind(annotation: Any) -> str:
         return "|".join(options)
     if origin is tuple:
         return f"{_kind(options[0])},..."
+    if origin is dict or _table_of(annotation) is not None:
+        return "TABLE"
     return {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT"}[annotation]
 
 

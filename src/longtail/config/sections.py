@@ -5,7 +5,7 @@ The class defaults are the vetted recipe. The docstring under a field is its hel
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from longtail.system.machine import MAX_INT32, MAX_THREADS
 
@@ -23,6 +23,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Schedule = Literal["constant", "linear", "cosine"]
+Table = dict[str, JsonValue]
+"""A table of any keys, whose values have the types of TOML."""
 
 
 class Section(BaseModel):

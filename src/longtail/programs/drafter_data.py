@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtail.build.trainer import TINY_REASONER
+from longtail.build.models import TINY_REASONER
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.drafter.training.texts import read_texts, save_texts, write_texts
 from longtail.engine.engine import RolloutEngine

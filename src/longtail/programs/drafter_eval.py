@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from longtail.build.drafters import Target, open_drafter
-from longtail.build.engine import locate_model, open_model
-from longtail.build.trainer import TINY_REASONER
+from longtail.build.engine import open_model
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.config.rl import load
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
@@ -169,7 +169,7 @@ def open_target(args: argparse.Namespace) -> tuple[Target, list[tuple[int, ...]]
         if value < 1:
             raise ConfigError(f"{option} = {value}: it must be at least 1")
     args.target = args.target or _default_target(args.drafter)
-    directory = locate_model(args.target)
+    directory = model_directory(args.target, field="--target")
     tokenizer = load_tokenizer(directory)
     target = open_model(args.target, directory, tokenizer, args.dtype)
     source = args.prompts or _default_prompts(args.target)

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from longtail.build.engine import locate_model, open_model
+from longtail.build.engine import open_model
+from longtail.build.models import model_directory
 from longtail.drafter.formats.published import ImportOptions, is_published, load_published
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import load_tokenizer
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
             "fc.weight in model.safetensors is missing; pickles are never opened): download all "
             "files, as safetensors"
         )
-    directory = locate_model(args.target)
+    directory = model_directory(args.target, field="--target")
     tokenizer = load_tokenizer(directory)
     model = open_model(args.target, directory, tokenizer, args.dtype).model
     options = ImportOptions(layer_ids=args.layer_ids, window=args.window)

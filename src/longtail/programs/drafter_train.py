@@ -16,7 +16,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from longtail.build.drafters import Target, read_drafter
-from longtail.build.engine import locate_model
+from longtail.build.models import model_directory
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
@@ -189,7 +189,7 @@ def assemble(
     interruption: Interruption,
 ) -> Components:
     """Build all components; ConfigError or DataError if configuration or data are invalid."""
-    path = locate_model(config.target.path)
+    path = model_directory(config.target.path, console.log, field="target.path")
     tokenizer, shape = load_tokenizer(path), load_config(path)
     check_vocabulary(tokenizer, shape)
     drafter = _drafter(config, shape)

@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from longtail.build.trainer import TINY_REASONER
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_model, save_model
@@ -156,7 +156,7 @@ def _model(config: SftConfig) -> tuple[Transformer, Tokenizer]:
     device = choose_device(config.run.device)
     if config.model.path == TINY_REASONER:
         return warmstart.fresh(config.run.seed).to(device), warmstart.load_tokenizer()
-    path = config.model.path
+    path = model_directory(config.model.path)
     return load_model(path, torch.float32, device), load_tokenizer(path)
 
 

@@ -26,7 +26,7 @@ from typing import Any, final
 import torch
 
 from longtail.cluster.group import DrafterState
-from longtail.drafter.eagle.weights import load_parameters
+from longtail.drafter.eagle.weights import DRAFT_IDS, load_parameters
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_drafter
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
@@ -116,12 +116,14 @@ def load_run_drafter(
         kept = DrafterStore(place).load(sys.maxsize if step is None else step)
     if kept is None or not kept.numbers["version"]:
         return loaded
+    tensors = kept.drafter()
     try:
-        load_parameters(loaded.layer, kept.drafter())
+        load_parameters(loaded.layer, tensors)
     except CheckpointError as error:
         raise ConfigError(
             f"{place}: {error}; give {place / INITIAL}, the drafter that the run began with"
         ) from error
+    loaded = replace(loaded, draft_ids=tensors.get(DRAFT_IDS, loaded.draft_ids))
     return _trained_in(place.parent.name, kept.numbers, loaded)
 
 

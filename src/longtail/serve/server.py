@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import uvicorn
 from starlette.types import ASGIApp
 
-from longtail.build.engine import locate_model, open_engine, open_model
+from longtail.build.engine import open_engine, open_model
+from longtail.build.models import model_directory
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.errors import ConfigError, UnavailableError
@@ -56,7 +57,7 @@ def run(options: ServeOptions) -> int:
 
 def load_server(options: ServeOptions) -> ModelServer:
     """Load the model, make its engine, and put the service in front of it."""
-    path = locate_model(options.model)
+    path = model_directory(options.model, field="MODEL")
     tokenizer = load_tokenizer(path)
     target = open_model(
         options.model,

@@ -24,7 +24,7 @@ from typing import Any, final
 import numpy as np
 from jaxtyping import Float, Int
 
-from longtail.tuner.records import Batch, Outcome
+from longtail.tuner.records import Batch, DraftTiming, Outcome
 
 _RATE, _CLIP = 0.06, 0.3
 """Share of an error by which one observation corrects a prediction, and the clip of the error (a
@@ -128,6 +128,11 @@ class DraftCost:
             self.start_s + num_requests * self.request_s + levels * self.level_s + rows * self.row_s
         )
 
+    def of(self, timing: DraftTiming) -> float:
+        """Predict the seconds of proposals of this size."""
+        levels, rows = float(timing.levels), float(timing.rows)
+        return self.seconds(timing.num_requests, levels, rows)
+
     def scaled(self, factor: float) -> "DraftCost":
         """Return all parts multiplied by a factor."""
         return DraftCost(
@@ -174,6 +179,13 @@ class CostModel:
         slope = self.verify.slope(batch.num_tokens + num_nodes)
         return slope + self.node_pair_s * batch.mean_context
 
+    def outcome_s(self, outcome: Outcome) -> float:
+        """Predict the seconds of a step from what it drafted and verified."""
+        if not outcome.timings:
+            return self.plain_s(outcome.batch)
+        drafts_s = sum(self.drafts[each.drafter].of(each) for each in outcome.timings)
+        return drafts_s + self.verify_s(outcome.batch, outcome.num_nodes)
+
     def learn(self, outcome: Outcome) -> None:
         """Correct the predictions by the seconds of one step; later by a part of the steps only."""
         self._num_steps += 1
@@ -182,8 +194,7 @@ class CostModel:
         batch, nodes = outcome.batch, outcome.num_nodes
         for timing in outcome.timings:
             cost = self.drafts[timing.drafter]
-            predicted = cost.seconds(timing.num_requests, float(timing.levels), float(timing.rows))
-            moved = _moved(_error(timing.seconds, predicted), self._num_drafts)
+            moved = _moved(_error(timing.seconds, cost.of(timing)), self._num_drafts)
             self.drafts[timing.drafter] = cost.scaled(1 + moved)
             self._num_drafts += 1
         drafted = bool(outcome.timings)

@@ -1,24 +1,27 @@
-"""The guard: it pauses speculation that is slower than plain decoding, with any tuner.
+"""The guard: drafting may lose at most 1 % of the time against plain decoding, with any tuner.
 
-The guard compares the seconds of steps with drafts with the predicted seconds of plain decoding for
-the same tokens. Plain steps correct that prediction, so a pause also renews the comparison. Each
-pause that ends in another loss doubles the next pause.
+An account in seconds holds what drafting may still lose.
+
+    a step with drafts   + seconds that plain decoding would take for its tokens - its own seconds
+    every step           + 1 % of its seconds
+
+The account is never above the seconds of `_GRANT` plain steps, its initial value. Drafting is
+paused when it is empty, and resumes when it holds `_RESUME` plain steps. So drafting that loses
+half of each step is paused after 32 steps for 400, drafting that loses hundredths goes on half of
+the time, and past gains pay for no more than the grant.
 """
 
-from collections import deque
 from typing import final
 
 from longtail.tuner.cost import CostModel
 from longtail.tuner.records import Outcome
 
-_WINDOW = 32
-"""Number of steps with drafts that are judged together."""
-_TOLERANCE = 1.03
-"""Ratio of seconds up to which a loss is within the error of the prediction."""
-_PAUSE, _MAX_PAUSE = 64, 2048
-"""Steps of the first and of the longest pause."""
+LOSS_SHARE = 0.01
+"""Share of all seconds that drafting may lose."""
+_GRANT, _RESUME = 16, 4
+"""Seconds on the account at most, and from which drafting resumes, in plain steps."""
 _STALL = 4.0
-"""Multiple of a predicted plain step at which a step's seconds are capped, as a machine stall."""
+"""Multiple of its predicted seconds from which a step is a stall of the machine."""
 
 
 @final
@@ -27,39 +30,57 @@ class Guard:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._window: deque[tuple[float, float]] = deque()
+        self._account_s: float | None = None
+        """Seconds that drafting may still lose; None before the first step."""
+        self._plain_step_s = 0.0
+        """Predicted seconds of a plain step like the last one."""
+        self._is_paused = False
         self._draft_s = self._plain_s = 0.0
-        self._next_pause, self._left = _PAUSE, 0
+        """Seconds of the steps with drafts since the last pause, and of plain decoding instead."""
+        self._num_drafted = 0
 
     @property
     def allows(self) -> bool:
         """Whether the next step may draft."""
-        return not self._left
+        return not self._is_paused
+
+    def count_repeat(self) -> None:
+        """Count a plain step that is not reported to `learn`, because it repeats the last one."""
+        if self._account_s is not None:
+            self._pay(LOSS_SHARE * self._plain_step_s)
 
     def learn(self, outcome: Outcome) -> str:
         """Judge a step; return the reason if a pause begins after it, else an empty string."""
-        if self._left:
-            self._left -= 1
-            return ""
+        step_s = self._plain_step_s = self._costs.plain_s(outcome.batch)
+        if self._account_s is None:
+            self._account_s = _GRANT * step_s
+        took_s = self._without_stall(outcome)
+        self._pay(LOSS_SHARE * took_s)
         if not outcome.timings:
             return ""
-        step_s = self._costs.plain_s(outcome.batch)
         plain_s = step_s * outcome.num_emitted / max(outcome.batch.num_sampled, 1)
-        draft_s = min(outcome.seconds, _STALL * step_s)
-        self._window.append((draft_s, plain_s))
-        self._draft_s, self._plain_s = self._draft_s + draft_s, self._plain_s + plain_s
-        if len(self._window) < _WINDOW:
+        self._pay(plain_s - took_s)
+        self._draft_s, self._plain_s = self._draft_s + took_s, self._plain_s + plain_s
+        self._num_drafted += 1
+        if self._is_paused or self._account_s > 0:
             return ""
-        if self._draft_s <= self._plain_s * _TOLERANCE:
-            self._next_pause = _PAUSE
-            draft_s, plain_s = self._window.popleft()
-            self._draft_s, self._plain_s = self._draft_s - draft_s, self._plain_s - plain_s
-            return ""
-        gain = self._plain_s / self._draft_s
-        self._window.clear()
-        self._draft_s = self._plain_s = 0.0
-        self._left, self._next_pause = self._next_pause, min(2 * self._next_pause, _MAX_PAUSE)
+        self._is_paused = True
         return (
-            f"drafting gave {gain:.2f}x of plain decoding over {_WINDOW} steps at "
-            f"{outcome.batch.num_sampled} running: paused for {self._left} steps"
+            f"drafting gave {self._plain_s / self._draft_s:.2f}x of plain decoding over "
+            f"{self._num_drafted} steps, at {outcome.batch.num_sampled} running: paused until the "
+            f"loss is below {LOSS_SHARE:.0%} of the time"
         )
+
+    def _without_stall(self, outcome: Outcome) -> float:
+        """Return the seconds of a step, or its predicted ones if the machine stalled in it."""
+        predicted_s = self._costs.outcome_s(outcome)
+        return outcome.seconds if outcome.seconds <= _STALL * predicted_s else predicted_s
+
+    def _pay(self, seconds: float) -> None:
+        """Add seconds to the account; end a pause when it holds enough."""
+        assert self._account_s is not None, "the first step makes it"
+        self._account_s = min(self._account_s + seconds, _GRANT * self._plain_step_s)
+        if self._is_paused and self._account_s >= _RESUME * self._plain_step_s:
+            self._is_paused = False
+            self._draft_s = self._plain_s = 0.0
+            self._num_drafted = 0

@@ -1,14 +1,22 @@
 """Names of drafters, refused shapes of drafts, and selected features."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from longtail.build import drafters
-from longtail.build.drafters import Target, drafter_directory, open_drafters
+from longtail.build.drafters import (
+    Target,
+    drafter_directory,
+    drafter_names,
+    open_drafters,
+    open_trainable,
+)
+from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.history import HistoryDrafter
 from longtail.errors import ConfigError
+from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.taps import NO_TAPS, Taps
 from longtail.speculation.tree import MAX_NODES
@@ -23,31 +31,51 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     )
 
 
-def test_none_is_unknown_and_auto_needs_no_weights(target):
-    assert open_drafters("none", target, print) == ()
+def opened(names: str, target: Target, *, learns: bool = False) -> list[Drafter]:
+    return list(open_drafters(drafter_names(names, target, learns=learns), target, print))
+
+
+def test_none_is_no_drafter_and_auto_needs_no_weights(target):
+    assert opened("none", target) == []
     for names in ("auto", "history"):
-        (drafter,) = open_drafters(names, target, print)
+        (drafter,) = opened(names, target)
         assert isinstance(drafter, HistoryDrafter)
 
 
-def test_auto_is_the_embedded_models_own_where_it_is_the_target(target, monkeypatch):
-    opened = []
+def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
+    eagle, history = opened("auto", target, learns=True)
+    assert isinstance(eagle, EagleDrafter)
+    assert isinstance(history, HistoryDrafter)
+    loaded = open_trainable(["fresh", "history"], target, print)
+    assert loaded is not None
+    assert loaded.training.steps == 0
+    assert loaded.layer.dtype == torch.float32
 
-    def note(name, target, log):
-        opened.append((target.name, name))
-        return HistoryDrafter()
 
-    monkeypatch.setattr(drafters, "open_drafter", note)
-    for name in ("tiny-reasoner", "my-model"):
-        mine = Target(
-            model=target.model, tokenizer=target.tokenizer, directory=target.directory, name=name
-        )
-        open_drafters("auto", mine, print)
-    assert opened == [("tiny-reasoner", "tiny-reasoner"), ("my-model", "history")]
+def test_a_fresh_drafter_is_the_same_each_time(target):
+    first, second = (open_trainable(["fresh"], target, print) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    for (name, one), (_, other) in zip(
+        first.layer.named_parameters(), second.layer.named_parameters(), strict=True
+    ):
+        assert torch.equal(one, other), name
+    assert first.layer.config == second.layer.config
+
+
+def test_a_fresh_drafter_that_cannot_learn_is_refused(target):
+    with pytest.raises(ConfigError, match="has to learn while it is used"):
+        drafter_names("fresh+history", target, learns=False)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_auto_is_the_embedded_models_own_where_it_is_the_target(target, learns):
+    mine = replace(target, name="tiny-reasoner")
+    assert drafter_names("auto", mine, learns=learns) == ["tiny-reasoner"]
 
 
 def test_names_joined_by_plus_are_as_many_drafters(target):
-    first, second = open_drafters("history+history", target, print)
+    first, second = opened("history+history", target)
     assert isinstance(first, HistoryDrafter)
     assert isinstance(second, HistoryDrafter)
     assert first is not second
@@ -56,7 +84,10 @@ def test_names_joined_by_plus_are_as_many_drafters(target):
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        ("no-such-thing", "'no-such-thing': it is neither history, tiny-reasoner nor a directory"),
+        (
+            "no-such-thing",
+            "'no-such-thing': it is neither history, fresh, tiny-reasoner nor a directory",
+        ),
         ("history+unknown", "'unknown': it is neither"),
         ("history+none", "'none': it is neither"),
         ("tiny-reasoner", "only, not for 'my-model'"),
@@ -65,7 +96,7 @@ def test_names_joined_by_plus_are_as_many_drafters(target):
 )
 def test_an_unknown_name_is_refused(names, reason, target):
     with pytest.raises(ConfigError, match=r"speculation\.drafter") as caught:
-        open_drafters(names, target, print)
+        opened(names, target)
     assert reason in str(caught.value)
 
 
@@ -77,12 +108,12 @@ def test_a_recipe_that_does_not_exist_is_refused(target):
         name="tiny-reasoner",
     )
     with pytest.raises(ConfigError, match="the recipes are eagle1, eagle3"):
-        open_drafters("tiny-reasoner:eagle9", mine, print)
+        opened("tiny-reasoner:eagle9", mine)
 
 
 def test_a_directory_without_a_drafter_says_what_is_wanted(target, tmp_path: Path):
     with pytest.raises(ConfigError, match="neither a drafter nor a run with one"):
-        open_drafters(str(tmp_path), target, print)
+        opened(str(tmp_path), target)
     with pytest.raises(ConfigError, match="no such directory"):
         drafter_directory(tmp_path / "absent")
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, write_lines
-from longtail.build.trainer import TrainerComponents, assemble, model_directory
+from longtail.build.models import model_directory
+from longtail.build.trainer import TrainerComponents, assemble
 from longtail.build.worker import build_components
 from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import RunConfig, load
@@ -220,8 +221,8 @@ def test_threads_are_those_asked_for_or_every_core() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_model_is_named_by_its_directory() -> None:
-    assert model_directory("some/where") == Path("some/where")
+def test_a_model_is_named_by_its_directory(workshop: Workshop) -> None:
+    assert model_directory(str(workshop.model)) == workshop.model
 
 
 def test_shards_are_refused_where_pytorch_is_too_old(workshop, monkeypatch):

@@ -88,7 +88,7 @@ def test_no_words_show_the_summary_and_fail(capsys: pytest.CaptureFixture[str]) 
         (["train", "--learner.loss", "ppo", "quickstart"], "--learner.loss ppo: it must be 'grpo'"),
         (["train", "--run.steps=0", "--rollout.top_p=2"], "2 problems"),
         (["sft", "--train.steps=0"], "--train.steps 0: it must be greater"),
-        (["generate", "nowhere", "--prompt", "x"], "nowhere: no such directory"),
+        (["generate", "nowhere", "--prompt", "x"], "'nowhere': no such directory"),
         (["generate", "nowhere", "--n", "0"], "--n = 0"),
     ],
 )

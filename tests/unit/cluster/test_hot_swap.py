@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
-from longtail.drafter.eagle.weights import copy_parameters
+from longtail.drafter.eagle.weights import DRAFT_IDS, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
@@ -117,6 +117,29 @@ def test_loaded_weights_draft_like_a_drafter_that_always_had_them(recipe):
     for one, other in zip(_ask(swapped, TREE, 1), _ask(always, TREE, 1), strict=True):
         assert (one.tokens, one.parents) == (other.tokens, other.parents)
         assert one.margins == pytest.approx(other.margins, abs=1e-9)  # float64, other batches
+
+
+@pytest.mark.parametrize("strategy", [CHAIN, TREE])
+def test_a_renewed_draft_vocabulary_drafts_like_one_that_was_always_there(strategy):
+    model = tiny_model()
+    model.pack()
+    ids, renewed = torch.arange(0, 128, 2), torch.arange(64, 128)
+    layer = _layer(model, "eagle3", 1, reduced=True)
+    weights = copy_parameters(layer, renewed)
+    always = EagleDrafter(
+        _layer(model, "eagle3", 1, reduced=True), model, draft_ids=renewed.clone()
+    )
+    swapped = EagleDrafter(layer, model, draft_ids=ids)
+    features = _features(model, always)
+    for drafter in (swapped, always):
+        _see(drafter, features, -1000, 4)
+    before = _ask(swapped, strategy, 4)
+    swapped.load_weights(weights)
+    after = _ask(swapped, strategy, 4)
+    assert after == _ask(always, strategy, 4) != before
+    assert all(token >= 64 for tree in after for token in tree.tokens)
+    with pytest.raises(CheckpointError, match=DRAFT_IDS):
+        swapped.load_weights(weights | {DRAFT_IDS: renewed[1:]})
 
 
 @pytest.mark.parametrize(("recipe", "reduced"), CASES)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from longtail.cluster.drafter.offers import Verdict
 from longtail.cluster.drafter.publisher import MIN_GAIN, Publisher
+from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.spot import Replica
 from support.fake_worker import drafter
@@ -60,7 +61,7 @@ def test_a_better_replica_is_offered_and_published_once_adopted():
     offer = one.offer([replica(0.1, weight=3.0)])
     assert offer is not None
     assert (offer.weights.version, offer.digest) == (1, offer.weights.digest)
-    assert offer.texts, "held out, for the receivers to measure on"
+    assert (offer.before, offer.after) == (2.0, pytest.approx(2.2))
     assert one.published.version == 0, "no worker serves it yet"
     one.record([verdict(1, adopted=False, reason="worse here"), verdict(1), verdict(1)])
     assert one.published is offer.weights
@@ -224,3 +225,46 @@ def test_a_discarded_replica_is_recorded_with_its_tokens():
     assert (decision.what, decision.version, decision.num_tokens) == ("discarded", 4, 1200)
     assert replace(decision, before=0.0, after=0.0).reason == "it is not finite"
     assert one.drain_decisions() == []
+
+
+def with_vocabulary(tokens: tuple[int, ...], ids: list[int]) -> Publisher:
+    """A publisher of a drafter with a draft vocabulary, after a rollout of these tokens."""
+    buffer = DrafterBuffer(10**6, seed=0)
+    buffer.add(
+        TextSnapshot(
+            request_id=f"p{index}@0#0", tokens=(0, *tokens), prompt_len=1, step=1, is_finished=True
+        )
+        for index in range(40)
+    )
+    tensors = {"w": torch.tensor([1.0]), DRAFT_IDS: torch.tensor(ids)}
+    return Publisher(DrafterWeights(version=0, tensors=tensors), buffer)
+
+
+def test_a_draft_vocabulary_is_renewed_when_the_texts_have_moved():
+    one = with_vocabulary((5, 5, 7), [5, 6])
+    offer = one.offer([], renews=True)
+    assert offer is not None
+    assert offer.weights.tensors[DRAFT_IDS].tolist() == [5, 7]
+    assert offer.weights.tensors["w"] is one.published.tensors["w"]
+    one.record([verdict(1)])
+    assert one.published is offer.weights
+    assert one.offer([], renews=True) is None, "it covers all tokens now"
+
+
+def test_trained_weights_and_a_renewed_vocabulary_are_offered_together():
+    one = with_vocabulary((5, 5, 7), [5, 6])
+    trained = replace(
+        replica(0.1), weights={"w": torch.tensor([3.0]), DRAFT_IDS: torch.tensor([5, 6])}
+    )
+    during = one.offer([trained])
+    assert during is not None
+    assert during.weights.tensors[DRAFT_IDS].tolist() == [5, 6], "not during a rollout"
+    one = with_vocabulary((5, 5, 7), [5, 6])
+    after = one.offer([trained], renews=True)
+    assert after is not None
+    assert after.weights.tensors[DRAFT_IDS].tolist() == [5, 7]
+    assert after.weights.tensors["w"].item() == 3.0
+
+
+def test_without_a_draft_vocabulary_nothing_is_renewed():
+    assert publisher().offer([], renews=True) is None

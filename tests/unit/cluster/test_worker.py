@@ -32,7 +32,7 @@ def make_components(workshop: Workshop, *words: str) -> WorkerComponents:
 
 @pytest.fixture
 def components(workshop: Workshop) -> WorkerComponents:
-    return make_components(workshop)
+    return make_components(workshop, "--cluster.workers=2")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def offer(worker: Worker, version: int, scale: float) -> Offer:
     assert served is not None
     tensors = {name: tensor * scale for name, tensor in served.tensors.items()}
     weights = DrafterWeights(version=version, tensors=tensors)
-    return Offer(weights=weights, digest=weights.digest, texts=())
+    return Offer(weights=weights, digest=weights.digest, before=2.0, after=2.1)
 
 
 def served(worker: Worker) -> int:
@@ -153,7 +153,14 @@ def test_a_worker_trains_on_its_own_texts_with_the_features_it_kept(components, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("--spot.features_mb=0",), ("--spot.train=serial",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--cluster.workers=2", "--spot.features_mb=0"),
+        ("--cluster.workers=2", "--spot.train=serial"),
+        ("--cluster.workers=1",),
+    ],
+)
 def test_features_are_not_kept_if_they_could_not_be_reused(workshop, asked, words):
     """A rollout is over and its policy gone when a drafter is trained serially."""
     components = make_components(workshop, *words)

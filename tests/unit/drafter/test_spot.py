@@ -1,4 +1,4 @@
-"""Spot training: gains, the end of training, merges and probes."""
+"""Spot training: gains, the end of training, and merges."""
 
 import math
 from dataclasses import replace
@@ -10,8 +10,8 @@ from torch import Tensor
 from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.spot import Replica, SpotEnd, merge
+from longtail.drafter.training.texts import pack_texts
 from longtail.errors import CheckpointError
-from longtail.rl.data.examples import Example
 from support.spot_training import (
     SETTINGS,
     TEACHING,
@@ -33,10 +33,6 @@ def _replica(value: float | Tensor, num_tokens: int, *, version: int = 1) -> Rep
         accept_len=2.2,
         base_accept_len=2.0,
     )
-
-
-def _texts(count: int = 4) -> list[Example]:
-    return [Example(tokens=counting(n, 30).tokens, prompt_len=3) for n in range(count)]
 
 
 def test_the_digest_depends_on_names_dtypes_shapes_and_values() -> None:
@@ -71,8 +67,12 @@ def test_the_replica_is_the_one_with_the_largest_gain() -> None:
     assert best is room.measured[-1]
     assert best.base_version == 1
     assert 0 < best.num_tokens <= report.num_tokens
-    served, offered = room.spot.probe(best.weights, room.buffer.heldout(60, max_len=24))
-    assert (best.base_accept_len, best.accept_len) == (served, offered)
+    texts = pack_texts(room.buffer.heldout(60, max_len=24), 24)
+    trainer, measured = room.spot._trainer, []
+    for weights in (room.published.tensors, best.weights):
+        trainer.load_weights(weights)
+        measured.append(trainer.evaluate(texts, SETTINGS.num_depths).accept_len)
+    assert [best.base_accept_len, best.accept_len] == measured
 
 
 @pytest.mark.slow
@@ -178,20 +178,17 @@ def test_a_nan_discards_the_replica_and_raises_nothing(where: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_probe_separates_a_broken_drafter_from_a_sound_one_and_changes_nothing() -> None:
+def test_a_renewed_draft_vocabulary_keeps_the_updates_and_other_weights_drop_them() -> None:
     room = SpotSetup()
-    room.train(lambda: room.spot._trainer.steps == 20)
+    room.train(lambda: room.spot._trainer.steps == 2)
     trained = room.spot._trainer.weights()
-    before = room.tensors()
-    served, offered = room.spot.probe(trained, _texts())
-    assert offered > served > 1.0
-    assert room.spot.probe(room.published.tensors, _texts()) == (served, served)
-    noise = {n: torch.full_like(t, float("nan")) for n, t in trained.items()}
-    assert math.isnan(room.spot.probe(noise, _texts())[1])
-    assert all(math.isnan(number) for number in room.spot.probe(trained, []))
-    with pytest.raises(CheckpointError, match="another drafter"):
-        room.spot.probe({"head.weight": trained["fc.weight"]}, _texts())
-    assert same(room.tensors(), before)
+    renewed = DrafterWeights(version=2, tensors=dict(room.published.tensors))
+    room.spot.begin(renewed)
+    assert room.spot.base_version == 2
+    assert same(room.spot._trainer.weights(), trained)
+    other = {name: 2 * tensor for name, tensor in renewed.tensors.items()}
+    room.spot.begin(DrafterWeights(version=3, tensors=other))
+    assert same(room.spot._trainer.weights(), other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -178,3 +178,33 @@ def test_the_memory_of_a_window_is_linear_in_the_text() -> None:
             unroll(layer, features[pairs.rows], embeddings[pairs.rows + 1], pairs, 2)
     short, long = (sum(size) for size in sizes)
     assert 1.8 < (long / short) < 2.05
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_outputs_of_chosen_rows_and_their_gradients_are_those_of_all_rows(window: int) -> None:
+    layer = _layer("eagle3", window)
+    packed = lay_out([tuple(range(5, 25)), tuple(range(6, 20)), (5, 6, 7)], [9, 6, 1])
+    given, pairs = _inputs(layer, packed.num_tokens), Pairs.of(packed)
+    gradients = []
+    for some in (pairs, pairs.for_loss(STEPS)):
+        rows = torch.arange(len(pairs.rows)) if some.chosen is None else some.chosen
+        features = given[0][pairs.rows].requires_grad_(True)
+        outputs = unroll(layer, features, given[1][pairs.rows + 1], some, STEPS)
+        in_loss = pairs.trained[rows]
+        total = features.new_zeros(())
+        for step, output in enumerate(outputs):
+            chosen = in_loss & pairs.exist(step)[rows]
+            total = total + output.scored[chosen].square().sum()
+        torch.autograd.backward(total)
+        gradients.append((total.detach(), features.grad))
+    assert len(rows) < len(pairs.rows)
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_rows_on_which_no_loss_depends_are_not_scored() -> None:
+    pairs = Pairs.of(lay_out([(1, 2, 3, 4, 5, 6, 7, 8)], [7]))
+    assert pairs.trained.nonzero()[:, 0].tolist() == [5]
+    for num_steps, needed in ((1, [5]), (3, [3, 4, 5])):
+        chosen = pairs.for_loss(num_steps).chosen
+        assert chosen is not None
+        assert chosen.tolist() == needed

@@ -181,7 +181,10 @@ def test_a_late_rank_ends_the_group_for_all_ranks():
 
 
 def test_ranks_fail_at_once_if_another_has_left():
+    connected = threading.Barrier(3)
+
     def run(group: ProcessGroup) -> None:
+        connected.wait(PATIENCE_S)
         if group.rank != 1:
             group.all_reduce([torch.zeros(7)])
 

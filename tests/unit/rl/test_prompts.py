@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.errors import ConfigError, DataError
-from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, hold_out, make_prompts
+from longtail.rl.data.prompts import (
+    Encoder,
+    PromptSource,
+    fingerprint,
+    hold_out,
+    make_prompts,
+    system_first,
+)
 
 PLAIN = Encoder(encode=lambda text: tuple(text.encode()), render=None)
 CHAT = Encoder(
@@ -53,6 +60,28 @@ def test_chat_messages_are_rendered_and_kept_for_the_reward():
     (prompt,) = prompts_of([{"prompt": messages, "solution": "42"}], CHAT).prompts
     assert prompt.text == "<system>Be brief.<user>6*7=<bot>"
     assert prompt.data == {"prompt": messages, "solution": "42", "answer": "42"}
+
+
+BRIEF = Encoder(encode=CHAT.encode, render=system_first(CHAT.render, "Be brief."))
+
+
+def test_a_system_prompt_stands_before_every_prompt_but_those_with_their_own():
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "b"}]
+    rows = [{"prompt": "a"}, {"prompt": own}, {"prompt": own[1:]}]
+    assert [prompt.text for prompt in prompts_of(rows, BRIEF).prompts] == [
+        "<system>Be brief.<user>a<bot>",
+        "<system>Be long.<user>b<bot>",
+        "<system>Be brief.<user>b<bot>",
+    ]
+    assert prompts_of(rows, BRIEF).prompts[0].data["prompt"] == "a"
+
+
+def test_a_template_that_leaves_the_system_prompt_out_is_refused():
+    deaf = Encoder(
+        encode=CHAT.encode, render=system_first(lambda chat: chat[-1]["content"], "Be brief.")
+    )
+    with pytest.raises(DataError, match=r"data\.system_prompt = 'Be brief\.'.*leaves system"):
+        prompts_of([{"prompt": "a"}], deaf)
 
 
 def test_verls_layout_gives_the_ground_truth_and_keeps_every_column():

@@ -2,20 +2,27 @@ import math
 import subprocess
 import sys
 import threading
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longtail.errors import ConfigError, GradingError
+from longtail.rl.grading.answers import (
+    final_answer,
+    last_boxed,
+    last_number,
+    tagged_answer,
+    whole_number,
+)
 from longtail.rl.grading.reward import (
     GradingTask,
     checked_number,
-    final_answer,
-    last_boxed,
     required_columns,
     resolve_reward,
     reward_factory,
-    tagged_answer,
 )
 
 
@@ -39,6 +46,104 @@ def module(tmp_path, monkeypatch):
     for name in set(sys.modules) - before:
         if (tmp_path / f"{name}.py").exists():
             del sys.modules[name]
+
+
+# ------------------------------------------------------------------------------ last numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("5 x 2 = 10, so she pays $1,210.50.", "2421/2"),
+        ("it is 42.", "42"),
+        ("= -3", "-3"),
+        ("= \u22123", "-3"),
+        ("+7", "7"),
+        ("10-3", "3"),
+        ("(4)-3", "3"),
+        ("10 -3", "-3"),
+        ("-$5", "-5"),
+        ("x=-5", "-5"),
+        ("1,234", "1234"),
+        ("1,23", "23"),
+        ("1,2345", "2345"),
+        ("12,345,678.9", "123456789/10"),
+        ("3.50", "7/2"),
+        (".5", "1/2"),
+        ("-.5", "-1/2"),
+        ("1e5", "100000"),
+        ("2.5E-3", "1/400"),
+        ("3/4", "3/4"),
+        (r"\frac{3}{4}", "3/4"),
+        (r"-\dfrac{3}{4}", "-3/4"),
+        (r"\boxed{-17}", "-17"),
+        ("1 1/2", "1/2"),
+        ("3/0", "0"),
+        ("12/25/2024", "2024"),
+        ("50%", "50"),
+        ("5 km", "5"),
+        ("7 parts of H2O", "7"),
+        ("答案是42。", "42"),
+        ("007", "7"),
+        ("none", None),
+        ("H2O", None),
+        ("", None),
+        ("9" * 1001, None),
+    ],
+)
+def test_the_last_number_of_a_text_has_an_exact_value(text, number):
+    assert last_number(text) == (None if number is None else Fraction(number))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("$1,000", "1000"), (" 5 % ", "5"), ("-3/4", "-3/4"), ("1e-07", "1/10000000")],
+)
+def test_a_reference_is_one_number(text, number):
+    assert whole_number(text) == Fraction(number)
+
+
+@pytest.mark.parametrize("text", ["18 dollars", "3/0", "", "1,23", "x", "1 2", "9" * 1001])
+def test_other_references_are_no_number(text):
+    assert whole_number(text) is None
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 6))
+def test_a_written_number_is_read_back(integer, digits):
+    value = Fraction(integer, 10**digits)
+    written = f"{integer / 10**digits:,.{digits}f}" if abs(integer) < 10**9 else f"{integer:,}"
+    assert last_number(f"so 3 and then {written} in all") == (
+        value if abs(integer) < 10**9 else integer
+    )
+
+
+@given(st.text(alphabet="0123456789.,-+/eE$\\frac{} ", max_size=200))
+def test_any_text_has_a_last_number_or_none(text):
+    assert last_number(text) is None or isinstance(last_number(text), Fraction)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("I add 3 and 4. The sum is 7.00", 7, 1.0),
+        ("It is 7, as 3 + 4 = 8", "7", 0.0),
+        ("<think>7</think> none", "7", 0.0),
+        ("<think>8</think> 7", "7", 1.0),
+        ("1,234", "A long solution\n#### 1234", 1.0),
+        ("0.33", "1/3", 0.0),
+        ("", "0", 0.0),
+        ("9" * 5000, "9", 0.0),
+        ("so it is 0.1", 0.1, 1.0),
+    ],
+)
+def test_last_number_compares_values(text, answer, reward):
+    assert resolve_reward("last_number").grade(task(text, answer)) == reward
+
+
+@pytest.mark.parametrize("answer", ["18 dollars", "yes", "", None, float("nan"), "3/0"])
+def test_last_number_refuses_a_row_whose_answer_is_no_number(answer):
+    with pytest.raises(GradingError, match="'last_number'"):
+        resolve_reward("last_number").check({"answer": answer})
 
 
 # ------------------------------------------------------------------------------ final answers
@@ -254,7 +359,7 @@ def test_a_reward_that_is_not_finite_names_its_source():
 
 @pytest.mark.parametrize("name", ["exact_match", "math-verify", "", "a b:c", "m:", ":f", "m:f()"])
 def test_an_unknown_reward_lists_the_known_ones(name):
-    match = r"reward\.name = .*: unknown.*exact, math_verify, reasoning_gym, tiny-reasoner, and mod"
+    match = r"reward\.name = .*: unknown.*exact, last_number, .*tiny-reasoner, and mod"
     with pytest.raises(ConfigError, match=match):
         reward_factory(name)
 

@@ -184,6 +184,61 @@ def test_a_folder_of_data_files_is_a_dataset(tmp_path, datasets):
         load(f"hf:{folder}:dev")
 
 
+class _Hub:
+    """A stand-in for `datasets.load_dataset` that raises, or gives ROWS."""
+
+    def __init__(self, monkeypatch, datasets, error=None):
+        self.error, self.calls = error, []
+        monkeypatch.setattr(datasets, "load_dataset", self)
+
+    def __call__(self, *words, **options):
+        self.calls.append((words, options))
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def to_list(self):
+        return ROWS
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "split"),
+    [
+        ("hf:openai/gsm8k", ("openai/gsm8k", None), "train"),
+        ("hf:openai/gsm8k/main", ("openai/gsm8k", "main"), "train"),
+        ("hf:openai/gsm8k/main:test[:10%]", ("openai/gsm8k", "main"), "test[:10%]"),
+    ],
+)
+def test_a_hub_dataset_has_a_configuration_and_a_split(monkeypatch, datasets, source, words, split):
+    hub = _Hub(monkeypatch, datasets)
+    assert load(source) == ROWS
+    assert hub.calls == [(words, {"split": split, "trust_remote_code": False})]
+
+
+def _hub_errors():
+    missing = type("DatasetNotFoundError", (FileNotFoundError,), {})
+    several = "Config name is missing.\nPlease pick one among the available configs: ['main', 'b']"
+    return [
+        (missing("Dataset 'a/b' doesn't exist on the Hub or cannot be accessed."), "hf auth login"),
+        (ConnectionError("Couldn't reach 'a/b' on the Hub"), "saved directory"),
+        (ValueError(several), "name one as hf:a/b/CONFIG"),
+        (ValueError("BuilderConfig 'c' not found. Available: ['main']"), "as hf:a/b/CONFIG"),
+        (ValueError("Unknown split \"dev\". Should be one of ['train']."), "as hf:a/b/c:SPLIT"),
+        (RuntimeError("Dataset scripts are no longer supported"), "no longer supported"),
+    ]
+
+
+@pytest.mark.parametrize(("error", "remedy"), _hub_errors(), ids=lambda each: type(each).__name__)
+def test_an_error_of_the_hub_is_one_sentence_with_its_remedy(monkeypatch, datasets, error, remedy):
+    _Hub(monkeypatch, datasets, error)
+    with pytest.raises(DataError) as caught:
+        load("hf:a/b/c:dev")
+    message = str(caught.value)
+    assert message.startswith("data.source = 'hf:a/b/c:dev': the dataset cannot be loaded (")
+    assert remedy in message
+    assert "\n" not in message
+
+
 def test_a_missing_dataset_directory_is_named(tmp_path, datasets):
     with pytest.raises(DataError, match=rf"directory {tmp_path / 'none'} does not exist"):
         load(f"hf:{tmp_path / 'none'}")

@@ -119,7 +119,7 @@ def test_metrics_are_read_back_as_written(tmp_path: Path) -> None:
 def test_the_lines_list_rewards_costs_and_files(tmp_path: Path) -> None:
     lines = dict(_summary().lines(tmp_path))
     assert lines["held-out reward"] == "0.250 before, 0.500 after 2 steps"
-    assert lines["time"] == "30 s (12 s of it to train the tiny reasoner, once)"
+    assert lines["time"] == "30 s (12 s of it to open model and drafter)"
     assert lines["rollout speed"] == "50 tokens/s"
     assert lines["time of a step"] == "rollout 50%, reward 12%, logprob 6%, update 19%, other 12%"
     assert lines["lost to the tail"] == "44% of the rollout's slots were empty"
@@ -131,6 +131,11 @@ def test_the_lines_list_rewards_costs_and_files(tmp_path: Path) -> None:
 
 def test_speculation_is_one_line_of_the_summary(tmp_path: Path) -> None:
     assert "speculation" not in dict(_summary().lines(tmp_path))
+    assert "drafter" not in dict(_summary().lines(tmp_path))
+    learned = replace(_summary(), drafter_accept_lengths=tuple(1 + 0.1 * n for n in range(31)))
+    shown = dict(learned.lines(tmp_path))["drafter"].split()
+    assert len(shown) == len(["expected", "accept", "length", "by", "step:"]) + 12
+    assert (shown[-12], shown[-1]) == ("1.00", "4.00")
     plain = {"speculation/switches": 1.0, "speculation/tuner_share": 0.002}
     drafted = {
         "speculation/switches": 3.0,

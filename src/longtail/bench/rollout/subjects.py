@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from longtail.bench.common import grown, textmodel
 from longtail.bench.common.process import Log
 from longtail.build.drafters import Target, trained_drafter
-from longtail.build.trainer import TINY_REASONER, model_directory
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.formats.checkpoint import load_drafter

@@ -20,7 +20,7 @@ from longtail.bench.common.timing import Spread, ratios
 from longtail.bench.rollout.subjects import make_subject
 from longtail.bench.serve.client import Answer
 from longtail.bench.serve.options import ServeBenchOptions
-from longtail.build.trainer import TINY_REASONER, model_directory
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation

@@ -1,10 +1,10 @@
 """Publication of drafters: of the replicas that were trained, which one the workers serve.
 
-    replicas of spot workers --merge--> offer --> every worker measures it --> verdicts
+    replicas of spot workers, measured --merge--> offer --> every worker checks it --> verdicts
 
 Weights are versioned, and only the drafter's own tensors travel. A drafter is offered if it
 measures better on held-out recent texts than all before it, by more than noise; a worker adopts it
-if it does no worse on a batch of texts there. Every decision is recorded with its numbers.
+if it is whole and finite. Every decision is recorded with its numbers.
 
 Replicas are measured on different texts, each beside its base. So their gains are compared: the
 ratio of a drafter's accept length to that of the drafter published when the rollout began.
@@ -14,18 +14,21 @@ ratio of a drafter's accept length to that of the drafter published when the rol
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from torch import Tensor
+
 from longtail.cluster.drafter.offers import Offer, Verdict
-from longtail.drafter.eagle.weights import DrafterWeights, are_finite
+from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights, are_finite
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.spot import Replica, merge
+from longtail.drafter.training.vocabulary import renewed_ids
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""
-_PROBED_TOKENS = 1024
+_RENEWED = "draft vocabulary renewed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +92,31 @@ class Publisher:
 
     # ---- offers
 
-    def offer(self, replicas: Sequence[Replica]) -> Offer | None:
-        """Merge the replicas that measure better than all drafters before; None without any."""
+    def offer(self, replicas: Sequence[Replica], *, renews: bool = False) -> Offer | None:
+        """Merge the replicas that measure better than all drafters before; None without any.
+
+        `renews`: a reduced draft vocabulary may be renewed for the texts of the rollout, with
+        merged weights or the published ones.
+        """
         better = [replica for replica in replicas if self._is_better(replica)]
         if not better:
-            return None
+            return self._renewal() if renews else None
         best = max(better, key=self._gain)
         merged = [each for each in better if each.base_version == best.base_version]
-        self._last += 1
-        weights = DrafterWeights(version=self._last, tensors=merge(merged))
-        self._offered[weights.version] = weights
-        self._gains[weights.version] = self._gain(best)
-        self._decisions.append(
+        tensors = merge(merged)
+        renewed = self._renewed_ids(tensors) if renews else {}
+        return self._new_offer(
+            tensors | renewed,
+            self._gain(best),
             Decision(
                 what="offered",
-                version=weights.version,
+                version=self._last + 1,
                 before=best.base_accept_len,
                 after=best.accept_len,
                 num_tokens=sum(each.num_tokens for each in merged),
-            )
+                reason=_RENEWED if renewed else "",
+            ),
         )
-        return self._as_offer(weights)
 
     def withdraw(self) -> None:
         """Forget offers without a verdict, so that their replicas can be offered again."""
@@ -145,7 +152,8 @@ class Publisher:
             is_newer = weights.version > self._published.version
             if verdict.is_adopted and is_newer:
                 self._published = weights
-                self.accept_len = verdict.after if math.isfinite(verdict.after) else None
+                if math.isfinite(verdict.after):
+                    self.accept_len = verdict.after
             if is_newer or not verdict.is_adopted:
                 self._decisions.append(
                     Decision(
@@ -175,7 +183,38 @@ class Publisher:
         found, self._decisions = self._decisions, []
         return found
 
+    # ---- the draft vocabulary
+
+    def _renewal(self) -> Offer | None:
+        """Return the published weights with a renewed draft vocabulary; None if it is as good."""
+        renewed = self._renewed_ids(self._published.tensors)
+        if not renewed:
+            return None
+        decision = Decision(
+            what="offered",
+            version=self._last + 1,
+            before=math.nan,
+            after=math.nan,
+            reason=_RENEWED,
+        )
+        tensors = {**self._published.tensors, **renewed}
+        return self._new_offer(tensors, self._gains[self._published.version], decision)
+
+    def _renewed_ids(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the ids of a renewed draft vocabulary by their name; empty if it is as good."""
+        ids = tensors.get(DRAFT_IDS)
+        found = None if ids is None else renewed_ids(ids, self._buffer.token_counts())
+        return {} if found is None else {DRAFT_IDS: found}
+
     # ---- replicas
+
+    def _new_offer(self, tensors: Mapping[str, Tensor], gain: float, decision: Decision) -> Offer:
+        self._last += 1
+        weights = DrafterWeights(version=self._last, tensors=tensors)
+        self._offered[weights.version] = weights
+        self._gains[weights.version] = gain
+        self._decisions.append(decision)
+        return self._as_offer(weights, decision.before, decision.after)
 
     def _is_better(self, replica: Replica) -> bool:
         """Return whether a replica measures better than all before; record the decision once."""
@@ -204,6 +243,7 @@ class Publisher:
         base = self._gains.get(replica.base_version, math.nan)
         return base * replica.accept_len / replica.base_accept_len
 
-    def _as_offer(self, weights: DrafterWeights) -> Offer:
-        texts = self._buffer.heldout(_PROBED_TOKENS)
-        return Offer(weights=weights, digest=weights.digest, texts=texts)
+    def _as_offer(
+        self, weights: DrafterWeights, before: float = math.nan, after: float = math.nan
+    ) -> Offer:
+        return Offer(weights=weights, digest=weights.digest, before=before, after=after)

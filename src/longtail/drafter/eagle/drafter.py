@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.walker import DraftModules, EaglePasses, EagleWalker
-from longtail.drafter.eagle.weights import load_parameters
+from longtail.drafter.eagle.weights import DRAFT_IDS, load_parameters
 from longtail.drafter.eagle.windows import Windows
 from longtail.model.kernels import native
 from longtail.model.kernels.draft import ChainKernel, ChainRound, Chains, ChainWeights
@@ -80,6 +80,9 @@ class EagleDrafter(Drafter):
     def refresh(self) -> None:
         """Drop the features of the old policy, and copy the draft vocabulary's head rows."""
         self.windows.clear()
+        self._gather_head()
+
+    def _gather_head(self) -> None:
         rows = self._own_head
         if rows is None and self._draft_ids is not None:
             rows = self._target.head.weight[self._draft_ids]
@@ -97,13 +100,20 @@ class EagleDrafter(Drafter):
         Allowed between any two calls. Requests in progress get the drafts of a drafter that had
         these weights from the start. The confidence curve is kept; it adapts within a few steps.
         """
-        dtype = next(iter(weights.values())).dtype if weights else self._layer.dtype
-        layer = EagleLayer(self._config).to(self._target.device, dtype)
+        dtype = next((each.dtype for each in weights.values() if each.is_floating_point()), None)
+        layer = EagleLayer(self._config).to(self._target.device, dtype or self._layer.dtype)
         load_parameters(layer, weights)
         self._layer = self._packed(layer)
         self.windows.restart()
         self._passes = None
-        self._drop_kernel()
+        ids = weights.get(DRAFT_IDS)
+        if ids is None or (
+            self._draft_ids is not None and ids.equal(self._draft_ids.to(ids.device))
+        ):
+            self._drop_kernel()
+        else:
+            self._draft_ids = ids.to(self._target.device)
+            self._gather_head()
 
     def _packed(self, layer: EagleLayer) -> EagleLayer:
         """Prepare a trained layer for drafting, in the target's dtype."""

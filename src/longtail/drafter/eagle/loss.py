@@ -19,6 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longtail.model.kernels.training import training_product
+
 DECAY = 0.8
 """Weight of a depth relative to the one before it."""
 FEATURE_WEIGHT, TOKEN_WEIGHT = 1.0, 0.1
@@ -109,15 +111,17 @@ class _SoftCrossEntropy(torch.autograd.Function):
         head, ids = teacher.head, teacher.draft_ids
         drafted = teacher.drafted
         for part in _chunks(rows, max_logits // head.shape[0]):
-            logits = F.linear(teacher.hidden[part].to(head.dtype), head).to(working)
+            logits = _product(teacher.hidden[part].to(head.dtype), head).to(working)
             target = _target(logits, ids)
             for depth in range(depths):
-                logits = F.linear(scored[depth, part].to(head.dtype), drafted).to(working)
-                log_q = logits.log_softmax(-1)
-                q = log_q.exp()
-                found[0, depth, part] = -(target.restricted * log_q).sum(-1)
-                found[1, depth, part] = (q.argmax(-1) == target.best).to(working)
-                found[2, depth, part] = torch.minimum(target.p, q).sum(-1)
+                logits = _product(scored[depth, part].to(head.dtype), drafted).to(working)
+                q = logits.softmax(-1)
+                best = q.argmax(-1)
+                # log sum exp, from the entry that cannot underflow
+                total = _at(logits, best) - _at(q, best).log()
+                found[0, depth, part] = total - _dot(target.restricted, logits)
+                found[1, depth, part] = (best == target.best).to(working)
+                found[2, depth, part] = torch.minimum(target.p, q, out=logits).sum(-1)
                 if gradient is not None:
                     error = q.sub_(target.restricted).to(head.dtype)  # d CE / d logits
                     gradient[depth, part] = (error @ drafted).to(gradient.dtype)
@@ -151,6 +155,22 @@ def _target(logits: Float[Tensor, "rows vocab"], draft_ids: Tensor | None) -> _T
     places = torch.full((logits.shape[-1],), -1, dtype=torch.int64, device=logits.device)
     places[draft_ids] = torch.arange(len(draft_ids), device=logits.device)
     return _Target(p[:, draft_ids], logits[:, draft_ids].softmax(-1), places[best])
+
+
+def _product(
+    x: Float[Tensor, "rows hidden"], head: Float[Tensor, "vocab hidden"]
+) -> Float[Tensor, "rows vocab"]:
+    with torch.autocast(x.device.type, enabled=False):  # the head's dtype is chosen by the caller
+        return training_product(x, head, None)
+
+
+def _at(x: Float[Tensor, "rows vocab"], ids: Int[Tensor, "rows"]) -> Float[Tensor, "rows"]:
+    return x.gather(1, ids[:, None])[:, 0]
+
+
+def _dot(x: Float[Tensor, "rows vocab"], y: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows"]:
+    """Return the scalar product of each row, in one pass."""
+    return torch.bmm(x[:, None], y[:, :, None])[:, 0, 0]
 
 
 def _chunks(rows: int, size: int) -> Iterator[slice]:

@@ -20,7 +20,7 @@ A row i < s has no root pair; no row with a root pair reads it (`Pairs.exist`).
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longtail.drafter.eagle.layer import EagleLayer, LayerOutput
+from longtail.model.rope import Rotation
 from longtail.types import PackedSequences
 
 _MIN_CHUNK = 32
@@ -55,6 +56,8 @@ class Pairs:
     """Number of pairs before each sequence, and in all."""
     trained: Bool[Tensor, "pairs"]
     """Whether the token after the pair exists and carries the loss."""
+    chosen: Int[Tensor, "rows"] | None = None
+    """Rows whose outputs are computed, in rising order; None: all."""
 
     @staticmethod
     def of(packed: PackedSequences) -> "Pairs":
@@ -70,6 +73,18 @@ class Pairs:
             cu_pairs=(0, *itertools.accumulate(lengths)),
             trained=inside & (packed.loss_mask[after] > 0),
         )
+
+    def for_loss(self, num_steps: int) -> "Pairs":
+        """Choose the rows on whose outputs the loss of `num_steps` steps depends.
+
+        The others, most of a prompt, only provide keys and values to attend to.
+
+        Example: with `trained` at row 5 of 0 .. 6, two steps depend on the outputs of rows 4 and 5
+        """
+        needed = self.trained.clone()
+        for step in range(1, min(num_steps, len(needed))):
+            needed[:-step] |= self.trained[step:]
+        return replace(self, chosen=needed.nonzero()[:, 0])
 
     def exist(self, step: int) -> Bool[Tensor, "pairs"]:
         """Return the rows whose root pair at `step` lies in the same sequence."""
@@ -87,24 +102,45 @@ def unroll(
 ) -> tuple[LayerOutput, ...]:
     """Run the layer `num_steps` times over all pairs; the output of step s at row i predicts i + 2.
 
-    `features` are the target's at `pairs.rows`, `embeddings` those of the next tokens.
+    `features` are the target's at `pairs.rows`, `embeddings` those of the next tokens. Outputs are
+    those of the rows `pairs.chosen`.
     """
     rotation = layer.rotation(pairs.positions)
-    inputs_of_step = layer.fuse_features(features).to(features.dtype)  # not autocast's dtype
-    outputs: list[LayerOutput] = []
-    context: _Context | None = None
+    fused = layer.fuse_features(features).to(features.dtype)  # not autocast's dtype
+    inputs = layer.make_input(fused, embeddings)
+    heads = layer.heads(inputs.attended, rotation)
+    context = _Context(heads.keys, heads.values, pairs, layer.config.window, max_scores)
+    chosen = _Rows(pairs.chosen, len(features))
+    embeddings, stream = chosen.take(embeddings), chosen.take(inputs.stream)
+    rotation = Rotation(cos=chosen.take(rotation.cos), sin=chosen.take(rotation.sin))
+    outputs = [layer.finish(stream, chosen.take(context.attend(heads.queries, _Path())))]
     path = _Path()
-    for _ in range(num_steps):
-        if outputs:
-            inputs_of_step = _down(outputs[-1].feature, 1)
-        inputs = layer.make_input(inputs_of_step, embeddings)
-        heads = layer.heads(inputs.attended, rotation)
-        if context is None:
-            context = _Context(heads.keys, heads.values, pairs, layer.config.window, max_scores)
-        else:
-            path = _Path((*path.keys, heads.keys), (*path.values, heads.values))
-        outputs.append(layer.finish(inputs.stream, context.attend(heads.queries, path)))
+    for _ in range(num_steps - 1):
+        # Before the first of adjacent chosen rows lies another row: no loss depends on its output.
+        inputs = layer.make_input(_down(outputs[-1].feature, 1), embeddings)
+        queries, keys, values = layer.heads(inputs.attended, rotation)
+        path = _Path((*path.keys, chosen.put(keys)), (*path.values, chosen.put(values)))
+        attended = chosen.take(context.attend(chosen.put(queries), path))
+        outputs.append(layer.finish(inputs.stream, attended))
     return tuple(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of all, in rising order; None: all."""
+
+    rows: Int[Tensor, "rows"] | None
+    num_rows: int
+
+    def take(self, x: Tensor) -> Tensor:
+        """Select the rows."""
+        return x if self.rows is None else x.index_select(0, self.rows)
+
+    def put(self, x: Tensor) -> Tensor:
+        """Return a tensor of all rows, with zeros in the others."""
+        if self.rows is None:
+            return x
+        return x.new_zeros(self.num_rows, *x.shape[1:]).index_copy(0, self.rows, x)
 
 
 def _down(x: Tensor, by: int) -> Tensor:

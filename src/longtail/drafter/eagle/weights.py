@@ -1,7 +1,8 @@
 """A drafter's trained tensors in transfer: versions, digests, averages, loading into a layer.
 
 They are in the scale of training, before `EagleLayer.fold`. The target's embedding and head are
-never among them: every receiver has the target.
+never among them: every receiver has the target. With a reduced draft vocabulary its token ids are
+one more tensor, so that a vocabulary renewed for new texts travels like trained weights.
 """
 
 import hashlib
@@ -10,10 +11,14 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.errors import CheckpointError
+
+DRAFT_IDS = "draft_ids"
+"""Name of the target's token ids of a reduced draft vocabulary, among a drafter's tensors."""
 
 
 @final
@@ -26,7 +31,7 @@ class DrafterWeights:
 
     version: int
     tensors: Mapping[str, Tensor]
-    """Tensors by their parameter name in `EagleLayer`."""
+    """Tensors by their parameter name in `EagleLayer`; also `DRAFT_IDS` if it is reduced."""
 
     @property
     def digest(self) -> str:
@@ -38,15 +43,31 @@ class DrafterWeights:
             digest.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    def has_parameters_of(self, other: "DrafterWeights") -> bool:
+        """Return whether only the draft vocabulary may differ."""
+        mine = {name: each for name, each in self.tensors.items() if name != DRAFT_IDS}
+        return all(
+            name in other.tensors and torch.equal(each, other.tensors[name])
+            for name, each in mine.items()
+        )
 
-def copy_parameters(layer: EagleLayer) -> dict[str, Tensor]:
-    """Copy a drafter's parameters."""
-    return {name: p.detach().clone() for name, p in layer.named_parameters()}
+
+def copy_parameters(
+    layer: EagleLayer, draft_ids: Int[Tensor, "draft"] | None = None
+) -> dict[str, Tensor]:
+    """Copy a drafter's parameters and, if given, the ids of its draft vocabulary."""
+    parameters = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    return parameters if draft_ids is None else {**parameters, DRAFT_IDS: draft_ids.clone()}
 
 
 def check_parameters(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless these are exactly the parameters of such a layer."""
+    """Raise CheckpointError unless these are exactly the parameters of such a layer.
+
+    The ids of its draft vocabulary may be among them.
+    """
     expected = {name: p.shape for name, p in layer.named_parameters()}
+    if DRAFT_IDS in tensors and layer.config.draft_vocab_size:
+        expected[DRAFT_IDS] = torch.Size([layer.config.draft_vocab_size])
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes != expected:
         odd = min(n for n in expected | shapes if expected.get(n) != shapes.get(n))
@@ -70,7 +91,7 @@ def are_finite(tensors: Mapping[str, Tensor]) -> bool:
 def weighted_mean(
     several: Sequence[Mapping[str, Tensor]], weights: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Average tensors of the same names; equal tensors keep every bit.
+    """Average tensors of the same names; equal tensors, as those of ids are, keep every bit.
 
     Sums float64 differences from the first, weighted.
     """

@@ -115,6 +115,11 @@ class DrafterBuffer:
         """Number of tokens of all texts, prompts included."""
         return sum(len(kept.tokens) for kept in self._texts.values())
 
+    def token_counts(self) -> Int[Tensor, "vocab"]:
+        """Count each generated token; the last entry is the largest token that occurs."""
+        generated = [text.tokens[text.prompt_len :] for text in self._texts.values()]
+        return torch.bincount(torch.cat([torch.zeros(0, dtype=torch.int64), *generated]))
+
     def begin(self, step: int) -> None:
         """Begin a policy step; no effect if it has begun."""
         if step <= self._step:

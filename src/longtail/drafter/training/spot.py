@@ -212,13 +212,18 @@ class SpotTrainer:
         """Start a replica from a published drafter; a replica of that version continues.
 
         Raises CheckpointError if the weights misfit. The updates since an older version are
-        dropped: they are part of the published one, or were not a gain.
+        dropped: they are part of the published one, or were not a gain. They are kept if only the
+        draft vocabulary differs.
         """
-        if published.version == self.base_version:
+        base = self._base
+        if base is not None and published.version == base.version:
             return
-        self._trainer.load_weights(published.tensors)
+        if base is not None and base.has_parameters_of(published):
+            self._trainer.load_weights({**published.tensors, **self._trainer.parameters()})
+        else:
+            self._trainer.load_weights(published.tensors)
+            self._reset_counts()
         self._base = published
-        self._reset_counts()
 
     def train(
         self,
@@ -252,21 +257,6 @@ class SpotTrainer:
             reason=reason,
             replica=interval.best,
         )
-
-    def probe(self, weights: Mapping[str, Tensor], texts: Sequence[Example]) -> tuple[float, float]:
-        """Return the expected accept lengths of the base and of `weights` on a few texts.
-
-        It checks that transferred weights are a drafter of this target. Both are NaN if no text is
-        long enough. The replica is unchanged; CheckpointError if the weights are misshapen.
-        """
-        packed = pack_texts(self._long_enough(texts), self._settings.tokens_per_micro_batch)
-        found: list[float] = []
-        for each in (self._require_base().tensors, weights):
-            with self._using(each):
-                depths = self._settings.num_depths
-                measured = self._trainer.evaluate(packed, depths).accept_len if packed else math.nan
-                found.append(measured)
-        return found[0], found[1]
 
     def _train(
         self,

@@ -28,7 +28,12 @@ from longtail.drafter.eagle.loss import (
     score_rows,
 )
 from longtail.drafter.eagle.unroll import Pairs, unroll
-from longtail.drafter.eagle.weights import check_parameters, copy_parameters, load_parameters
+from longtail.drafter.eagle.weights import (
+    DRAFT_IDS,
+    check_parameters,
+    copy_parameters,
+    load_parameters,
+)
 from longtail.drafter.training.reader import StateLookup, TargetReader
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
@@ -245,16 +250,22 @@ class DrafterTrainer:
         own = _with_prefix(_LAYER, tensors)
         check_parameters(self._layer, own)
         self._optimizer.load(_with_prefix(_OPTIMIZER, tensors))
-        load_parameters(self._layer, own)
+        self.load_weights(own)
         self._steps = steps
 
-    def weights(self) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """Copy the drafter's parameters."""
         return copy_parameters(self._layer)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copy the drafter's parameters, and the ids of a reduced draft vocabulary."""
+        return copy_parameters(self._layer, self._draft_ids if self._head is None else None)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the parameters and keep the moments; CheckpointError if misshapen."""
         load_parameters(self._layer, weights)
+        if DRAFT_IDS in weights:
+            self._draft_ids = weights[DRAFT_IDS].to(self._target.device)
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Start from other parameters, without moments or steps; CheckpointError if misshapen."""
@@ -272,25 +283,35 @@ class DrafterTrainer:
     def _forward(self, packed: PackedSequences, counts: Sequence[int]) -> _Sums | None:
         """Return a micro-batch's part of the batch's sums; None if no row is in the loss."""
         here = moved(packed, self._target.device)
-        pairs = Pairs.of(here)
-        chosen = pairs.trained.nonzero()[:, 0]
+        pairs = Pairs.of(here).for_loss(len(counts))
+        rows = pairs.chosen
+        assert rows is not None, "chosen for the loss"
+        chosen = pairs.trained[rows].nonzero()[:, 0]
         if not len(chosen):
             return None
-        depths = range(len(counts))
-        autocast, device = self._settings.autocast, self._target.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        in_loss = rows[chosen]
+        dtype = self._target.dtype
+        with self._autocast(enabled=dtype == torch.float32):  # others compute in their own
             states = self._reader.read(here, pairs)
+        with self._autocast():
             outputs = unroll(self._layer, states.features, states.embeddings, pairs, len(counts))
-            teacher = Teacher(
-                hidden=states.after.index_select(0, chosen),
-                head=self._target.head.weight.detach(),
-                draft_ids=self._draft_ids,
-                drafter_head=self._head,
-            )
             scored = torch.stack([output.scored.index_select(0, chosen) for output in outputs])
-            exist = torch.stack([pairs.exist(depth)[chosen] for depth in depths])
-            sums = self._sums(scored, teacher, exist, counts)
-            return replace(sums, num_reused=int(states.reused[chosen].sum()))
+        head = self._target.head.weight.detach()
+        if self._settings.autocast and dtype == torch.float32:
+            head = head.bfloat16()
+        teacher = Teacher(
+            hidden=states.after.index_select(0, in_loss),
+            head=head,
+            draft_ids=self._draft_ids,
+            drafter_head=self._head,
+        )
+        exist = torch.stack([pairs.exist(depth)[in_loss] for depth in range(len(counts))])
+        sums = self._sums(scored, teacher, exist, counts)
+        return replace(sums, num_reused=int(states.reused[in_loss].sum()))
+
+    def _autocast(self, *, enabled: bool = True) -> torch.autocast:
+        device = self._target.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=self._settings.autocast and enabled)
 
     def _sums(
         self,

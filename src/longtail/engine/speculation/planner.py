@@ -63,6 +63,8 @@ class DraftPlanner:
         if not self._repeats or num_scheduled != self._num_repeated:
             return False
         self._repeats -= 1
+        if self._guard is not None:
+            self._guard.count_repeat()
         return True
 
     def take_switch(self) -> Switch | None:

@@ -87,16 +87,17 @@ def save_model(
     try:
         path.mkdir(parents=True, exist_ok=True)
         write_weights(tensors, path, dtype, max_shard_bytes)
-        _write_json(path / "config.json", content)
+        write_json(path / "config.json", content)
         if eos_ids:
-            _write_json(path / "generation_config.json", {"eos_token_id": list(eos_ids)})
+            write_json(path / "generation_config.json", {"eos_token_id": list(eos_ids)})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the model cannot be written to {path}: {error}; free space or choose another path"
         ) from error
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object to a file."""
     file.write_text(json.dumps(content, indent=2) + "\n")
 
 

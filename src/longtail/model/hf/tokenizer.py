@@ -3,6 +3,7 @@
 transformers takes seconds to import, so it is imported when the first tokenizer is made.
 """
 
+import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from types import ModuleType
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
-from longtail.model.hf.templates import bounded, check_template
+from longtail.model.hf.templates import bounded, check_template, variables
 from longtail.model.hf.token_bounds import longest_token
 from longtail.model.transformer import ModelConfig
 from longtail.system.strict_json import find_surrogate, parse_json
@@ -98,13 +99,29 @@ class Tokenizer:
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
+    @property
+    def template_arguments(self) -> frozenset[str]:
+        """Names that the chat template reads and a caller may set, as `enable_thinking`."""
+        taken = set(inspect.signature(self._inner.apply_chat_template).parameters)
+        taken = taken - {"tools", "documents"} | {"messages", *self._inner.special_tokens_map}
+        template = self._inner.chat_template
+        if template is None:
+            return frozenset()
+        several = [template] if isinstance(template, str) else template.values()
+        return frozenset().union(*map(variables, several)) - taken
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """Apply the chat template to messages, up to the start of the assistant's answer.
 
-        Without `generation_prompt` the text ends after the last message. Raises DataError if there
-        is no chat template or if it refuses the messages.
+        Without `generation_prompt` the text ends after the last message. `arguments` are variables
+        of the template, of `template_arguments`. Raises DataError if there is no chat template or
+        if it refuses the messages.
         """
         if not self.has_chat_template:
             raise DataError(
@@ -115,7 +132,10 @@ class Tokenizer:
         try:
             with bounded():
                 return self._inner.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=generation_prompt
+                    conversation,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **(arguments or {}),
                 )
         except DataError:
             raise

@@ -96,7 +96,7 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     """Return tensors of Hugging Face as our parameters: the inverse of `to_hf`."""
     table = layout(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    _require_tensors(table, shapes, config, "the tensors given")
+    require_tensors(table, shapes, config, "the tensors given")
     return {
         name: torch.cat([tensors[part.name] for part in parts])
         if len(parts) > 1
@@ -117,7 +117,7 @@ def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
             for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
                 located[name] = file
                 shapes[name] = _shape(handle, name, file)
-    _require_tensors(layout(config), shapes, config, str(path))
+    require_tensors(layout(config), shapes, config, str(path))
     return located
 
 
@@ -295,7 +295,7 @@ def _require_same_names(expected: Iterable[str], found: Iterable[str], where: st
         )
 
 
-def _require_tensors(
+def require_tensors(
     table: Mapping[str, tuple[Part, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     config: ModelConfig,

@@ -4,7 +4,7 @@ Owns the forms of `data.source`; `longtail.rl.data.prompts` interprets the colum
 package is imported only by the source that needs it.
 
     FILE.jsonl | FILE.parquet              rows of a file
-    hf:NAME[:SPLIT]                        a hub dataset; NAME is owner/name or owner/name/config
+    hf:NAME[:SPLIT]                        a hub dataset; NAME is owner/name[/configuration]
     hf:DIRECTORY[:SPLIT]                   saved by `save_to_disk`, or a folder of data files
     reasoning_gym:TASK                     `size` problems drawn from `seed`
     tiny-reasoner | tiny-reasoner:heldout  `size` problems drawn from `seed`; disjoint sets
@@ -111,7 +111,7 @@ def _lines(path: Path, *, where: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _parquet(path: Path, *, where: str) -> list[Row]:
-    parquet = _import_extra("pyarrow.parquet", extra="data", where=where)
+    parquet = import_extra("pyarrow.parquet", extra="data", where=where)
     rows: list[Row] = []
     try:
         with parquet.ParquetFile(path) as file:
@@ -160,7 +160,7 @@ def _name_and_split(rest: str) -> tuple[str, str]:
 
 
 def _hf(rest: str, *, where: str) -> list[Row]:
-    datasets = _import_extra("datasets", extra="data", where=where)
+    datasets = import_extra("datasets", extra="data", where=where)
     name, split = _name_and_split(rest)
     directory = Path(name).expanduser()
     try:
@@ -169,16 +169,40 @@ def _hf(rest: str, *, where: str) -> list[Row]:
         if directory.is_dir():
             _check_texts(directory, where=where)
             return datasets.load_dataset(str(directory), split=split).to_list()
-        owner_and_name, config = name, None
         if name.startswith((".", "/", "~")) or name.count("/") > 2:
             raise DataError(f"{where}: the directory {directory.absolute()} does not exist")
-        if name.count("/") == 2:
-            owner_and_name, _, config = name.rpartition("/")
-        return datasets.load_dataset(owner_and_name, config, split=split).to_list()
+        return _hub(datasets, name, split)
     except DataError:
         raise
     except Exception as error:  # the library's readers raise errors of many classes
-        raise DataError(f"{where}: the dataset cannot be loaded ({_reason(error)})") from error
+        remedy = _remedy(error, name)
+        raise DataError(
+            f"{where}: the dataset cannot be loaded ({_reason(error).rstrip('.')}){remedy}"
+        ) from error
+
+
+def _hub(datasets: Any, name: str, split: str) -> list[Row]:
+    """Read a split of a hub dataset; no code of it is run."""
+    owner_and_name, config = name, None
+    if name.count("/") == 2:
+        owner_and_name, _, config = name.rpartition("/")
+    return datasets.load_dataset(
+        owner_and_name, config, split=split, trust_remote_code=False
+    ).to_list()
+
+
+def _remedy(error: Exception, name: str) -> str:
+    """Return what to do about an error of `datasets`, as the end of a sentence; may be empty."""
+    dataset = "/".join(name.split("/")[:2])
+    if type(error).__name__ == "DatasetNotFoundError":
+        return f"; see that {dataset} is its id; for a private one, log in with `hf auth login`"
+    if isinstance(error, ConnectionError):
+        return "; connect, or load it once on a machine that can and give the saved directory"
+    if "Config name is missing" in str(error) or "BuilderConfig" in str(error):
+        return f"; name one as hf:{dataset}/CONFIG"
+    if "split" in str(error):
+        return f"; name one as hf:{name}:SPLIT"
+    return ""
 
 
 def _check_texts(directory: Path, *, where: str) -> None:
@@ -212,7 +236,7 @@ def _saved_to_disk(saved: Any, split: str, *, where: str) -> list[Row]:
 
 
 def _reasoning_gym(task: str, size: int, seed: int, *, where: str) -> list[Row]:
-    gym = _import_extra("reasoning_gym", extra="reasoning-gym", where=where)
+    gym = import_extra("reasoning_gym", extra="reasoning-gym", where=where)
     known = list(gym.factory.DATASETS)
     if task not in known:
         near = difflib.get_close_matches(task, known, n=3)
@@ -243,7 +267,8 @@ def _tiny_reasoner(source: str, size: int, seed: int) -> list[Row]:
     return list(problems(size, seed, "heldout" if source.endswith(":heldout") else "train"))
 
 
-def _import_extra(module: str, *, extra: str, where: str) -> Any:
+def import_extra(module: str, *, extra: str, where: str) -> Any:
+    """Return a module of an optional package; ConfigError, which names `where`, without it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

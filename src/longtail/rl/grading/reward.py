@@ -14,9 +14,17 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, SupportsFloat, final
 
 from longtail.errors import ConfigError, GradingError
+from longtail.rl.grading.answers import (
+    after_thinking,
+    final_answer,
+    last_number,
+    tagged_answer,
+    whole_number,
+)
 
 Messages = list[dict[str, Any]]
 
@@ -50,51 +58,6 @@ class Reward(abc.ABC):
 
         `data` has at least the columns that `required_columns` names.
         """
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last balanced `\boxed{...}`, or None.
-
-    Example: last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
-    """
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    opening = start + len(r"\boxed{")
-    depth = 1
-    for brace in re.finditer(r"[{}]", text[opening:]):
-        depth += 1 if brace.group() == "{" else -1
-        if depth == 0:
-            return text[opening : opening + brace.start()]
-    return None
-
-
-def tagged_answer(text: str) -> str:
-    """Return the text after `</think>`, within the last `<answer>...</answer>` if there is one.
-
-    Example: tagged_answer("<think>1+1</think> so <answer> 2 </answer>") == "2"
-    """
-    text = text.rpartition("</think>")[2]
-    before, closed, _ = text.rpartition("</answer>")
-    _, opened, inside = before.rpartition("<answer>")
-    return (inside if closed and opened else text).strip()
-
-
-def final_answer(text: str) -> str:
-    r"""Narrow a text to its final answer, with runs of white space made one space.
-
-    Each mark that is present narrows the remaining text, in this order: after the last `</think>`,
-    within the last `<answer>...</answer>`, the line after the last `####`, within the last
-    `\boxed{...}`.
-
-    Example: final_answer("Six sevens.\n#### 42\nDone.") == "42"; final_answer(" 42\n") == "42"
-    """
-    text = tagged_answer(text)
-    _, marked, after = text.rpartition("####")
-    if marked:
-        text = after.strip().partition("\n")[0]
-    boxed = last_boxed(text)
-    return " ".join((text if boxed is None else boxed).split())
 
 
 _LARGEST = 3.4e38
@@ -146,6 +109,33 @@ class ExactReward(Reward):
 
 
 @final
+class LastNumberReward(Reward):
+    """1 if the last number of the completion equals the reference, else 0.
+
+    `answers.last_number` defines numbers; text before the last `</think>` does not count. Values
+    are compared exactly: 3.50 equals 7/2, and 0.33 does not equal 1/3.
+    """
+
+    def grade(self, task: GradingTask) -> float:
+        """Compare the numbers."""
+        return float(last_number(after_thinking(task.text)) == self._number(task.data))
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Refuse a row whose answer is not a number."""
+        self._number(data)
+
+    def _number(self, data: Mapping[str, Any]) -> Fraction:
+        reference = final_answer(_reference(data, "last_number"))
+        number = whole_number(reference)
+        if number is None:
+            raise GradingError(
+                f"reward 'last_number': the reference answer of this row is {reference!r:.80}, "
+                "expected one number"
+            )
+        return number
+
+
+@final
 class MathVerifyReward(Reward):
     """1 if math-verify finds the completion's answer equal to the reference, else 0.
 
@@ -168,7 +158,7 @@ class MathVerifyReward(Reward):
     def grade(self, task: GradingTask) -> float:
         """Compare the two mathematically, in any notation."""
         gold = self._gold(task.data)
-        return float(self._equal(gold, self._extract(task.text.rpartition("</think>")[2])))
+        return float(self._equal(gold, self._extract(after_thinking(task.text))))
 
     def check(self, data: Mapping[str, Any]) -> None:
         """Refuse a row whose answer is missing or cannot be parsed."""
@@ -207,7 +197,7 @@ class ReasoningGymReward(Reward):
 
     def __init__(self) -> None:
         gym = _import_extra("reasoning_gym", extra="reasoning-gym")
-        self._make_scorer: Callable[[str], Callable[..., float]] = gym.get_score_answer_fn
+        self._make_dataset: Callable[..., Any] = gym.create_dataset
         self._scorers: dict[str, Callable[..., float]] = {}
 
     def grade(self, task: GradingTask) -> float:
@@ -215,17 +205,20 @@ class ReasoningGymReward(Reward):
         name = task.data["reasoning_gym_task"]
         # NOTE: not `final_answer`: answers may contain #, as in sokoban
         answer = tagged_answer(task.text)
-        score = self._scorer(name)(answer=answer, entry=task.data["reasoning_gym_entry"])
+        scorer = self._scorer(name, task.data.get("reasoning_gym_config", {}))
+        score = scorer(answer=answer, entry=task.data["reasoning_gym_entry"])
         return checked_number(score, source=f"reasoning_gym scorer {name!r}")
 
     def check(self, data: Mapping[str, Any]) -> None:
         """Refuse a row of a task that has no scorer."""
-        self._scorer(data["reasoning_gym_task"])
+        self._scorer(data["reasoning_gym_task"], {})
 
-    def _scorer(self, name: str) -> Callable[..., float]:
-        if name not in self._scorers:
-            self._scorers[name] = self._make_scorer(name)
-        return self._scorers[name]
+    def _scorer(self, name: str, config: Mapping[str, Any]) -> Callable[..., float]:
+        """Return the scorer of a task with its parameters, some of which scorers use."""
+        key = f"{name} {sorted(config.items())}"
+        if key not in self._scorers:
+            self._scorers[key] = self._make_dataset(name, **config).score_answer
+        return self._scorers[key]
 
 
 @final
@@ -295,6 +288,7 @@ class FunctionReward(Reward):
 
 _NAMED: dict[str, Callable[[], Reward]] = {
     "exact": ExactReward,
+    "last_number": LastNumberReward,
     "math_verify": MathVerifyReward,
     "reasoning_gym": ReasoningGymReward,
     "tiny-reasoner": TinyReasonerReward,
@@ -302,6 +296,7 @@ _NAMED: dict[str, Callable[[], Reward]] = {
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "exact": ("answer",),
+    "last_number": ("answer",),
     "math_verify": ("answer",),
     "reasoning_gym": ("reasoning_gym_task", "reasoning_gym_entry"),
     "tiny-reasoner": ("answer",),

@@ -1,0 +1,124 @@
+"""Prompts of a training run: from the data section of its configuration to tokenized prompts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from longtail.config.rl import DataSection, RunConfig
+from longtail.errors import ConfigError
+from longtail.model.hf.tokenizer import Tokenizer
+from longtail.rl.data.curriculum import Curriculum, LevelRule
+from longtail.rl.data.mixture import Mixture, Task, mixture
+from longtail.rl.data.prompts import (
+    Encoder,
+    HeldOut,
+    Messages,
+    PromptSet,
+    PromptSource,
+    hold_out,
+    make_prompts,
+    system_first,
+)
+from longtail.rl.data.sources import Row, load_rows
+from longtail.rl.grading.references import Check, gradable
+
+TINY_REASONER = "tiny-reasoner"
+
+
+def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldOut:
+    """Load the training prompts and the held-out prompts, of which there may be none.
+
+    `check` finds the rows that the reward cannot grade. Raises ConfigError or DataError, naming the
+    field, for anything that does not fit.
+    """
+    data, seed = config.data, config.run.seed
+    encoder = _encoder(data, tokenizer)
+
+    def prepare(rows: Sequence[Row], source: str) -> PromptSet:
+        prompts = make_prompts(
+            rows,
+            source=source,
+            encoder=encoder,
+            max_prompt_len=data.max_prompt_len,
+            drop_long=data.drop_long_prompts,
+            prompt_column=data.prompt_column,
+            answer_column=data.answer_column,
+        )
+        return gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
+
+    def load(source: str, size: int, field: str) -> PromptSet:
+        return prepare(load_rows(source, size, seed, field=field), source)
+
+    heldout = data.heldout
+    if heldout is None and data.source == TINY_REASONER:
+        heldout = f"{TINY_REASONER}:heldout"  # disjoint by construction
+    none = PromptSet(source=data.source, prompts=(), rows=())
+    if data.tasks:
+        rows = _mixture(data, seed)
+        train = prepare(rows.train, data.source)
+        held = prepare(rows.heldout, data.source) if rows.heldout else none
+        parts = HeldOut(train=train, heldout=held)
+    else:
+        everything = load(data.source, data.size, "data.source")
+        size = data.heldout_size if heldout is None else 0
+        parts = hold_out(everything, size) if size else HeldOut(train=everything, heldout=none)
+    if heldout is None or data.heldout_size == 0:
+        return parts
+    held = load(heldout, data.heldout_size, "data.heldout")
+    size = min(data.heldout_size, len(held.prompts))
+    return replace(parts, heldout=held.part(range(size)))
+
+
+def prompt_source(config: RunConfig, prompts: PromptSet) -> PromptSource:
+    """Return the source of a run, with the curricula of its tasks."""
+    rules = {
+        task.name: LevelRule(
+            levels=task.levels,
+            raise_at=task.curriculum.raise_at,
+            groups=task.curriculum.groups,
+        )
+        for task in config.data.tasks
+        if task.curriculum is not None
+    }
+    return PromptSource(
+        prompts,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        curriculum=Curriculum(rules) if rules else None,
+    )
+
+
+def _mixture(data: DataSection, seed: int) -> Mixture:
+    """Return the problems of all tasks; `data.size` includes held-out ones of their own."""
+    tasks = [
+        Task(name=each.name, weight=each.weight, config=each.config or {}, levels=each.levels)
+        for each in data.tasks
+    ]
+    heldout_size = data.heldout_size if data.heldout is None else 0
+    size = data.size - heldout_size
+    return mixture(tasks, size=size, heldout_size=heldout_size, seed=seed)
+
+
+def _encoder(data: DataSection, tokenizer: Tokenizer) -> Encoder:
+    """Return the tokenizer's functions, with the configured system message and arguments."""
+    if not tokenizer.has_chat_template:
+        for name in ("system_prompt", "chat_template_kwargs"):
+            if value := getattr(data, name):
+                raise ConfigError(
+                    f"data.{name} = {value!r:.80}: the tokenizer has no chat template, so prompts "
+                    "are plain text; leave it out, or add the model's chat_template.jinja"
+                )
+        return Encoder(encode=tokenizer.encode, render=None)
+    known = tokenizer.template_arguments
+    arguments = data.chat_template_kwargs or {}
+    for name in arguments:
+        if name not in known:
+            names = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: the tokenizer's chat template reads no such "
+                f"argument; {names}"
+            )
+    render: Callable[[Messages], str] = partial(tokenizer.render, arguments=arguments)
+    if data.system_prompt is not None:
+        render = system_first(render, data.system_prompt)
+    return Encoder(encode=tokenizer.encode, render=render)

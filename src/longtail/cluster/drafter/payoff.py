@@ -1,0 +1,173 @@
+"""When a worker that is never idle trains the drafter: while that saves more time than it takes.
+
+A worker alone never idles, so each second of training is added to the step. It is bounded by a
+share of the rollout, and spent only if measurements promise it back within the run:
+
+    acceptance     measured by the trainer on held-out text; it rises by a part per doubling of the
+                   trained tokens, and the last two measurements tell by how much
+    seconds        of a rollout with that acceptance, from the cost model and the numbers of running
+                   requests in the last rollout
+    pays           if, for 1, 2, 4, ... further trainings,
+                   (seconds now - seconds then) x rollouts left  >  seconds of these trainings
+
+Nothing is known before two measurements, and little long after the last: then it trains for one
+rollout to measure, with a wait that doubles each time it did not pay.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from longtail.drafter.eagle.loss import expected_accept_len
+from longtail.drafter.training.spot import SpotEnd, SpotReport
+from longtail.engine.rollout_log import RolloutSeries
+from longtail.tuner.cost import CostModel
+
+SHARE = 0.1
+"""Most seconds of training, as a share of the rollout's."""
+_DEPTHS = (1, 2, 3, 4, 6, 8)
+"""Lengths of the chains that are compared."""
+_MEASURED_DEPTHS = 6
+"""Depth of the chain that the trainer's accept length is of."""
+_MAX_WAIT = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningPoint:
+    """A measurement of the drafter in training.
+
+    Example: LearningPoint(num_tokens=24_000, accept_len=1.9)
+    """
+
+    num_tokens: int
+    """Number of tokens trained until then."""
+    accept_len: float
+
+
+@final
+class PayOff:
+    """Decides after each rollout how long to train."""
+
+    def __init__(self) -> None:
+        self._points: list[LearningPoint] = []
+        self._num_tokens = 0
+        self._tokens_per_s = 0.0
+        self._saved_s = self._needed_s = 0.0
+        """Seconds not spent yet, and those that a measurement takes."""
+        self._wait, self._left = 1, 0
+        """Rollouts without training after the next trial, and those that are left of this wait."""
+
+    def limit_s(
+        self, seconds: float, series: RolloutSeries | None, costs: CostModel | None, steps_left: int
+    ) -> float:
+        """Return the seconds to train after a rollout of `seconds`; 0: do not.
+
+        `steps_left` is the number of rollouts that a better drafter would still serve. The seconds
+        of short rollouts are saved until they suffice for a measurement.
+        """
+        if steps_left <= 0 or series is None or costs is None or not costs.drafts:
+            return 0.0
+        budget_s = SHARE * seconds
+        if not self._wants(budget_s, series, costs, steps_left):
+            return 0.0
+        self._saved_s += budget_s
+        if self._saved_s < self._needed_s:
+            return 0.0
+        spent_s, self._saved_s = self._saved_s, 0.0
+        return spent_s
+
+    def record(self, report: SpotReport) -> None:
+        """Add the measurement of a training, if it made one."""
+        self._num_tokens += report.num_tokens
+        found = report.replica
+        if found is None:
+            if report.reason is SpotEnd.STOPPED:
+                self._needed_s = 2 * max(self._needed_s, report.seconds)
+            return
+        is_new = not self._points or self._num_tokens > self._points[-1].num_tokens
+        if math.isfinite(found.accept_len) and is_new:
+            self._tokens_per_s = report.num_tokens / report.seconds
+            self._points.append(
+                LearningPoint(num_tokens=self._num_tokens, accept_len=found.accept_len)
+            )
+            self._left, self._wait = self._wait, min(2 * self._wait, _MAX_WAIT)
+
+    def _wants(
+        self, budget_s: float, series: RolloutSeries, costs: CostModel, steps_left: int
+    ) -> bool:
+        """Return whether to train now: it pays, or it is time to measure again."""
+        if len(self._points) < 2:
+            return True
+        if self._pays(budget_s, series, costs, steps_left):
+            self._wait, self._left = 1, 0
+            return True
+        if self._left:
+            self._left -= 1
+            return False
+        return True
+
+    def _pays(
+        self, budget_s: float, series: RolloutSeries, costs: CostModel, steps_left: int
+    ) -> bool:
+        """Return whether some number of further trainings saves more than it takes."""
+        now_s = rollout_s(series, costs, self._points[-1].accept_len)
+        tokens, count = self._tokens_per_s * budget_s, 1
+        while count <= steps_left:
+            later = self._expected(self._num_tokens + count * tokens)
+            saved_s = now_s - rollout_s(series, costs, later)
+            if saved_s * (steps_left - count / 2) > count * budget_s:
+                return True
+            count *= 2
+        return False
+
+    def _expected(self, num_tokens: float) -> float:
+        """Extrapolate the accept length: it rises by a part per doubling of the tokens."""
+        before, last = self._points[-2:]
+        doublings = math.log2(last.num_tokens / max(before.num_tokens, 1))
+        rise = max(last.accept_len - before.accept_len, 0.0) / max(doublings, 0.1)
+        reached = last.accept_len + rise * math.log2(max(num_tokens / last.num_tokens, 1.0))
+        return min(reached, 1.0 + _MEASURED_DEPTHS)
+
+
+def rollout_s(series: RolloutSeries, costs: CostModel, accept_len: float) -> float:
+    """Predict the seconds of a rollout like `series` with a drafter of this accept length.
+
+    `accept_len` is that of a chain of 6 tokens, whose tokens are accepted independently. Where
+    plain decoding is faster, it is used.
+    """
+    acceptance = _acceptance(accept_len)
+    cost = max(costs.drafts, key=lambda draft: draft.seconds(1, 6.0, 6.0))
+    speeds: dict[int, float] = {}
+    total = 0.0
+    for running, accepted in zip(series.running, series.accepted, strict=True):
+        if running not in speeds:
+            speeds[running] = max(
+                running / costs.plain.at(running),
+                *(
+                    running
+                    * _chain_len(acceptance, depth)
+                    / (
+                        costs.verify.at(running * (1 + depth))
+                        + cost.seconds(running, float(depth), float(running * depth))
+                    )
+                    for depth in _DEPTHS
+                ),
+            )
+        total += (running + accepted) / speeds[running]
+    return total
+
+
+def _acceptance(accept_len: float) -> float:
+    """Return the acceptance of each token for which a chain has this accept length."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        if _chain_len(middle, _MEASURED_DEPTHS) < accept_len:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _chain_len(acceptance: float, depth: int) -> float:
+    return expected_accept_len([acceptance] * depth)

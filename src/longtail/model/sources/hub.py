@@ -1,0 +1,116 @@
+"""Models of the Hugging Face hub: weights, configuration and tokenizer of a repository.
+
+    owner/name, owner/name@revision --> the hub's own cache ($HF_HUB_CACHE)
+
+Only safetensors, JSON, templates and vocabularies of the repository's top folder are fetched: no
+pickle and no code. Without a network, or with HF_HUB_OFFLINE=1, the cached files are used. The
+hub's own settings hold: HF_TOKEN or `hf auth login`, HF_HOME, HF_ENDPOINT.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from longtail.errors import ConfigError
+
+_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", re.ASCII)
+_FETCHED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_LEFT = ("*/*", "consolidated*")
+"""Files in folders, and a second copy of the weights in some repositories."""
+_LOGIN = "log in with `hf auth login` or set HF_TOKEN"
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name can be that of a repository, with or without a revision.
+
+    A name in a folder that exists here is a path, unless it has a revision.
+    """
+    if not _ID.fullmatch(name):
+        return False
+    return "@" in name or not os.path.isdir(name.partition("/")[0])
+
+
+def model(name: str, where: str, log: Callable[[str], None]) -> Path:
+    """Return the cached directory of a repository, fetched first if it is new or has changed.
+
+    Raises ConfigError, beginning with `where`, if it cannot be had or has no safetensors.
+    """
+    repository, _, revision = name.partition("@")
+    from huggingface_hub import constants
+
+    if not _is_cached(repository, revision):
+        log(f"fetching {name} from the Hugging Face hub to {constants.HF_HUB_CACHE}")
+    directory = _fetched(repository, revision, where)
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(
+            f"{where}: this repository has no weights as safetensors, and other formats are not "
+            "read; choose a repository with safetensors, or give the path of a .gguf file"
+        )
+    return directory
+
+
+def _snapshot(repository: str, revision: str, **options: Any) -> Path:
+    from huggingface_hub import snapshot_download
+
+    found = snapshot_download(
+        repository,
+        revision=revision or None,
+        allow_patterns=list(_FETCHED),
+        ignore_patterns=list(_LEFT),
+        **options,
+    )
+    return Path(str(found))
+
+
+def _is_cached(repository: str, revision: str) -> bool:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        _snapshot(repository, revision, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return False
+    return True
+
+
+def _fetched(repository: str, revision: str, where: str) -> Path:
+    """Fetch what is new, or find it in the cache; one sentence for each reason that prevents it."""
+    from huggingface_hub import errors
+
+    try:
+        return _snapshot(repository, revision)
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"{where}: this repository needs a login: accept its licence at "
+            f"https://huggingface.co/{repository}, then {_LOGIN}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{where}: no such directory, and the hub has no such repository, or a private one; "
+            f"check the spelling, or {_LOGIN}"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ConfigError(
+            f"{where}: {repository} has no revision {revision or 'main'!r}; give a branch, a tag "
+            "or a commit of it"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{where}: no such directory, and {_unreachable()}, whose cache lacks it; check the "
+            "spelling and the network, or give a directory, a .gguf file or smollm2"
+        ) from error
+    except Exception as error:  # of the HTTP library, which depends on the version of the hub's
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"{where}: it cannot be fetched from the hub ({type(error).__name__}: {said:.300}); "
+            "try again, which continues where it stopped"
+        ) from error
+
+
+def _unreachable() -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids to ask the Hugging Face hub"
+    return "the Hugging Face hub cannot be reached"

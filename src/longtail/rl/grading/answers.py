@@ -1,0 +1,126 @@
+r"""Answers in texts: the part that counts as the final answer, and the last number.
+
+It runs in grader processes, so it imports nothing of the package.
+"""
+
+import re
+from fractions import Fraction
+
+MAX_NUMBER_LEN = 1000
+"""Longest number in characters that has a value."""
+
+_UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_PLAIN = rf"{_UNSIGNED}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
+_SIGN = r"(?:(?<![A-Za-z0-9_)\]}])[-+\u2212])?"
+_NUMBER = re.compile(
+    rf"(?P<sign>{_SIGN})[$\u20ac\u00a3\u00a5]?(?:"
+    rf"\\[dt]?frac\{{(?P<latex_over>[-+\u2212]?{_PLAIN})\}}\{{(?P<latex_under>{_PLAIN})\}}"
+    rf"|(?<![A-Za-z0-9_])(?P<over>{_PLAIN})(?:/(?P<under>{_PLAIN}))?)"
+)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last balanced `\boxed{...}`, or None.
+
+    Example: last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    """
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    opening = start + len(r"\boxed{")
+    depth = 1
+    for brace in re.finditer(r"[{}]", text[opening:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[opening : opening + brace.start()]
+    return None
+
+
+def after_thinking(text: str) -> str:
+    """Return the text after the last `</think>`; all of it without one."""
+    return text.rpartition("</think>")[2]
+
+
+def tagged_answer(text: str) -> str:
+    """Return the text after `</think>`, within the last `<answer>...</answer>` if there is one.
+
+    Example: tagged_answer("<think>1+1</think> so <answer> 2 </answer>") == "2"
+    """
+    text = after_thinking(text)
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, inside = before.rpartition("<answer>")
+    return (inside if closed and opened else text).strip()
+
+
+def final_answer(text: str) -> str:
+    r"""Narrow a text to its final answer, with runs of white space made one space.
+
+    Each mark that is present narrows the remaining text, in this order: after the last `</think>`,
+    within the last `<answer>...</answer>`, the line after the last `####`, within the last
+    `\boxed{...}`.
+
+    Example: final_answer("Six sevens.\n#### 42\nDone.") == "42"; final_answer(" 42\n") == "42"
+    """
+    text = tagged_answer(text)
+    _, marked, after = text.rpartition("####")
+    if marked:
+        text = after.strip().partition("\n")[0]
+    boxed = last_boxed(text)
+    return " ".join((text if boxed is None else boxed).split())
+
+
+def last_number(text: str) -> Fraction | None:
+    r"""Return the exact value of the last number in a text; None without one.
+
+    A number is written with the digits 0 to 9 and does not follow an ASCII letter, digit or
+    underscore (the 2 of H2O is none). It may have:
+
+    - a sign: +, - or the minus U+2212, unless a letter, a digit or a closing bracket stands before
+      it: "= -3" is -3, "10-3" ends with 3. A currency sign may follow it: "-$5" is -5.
+    - commas that separate three digits: "1,234" is 1234; "1,23" are 1 and 23.
+    - a decimal part after a point, alone, too: "3.50" is 7/2, ".5" is 1/2, the point of "3." ends
+      a sentence.
+    - an exponent of up to three digits: "1e5" is 100000.
+    - a denominator, without blanks: "3/4" and "\frac{3}{4}" are 0.75; "3/0" are 3 and 0; "1 1/2"
+      ends with 1/2.
+
+    Per cent signs and units are ignored: "50%" is 50. A last number of more than MAX_NUMBER_LEN
+    characters has no value.
+
+    Example: last_number("5 x 2 = 10, so she pays $1,210.50.") == Fraction(2421, 2)
+    """
+    last = None
+    for match in _NUMBER.finditer(text):
+        last = match
+    return None if last is None else _value(last)
+
+
+def whole_number(text: str) -> Fraction | None:
+    """Return the value of a text that is one number, with a per cent sign at most; else None.
+
+    Example: whole_number("$1,000") == 1000; whole_number("18 dollars") is None
+    """
+    match = _NUMBER.fullmatch(text.strip().removesuffix("%").rstrip())
+    if match is None or _denominator(match) == 0:
+        return None
+    return _value(match)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """Return the value of a match; of its denominator, if that is 0."""
+    if len(match[0]) > MAX_NUMBER_LEN:
+        return None
+    under = _denominator(match)
+    if under == 0:
+        return under
+    value = _parse(match["latex_over"] or match["over"]) / under
+    return -value if match["sign"] in ("-", "\u2212") else value
+
+
+def _denominator(match: re.Match[str]) -> Fraction:
+    written = match["latex_under"] or match["under"]
+    return Fraction(1) if written is None else _parse(written)
+
+
+def _parse(number: str) -> Fraction:
+    return Fraction(number.replace(",", "").replace("\u2212", "-"))

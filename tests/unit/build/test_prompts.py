@@ -1,0 +1,68 @@
+"""Prompts of a run, from its configuration and a tokenizer."""
+
+from pathlib import Path
+
+import pytest
+
+from end_to_end.workshop import Workshop, build
+from longtail.build.prompts import load_prompts
+from longtail.config.rl import load
+from longtail.errors import ConfigError, DataError
+from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.rl.data.prompts import HeldOut
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}(no thinking){% endif %}"
+    "{% if note %}{{ note.text }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return build(tmp_path_factory.mktemp("workshop"))
+
+
+def _load(workshop: Workshop, *words: str, template: str | None = TEMPLATE) -> HeldOut:
+    tokenizer = load_tokenizer(workshop.model)
+    tokenizer._inner.chat_template = template
+    config = load(None, workshop.words("run", *words)[1:])
+    return load_prompts(config, tokenizer, lambda rows: {})
+
+
+def test_arguments_and_a_system_prompt_reach_the_chat_template(workshop: Workshop) -> None:
+    prompts = _load(
+        workshop,
+        "--data.system_prompt=Be brief.",
+        "--data.chat_template_kwargs={enable_thinking = false, note = {text = '!'}}",
+    )
+    first, *_ = prompts.train.prompts
+    assert first.text == "<system>Be brief.<user>say 0(no thinking)!"
+    assert prompts.heldout.prompts[-1].text.startswith("<system>Be brief.<user>say 11")
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused(workshop: Workshop) -> None:
+    message = r"data\.chat_template_kwargs\.thinking: .*it reads enable_thinking, note$"
+    with pytest.raises(ConfigError, match=message):
+        _load(workshop, "--data.chat_template_kwargs={thinking = false}")
+
+
+@pytest.mark.parametrize("name", ["messages", "tokenize", "chat_template", "eos_token"])
+def test_what_the_system_gives_to_a_template_cannot_be_set(workshop: Workshop, name: str) -> None:
+    template = f"{TEMPLATE}{{{{ {name} }}}}"
+    with pytest.raises(ConfigError, match=rf"data\.chat_template_kwargs\.{name}: "):
+        _load(workshop, f"--data.chat_template_kwargs={{{name} = 'x'}}", template=template)
+
+
+@pytest.mark.parametrize(
+    "word", ["--data.system_prompt=Be brief.", "--data.chat_template_kwargs={a = 1}"]
+)
+def test_without_a_chat_template_there_is_nothing_to_set(workshop: Workshop, word: str) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.\w+ = .*has no chat template"):
+        _load(workshop, word, template=None)
+
+
+def test_a_template_without_system_messages_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    template = "{{ messages[-1].content }}"
+    with pytest.raises(DataError, match=r"data\.system_prompt = 'Be brief\.'"):
+        _load(workshop, "--data.system_prompt=Be brief.", template=template)
