@@ -29,8 +29,8 @@ _NAMES = (
     "common", "kernels", "attention", "vectors", "tiles", "product", "draft", "noise", "select",
     "draws",
 )  # fmt: skip
-"""kernels.c includes attention.c, and that vectors.c and tiles.c; draws.c includes select.c, and that
-noise.c; all include common.c."""
+"""kernels.c includes attention.c, which includes vectors.c and tiles.c; draws.c includes select.c,
+which includes noise.c; all include common.c."""
 _SOURCES = {name: Path(__file__).parent / "cpu" / f"{name}.c" for name in _NAMES}
 _FLAGS = (
     "-O2",
