@@ -108,7 +108,7 @@ class FeatureFit:
     ) -> Float[Tensor, "transformed hidden"] | None:
         """Predict the next feature, less inputs @ `known`, from transformed inputs."""
         gram, moment = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        for chunk in self.rows.split(_CHUNK):
+        for chunk in torch.split(self.rows, _CHUNK):
             if stopped():
                 return None
             rows, hidden = chunk.to(self._layer.dtype), self._layer.config.target.hidden_size
