@@ -107,17 +107,18 @@ class FeatureFit:
         stopped: Callable[[], bool],
     ) -> Float[Tensor, "transformed hidden"] | None:
         """Predict the next feature, less inputs @ `known`, from transformed inputs."""
-        gram, moment = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        for chunk in torch.split(self.rows, _CHUNK):
+        hidden = self._layer.config.target.hidden_size
+        gram = moment = torch.zeros((), dtype=torch.float64)
+        for start in range(0, len(self.rows), _CHUNK):
             if stopped():
                 return None
-            rows, hidden = chunk.to(self._layer.dtype), self._layer.config.target.hidden_size
-            inputs, wanted = rows.split((2 * hidden, hidden), -1)
+            rows = self.rows[start : start + _CHUNK].to(self._layer.dtype)
+            inputs, wanted = rows[:, : 2 * hidden], rows[:, 2 * hidden :]
             wanted = wanted if known is None else wanted - inputs @ known
             features = transform(inputs)
-            gram = gram + features.T @ features
-            moment = moment + features.T @ wanted
-        return ridge(gram.double(), moment.double(), len(self.rows)).to(self._layer.dtype)
+            gram = gram + (features.T @ features).double()
+            moment = moment + (features.T @ wanted).double()
+        return ridge(gram, moment, len(self.rows)).to(self._layer.dtype)
 
 
 def ridge(
