@@ -12,9 +12,10 @@ and a resumed run continues exactly like an uninterrupted one.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from longtail.build.models import model_directory
 from longtail.build.trainer import TrainerComponents, assemble
@@ -251,10 +252,15 @@ class Trainer:
         self._saver.close()
 
     def advance(self) -> dict[str, float]:
-        """Make one training step, record it, and return its metrics."""
+        """Evaluate if it is time, then `make_step`."""
         done, every = self._state.step, self._config.eval.every
-        step = done + 1
-        evaluated = self._evaluate() if done == 0 or (every > 0 and done % every == 0) else {}
+        return self.make_step(
+            self._evaluate() if done == 0 or (every > 0 and done % every == 0) else {}
+        )
+
+    def make_step(self, evaluated: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+        """Make one training step, record it beside an evaluation, and return its metrics."""
+        step = self._state.step + 1
         self._logger.trace(step, self.workers.drain_timeline())
         record = self._step.run(step)
         self.timeline = self.workers.drain_timeline()
@@ -263,7 +269,7 @@ class Trainer:
             **self.timeline.metrics(),
             **self.workers.drafter_metrics(),
         }
-        self._logger.write(step, evaluated | metrics, record)
+        self._logger.write(step, {**evaluated, **metrics}, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
         self._console.step(step, self._config.run.steps, metrics, record.series)
         refills = self._config.learner.max_refills if self._step.samples_dynamically else 0

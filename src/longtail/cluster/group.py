@@ -209,6 +209,10 @@ class WorkerGroup:
         """Write the policy as a Hugging Face directory."""
         self._supervisor.run_on((0,), tasks.SAVE_POLICY, path)
 
+    def policy_digest(self) -> str:
+        """Return the SHA-256 of the policy's weights."""
+        return self._supervisor.run_on((0,), tasks.POLICY_DIGEST)[0]
+
     def learner_state(self) -> LearnerState:
         """Copy the state of the learner beside the weights; of shards, all rows."""
         return self._team.state()
@@ -253,6 +257,17 @@ class WorkerGroup:
         offer = self._publisher.restore(weights, state.numbers.get("accept_len"))
         self._supervisor.run_on_all(tasks.ADOPT, offer)
         self._mark_offered(self._publisher, weights.version)
+
+    def park(self, path: Path) -> None:
+        """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
+        assert not self._settings.is_sharded, "shards are not parked"
+        args = {worker: (path, worker == 0) for worker in range(self._pool.size)}
+        for ended in self._supervisor.run(tasks.PARK, args).values():
+            ended.value()
+
+    def unpark(self, path: Path) -> None:
+        """Continue as if `park` had not been called."""
+        self._supervisor.run_on_all(tasks.UNPARK, path)
 
     def close(self) -> None:
         """End all workers."""
