@@ -128,7 +128,7 @@ def test_a_drafter_of_another_target_is_refused_before_any_work(workshop):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("nowhere", "neither history, tiny-reasoner nor a directory"),
+        ("nowhere", "neither history, fresh, tiny-reasoner nor a directory"),
         ("tiny-reasoner", "model.path = 'tiny-reasoner' only"),
     ],
 )

@@ -92,7 +92,7 @@ class RunSummary:
         breakdown = ", ".join(f"{n} {s:.0%}" for n, s in zip(parts, shares, strict=True))
         cost = f"{self.seconds:.0f} s"
         if self.warm_start_s:
-            cost += f" ({self.warm_start_s:.0f} s of it to train the tiny reasoner, once)"
+            cost += f" ({self.warm_start_s:.0f} s of it to open model and drafter)"
         return [
             ("held-out reward", f"{before} before, {after} after {self.steps} steps"),
             ("time", cost),

@@ -119,7 +119,7 @@ def test_metrics_are_read_back_as_written(tmp_path: Path) -> None:
 def test_the_lines_list_rewards_costs_and_files(tmp_path: Path) -> None:
     lines = dict(_summary().lines(tmp_path))
     assert lines["held-out reward"] == "0.250 before, 0.500 after 2 steps"
-    assert lines["time"] == "30 s (12 s of it to train the tiny reasoner, once)"
+    assert lines["time"] == "30 s (12 s of it to open model and drafter)"
     assert lines["rollout speed"] == "50 tokens/s"
     assert lines["time of a step"] == "rollout 50%, reward 12%, logprob 6%, update 19%, other 12%"
     assert lines["lost to the tail"] == "44% of the rollout's slots were empty"
