@@ -11,9 +11,10 @@ and a resumed run continues exactly like an uninterrupted one.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from longtail.build.drafters import check_names
 from longtail.build.models import model_directory
@@ -214,18 +215,29 @@ class Trainer:
         self._saver.close()
 
     def advance(self) -> dict[str, float]:
-        """Make one training step, record it, and return its metrics."""
-        done, every, rollout = self._state.step, self._config.eval.every, self._config.rollout
-        step = done + 1
-        evaluated = self._evaluate() if done == 0 or (every > 0 and done % every == 0) else {}
+        """Evaluate if it is time, then `make_step`."""
+        done, every = self._state.step, self._config.eval.every
+        return self.make_step(
+            self._evaluate() if done == 0 or (every > 0 and done % every == 0) else {}
+        )
+
+    def make_step(self, evaluated: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+        """Make one training step, record it beside an evaluation, and return its metrics."""
+        step, rollout = self._state.step + 1, self._config.rollout
         self._logger.trace(step, self.workers.drain_timeline())
         self._console.begin_rollout(f"step {step}", rollout.prompts_per_step * rollout.group_size)
         record = self._step.run(step)
         self.timeline = self.workers.drain_timeline()
-        metrics = record.metrics() | self.timeline.metrics()
-        self._logger.write(step, evaluated | metrics, record)
+        metrics = {
+            **record.metrics(),
+            **self.timeline.metrics(),
+            **self.workers.drafter_metrics(),
+        }
+        self._logger.write(step, {**evaluated, **metrics}, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
         self._console.step(step, self._config.run.steps, metrics, record.rollout.series)
+        for line in self._source.observe(record.groups):
+            self._console.log(line)
         self._state = replace(self._state, step=step, cursor=self._source.state())
         return metrics
 

@@ -170,10 +170,10 @@ class LedgerKV(KVCache):
         self._kv.release(request_id)
         del self.room[request_id], self.held[request_id]
 
-    def sleep(self) -> None:
+    def sleep(self, *, fully: bool = False) -> None:
         """Nobody may lose anything."""
         assert not self.held, "what requests hold would be gone"
-        self._kv.sleep()
+        self._kv.sleep(fully=fully)
 
     def wake(self) -> None:
         """Nothing to note."""

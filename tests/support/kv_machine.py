@@ -239,7 +239,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.blocks)
     @rule()
     def sleep(self):
-        self.kv.sleep()
+        self.kv.sleep(fully=True)
         self.kv.wake()
 
     @invariant()

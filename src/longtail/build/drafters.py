@@ -176,14 +176,14 @@ def drafter_names(names: str, target: Target, *, learns: bool) -> list[str]:
 def _auto(target: Target, *, learns: bool) -> list[str]:
     if target.name == TINY_REASONER:
         return [TINY_REASONER]
-    if own := _own_of_run(target):
+    if own := own_of_run(target.name):
         return [own]
     return [FRESH, HISTORY] if learns else [HISTORY]
 
 
-def _own_of_run(target: Target) -> str | None:
-    """Return the run that the target's policy is from, if the run has a drafter."""
-    path = Path(target.name)
+def own_of_run(model: str) -> str | None:
+    """Return the run that a model is from, if the run has a drafter."""
+    path = Path(model)
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     return None if run_drafters(run) is None else str(run)
 

@@ -1,4 +1,4 @@
-"""A fresh drafter of any target: what `auto` begins with where nobody has trained one.
+"""A fresh drafter of any target: what `auto` begins with if none is trained.
 
 It is the same in every process: weights of a fixed seed, and the scale of the features on a fixed
 text. Its draft vocabulary is the tokens that a byte-pair encoder learned first, which are common in

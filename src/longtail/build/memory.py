@@ -191,7 +191,7 @@ def activation_bytes(shape: ModelConfig, tokens: int, element: int, *, recompute
 def report(config: RunConfig) -> str:
     """Return the table of a configuration as plain text."""
     device = torch.device(config.run.device if config.run.device != "auto" else _best_device())
-    estimated = estimate(config, _shape(config.model.path), on_cpu=device.type == "cpu")
+    estimated = estimate(config, model_shape(config.model.path), on_cpu=device.type == "cpu")
     text = io.StringIO()
     Console(file=text, width=96).print(table(estimated, available_bytes(device), str(device)))
     return text.getvalue()
@@ -228,7 +228,8 @@ def _verdict(estimated: Estimate, available: int | None) -> str:
     )
 
 
-def _shape(path: str) -> ModelConfig:
+def model_shape(path: str) -> ModelConfig:
+    """Read the shape of `model.path`, without its weights."""
     if path == TINY_REASONER:
         from longtail import tiny
 

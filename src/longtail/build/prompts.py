@@ -1,21 +1,25 @@
 """Prompts of a training run: from the data section of its configuration to tokenized prompts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from longtail.config.rl import DataSection, RunConfig
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
+from longtail.rl.data.curriculum import Curriculum, LevelRule
+from longtail.rl.data.mixture import Mixture, Task, mixture
 from longtail.rl.data.prompts import (
     Encoder,
     HeldOut,
     Messages,
     PromptSet,
+    PromptSource,
     hold_out,
     make_prompts,
     system_first,
 )
-from longtail.rl.data.sources import load_rows
+from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.grading.references import Check, gradable
 
 TINY_REASONER = "tiny-reasoner"
@@ -30,9 +34,9 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldO
     data, seed = config.data, config.run.seed
     encoder = _encoder(data, tokenizer)
 
-    def load(source: str, size: int, field: str) -> PromptSet:
+    def prepare(rows: Sequence[Row], source: str) -> PromptSet:
         prompts = make_prompts(
-            load_rows(source, size, seed, field=field),
+            rows,
             source=source,
             encoder=encoder,
             max_prompt_len=data.max_prompt_len,
@@ -42,18 +46,57 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldO
         )
         return gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
 
+    def load(source: str, size: int, field: str) -> PromptSet:
+        return prepare(load_rows(source, size, seed, field=field), source)
+
     heldout = data.heldout
     if heldout is None and data.source == TINY_REASONER:
         heldout = f"{TINY_REASONER}:heldout"  # disjoint by construction
-    everything = load(data.source, data.size, "data.source")
-    if data.heldout_size == 0:
-        none = PromptSet(source=data.source, prompts=(), rows=())
-        return HeldOut(train=everything, heldout=none)
-    if heldout is None:
-        return hold_out(everything, data.heldout_size)
+    none = PromptSet(source=data.source, prompts=(), rows=())
+    if data.tasks:
+        rows = _mixture(data, seed)
+        train = prepare(rows.train, data.source)
+        held = prepare(rows.heldout, data.source) if rows.heldout else none
+        parts = HeldOut(train=train, heldout=held)
+    else:
+        everything = load(data.source, data.size, "data.source")
+        size = data.heldout_size if heldout is None else 0
+        parts = hold_out(everything, size) if size else HeldOut(train=everything, heldout=none)
+    if heldout is None or data.heldout_size == 0:
+        return parts
     held = load(heldout, data.heldout_size, "data.heldout")
     size = min(data.heldout_size, len(held.prompts))
-    return HeldOut(train=everything, heldout=held.part(range(size)))
+    return replace(parts, heldout=held.part(range(size)))
+
+
+def prompt_source(config: RunConfig, prompts: PromptSet) -> PromptSource:
+    """Return the source of a run, with the curricula of its tasks."""
+    rules = {
+        task.name: LevelRule(
+            levels=task.levels,
+            raise_at=task.curriculum.raise_at,
+            groups=task.curriculum.groups,
+        )
+        for task in config.data.tasks
+        if task.curriculum is not None
+    }
+    return PromptSource(
+        prompts,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        curriculum=Curriculum(rules) if rules else None,
+    )
+
+
+def _mixture(data: DataSection, seed: int) -> Mixture:
+    """Return the problems of all tasks; `data.size` includes held-out ones of their own."""
+    tasks = [
+        Task(name=each.name, weight=each.weight, config=each.config or {}, levels=each.levels)
+        for each in data.tasks
+    ]
+    heldout_size = data.heldout_size if data.heldout is None else 0
+    size = data.size - heldout_size
+    return mixture(tasks, size=size, heldout_size=heldout_size, seed=seed)
 
 
 def _encoder(data: DataSection, tokenizer: Tokenizer) -> Encoder:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from longtail.build.prompts import load_prompts
+from longtail.build.prompts import load_prompts, prompt_source
 from longtail.build.worker import build_worker, build_worker_apart
 from longtail.cluster.group import WorkerGroup, WorkerGroupSettings
 from longtail.cluster.pool import LocalWorkerPool
@@ -92,7 +92,7 @@ def assemble(
         workers.close()
         raise
     return TrainerComponents(
-        source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
+        source=prompt_source(config, prompts.train),
         heldout=prompts.heldout.prompts,
         workers=workers,
         sampling=_sampling(config, tokenizer),

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
+from longtail.bench.common.options import OVERRIDES, split_overrides
 from longtail.bench.registry import BENCHES
 from longtail.cli import parsers as cli_parsers
 from longtail.errors import ConfigError, LongtailError
@@ -118,7 +119,13 @@ def _run(command: str, words: list[str]) -> int:
     """Parse the options of a command, import its program and run it."""
     if command in cli_parsers.CONFIGURED:
         return _run_configured(command, words)
-    args = cli_parsers.parsers()[command]().parse_args(words)
+    parser = cli_parsers.parsers()[command]()
+    if parser.get_default(OVERRIDES) is None:
+        args = parser.parse_args(words)
+    else:  # a command whose options and configuration share the line
+        own, overrides = split_overrides(words)
+        args = parser.parse_args(own)
+        args.overrides = overrides
     if command.startswith("bench "):
         return BENCHES[command.removeprefix("bench ")].run(args)
     return import_module(f"longtail.{_PROGRAMS[command]}").run(args) or 0

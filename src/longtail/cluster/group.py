@@ -110,6 +110,8 @@ class WorkerGroup:
         self._payoff = PayOff()
         self._train_s = 0.0
         """Seconds to train after the last rollout."""
+        self._num_trained = 0
+        """Tokens that the drafter was trained on in the last step."""
         self._marks: list[Mark] = []
 
     def begin(self) -> float:
@@ -156,6 +158,7 @@ class WorkerGroup:
             self._train_serially(publisher.published, spot)
         publisher.withdraw()
         self._spot = None
+        self._num_trained = sum(report.num_tokens for report in spot.reports)
         offer = publisher.offer(spot.replicas, renews=True)
         if offer is None:
             return
@@ -170,6 +173,18 @@ class WorkerGroup:
     def published(self) -> DrafterWeights | None:
         """The drafter that is served; None without one that can be trained."""
         return None if self._publisher is None else self._publisher.published
+
+    def drafter_metrics(self) -> dict[str, float]:
+        """Return the metrics of the trained drafter after a step; empty without one."""
+        if self._publisher is None:
+            return {}
+        known = {
+            "drafter/version": float(self._publisher.published.version),
+            "drafter/trained_tokens": float(self._num_trained),
+        }
+        if self._publisher.accept_len is not None:
+            known["drafter/expected_accept_length"] = self._publisher.accept_len
+        return known
 
     def workers(self, *states: State) -> list[int]:
         """Return the workers that are in one of these states, in ascending order."""
@@ -193,6 +208,10 @@ class WorkerGroup:
     def save_policy(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory."""
         self._supervisor.run_on((0,), tasks.SAVE_POLICY, path)
+
+    def policy_digest(self) -> str:
+        """Return the SHA-256 of the policy's weights."""
+        return self._supervisor.run_on((0,), tasks.POLICY_DIGEST)[0]
 
     def learner_state(self) -> LearnerState:
         """Copy the state of the learner beside the weights; of shards, all rows."""
@@ -238,6 +257,17 @@ class WorkerGroup:
         offer = self._publisher.restore(weights, state.numbers.get("accept_len"))
         self._supervisor.run_on_all(tasks.ADOPT, offer)
         self._mark_offered(self._publisher, weights.version)
+
+    def park(self, path: Path) -> None:
+        """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
+        assert not self._settings.is_sharded, "shards are not parked"
+        args = {worker: (path, worker == 0) for worker in range(self._pool.size)}
+        for ended in self._supervisor.run(tasks.PARK, args).values():
+            ended.value()
+
+    def unpark(self, path: Path) -> None:
+        """Continue as if `park` had not been called."""
+        self._supervisor.run_on_all(tasks.UNPARK, path)
 
     def close(self) -> None:
         """End all workers."""

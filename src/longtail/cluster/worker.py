@@ -36,6 +36,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerReport
+from longtail.system import parking
 from longtail.system.device import compute_threads
 from longtail.types import Completion, Request, TrainBatch
 
@@ -176,6 +177,10 @@ class Worker:
         group = TorchProcessGroup(rank, size, address, backend=backend, timeout_s=timeout_s)
         return self._components.learner.join(group)
 
+    def policy_digest(self) -> str:
+        """Return the SHA-256 of the learner's weights."""
+        return self._components.learner.digest()
+
     def learner_state(self) -> LearnerState:
         """Copy the state of the learner beside the weights; sharded, this worker's rows."""
         return self._components.learner.state()
@@ -188,6 +193,21 @@ class Worker:
         """Continue from weights on disk. Raises CheckpointError if they are of another model."""
         saved = load_model(directory, self._components.policy.dtype)
         self._components.learner.restore(learner, dict(saved.named_parameters()))
+
+    def park(self, path: Path, writes: bool) -> None:
+        """Free the memory of the idle learner and of the KV cache until `unpark`.
+
+        All learners have the same bits, so one of them writes.
+        """
+        tensors = self._components.learner.tensors()
+        if writes:
+            parking.write(tensors, path)
+        parking.release(tensors)
+        self._components.engine.sleep(fully=True)
+
+    def unpark(self, path: Path) -> None:
+        """Take the learner's memory back."""
+        parking.read(self._components.learner.tensors(), path)
 
     def save_policy(self, path: Path) -> None:
         """Write weights, generation config and tokenizer as a Hugging Face directory."""

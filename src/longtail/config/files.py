@@ -257,6 +257,8 @@ def _table_of(annotation: Any) -> type[BaseModel] | None:
 def _expectation(detail: ErrorDetails) -> str:
     if detail["type"] == "missing":  # of a tuple
         return "it needs one more value"
+    if detail["type"] in ("dict_type", "model_type", "model_attributes_type"):
+        return "it must be a table, as {a = 1}"
     message = detail["msg"].partition(", unable to")[0]
     if message.startswith("Input should be "):
         return f"it must be {message.removeprefix('Input should be ')}"

@@ -6,9 +6,9 @@ file.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from longtail.config import files
 from longtail.config.sections import (
@@ -29,9 +29,44 @@ from longtail.config.sections import (
 )
 from longtail.system.machine import MAX_INT32
 
+REASONING_GYM = "reasoning_gym"
 _MOST_SEQUENCES = 1_000_000
 LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"]
 _GROUP_LOSSES: tuple[LossName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
+
+
+class CurriculumTable(Section):
+    """Rising levels of a task."""
+
+    max_level: Annotated[int, Field(ge=1, le=1000)]
+    """Highest level; problems of all levels are made at the start."""
+    raise_at: Annotated[float, Field(gt=0)] = 0.8
+    """Mean reward of the last `groups` groups at which the level rises by one."""
+    groups: Count = 32
+    """Number of groups of the present level that the mean is over."""
+
+
+class TaskTable(Section):
+    """One task of a mixture."""
+
+    name: Name
+    """Name of a reasoning-gym task."""
+    weight: Positive = 1.0
+    """Share of the prompts, relative to the other weights."""
+    config: Table | None = None
+    """Parameters of the task, as {min_terms = 2, max_terms = 3}."""
+    level: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """Level of the task's own curriculum; unset keeps the task's defaults, or begins at 0 with
+    `curriculum`."""
+    curriculum: CurriculumTable | None = None
+    """Raises the level while the run learns."""
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Levels whose problems a run may visit; empty without a level."""
+        if self.curriculum is not None:
+            return tuple(range(self.level or 0, self.curriculum.max_level + 1))
+        return () if self.level is None else (self.level,)
 
 
 class DataSection(Section):
@@ -39,7 +74,10 @@ class DataSection(Section):
 
     source: Name = "tiny-reasoner"
     """`tiny-reasoner`, a .jsonl or .parquet file, `hf:OWNER/NAME[/CONFIG][:SPLIT]` (a dataset of
-    the hub), `hf:DIR[:SPLIT]`, or `reasoning_gym:TASK`."""
+    the hub), `hf:DIR[:SPLIT]`, or `reasoning_gym:TASK`; `reasoning_gym` with `tasks`."""
+    tasks: tuple[TaskTable, ...] = ()
+    """Mixture of reasoning-gym tasks, instead of `source`; in a file as tables [[data.tasks]], on
+    the command line as '[{name = "chain_sum", weight = 2}, {name = "gcd"}]'."""
     heldout: Name | None = None
     """Source of held-out prompts, in the same forms; unset uses the last `heldout_size` rows of
     `source`, or generates others for `tiny-reasoner`."""
@@ -66,13 +104,21 @@ class DataSection(Section):
     shuffle: bool = True
     """Whether prompts come in a new order each epoch, drawn from the run's seed."""
 
+    @property
+    def own_reward(self) -> str | None:
+        """Reward that belongs to the source; None for one that has none."""
+        if self.source.partition(":")[0] == REASONING_GYM:
+            return REASONING_GYM
+        return None
+
 
 class RewardSection(Section):
     """Grading of completions."""
 
     name: Name = "tiny-reasoner"
     """`exact`, `last_number` (the completion's last number equals the answer), `math_verify`,
-    `reasoning_gym`, `tiny-reasoner`, or `module:function` as in TRL."""
+    `reasoning_gym`, `tiny-reasoner`, or `module:function` as in TRL. Problems of reasoning-gym have
+    `reasoning_gym` as default."""
     timeout_s: Seconds = 10.0
     """Most seconds per completion; a slower grader is killed and its rollout excluded."""
     workers: Processes = 1
@@ -226,7 +272,7 @@ class RunConfig(Section):
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
-    reward: RewardSection = RewardSection()
+    reward: Annotated[RewardSection, Field(validate_default=True)] = RewardSection()
     rollout: RolloutSection = RolloutSection()
     speculation: SpeculationSection = SpeculationSection()
     spot: SpotSection = SpotSection()
@@ -237,9 +283,27 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "RunConfig":
-        if problems := [*_rollout_problems(self), *_learner_problems(self)]:
+        problems = [*_data_problems(self.data), *_rollout_problems(self), *_learner_problems(self)]
+        if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @field_validator("data")
+    @classmethod
+    def _source_of_tasks(cls, data: DataSection) -> DataSection:
+        """Name the source of a mixture; another one that was named stays, and is refused later."""
+        if not data.tasks or "source" in data.model_fields_set:
+            return data
+        return data.model_copy(update={"source": REASONING_GYM})
+
+    @field_validator("reward")
+    @classmethod
+    def _reward_of_source(cls, reward: RewardSection, info: Any) -> RewardSection:
+        """Fill in the reward that belongs to the source, if none was named."""
+        data = info.data.get("data")
+        if data is None or data.own_reward is None or "name" in reward.model_fields_set:
+            return reward
+        return reward.model_copy(update={"name": data.own_reward})
 
     @property
     def is_sharded(self) -> bool:
@@ -253,6 +317,31 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Example: load(Path("run.toml"), ["--learner.loss", "dapo", "--run.steps=20"])
     """
     return files.resolve(RunConfig, path, overrides)
+
+
+def _data_problems(data: DataSection) -> Iterator[str]:
+    if data.tasks and data.source != REASONING_GYM:
+        yield (
+            f"data.source = {data.source!r}: data.tasks names other prompts; leave one of the two "
+            "out"
+        )
+    if data.source == REASONING_GYM and not data.tasks:
+        yield (
+            "data.source = 'reasoning_gym': no task is named; add [[data.tasks]] tables, or name "
+            "one as reasoning_gym:TASK"
+        )
+    names = [task.name for task in data.tasks]
+    for index, task in enumerate(data.tasks):
+        if task.name in names[:index]:
+            yield (
+                f"data.tasks[{index}].name = {task.name!r}: the task is there twice; give one "
+                "table with wider parameters, or with a curriculum"
+            )
+        if task.curriculum is not None and len(task.levels) < 2:
+            yield (
+                f"data.tasks[{index}].level = {task.level}: it must be less than "
+                f"curriculum.max_level = {task.curriculum.max_level}"
+            )
 
 
 def _rollout_problems(config: RunConfig) -> Iterator[str]:
@@ -278,7 +367,7 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.max_step_tokens = {rollout.max_step_tokens}: each of rollout.max_running = "
             f"{rollout.max_running} requests takes a token of every step; use at least that"
         )
-    generated = data.source.startswith("reasoning_gym:")
+    generated = data.source.partition(":")[0] == REASONING_GYM
     if generated and data.heldout is None and data.heldout_size >= data.size:
         yield (
             f"data.heldout_size = {data.heldout_size}: data.size = {data.size} prompts include the "

@@ -167,10 +167,10 @@ class RolloutEngine:
         self._speculator.refresh()
         self._policy_version = weights.version
 
-    def sleep(self) -> None:
-        """Free the KV memory until the next request; the engine must be idle."""
+    def sleep(self, *, fully: bool = False) -> None:
+        """Free the KV memory of an idle engine; `fully`, even where later requests are slowed."""
         assert not self._active, "requests in progress need their keys and values"
-        self._kv.sleep()
+        self._kv.sleep(fully=fully)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""

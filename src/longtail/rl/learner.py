@@ -288,6 +288,11 @@ class Learner:
             tensors={n: p.detach().clone() for n, p in self._model.named_parameters()},
         )
 
+    def tensors(self) -> list[Tensor]:
+        """Return the weights and moments themselves, for parking; always in the same order."""
+        assert self._shards is None, "shards are not parked"
+        return [*self._model.parameters(), *self._optimizer.moments().values()]
+
     def digest(self) -> str:
         """Return the SHA-256 of the present weights: their names, shapes and bytes."""
         digest = hashlib.sha256()

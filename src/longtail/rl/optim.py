@@ -143,8 +143,12 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the moments, keyed `exp_avg/<parameter>`; empty before the first update."""
+        return {name: moment.detach().clone() for name, moment in self.moments().items()}
+
+    def moments(self) -> dict[str, Tensor]:
+        """Return the moments themselves, keyed as in `tensors`."""
         return {
-            f"{moment}/{name}": self._adamw.state[parameter][moment].detach().clone()
+            f"{moment}/{name}": self._adamw.state[parameter][moment]
             for name, parameter in self._parameters.items()
             if parameter in self._adamw.state
             for moment in _MOMENTS

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from longtail.cluster.rollout import RolloutResult
 from longtail.engine.report import RolloutReport
 from longtail.engine.rollout_log import RolloutSeries
+from longtail.rl.data.mixture import LEVEL, TASK
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.run.metrics import summarize, summarize_lengths, timing
@@ -90,7 +92,22 @@ def group_metrics(graded: Graded, groups: Sequence[Group]) -> dict[str, float]:
         **{name: sum(values) / len(values) for name, values in components.items()},
         "reward/failures": float(len(graded.failures)),
         "reward/informative_groups": informative / max(len(groups), 1),
+        **task_metrics(graded.rollouts),
     }
+
+
+def task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return mean reward and level of each task of a mixture; none for other prompts."""
+    tasks: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if (task := rollout.prompt.data.get(TASK)) is not None:
+            tasks.setdefault(task, []).append(rollout)
+    metrics = {}
+    for task, own in sorted(tasks.items()):
+        metrics[f"task/{task}/reward"] = fmean(rollout.reward for rollout in own)
+        if (level := own[0].prompt.data.get(LEVEL)) is not None:
+            metrics[f"task/{task}/level"] = float(level)
+    return metrics
 
 
 def rollout_row(rollout: Rollout) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from longtail.system.machine import pip_install
 SECTIONS = ("rollout", "reward", "logprob", "update")
 """Parts of a step that the summary lists; the rest is `other`."""
 FILE = "summary.json"
+_SHOWN_LENGTHS = 12
 _MOST = 1e300
 """Largest number taken for valid: sums of larger ones are not finite."""
 
@@ -38,7 +39,7 @@ class RunSummary:
     seconds: float
     """Wall time of the whole run, with start-up, evaluations and the time before a resume."""
     warm_start_s: float
-    """Seconds of it that training the embedded model and its drafter took; 0 if cached."""
+    """Seconds of it until model and drafter were open; the embedded ones may be trained first."""
     steps: int
     tokens_per_s: float
     """Generated tokens per second of rollout."""
@@ -65,6 +66,8 @@ class RunSummary:
     """Share of the rollouts' time that the tuner took; None without speculation."""
     idle_utilization: float | None = None
     """Median over steps of the share of idle time spent on drafter training; None without it."""
+    drafter_accept_lengths: tuple[float, ...] = ()
+    """Expected accept length of the trained drafter after each step in which it was known."""
 
     def write(self, path: Path) -> None:
         """Write as JSON. Raises CheckpointError when the disk refuses."""
@@ -105,6 +108,7 @@ class RunSummary:
                 f"the longest of a step is {self.max_over_median:.0f}x its median",
             ),
             *self._speculation_lines(),
+            *self._drafter_lines(run_dir),
             ("policy", f"{run_dir / 'checkpoints' / f'step_{self.steps:06d}' / 'policy'}"),
             ("metrics", str(run_dir / "metrics.jsonl")),
             ("rollouts", str(run_dir / "rollouts.jsonl")),
@@ -130,6 +134,24 @@ class RunSummary:
             lines.append(("idle workers", text))
         return lines
 
+    def _drafter_lines(self, run_dir: Path) -> list[tuple[str, str]]:
+        if not self.drafter_accept_lengths:
+            return []
+        lengths = _spread(self.drafter_accept_lengths, _SHOWN_LENGTHS)
+        shown = " ".join(f"{length:.2f}" for length in lengths)
+        command = shlex.join(["longtail", "drafter", "export", str(run_dir), "--to", "vllm"])
+        return [
+            ("drafter", f"expected accept length by step: {shown}"),
+            ("", f"to serve it elsewhere: {command} --out DIR"),
+        ]
+
+
+def _spread(values: Sequence[float], most: int) -> list[float]:
+    """Return at most `most` values, evenly spread, with the first and the last."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
 
 def finished_summary(run_dir: Path, checkpoint: Checkpoint | None, steps: int) -> RunSummary | None:
     """Return the summary of a run that has completed all `steps`, else None."""
@@ -148,10 +170,13 @@ def read_summary(path: Path) -> RunSummary:
     kinds = get_type_hints(RunSummary)
     if not isinstance(written, dict) or written.keys() != kinds.keys():
         raise ValueError("not a summary")
+    lengths = written.pop("drafter_accept_lengths")
+    if not (isinstance(lengths, list) and all(map(is_number, lengths))):
+        raise ValueError("drafter_accept_lengths are no numbers")
     for name, value in written.items():
         if not (is_number(value) or (value is None and kinds[name] not in (int, float))):
             raise ValueError(f"{name} is no number")
-    return RunSummary(**written)
+    return RunSummary(**written, drafter_accept_lengths=tuple(lengths))
 
 
 def read_metrics(path: Path) -> list[dict[str, Number | None]]:
@@ -237,6 +262,7 @@ def summarize_run(
         num_switches=int(sum(switches)) if switches else None,
         tuner_share=rollout_mean("speculation/tuner_share") if switches else None,
         idle_utilization=median("cluster/idle_utilization") if total("cluster/spot_s") else None,
+        drafter_accept_lengths=tuple(known("drafter/expected_accept_length")),
     )
 
 

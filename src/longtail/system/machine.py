@@ -96,6 +96,20 @@ def disk_free(path: Path) -> int:
     return shutil.disk_usage(present).free
 
 
+def file_system(path: Path) -> str:
+    """Return the type of the file system of a directory, as in /proc/mounts; empty if unknown.
+
+    Example: file_system(Path("/dev/shm")) == "tmpfs"
+    """
+    mounts = Path("/proc/mounts")
+    if not mounts.exists():
+        return ""
+    whole = path.resolve()
+    rows = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
+    around = [row for row in rows if whole == Path(row[1]) or Path(row[1]) in whole.parents]
+    return max(around, key=lambda row: len(row[1]), default=["", "", ""])[2]
+
+
 def _cpuinfo(key: str) -> str:
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []

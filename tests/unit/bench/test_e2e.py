@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longtail.bench.e2e import card
-from longtail.bench.e2e.measure import ArmResult, SaveTimes, differing_share
+from longtail.bench.e2e.arms import ArmResult, SaveTimes, differing_share
 from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.outlook import (
     MeasuredStep,
@@ -16,6 +16,7 @@ from longtail.bench.e2e.outlook import (
     plain_step,
     speedup_by_running,
 )
+from longtail.bench.e2e.plan import Setting
 from longtail.bench.e2e.plot import draw_curves
 from longtail.bench.e2e.task import write_prompts
 from longtail.engine.rollout_log import RolloutSeries
@@ -47,7 +48,7 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
     return ArmResult(metrics=rows, texts=texts)
 
 
-OPTIONS = E2eBenchOptions(arms=("off", "spot"))
+SETTING = Setting(model="tiny", workers=2, threads=1, steps=3)
 FOUND = {
     "off": arm([8.0, 4.0, 6.0], 2.0, a="one", b="two"),
     "spot": arm([2.0, 2.0, 2.0], 2.0, a="one", b="three"),
@@ -55,7 +56,7 @@ FOUND = {
 
 
 def test_ratios_are_taken_step_by_step() -> None:
-    found = card.as_json(OPTIONS, FOUND)
+    found = card.as_json(SETTING, FOUND)
     assert found["rollout_speedup"]["spot"] == {"median": 3.0, "low": 2.0, "high": 4.0}
     assert found["step_speedup"]["spot"] == {"median": 2.0, "low": 1.5, "high": 2.5}
     assert found["differing_share"] == {"spot": 0.5}
@@ -71,13 +72,68 @@ def test_ratios_are_taken_step_by_step() -> None:
 def test_a_differing_reward_is_reported() -> None:
     other = arm([2.0, 2.0, 2.0], 2.0)
     other.metrics[1]["reward/mean"] = 0.25
-    assert not card.as_json(OPTIONS, {**FOUND, "spot": other})["rewards_agree"]
+    assert not card.as_json(SETTING, {**FOUND, "spot": other})["rewards_agree"]
 
 
-def test_the_card_has_a_line_for_each_arm_in_both_tables() -> None:
-    for table in card.tables(OPTIONS, FOUND):
-        assert "2 workers" in table.title or "Seconds" in table.title
+def test_the_card_has_a_line_for_each_arm_in_all_tables() -> None:
+    compared, lengths, parts = card.tables(SETTING, FOUND)
+    assert compared.title.startswith("Training tiny end to end, 2 workers")
+    assert parts.title.startswith("Seconds of a step")
+    for table in (compared, lengths, parts):
         assert [row[0] for row in table.cells()] == ["off", "spot"]
+
+
+def test_the_accept_length_is_shown_for_a_dozen_steps_at_most() -> None:
+    (table,) = card._accept_table({"off": ArmResult(), "spot": arm([1.0] * 30, 1.0)})
+    assert list(table.columns)[:3] == ["arm", "1", "4"]
+    assert list(table.columns)[-1] == "30"
+    assert table.cells()[0][1:3] == ["3.00", "6.00"]
+    assert len(table.columns) == 13
+    assert card._accept_table({"off": ArmResult()}) == []
+
+
+# ---- what a user would gain
+
+
+def shares(spot: float | None = None, cold: list[float] | None = None) -> list[str]:
+    """Return the card's sentences for arms whose steps take these shares of ten seconds."""
+    found = {"off": arm([10.0] * 6, 0.0)}
+    if spot is not None:
+        found["spot"] = arm([10.0 * spot] * 6, 0.0)
+    if cold is not None:
+        found["cold"] = arm([10.0 * share for share in cold], 0.0)
+    return card.sentences(found)
+
+
+def test_the_first_sentence_says_what_a_learning_drafter_gains() -> None:
+    gain, texts = shares(0.71)
+    assert gain == (
+        "With a drafter that learns while you train, a step of this run took 0.71x of the time "
+        "(trained before: a gain)."
+    )
+    assert texts == "All arms wrote the same texts."
+
+
+def test_the_sentence_is_honest_about_nothing_and_about_a_loss() -> None:
+    assert "1.01x of the time (trained before: no gain)" in shares(1.01)[0]
+    assert "1.20x of the time (trained before: a loss)" in shares(1.2)[0]
+    assert shares() == ["All arms wrote the same texts."]
+
+
+def test_a_cold_start_is_told_by_its_later_half_too() -> None:
+    cold = [1.1, 1.1, 1.0, 0.9, 0.8, 0.8]
+    assert shares(0.5, cold)[0].endswith(
+        "0.50x of the time (trained before: a gain), and 0.95x of the time (fresh at its start: a "
+        "gain; in the last 3 steps 0.80x: a gain)."
+    )
+    found = {"off": arm([10.0] * 6, 0.0), "cold": arm([10.0 * share for share in cold], 0.0)}
+    gains = card.as_json(SETTING, found)["cold_step_gain_by_step"]
+    assert gains == pytest.approx([1 / share for share in cold])
+    assert card.as_json(SETTING, FOUND)["cold_step_gain_by_step"] is None
+
+
+def test_texts_that_differ_are_said_before_any_table() -> None:
+    assert card.sentences(FOUND)[-1].startswith("NOTE: up to 50.00% of the texts differ")
 
 
 def test_only_texts_of_both_arms_are_compared() -> None:
@@ -185,9 +241,8 @@ def test_the_card_shows_how_far_the_prediction_is_from_the_measured_workers() ->
         row["cluster/generating_s"] = 4.0
     found = {"off": off, "spot": spot}
     # Workers with equal lengths do not wait: 3 seconds, 2 with drafts; it was 4 and 2.
-    options = E2eBenchOptions(steps=3)
-    assert card.as_json(options, found)["prediction_error"] == pytest.approx(-0.25)
-    assert any(table.title.endswith("-25%") for table in card.tables(options, found))
+    assert card.as_json(SETTING, found)["prediction_error"] == pytest.approx(-0.25)
+    assert any(table.title.endswith("-25%") for table in card.tables(SETTING, found))
 
 
 def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None:
@@ -195,13 +250,13 @@ def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None
     for row, length in zip(cold.metrics, (1.0, 4.5, 4.0), strict=True):
         row["speculation/accept_length"] = length
     found = {"off": FOUND["off"], "frozen": frozen, "cold": cold}
-    assert card.as_json(OPTIONS, found)["steps_until_frozen"] == 1
+    assert card.as_json(SETTING, found)["steps_until_frozen"] == 1
 
 
 def test_checkpoint_times_are_compared_save_by_save() -> None:
     spot = arm([2.0, 2.0, 2.0], 2.0, a="one", b="two")
     spot.saves = [SaveTimes(own_s=0.001, full_s=0.010), SaveTimes(own_s=0.001, full_s=0.020)]
-    ratio = card.as_json(OPTIONS, {**FOUND, "spot": spot})["checkpoint_ratio"]
+    ratio = card.as_json(SETTING, {**FOUND, "spot": spot})["checkpoint_ratio"]
     assert ratio == pytest.approx({"median": 0.075, "low": 0.05, "high": 0.1})
 
 

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from longtail.bench.common.grown import _places, grown_shape
-from longtail.bench.e2e.measure import ArmResult
+from longtail.bench.e2e.arms import ArmResult
+from longtail.bench.e2e.measure import Measured
 from longtail.bench.e2e.options import E2eBenchOptions
+from longtail.bench.e2e.plan import Plan, Setting
+from longtail.bench.e2e.room import Room
 from longtail.bench.gpu import card as gpu_card
 from longtail.bench.gpu import kernels as gpu_kernels
 from longtail.bench.gpu import measure as gpu_measure
@@ -120,22 +123,26 @@ def test_the_shape_is_qwens_and_the_tiny_reasoner_can_grow_into_it():
 def test_training_runs_one_worker_on_the_device_and_returns_its_ratios():
     calls: list[tuple[E2eBenchOptions, str]] = []
 
-    def measured(options: E2eBenchOptions, *others: object) -> dict[str, ArmResult]:
+    def measured(options: E2eBenchOptions, *others: object) -> Measured:
         calls.append((options, str(others[-1])))
         seconds = {"off": 6.0, "history": 5.0, "frozen": 3.0, "serial": 4.0}
-        return {
+        arms = {
             name: ArmResult(
                 metrics=[{"timing_s/step": took, "timing_s/rollout": took / 2, "reward/mean": 0.5}],
                 texts={"a": "1"},
             )
             for name, took in seconds.items()
         }
+        setting = Setting(model=options.model, workers=1, threads=1, steps=1)
+        plan = Plan(arms={}, setting=setting, times_saves=False)
+        room = Room(needed=0, available=None, is_parked=False)
+        return Measured(plan=plan, room=room, arms=arms)
 
     options = GpuBenchOptions(device="cuda:1")
     found = gpu_measure.training(options, print, measured)
     ((e2e, device),) = calls
     assert (e2e.workers, e2e.model, e2e.arms[0]) == (1, "100m", "off")
-    assert config.load(None, [*e2e.overrides, device]).run.device == "cuda:1"
+    assert config.load(None, [*e2e.tiny_words, device]).run.device == "cuda:1"
     assert found["step_speedup"]["frozen"]["median"] == 2.0
     assert (found["rewards_agree"], found["differing_share"]["serial"]) == (True, 0.0)
     figures = {"device": "X", "copy_gb_per_s": 1.0, "training": found}

@@ -130,7 +130,7 @@ def test_a_quick_run_measures_less() -> None:
 
 
 def test_all_arms_of_e2e_have_the_same_configuration() -> None:
-    words = parse("e2e", "--steps=7", "--workers=3", "--dtype=float64", "--problems=64").overrides
+    words = parse("e2e", "--steps=7", "--workers=3", "--dtype=float64", "--problems=64").tiny_words
     expected = {"--run.steps=7", "--cluster.workers=3", "--learner.dtype=float64", "--data.size=64"}
     assert expected <= {*words}
 

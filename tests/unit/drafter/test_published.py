@@ -98,7 +98,7 @@ def test_the_scale_is_moved_by_a_power_of_two_without_loss(tmp_path, target, thr
 @pytest.mark.slow
 def test_an_imported_drafter_drafts_trains_saves_and_exports(tmp_path, target, three_taps):
     path = lay(tmp_path / "p", *three_taps)
-    (drafter,) = open_drafters(str(path), target, print)
+    (drafter,) = open_drafters([str(path)], target, print)
     assert drafter.taps.layers == (1, 2, 4)
     loaded = load(path, target, dtype=torch.float32)
     before = loaded.head.clone()
@@ -111,7 +111,7 @@ def test_an_imported_drafter_drafts_trains_saves_and_exports(tmp_path, target, t
     assert losses[-1] < losses[0]
     assert torch.equal(loaded.head, before)  # its head is never trained
     loaded.save(tmp_path / "ours")
-    (again,) = open_drafters(str(tmp_path / "ours"), target, print)
+    (again,) = open_drafters([str(tmp_path / "ours")], target, print)
     assert again.taps == drafter.taps
     for layout in ("vllm", "sglang"):
         out = load(path, target, dtype=torch.float32)

@@ -131,6 +131,11 @@ def test_the_lines_list_rewards_costs_and_files(tmp_path: Path) -> None:
 
 def test_speculation_is_one_line_of_the_summary(tmp_path: Path) -> None:
     assert "speculation" not in dict(_summary().lines(tmp_path))
+    assert "drafter" not in dict(_summary().lines(tmp_path))
+    learned = replace(_summary(), drafter_accept_lengths=tuple(1 + 0.1 * n for n in range(31)))
+    shown = dict(learned.lines(tmp_path))["drafter"].split()
+    assert len(shown) == len(["expected", "accept", "length", "by", "step:"]) + 12
+    assert (shown[-12], shown[-1]) == ("1.00", "4.00")
     plain = {"speculation/switches": 1.0, "speculation/tuner_share": 0.002}
     drafted = {
         "speculation/switches": 3.0,

@@ -44,12 +44,18 @@ def by_position(*headings: str) -> dict[str, Callable[[Any], object]]:
 
 
 def print_card(
-    tables: Sequence[Table], result: Mapping[str, Any], *, json_only: bool = False
+    tables: Sequence[Table],
+    result: Mapping[str, Any],
+    *,
+    sentences: Sequence[str] = (),
+    json_only: bool = False,
 ) -> None:
-    """Print the tables and the machine, then `result` as one JSON line, last."""
+    """Print sentences, tables and the machine, then `result` as one JSON line, last."""
     about = environment()
     if not json_only:
-        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+        for sentence in sentences:
+            console.print(sentence, markup=False)
         for table in tables:
             shown = RichTable(title=table.title, title_justify="left")
             for index, heading in enumerate(table.columns):

@@ -8,11 +8,13 @@
     --repeats N     turns of each contestant (default 3)
     --no-generate   leave out transformers
 
-A field without a default is a required option. Needs no torch.
+A field without a default is a required option; one with `positional` is a word without a flag.
+A field `overrides` takes what the command line says about a configuration, `--section.key VALUE`.
+Needs no torch.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -20,6 +22,8 @@ from longtail.errors import ConfigError
 
 T = TypeVar("T")
 _EXAMPLES = {int: "1,8", float: "0,1"}
+OVERRIDES = "overrides"
+"""Name of the field that takes the words of a configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class Option:
     """Text of the help in place of the default."""
     group: str | None = None
     """Name shared by options that exclude each other."""
+    positional: bool = False
+    """Whether the value is a word without a flag."""
 
 
 Quick = Annotated[bool, Option("smaller defaults:")]
@@ -64,6 +70,9 @@ class _Argument:
 
     def add_to(self, parser: Any, help_text: str) -> None:
         """Declare the argument; its value is None unless it is given."""
+        if self.option.positional:
+            parser.add_argument(self.name, nargs="?", metavar=self.option.metavar, help=help_text)
+            return
         if self.value_type is bool:
             parser.add_argument(
                 self.flag, dest=self.name, action="store_const", const=not self.default,
@@ -139,7 +148,31 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type) -> None:
         group = each.option.group
         if group is not None and group not in groups:
             groups[group] = parser.add_mutually_exclusive_group()
-        each.add_to(parser if group is None else groups[group], text)
+        if each.name == OVERRIDES:
+            parser.set_defaults(overrides=())
+            parser.add_argument_group("configuration", each.option.help)
+        else:
+            each.add_to(parser if group is None else groups[group], text)
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split words into options of a command and those of a configuration, with their values.
+
+    Example: ["--steps", "2", "--run.seed", "1"] -> (["--steps", "2"], ("--run.seed", "1"))
+    """
+    own: list[str] = []
+    overrides: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, _ = word.partition("=")
+        if not (word.startswith("--") and "." in name):
+            own.append(word)
+            continue
+        overrides.append(word)
+        if not equals and queue and not queue[0].startswith("--"):
+            overrides.append(queue.pop(0))
+    return own, tuple(overrides)
 
 
 def read(kind: type[T], args: argparse.Namespace) -> T:
@@ -147,7 +180,9 @@ def read(kind: type[T], args: argparse.Namespace) -> T:
     values: dict[str, Any] = {}
     for each in _arguments(kind):
         given = getattr(args, each.name)
-        if given is not None:
+        if each.name == OVERRIDES:
+            values[each.name] = given
+        elif given is not None:
             values[each.name] = each.parse(given)
         elif each.option.quick is not None and args.quick:
             values[each.name] = each.option.quick

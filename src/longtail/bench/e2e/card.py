@@ -6,20 +6,25 @@ from typing import Any
 
 from longtail.bench.common.card import Table, by_position, numbers
 from longtail.bench.common.timing import Spread, ratios
-from longtail.bench.e2e.measure import ACCEPT, OFF, SPOT, ArmResult, differing_share
-from longtail.bench.e2e.options import E2eBenchOptions
+from longtail.bench.e2e.arms import ACCEPT, COLD, OFF, SPOT, ArmResult, differing_share
 from longtail.bench.e2e.outlook import MeasuredStep, Outlook, outlook
+from longtail.bench.e2e.plan import Setting
 
 _MORE_WORKERS = (8, 32, 128)
+_SHOWN_STEPS = 12
+_LATER = 4
+"""Fewest steps of a cold run whose later half is shown, too."""
+_NOTHING = 0.02
+"""Share of a step's time within which a difference is none."""
 _PARTS = ("rollout", "reward", "logprob", "update", "publish", "drafter", "step")
 
 
-def tables(options: E2eBenchOptions, found: Mapping[str, ArmResult]) -> list[Table]:
+def tables(setting: Setting, found: Mapping[str, ArmResult]) -> list[Table]:
     """Return the comparison, the prediction for more workers, and the parts of a step."""
-    off, predicted = found[OFF], _predictions(options, found)
+    off, predicted = found[OFF], _predictions(setting, found)
     error = _prediction_error(predicted, found)
     outlooks = Table(
-        f"Prediction from measured lengths and costs; error for {options.workers} workers "
+        f"Prediction from measured lengths and costs; error for {setting.workers} workers "
         f"{error or 0.0:+.0%}",
         {
             "workers": lambda each: each.workers,
@@ -39,13 +44,15 @@ def tables(options: E2eBenchOptions, found: Mapping[str, ArmResult]) -> list[Tab
     ]
     return [
         Table(
-            f"Training end to end, {options.workers} workers x 1 thread, {options.steps} steps in "
-            "turn; speedups over the arm off; median (lowest-highest) over steps",
+            f"Training {setting.model} end to end, {setting.workers} workers, "
+            f"{setting.threads} thread(s) each, {setting.steps} steps in turn; speedups over the "
+            "arm off; median (lowest-highest) over steps",
             {
                 "arm": lambda name: name,
                 "step speedup": lambda name: _speedup(off, found[name], "step"),
                 "rollout speedup": lambda name: _speedup(off, found[name], "rollout"),
                 "accept length": lambda name: _median(found[name], ACCEPT) or None,
+                "idle": lambda name: f"{_idle_share(found[name]):.0%}",
                 "idle time used": lambda name: (
                     f"{_median(found[name], 'cluster/idle_utilization'):.0%}"
                 ),
@@ -53,6 +60,7 @@ def tables(options: E2eBenchOptions, found: Mapping[str, ArmResult]) -> list[Tab
             },
             list(found),
         ),
+        *_accept_table(found),
         *([] if error is None else [outlooks]),
         Table(
             "Seconds of a step, medians", by_position("arm", *_PARTS, "spot stop latency"), parts
@@ -60,11 +68,70 @@ def tables(options: E2eBenchOptions, found: Mapping[str, ArmResult]) -> list[Tab
     ]
 
 
-def as_json(options: E2eBenchOptions, found: Mapping[str, ArmResult]) -> dict[str, Any]:
+def sentences(found: Mapping[str, ArmResult]) -> list[str]:
+    """Return what a user would gain, and whether the texts of the arms differ."""
+    off, drafting = found[OFF], {name: each for name, each in found.items() if name != OFF}
+    differing = max((differing_share(off, each) for each in drafting.values()), default=0.0)
+    texts = (
+        f"NOTE: up to {differing:.2%} of the texts differ from those of the arm off, so the arms "
+        "did not make the same run."
+        if differing
+        else "All arms wrote the same texts."
+    )
+    return [*_gain(off, found), texts]
+
+
+def _gain(off: ArmResult, found: Mapping[str, ArmResult]) -> list[str]:
+    """Return the share of a step's time with a drafter that learns."""
+    clauses: list[str] = []
+    for name, what in ((SPOT, "trained before"), (COLD, "fresh at its start")):
+        if name not in found or not off.metrics:
+            continue
+        own, plain = (each.column("timing_s/step") for each in (found[name], off))
+        share = ratios(own, plain)
+        clause = f"{share.median:.2f}x of the time ({what}: {_verdict(share.median)}"
+        if name == COLD and len(own) >= _LATER:
+            half = len(own) // 2
+            later = ratios(own[half:], plain[half:]).median
+            clause += f"; in the last {len(own) - half} steps {later:.2f}x: {_verdict(later)}"
+        clauses.append(f"{clause})")
+    if not clauses:
+        return []
+    together = ", and ".join(clauses)
+    return [f"With a drafter that learns while you train, a step of this run took {together}."]
+
+
+def _verdict(share: float) -> str:
+    """Return whether a share of the time is a gain, beyond what the machine's noise hides."""
+    if share < 1.0 - _NOTHING:
+        return "a gain"
+    return "no gain" if share <= 1.0 + _NOTHING else "a loss"
+
+
+def _accept_table(found: Mapping[str, ArmResult]) -> list[Table]:
+    """Return the accept length of some steps, evenly spaced; empty if no arm drafted."""
+    lengths = {name: each.column(ACCEPT) for name, each in found.items()}
+    rows = [(name, own) for name, own in lengths.items() if any(own)]
+    if not rows:
+        return []
+    count = len(rows[0][1])
+    shown = min(count, _SHOWN_STEPS)
+    steps = sorted({round(i * (count - 1) / max(shown - 1, 1)) for i in range(shown)})
+    cells = [(name, *(f"{own[step]:.2f}" for step in steps)) for name, own in rows]
+    return [
+        Table(
+            "Accept length by step; 0 where nothing was drafted",
+            by_position("arm", *(str(step + 1) for step in steps)),
+            cells,
+        )
+    ]
+
+
+def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
     """Return every figure."""
     off = found[OFF]
     others = {name: result for name, result in found.items() if name != OFF}
-    spot, predicted = found.get(SPOT), _predictions(options, found)
+    spot, predicted = found.get(SPOT), _predictions(setting, found)
     latencies = [] if spot is None else spot.column("cluster/spot_stop_latency_s")
 
     def speedups(part: str) -> dict[str, dict[str, float] | None]:
@@ -78,16 +145,18 @@ def as_json(options: E2eBenchOptions, found: Mapping[str, ArmResult]) -> dict[st
 
     return {
         "bench": "e2e",
-        "model": options.model,
-        "workers": options.workers,
-        "steps": options.steps,
-        "switch_step": options.switch_task,
+        "model": setting.model,
+        "workers": setting.workers,
+        "steps": setting.steps,
+        "switch_step": setting.switch_step,
         "step_speedup": speedups("step"),
         "rollout_speedup": speedups("rollout"),
+        "cold_step_gain_by_step": _gain_by_step(off, found.get(COLD)),
         "differing_share": {name: differing_share(off, each) for name, each in others.items()},
         "rewards_agree": all(
             each.column("reward/mean") == off.column("reward/mean") for each in others.values()
         ),
+        "policies_agree": all(each.policy == off.policy for each in others.values()),
         "idle_utilization": of_spot("idle_utilization"),
         "reused_share": of_spot("reused_share"),
         "stolen_share": of_spot("spot_stop_latency_share"),
@@ -104,14 +173,14 @@ def as_json(options: E2eBenchOptions, found: Mapping[str, ArmResult]) -> dict[st
     }
 
 
-def _predictions(options: E2eBenchOptions, found: Mapping[str, ArmResult]) -> list[Outlook]:
+def _predictions(setting: Setting, found: Mapping[str, ArmResult]) -> list[Outlook]:
     """Predict the effect of spot with more workers; empty if spot was not measured."""
     off, spot = found[OFF], found.get(SPOT)
     if spot is None or spot.costs is None or not off.lengths:
         return []
 
     def writing_s(result: ArmResult) -> float:
-        return _median(result, "cluster/generating_s") / options.workers
+        return _median(result, "cluster/generating_s") / setting.workers
 
     logprob_s, update_s = (off.column(f"timing_s/{part}") for part in ("logprob", "update"))
     measured = MeasuredStep(
@@ -119,10 +188,10 @@ def _predictions(options: E2eBenchOptions, found: Mapping[str, ArmResult]) -> li
         series=spot.series,
         costs=spot.costs,
         writing_s=(writing_s(off), writing_s(spot)),
-        requests_per_worker=max(len(off.lengths) // (options.steps * options.workers), 1),
+        requests_per_worker=max(len(off.lengths) // (setting.steps * setting.workers), 1),
         learning_s=_median_of([a + b for a, b in zip(logprob_s, update_s, strict=True)]),
     )
-    return outlook(measured, (options.workers, *_MORE_WORKERS))
+    return outlook(measured, (setting.workers, *_MORE_WORKERS))
 
 
 def _prediction_error(predicted: list[Outlook], found: Mapping[str, ArmResult]) -> float | None:
@@ -141,10 +210,18 @@ def _checkpoint_ratio(spot: ArmResult) -> dict[str, float] | None:
 
 def _steps_until_frozen(found: Mapping[str, ArmResult]) -> int | None:
     """Return the steps after which the arm cold accepts as much as the arm frozen."""
-    if "cold" not in found or "frozen" not in found:
+    if COLD not in found or "frozen" not in found:
         return None
-    both = zip(found["cold"].column(ACCEPT), found["frozen"].column(ACCEPT), strict=True)
+    both = zip(found[COLD].column(ACCEPT), found["frozen"].column(ACCEPT), strict=True)
     return next((step for step, (cold, frozen) in enumerate(both) if cold >= frozen), None)
+
+
+def _gain_by_step(off: ArmResult, own: ArmResult | None) -> list[float] | None:
+    """Return the speedup of each step; None without the arm."""
+    if own is None:
+        return None
+    both = zip(off.column("timing_s/step"), own.column("timing_s/step"), strict=True)
+    return [plain / mine for plain, mine in both]
 
 
 def _speedup(off: ArmResult, own: ArmResult, part: str) -> Spread:

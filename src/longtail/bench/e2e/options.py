@@ -1,6 +1,7 @@
 """Options of `longtail bench e2e`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from longtail.bench.common.options import Json, Option
@@ -8,17 +9,43 @@ from longtail.errors import ConfigError
 
 _GROUP_SIZE = 8
 _ARMS = ("off", "history", "frozen", "serial", "spot", "cold", "unplaced")
+_RUN_ARMS = ("off", "history", "frozen", "spot", "cold")
+_FIELD_OF: Mapping[str, str] = {
+    "workers": "cluster.workers",
+    "prompts": "rollout.prompts_per_step",
+    "model": "model.path",
+    "dtype": "rollout.dtype",
+    "learning_rate": "learner.learning_rate",
+    "problems": "data.size",
+}
+"""Field of a run's configuration that an option stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class E2eBenchOptions:
     """Arms, and the training run that all arms make."""
 
+    run: Annotated[
+        str | None,
+        Option(
+            "TOML file or recipe to measure as it is; default: the tiny reasoner, by the options "
+            "below",
+            "RUN",
+            positional=True,
+        ),
+    ] = None
     arms: Annotated[
         tuple[str, ...],
-        Option("arms", choices=_ARMS, quick=("off", "spot"), default="default: all but unplaced"),
-    ] = _ARMS[:-1]
-    steps: Annotated[int, Option("training steps of each arm", low=1, quick=2)] = 20
+        Option(
+            "arms",
+            choices=_ARMS,
+            quick=("off", "spot"),
+            default=f"default: all but unplaced; of RUN {', '.join(_RUN_ARMS)}",
+        ),
+    ] = ()
+    steps: Annotated[
+        int, Option("training steps of each arm, at most run.steps of RUN", low=1, quick=2)
+    ] = 20
     workers: Annotated[int, Option("worker processes", low=1)] = 2
     prompts: Annotated[int, Option("prompts of a step, 8 completions each", low=1, quick=2)] = 16
     model: Annotated[
@@ -30,7 +57,7 @@ class E2eBenchOptions:
     ] = "float32"
     drafter: Annotated[
         str | None,
-        Option("drafter of frozen, serial and spot (default: the model's own)", "DIR"),
+        Option("drafter of frozen, serial and spot (default: that of the model or RUN)", "DIR"),
     ] = None
     learning_rate: Annotated[float, Option("learning rate of the policy")] = 3e-4
     problems: Annotated[
@@ -45,12 +72,21 @@ class E2eBenchOptions:
         False
     )
     json: Json = False
+    overrides: Annotated[
+        tuple[str, ...], Option("--section.key VALUE sets a field of RUN, as for longtail train")
+    ] = ()
 
     def __post_init__(self) -> None:
         """Refuse combinations that contradict each other."""
-        if self.arms[0] != "off":
+        if self.arm_names[0] != "off":
             given = ",".join(self.arms)
             raise ConfigError(f"--arms = {given!r}: off comes first, all others are compared to it")
+        if len(set(self.arm_names)) < len(self.arm_names):
+            raise ConfigError(f"--arms = {','.join(self.arms)!r}: each arm is given once")
+        if self.run is not None:
+            self._refuse_shape_of_run()
+        elif self.overrides:
+            raise ConfigError(f"{self.overrides[0]}: it sets a field of RUN; give the TOML file")
         if self.drafter and self.model != "tiny":
             raise ConfigError(f"--drafter = {self.drafter!r}: --model {self.model} has its own")
         if self.switch_task is not None and not 1 < self.switch_task <= self.steps:
@@ -58,9 +94,26 @@ class E2eBenchOptions:
                 f"--switch-task = {self.switch_task}: it must be 2 to {self.steps}, the last step"
             )
 
+    def _refuse_shape_of_run(self) -> None:
+        """Refuse options whose place is in the configuration of RUN."""
+        if self.quick:
+            raise ConfigError("--quick makes another run than RUN; give --steps and --arms")
+        if self.switch_task is not None:
+            raise ConfigError("--switch-task: RUN has its own prompts (data.source)")
+        defaults = {each.name: each.default for each in fields(self)}
+        for option, name in _FIELD_OF.items():
+            if getattr(self, option) != defaults[option]:
+                flag = f"--{option.replace('_', '-')} = {getattr(self, option)}"
+                raise ConfigError(f"{flag}: RUN says this by {name}; give --{name} VALUE")
+
     @property
-    def overrides(self) -> tuple[str, ...]:
-        """Configuration of all arms, on top of the quickstart's recipe.
+    def arm_names(self) -> tuple[str, ...]:
+        """Arms to measure."""
+        return self.arms or (_ARMS[:-1] if self.run is None else _RUN_ARMS)
+
+    @property
+    def tiny_words(self) -> tuple[str, ...]:
+        """Configuration of all arms without RUN, on top of the quickstart's recipe.
 
         `max_running` is the share of a worker and one group: many arms share this machine's memory.
         """
@@ -70,7 +123,6 @@ class E2eBenchOptions:
             f"--cluster.workers={self.workers}",
             "--run.threads=1",
             f"--run.steps={self.steps}",
-            "--run.checkpoint_every=1000000",
             "--data.heldout_size=0",
             f"--data.size={self.problems}",
             f"--rollout.prompts_per_step={self.prompts}",
@@ -80,6 +132,5 @@ class E2eBenchOptions:
             f"--learner.dtype={'float32' if autocast else self.dtype}",
             f"--learner.autocast={str(autocast).lower()}",
             f"--learner.learning_rate={self.learning_rate}",
-            *([f"--speculation.drafter={self.drafter}"] if self.drafter else []),
             *(["--rollout.max_tokens=256"] if self.quick else []),
         )

@@ -1,7 +1,7 @@
 """`longtail bench e2e`: whole training runs that differ in how they draft, arm against arm.
 
-Several workers on this machine train the tiny reasoner, with one thread each; see `e2e.measure` for
-the arms.
+With RUN the arms have the configuration of a user's own run; without it several workers on this
+machine train the tiny reasoner, with one thread each. See `e2e.plan` for the arms.
 """
 
 import tempfile
@@ -15,14 +15,20 @@ def run(options: E2eBenchOptions) -> int:
     """Measure, print the card, and end with one JSON line."""
     from longtail.bench.common.card import print_card
     from longtail.bench.e2e import card
-    from longtail.bench.e2e.measure import ACCEPT, measure
+    from longtail.bench.e2e.arms import ACCEPT
+    from longtail.bench.e2e.measure import measure
     from longtail.bench.e2e.plot import draw_curves
     from longtail.report.timeline_plot import draw
 
     with tempfile.TemporaryDirectory(prefix="longtail-e2e-") as place:
-        found = measure(options, Path(place), progress("e2e"))
-    result = card.as_json(options, found)
-    print_card(card.tables(options, found), result, json_only=options.json)
+        measured = measure(options, Path(place), progress("e2e"))
+    setting, found, room = measured.plan.setting, measured.arms, measured.room
+    print_card(
+        card.tables(setting, found),
+        card.as_json(setting, found) | {"parked": room.is_parked, "memory_bytes": room.needed},
+        sentences=[*card.sentences(found), *measured.plan.notes, room.sentence()],
+        json_only=options.json,
+    )
     if options.plot is not None:
         pictured = [(name, found[name].timeline) for name in ("off", "spot") if name in found]
         draw([(name, line) for name, line in pictured if line is not None], Path(options.plot))

@@ -171,7 +171,8 @@ def training(
         e2e = E2eBenchOptions(arms=arms, workers=1, steps=4, model="100m", dtype="bfloat16")
     device = f"--run.device={options.device}"
     with tempfile.TemporaryDirectory(prefix="longtail-gpu-") as place:
-        figures = e2e_card.as_json(e2e, measure_arms(e2e, Path(place), log, device))
+        measured = measure_arms(e2e, Path(place), log, device)
+    figures = e2e_card.as_json(measured.plan.setting, measured.arms)
     return {name: figures[name] for name in _TRAINING_KEYS}
 
 

@@ -35,9 +35,9 @@ class Verdict:
     version: int
     is_adopted: bool
     before: float
-    """As in the offer."""
+    """Copy from the offer, for the decision."""
     after: float
-    """As in the offer."""
+    """Copy from the offer, for the decision."""
     reason: str = ""
     """Reason for a refusal."""
 

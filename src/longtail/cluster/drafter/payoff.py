@@ -1,6 +1,6 @@
 """When a worker that is never idle trains the drafter: while that saves more time than it takes.
 
-With one worker nobody idles, so each second of training is added to the step. It is bounded by a
+A worker alone never idles, so each second of training is added to the step. It is bounded by a
 share of the rollout, and spent only if measurements promise it back within the run:
 
     acceptance     measured by the trainer on held-out text; it rises by a part per doubling of the

@@ -84,8 +84,8 @@ class KVCache(abc.ABC):
         """Return the numbers of free and owned tokens."""
 
     @abc.abstractmethod
-    def sleep(self) -> None:
-        """Free the device's memory, if that is useful; no request owns tokens."""
+    def sleep(self, *, fully: bool = False) -> None:
+        """Free the device's memory if that is useful, or `fully`; no request owns tokens."""
 
     @abc.abstractmethod
     def wake(self) -> None:
@@ -218,8 +218,12 @@ class ContiguousKVCache(KVCache):
             free=self._free_blocks * size, owned=owned * size, total=self._num_blocks * size
         )
 
-    def sleep(self) -> None:
-        """Do nothing: a CPU commits memory only where tokens are written."""
+    def sleep(self, *, fully: bool = False) -> None:
+        """Keep the pages that tokens were written to; `fully`: free them, for new ones."""
+        assert not self._rows, "a request would lose its keys and values"
+        if fully:
+            self._storage = self._allocate(self._storage.shape[3])
+            self._layers = _layers(self._storage)
 
     def wake(self) -> None:
         """Do nothing."""

@@ -112,7 +112,7 @@ class PagedKVCache(KVCache):
         """Return the blocks, in tokens; a shared block counts once."""
         return self._pool.usage()
 
-    def sleep(self) -> None:
+    def sleep(self, *, fully: bool = False) -> None:
         """Free the memory of the blocks while nothing is generated."""
         assert not self.usage().owned, "a request would lose its keys and values"
         self._storage.untyped_storage().resize_(0)

@@ -111,7 +111,7 @@ def _lines(path: Path, *, where: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _parquet(path: Path, *, where: str) -> list[Row]:
-    parquet = _import_extra("pyarrow.parquet", extra="data", where=where)
+    parquet = import_extra("pyarrow.parquet", extra="data", where=where)
     rows: list[Row] = []
     try:
         with parquet.ParquetFile(path) as file:
@@ -160,7 +160,7 @@ def _name_and_split(rest: str) -> tuple[str, str]:
 
 
 def _hf(rest: str, *, where: str) -> list[Row]:
-    datasets = _import_extra("datasets", extra="data", where=where)
+    datasets = import_extra("datasets", extra="data", where=where)
     name, split = _name_and_split(rest)
     directory = Path(name).expanduser()
     try:
@@ -236,7 +236,7 @@ def _saved_to_disk(saved: Any, split: str, *, where: str) -> list[Row]:
 
 
 def _reasoning_gym(task: str, size: int, seed: int, *, where: str) -> list[Row]:
-    gym = _import_extra("reasoning_gym", extra="reasoning-gym", where=where)
+    gym = import_extra("reasoning_gym", extra="reasoning-gym", where=where)
     known = list(gym.factory.DATASETS)
     if task not in known:
         near = difflib.get_close_matches(task, known, n=3)
@@ -267,7 +267,8 @@ def _tiny_reasoner(source: str, size: int, seed: int) -> list[Row]:
     return list(problems(size, seed, "heldout" if source.endswith(":heldout") else "train"))
 
 
-def _import_extra(module: str, *, extra: str, where: str) -> Any:
+def import_extra(module: str, *, extra: str, where: str) -> Any:
+    """Return a module of an optional package; ConfigError, which names `where`, without it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

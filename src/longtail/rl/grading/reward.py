@@ -197,7 +197,7 @@ class ReasoningGymReward(Reward):
 
     def __init__(self) -> None:
         gym = _import_extra("reasoning_gym", extra="reasoning-gym")
-        self._make_scorer: Callable[[str], Callable[..., float]] = gym.get_score_answer_fn
+        self._make_dataset: Callable[..., Any] = gym.create_dataset
         self._scorers: dict[str, Callable[..., float]] = {}
 
     def grade(self, task: GradingTask) -> float:
@@ -205,17 +205,20 @@ class ReasoningGymReward(Reward):
         name = task.data["reasoning_gym_task"]
         # NOTE: not `final_answer`: answers may contain #, as in sokoban
         answer = tagged_answer(task.text)
-        score = self._scorer(name)(answer=answer, entry=task.data["reasoning_gym_entry"])
+        scorer = self._scorer(name, task.data.get("reasoning_gym_config", {}))
+        score = scorer(answer=answer, entry=task.data["reasoning_gym_entry"])
         return checked_number(score, source=f"reasoning_gym scorer {name!r}")
 
     def check(self, data: Mapping[str, Any]) -> None:
         """Refuse a row of a task that has no scorer."""
-        self._scorer(data["reasoning_gym_task"])
+        self._scorer(data["reasoning_gym_task"], {})
 
-    def _scorer(self, name: str) -> Callable[..., float]:
-        if name not in self._scorers:
-            self._scorers[name] = self._make_scorer(name)
-        return self._scorers[name]
+    def _scorer(self, name: str, config: Mapping[str, Any]) -> Callable[..., float]:
+        """Return the scorer of a task with its parameters, some of which scorers use."""
+        key = f"{name} {sorted(config.items())}"
+        if key not in self._scorers:
+            self._scorers[key] = self._make_dataset(name, **config).score_answer
+        return self._scorers[key]
 
 
 @final
