@@ -17,7 +17,7 @@ from typing import Any, final
 
 import torch
 
-from longtail.build.drafters import Target, read_drafter
+from longtail.build.drafters import Target, check_names, read_drafter
 from longtail.build.engine import completion_key, open_engine, open_model
 from longtail.build.models import model_directory
 from longtail.drafter.formats.checkpoint import LoadedDrafter
@@ -64,6 +64,7 @@ class Engine:
         self._dtype, self._device = dtype, device
         self._max_running, self._batch_invariant = max_running, batch_invariant
         choose_device(device)
+        check_names(drafter, field="drafter")
         self._path = model_directory(model, field="model")
         self.tokenizer = load_tokenizer(self._path)
         self.max_positions = load_config(self._path).max_positions

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from longtail.build.drafters import check_names
 from longtail.build.models import model_directory
 from longtail.build.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress
@@ -116,6 +117,7 @@ class TrainingStep:
 
 def train(config: RunConfig) -> int:
     """Run `longtail train` and return its exit code, which is 130 after an interruption."""
+    check_names(config.speculation.drafter)
     console = Console()
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as run:
         checkpoint = run.start(configfile.render(config), resume=config.run.resume)
