@@ -12,8 +12,10 @@ schedule, the worker or the speculation. This module has no state and no global 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from ctypes import c_float
 from dataclasses import dataclass
+from math import log, log1p
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +23,8 @@ from torch import Tensor
 
 from longtail.system.transfer import to_device
 from longtail.types import SamplingParams
+
+_WORD = 2**64 - 1
 
 
 def noise_key(seed: int, *parts: str | int) -> int:
@@ -54,9 +58,12 @@ def row_keys(
 
 
 def gumbel_noise(
-    keys: Int[Tensor, "rows"], positions: Int[Tensor, "rows"], vocab_size: int
+    keys: Int[Tensor, "rows"],
+    positions: Int[Tensor, "rows"],
+    vocab_size: int,
+    entries: Int[Tensor, "vocab"] | None = None,
 ) -> Float[Tensor, "rows vocab"]:
-    """Return Gumbel(0, 1) variates g[key, position, v] of all vocabulary entries v (float32).
+    """Return Gumbel(0, 1) variates g[key, position, v] of all or some entries v (float32).
 
     The generator is counter-based: entry v of a row is a hash of v under a 64-bit row key, a 32-bit
     permutation with two multiplications (16 21f0aaad 15 d35a2d97 15, one of the least biased in
@@ -65,13 +72,34 @@ def gumbel_noise(
     events of probability below 5e-10 are not resolved.
     """
     low, high = row_keys(keys, positions)
-    entries = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    x = (entries * -0x61C88647) + low[:, None]
+    if entries is None:
+        entries = torch.arange(vocab_size, device=keys.device)
+    x = (entries.to(torch.int32) * -0x61C88647) + low[:, None]
     x.bitwise_xor_(_shifted(x, 16, 32)).mul_(0x21F0AAAD).add_(high[:, None])
     x.bitwise_xor_(_shifted(x, 15, 32)).mul_(-0x2CA5D269)
     x.bitwise_xor_(_shifted(x, 15, 32)).bitwise_and_(0x7FFFFFFF)
     uniform = x.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def entry_noise(key: int, position: int) -> Callable[[int], float]:
+    """Return the noise of single entries: `gumbel_noise`, up to the rounding of its logs."""
+    row = (key + 0x1F83D9ABFB41BD6B) & _WORD
+    for added in (position * 0x9E3779B97F4A7C15, 0):
+        row = ((row ^ row >> 30) * 0xBF58476D1CE4E5B9) & _WORD
+        row = ((row ^ row >> 27) * 0x94D049BB133111EB) & _WORD
+        row = ((row ^ row >> 31) + added) & _WORD
+    low, high = row & 0xFFFFFFFF, row >> 32
+
+    def noise(entry: int) -> float:
+        x = (entry * 0x9E3779B9 + low) & 0xFFFFFFFF
+        x = ((x ^ x >> 16) * 0x21F0AAAD + high) & 0xFFFFFFFF
+        x = (x ^ x >> 15) * 0xD35A2D97 & 0xFFFFFFFF
+        x = (x ^ x >> 15) & 0x7FFFFFFF
+        u = c_float(c_float(x).value + 0.5).value * 2.0**-31  # rounded to float32, as there
+        return -log(-log1p(-min(u, 1.0 - 2.0**-24)))
+
+    return noise
 
 
 def _keep(

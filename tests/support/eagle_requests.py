@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.drafter import EagleDrafter
@@ -23,14 +23,14 @@ class KeyedNoise(Noise):
     """Noise of requests with texts of these lengths and one key."""
 
     def __init__(self, lengths: Sequence[int], vocab_size: int) -> None:
+        super().__init__([KEY] * len(lengths), lengths)
         self._lengths, self._vocab_size = torch.tensor(lengths), vocab_size
 
-    def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
+    def at_depth(
+        self, depth: int, entries: Int[Tensor, "entries"] | None = None
+    ) -> Float[Tensor, "requests entries"]:
         keys = torch.full_like(self._lengths, KEY)
-        return gumbel_noise(keys, self._lengths + depth - 1, self._vocab_size)
-
-    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        return torch.stack([self.at_depth(d) for d in range(1, depth + 1)], 1)
+        return gumbel_noise(keys, self._lengths + depth - 1, self._vocab_size, entries)
 
 
 def make_layer(model: Transformer, recipe: Recipe, window: int = WINDOW) -> EagleLayer:

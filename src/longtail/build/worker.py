@@ -10,11 +10,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from longtail.build import memory
 from longtail.build.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig
 from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.eagle.recipe import recipe_for
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
@@ -95,7 +98,7 @@ def build_components(
         policy=policy,
         device=device,
         tokenizer=tokenizer,
-        drafting=_drafting(config, target, speculation, trainable, number),
+        drafting=_drafting(config, target, speculation, trainable, number, is_fresh=FRESH in names),
         read_drafter=trainable,
         is_fresh=FRESH in names,
         rollout_threads=rollout_threads(policy.config.hidden_size),
@@ -109,6 +112,8 @@ def _drafting(
     speculation: Speculation | None,
     trainable: Callable[[], LoadedDrafter | None],
     number: int,
+    *,
+    is_fresh: bool,
 ) -> Drafting | None:
     """Build the trainer of the first drafter that can be trained."""
     if speculation is None or config.spot.train == "never":
@@ -122,6 +127,8 @@ def _drafting(
             unroll_steps=loaded.training.unroll_steps,
             optimizer=OptimizerSettings(learning_rate=own.learning_rate),
             matrix_rate=own.matrix_rate or None,
+            autocast=target.model.dtype == torch.bfloat16,
+            fit_tokens=recipe_for(target.model.config).fit_tokens if is_fresh else 0,
         ),
         batch_tokens=own.batch_tokens,
         tokens_per_micro_batch=min(_MICRO_TOKENS, own.batch_tokens),

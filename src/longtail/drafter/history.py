@@ -19,7 +19,7 @@ which the confidence curve adapts.
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
 from math import log
 from typing import final
@@ -88,14 +88,13 @@ class _Pool:
 @final
 @dataclass(slots=True)
 class _Root:
-    """Root of one request's draft: its last tokens, its pool, and its row of the noise, if any."""
+    """Root of one request's draft: its last tokens, its pool, and its noise, if any."""
 
     text: str
     after: dict[int, Continuations]
     lengths: Sequence[int]
-    noise: Callable[[int], memoryview] | None
-    """Returns g[request, v] of a depth; memoryviews are indexed faster than arrays."""
-    row: int
+    noise: Callable[[int], Callable[[int], float]] | None
+    """Returns g of a depth, a function of the token."""
 
     def children(self, text: str, longest: int, level: int) -> tuple[int, list[tuple[float, int]]]:
         """Rank the continuations of the longest known context, from entry `longest` down.
@@ -123,8 +122,8 @@ class _Root:
         if self.noise is None:
             scored = [(log(count), token) for token, count in known.items()]
         else:
-            noise, row = self.noise(level), self.row
-            scored = [(log(count) + noise[row, token], token) for token, count in known.items()]
+            noise = self.noise(level)
+            scored = [(log(count) + noise(token), token) for token, count in known.items()]
         scored.sort(reverse=True)
         safe = log(sum(known.values()) * length * length / len(known))
         (best, first), (second, _) = scored[:2]
@@ -164,15 +163,14 @@ class HistoryDrafter(Drafter):
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
         """Draft along the longest known contexts; EMPTY where the last token is unknown."""
-        levels = None
-        if noise is not None:  # computed when a request first has a choice at that depth
-            levels = cache(lambda depth: noise.at_depth(depth).cpu().numpy().data)
         farthest = self._lengths[-1]
         trees = []
         for row, request in enumerate(requests):
             pool = self._pool(request.request_id, request.tokens, request.prompt_len)
-            own = levels if request.sampling.temperature > 0.0 else None
-            root = _Root(_text(request.tokens[-farthest:]), pool.after, self._lengths, own, row)
+            own = None
+            if noise is not None and request.sampling.temperature > 0.0:
+                own = cache(partial(noise.of, row))
+            root = _Root(_text(request.tokens[-farthest:]), pool.after, self._lengths, own)
             depth = min(strategy.depth, strategy.num_nodes, request.max_depth)
             if strategy.width == 1:
                 trees.append(self._chain(root, depth, strategy.thresholds))

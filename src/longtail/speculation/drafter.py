@@ -15,12 +15,13 @@ all requests, an added one gets `refresh`.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from longtail.sampling import entry_noise
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.taps import Taps
 from longtail.speculation.tree import DraftTree
@@ -61,15 +62,21 @@ class Observed:
 
 
 class Noise(abc.ABC):
-    """Keyed noise of the positions of drafted tokens."""
+    """Keyed noise g[key, position, v] of the positions of drafted tokens."""
+
+    def __init__(self, keys: Sequence[int], positions: Sequence[int]) -> None:
+        self.keys, self.positions = keys, positions
+        """Noise key of each request, and the position of its nodes of depth 1."""
 
     @abc.abstractmethod
-    def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
-        """Return g[key, position, v] for each request's nodes of `depth` (from 1)."""
+    def at_depth(
+        self, depth: int, entries: Int[Tensor, "entries"] | None = None
+    ) -> Float[Tensor, "requests entries"]:
+        """Return the noise of each request's nodes of `depth` (from 1); None: of all entries."""
 
-    @abc.abstractmethod
-    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        """Return `at_depth` of the depths 1 to `depth`, contiguous."""
+    def of(self, request: int, depth: int) -> Callable[[int], float]:
+        """Return the noise of single entries, for a drafter that proposes few."""
+        return entry_noise(self.keys[request], self.positions[request] + depth - 1)
 
 
 class Drafter(abc.ABC):

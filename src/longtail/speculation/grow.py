@@ -124,9 +124,7 @@ class Scoring:
             logits = logits / self._uneven[0].to(logits.dtype).repeat_interleave(per_request, 0)
         if self._noise is None:
             return logits
-        noise = self._noise.at_depth(depth)
-        if self._draft_ids is not None:
-            noise = noise[:, self._draft_ids]
+        noise = self._noise.at_depth(depth, self._draft_ids)
         if self._uneven is not None:
             noise = noise * self._uneven[1].to(noise.dtype)
         return logits + (noise if per_request == 1 else noise.repeat_interleave(per_request, 0))

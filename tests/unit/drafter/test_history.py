@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.history import HistoryDrafter, _Root, _text
@@ -33,19 +33,18 @@ class TableNoise(Noise):
 
     def __init__(self, *levels: Sequence[dict[int, float]]) -> None:
         """Set the values of levels[d - 1][row] at depth d; all others are 0."""
-        self.table = torch.zeros(len(levels[0]), len(levels), VOCAB)
-        for depth, rows in enumerate(levels):
-            for row, entries in enumerate(rows):
-                for token, value in entries.items():
-                    self.table[row, depth, token] = value
+        super().__init__([0] * len(levels[0]), [0] * len(levels[0]))
+        self._levels = levels
         self.read: list[int] = []
 
-    def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
+    def of(self, request: int, depth: int) -> Callable[[int], float]:
         self.read.append(depth)
-        return self.table[:, depth - 1]  # a view with other strides
+        return lambda token: self._levels[depth - 1][request].get(token, 0.0)
 
-    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        raise AssertionError("history reads no deeper than it must")
+    def at_depth(
+        self, depth: int, entries: Int[Tensor, "entries"] | None = None
+    ) -> Float[Tensor, "requests entries"]:
+        raise AssertionError("history reads no more than its own candidates")
 
 
 def seen(
@@ -334,10 +333,10 @@ WORTHS = st.builds(
 @given(TEXTS, st.integers(1, 6), WORTHS, st.booleans())
 def test_a_chain_is_a_tree_of_width_one(texts, depth, worth, coupled):
     noise = TableNoise(*[[{10: 1.0, 12: 0.3 * level}] for level in range(6)])
-    read = (lambda depth: noise.at_depth(depth).numpy().data) if coupled else None
+    read = partial(noise.of, 0) if coupled else None
     drafter = drafter_that_saw(*texts)
     text = _text((*PROMPT, *texts[-1][:4])[-8:])
-    root = _Root(text, drafter._pools[PROMPT].after, drafter._lengths, read, 0)
+    root = _Root(text, drafter._pools[PROMPT].after, drafter._lengths, read)
     strategy = Strategy(depth=depth, thresholds=worth)
     assert drafter._chain(root, depth, worth) == drafter._tree(root, depth, strategy)
 
@@ -348,7 +347,7 @@ def test_a_tree_equals_growing_level_by_level_and_pruning(texts, shape, beam, wo
     strategy = Strategy(depth=depth, width=width, size=size, beam=beam, thresholds=worth)
     drafter = drafter_that_saw(*texts)
     sure = ConfidenceCurve().confidences
-    root = _Root(_text(texts[0][:2]), drafter._pools[PROMPT].after, drafter._lengths, None, 0)
+    root = _Root(_text(texts[0][:2]), drafter._pools[PROMPT].after, drafter._lengths, None)
     tree = drafter._tree(root, depth, strategy)
     reaches: list[float] = []
     level = [(-1.0, 0.0, 0, root.text)]  # reach and margin, both negative; token

@@ -262,7 +262,12 @@ def test_coupled_drafts_use_the_noise_of_their_positions_and_others_none(coupled
             if noise is not None:
                 places = [(keys[each.request_id], len(each.tokens)) for each in requests]
                 rows = [noise.at_depth(depth) for depth in range(1, strategy.depth + 1)]
-                assert noise.up_to(strategy.depth).equal(torch.stack(rows, 1))
+                for depth, row in enumerate(rows, start=1):
+                    some = noise.at_depth(depth, torch.tensor([7, 100]))
+                    assert some.equal(row[:, [7, 100]])
+                    for request in range(len(requests)):
+                        single = noise.of(request, depth)(7)
+                        assert single == pytest.approx(float(row[request, 7]), abs=4e-6)
                 seen.append((places, torch.stack(rows)))
             return [EMPTY] * len(requests)
 

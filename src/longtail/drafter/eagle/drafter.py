@@ -196,7 +196,7 @@ class EagleDrafter(Drafter):
             return trees
         chosen = [requests[i] for i in ready]
         if noise is not None and len(ready) < len(requests):
-            noise = _NoiseRows(noise, torch.tensor(ready, device=self._target.device))
+            noise = _NoiseRows(noise, ready, self._target.device)
         if self._has_kernel is None:
             self._kernel = self._chain_kernel()
             self._has_kernel = self._kernel is not None
@@ -237,9 +237,6 @@ class EagleDrafter(Drafter):
         """Return the drafts of `grow` for chains (with siblings), from one native call."""
         assert self._kernel is not None, "chains need the native round"
         windows, depth = self.windows, deepest(requests, strategy)
-        values = None if noise is None else noise.up_to(depth)
-        if values is not None and self._draft_ids is not None:
-            values = values[:, :, self._draft_ids]
         pending = windows.catch_up(requests)
         temperatures = [each.sampling.temperature for each in requests]
         draft_round = ChainRound(
@@ -250,7 +247,7 @@ class EagleDrafter(Drafter):
             depths=[each.max_depth for each in requests],
             strategy=strategy,
             confidences=self._curve.table(),
-            noise=values,
+            noise=None if noise is None else torch.tensor([noise.keys, noise.positions]),
             inverse_temperatures=torch.tensor([1.0 / t if t else 0.0 for t in temperatures]),
         )
         started = time.perf_counter()
@@ -284,13 +281,12 @@ def _trees(chains: Chains) -> list[DraftTree]:
 class _NoiseRows(Noise):
     """Noise of some of the requests."""
 
-    def __init__(self, noise: Noise, rows: Tensor) -> None:
-        self._noise, self._rows = noise, rows
+    def __init__(self, noise: Noise, rows: Sequence[int], device: torch.device) -> None:
+        super().__init__([noise.keys[row] for row in rows], [noise.positions[row] for row in rows])
+        self._noise, self._rows = noise, torch.tensor(rows, device=device)
 
-    def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
+    def at_depth(
+        self, depth: int, entries: Int[Tensor, "entries"] | None = None
+    ) -> Float[Tensor, "requests entries"]:
         """Select the requests' rows."""
-        return self._noise.at_depth(depth)[self._rows]
-
-    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        """Select the requests' rows."""
-        return self._noise.up_to(depth)[self._rows]
+        return self._noise.at_depth(depth, entries)[self._rows]

@@ -1,8 +1,8 @@
 """Keyed noise of the next positions of the requests in progress, computed in large groups.
 
-The noise of a position does not depend on its token, and a few large tensor operations cost less
-than many small ones. Values are those of `sampling.gumbel_noise` for any grouping. Verification and
-drafting read the same table.
+For machines without native sampling, and for float64. The noise of a position does not depend on
+its token, and a few large tensor operations cost less than many small ones. Values are those of
+`sampling.gumbel_noise` for any grouping. Verification and drafting read the same table.
 """
 
 import abc
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.engine.request import ActiveRequest
@@ -28,6 +28,12 @@ class NoiseSource(abc.ABC):
     @abc.abstractmethod
     def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
         """Return noise for drafts of at most `depth`, valid until the requests' next tokens."""
+
+
+def next_positions(requests: Sequence[ActiveRequest]) -> tuple[list[int], list[int]]:
+    """Return the noise key of each request, and the position of its next token."""
+    keys = [active.request.noise_key for active in requests]
+    return keys, [len(active.tokens) for active in requests]
 
 
 @final
@@ -62,6 +68,7 @@ class NoiseTable(NoiseSource):
         """Return noise for drafts of at most `depth`, valid until the requests' next tokens."""
         self.prepare(requests, depth)
         return _TableNoise(
+            requests,
             table=self._table,
             rows=torch.tensor([self._rows[active] for active in requests], device=self._device),
             offsets=torch.tensor(
@@ -120,14 +127,15 @@ class NoiseTable(NoiseSource):
 class _TableNoise(Noise):
     """Rows of the table by depth."""
 
-    def __init__(self, *, table: Tensor, rows: Tensor, offsets: Tensor) -> None:
+    def __init__(
+        self, requests: Sequence[ActiveRequest], *, table: Tensor, rows: Tensor, offsets: Tensor
+    ) -> None:
+        super().__init__(*next_positions(requests))
         self._table, self._rows, self._offsets = table, rows, offsets
 
-    def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
+    def at_depth(
+        self, depth: int, entries: Int[Tensor, "entries"] | None = None
+    ) -> Float[Tensor, "requests entries"]:
         """Return the noise of one depth; depth 1 is the request's next position."""
-        return self._table[self._rows, self._offsets + (depth - 1)]
-
-    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        """Return the noise of consecutive positions."""
-        columns = self._offsets[:, None] + torch.arange(depth, device=self._offsets.device)
-        return self._table[self._rows[:, None], columns]
+        noise = self._table[self._rows, self._offsets + (depth - 1)]
+        return noise if entries is None else noise[:, entries]

@@ -1,7 +1,7 @@
 """Samplers: from logits to tokens, with keyed noise.
 
-On a CPU noise is computed for several positions at once, in a table (`noise.NoiseTable`). On a GPU
-it is hashed where it is added and never stored, except for rows with truncation.
+Noise is hashed where it is added, by a native kernel or on a GPU. Elsewhere, and in float64, it is
+computed for several positions at once and kept in a table (`noise.NoiseTable`).
 """
 
 import abc
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
-from longtail.engine.step.noise import NoiseSource, NoiseTable
+from longtail.engine.step.noise import NoiseSource, NoiseTable, next_positions
 from longtail.model.kernels.choice import select_draws
 from longtail.model.kernels.draws import Draws
 from longtail.model.transformer import Transformer
-from longtail.sampling import Drawn, draw_rows, is_truncated
+from longtail.sampling import Drawn, draw_rows
 from longtail.speculation.drafter import Noise
 from longtail.speculation.tree import depths
 from longtail.system.transfer import to_device
@@ -56,27 +56,18 @@ class KeyedSampler(Sampler):
     """Hashes noise where it is added."""
 
     def __init__(self, draws: Draws, vocab_size: int, device: torch.device) -> None:
-        self._draws, self._device = draws, device
+        self._draws = draws
         self.noise = HashedNoise(draws, vocab_size, device)
 
     def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
-        """Draw all rows without truncation, then draw truncated rows again."""
-        requests = [each.active for each in drawing]
+        """Draw each row with its own noise and parameters."""
+        requests, offsets = [each.active for each in drawing], _offsets(drawing)
         params = [
             active.request.sampling
-            for active, ahead in zip(requests, _offsets(drawing), strict=True)
+            for active, ahead in zip(requests, offsets, strict=True)
             for _ in ahead
         ]
-        keys, positions = _positions(requests, _offsets(drawing), self._device)
-        temperatures = to_device([each.temperature for each in params], self._device)
-        drawn = self._draws.draw(logits, keys, positions, temperatures)
-        cut = [row for row, each in enumerate(params) if each.temperature and is_truncated(each)]
-        if cut:
-            rows = to_device(cut, self._device)
-            noise = self._draws.noise(keys[rows], positions[rows], logits.shape[1])
-            again = draw_rows(logits[rows], noise, [params[row] for row in cut])
-            drawn.tokens[rows], drawn.logprobs[rows] = again.tokens, again.logprobs
-        return drawn
+        return self._draws.draw_rows(logits, *_positions(requests, offsets), params)
 
 
 @final
@@ -91,25 +82,30 @@ class HashedNoise(NoiseSource):
 
     def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
         """Return noise for drafts of any depth, valid until the requests' next tokens."""
-        keys, firsts = _positions(requests, [[0]] * len(requests), self._device)
-        return _Hashed(self._draws, keys, firsts, self._vocab_size)
+        return _Hashed(self._draws, requests, self._vocab_size, self._device)
 
 
 @final
 class _Hashed(Noise):
     """Noise of the next positions of some requests."""
 
-    def __init__(self, draws: Draws, keys: Tensor, firsts: Tensor, vocab_size: int) -> None:
-        self._draws, self._keys, self._firsts = draws, keys, firsts
-        self._vocab_size = vocab_size
+    def __init__(
+        self,
+        draws: Draws,
+        requests: Sequence[ActiveRequest],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(*next_positions(requests))
+        self._draws, self._vocab_size = draws, vocab_size
+        self._numbers = to_device([self.keys, self.positions], device)
 
-    def at_depth(self, depth: int) -> Float[Tensor, "requests vocab"]:
+    def at_depth(
+        self, depth: int, entries: Int[Tensor, "entries"] | None = None
+    ) -> Float[Tensor, "requests entries"]:
         """Return the noise of one depth; depth 1 is the request's next position."""
-        return self._draws.noise(self._keys, self._firsts + (depth - 1), self._vocab_size)
-
-    def up_to(self, depth: int) -> Float[Tensor, "requests depth vocab"]:
-        """Return the noise of consecutive positions."""
-        return torch.stack([self.at_depth(d) for d in range(1, depth + 1)], 1)
+        keys, firsts = self._numbers
+        return self._draws.noise(keys, firsts + (depth - 1), self._vocab_size, entries)
 
 
 def make_sampler(model: Transformer) -> Sampler:
@@ -127,8 +123,8 @@ def _offsets(drawing: Sequence[Scheduled]) -> list[list[int]]:
 
 
 def _positions(
-    requests: Sequence[ActiveRequest], offsets: Sequence[Sequence[int]], device: torch.device
-) -> tuple[Tensor, Tensor]:
+    requests: Sequence[ActiveRequest], offsets: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int]]:
     """Return noise key and position of each draw."""
     keys = [
         active.request.noise_key for active, ahead in zip(requests, offsets, strict=True)
@@ -139,5 +135,4 @@ def _positions(
         for active, ahead in zip(requests, offsets, strict=True)
         for offset in ahead
     ]
-    both = to_device([keys, positions], device)
-    return both[0], both[1]
+    return keys, positions

@@ -11,7 +11,7 @@ import torch
 
 from longtail.errors import ConfigError
 from longtail.model.kernels import native
-from longtail.model.kernels.draws import Draws
+from longtail.model.kernels.draws import Draws, NativeDraws
 from longtail.model.kernels.gpu import GpuKernels
 from longtail.model.kernels.ops import NATIVE_HEAD_DIMS, Kernels, NativeKernels, TorchKernels
 from longtail.model.kernels.pages import PageKernels, TorchPageKernels
@@ -41,6 +41,9 @@ def select_page_kernels(dtype: torch.dtype, device: torch.device) -> PageKernels
 
 def select_draws(dtype: torch.dtype, device: torch.device) -> Draws | None:
     """Return the sampling kernels that store no noise; None where the noise is stored."""
+    if device.type == "cpu":
+        function = native.draws(dtype)
+        return None if function is None else NativeDraws(function)
     if device.type != "cuda" or dtype == torch.float64:
         return None
     _check_triton()

@@ -91,7 +91,8 @@ class ChainRound:
     """Its depth is not used; one node per level is expanded, with one or two children."""
     confidences: Sequence[float]
     """Confidence of margins from edge i - 1 to edge i; one more than there are edges."""
-    noise: Float[Tensor, "requests depth head_size"] | None
+    noise: Int[Tensor, "2 requests"] | None
+    """Noise key and first drafted position of each request; None without noise."""
     inverse_temperatures: Float[Tensor, "requests"]
     """Inverse temperature of each request; 0 if it is greedy."""
 

@@ -25,19 +25,23 @@ from longtail.system.cache import build_once
 
 _log = logging.getLogger(__name__)
 
-_NAMES = ("kernels", "attention", "vectors", "tiles", "product", "draft")
-"""kernels.c includes attention.c, which includes vectors.c and tiles.c."""
+_NAMES = (
+    "common", "kernels", "attention", "vectors", "tiles", "product", "draft", "noise", "select",
+    "draws",
+)  # fmt: skip
+"""kernels.c includes attention.c, which includes vectors.c and tiles.c; draws.c includes select.c,
+which includes noise.c; all include common.c."""
 _SOURCES = {name: Path(__file__).parent / "cpu" / f"{name}.c" for name in _NAMES}
 _FLAGS = (
     "-O2",
     "-ftree-vectorize",
     "-march=native",
     "-mprefer-vector-width=512",
-    "-ffast-math",
-    "-fno-finite-math-only",
     "-fopenmp",  # with the libgomp that PyTorch has loaded
     "-fPIC",
 )
+_FAST = ("-ffast-math", "-fno-finite-math-only")
+_EXACT = ("-fno-math-errno", "-fno-trapping-math")
 _LINK_FLAGS = ("-shared", "-fopenmp", "-lm")
 """Linking with -ffast-math would set the loading thread to flush subnormals."""
 _FLOAT32 = """
@@ -64,11 +68,16 @@ _BFLOAT16 = """
 #undef STORE
 #undef T_TILES
 """
-_UNIT = (
-    (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["kernels"])
-    + f'#include "{_SOURCES["product"]}"\n'
-    + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draft"])
-)
+_UNITS = {
+    "kernels": (
+        _FAST,
+        (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["kernels"])
+        + f'#include "{_SOURCES["product"]}"\n'
+        + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draft"]),
+    ),
+    "draws": (_EXACT, (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draws"])),
+}
+"""Flags and text of each unit."""
 _LIBRARY = "kernels.so"
 Layout = Literal["inputs", "pairs", "tiles"]
 
@@ -143,6 +152,18 @@ def chains(dtype: torch.dtype) -> Callable[..., None] | None:
 
 
 @functools.cache
+def draws(dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return the sampling of rows by draws.c; None if there is none or it cannot be built."""
+    loaded = None if unavailable_because() is not None else _library()
+    if dtype not in _SUFFIXES or loaded is None:
+        return None
+    function = loaded[f"draw_rows_{_SUFFIXES[dtype]}"]
+    function.argtypes = [_PTR] + [_INT] * 3 + [_PTR] * 3 + [_INT] + [_PTR] * 2 + [_THREADS]
+    function.restype = None
+    return function
+
+
+@functools.cache
 def functions(dtype: torch.dtype) -> Mapping[str, Callable[..., None]] | None:
     """Return the kernels of a dtype by name; None if there are none or they cannot be built."""
     loaded = None if unavailable_because() is not None else _library()
@@ -164,7 +185,8 @@ def _build() -> Path | None:
     cpuinfo = Path("/proc/cpuinfo")
     flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
     sources = "".join(path.read_text() for path in _SOURCES.values())
-    parts = (sources, _FLOAT32, _BFLOAT16, " ".join((*_FLAGS, *_LINK_FLAGS)), version.stdout, flags)
+    chosen = (*_FLAGS, *_FAST, *_EXACT, *_LINK_FLAGS)
+    parts = (sources, _FLOAT32, _BFLOAT16, " ".join(chosen), version.stdout, flags)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     try:
         return build_once("kernels", digest, partial(_compile, compiler)) / _LIBRARY
@@ -181,10 +203,14 @@ def _compile(compiler: str, folder: Path) -> None:
     """Compile into a new folder. Raises CalledProcessError if the compiler fails."""
     folder.mkdir()
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        unit, object_file = Path(scratch, "kernels.c"), Path(scratch, "kernels.o")
-        unit.write_text(_UNIT)
-        for command in (
-            (*_FLAGS, "-c", unit, "-o", object_file),
-            (object_file, "-o", folder / _LIBRARY, *_LINK_FLAGS),
-        ):
-            subprocess.run((compiler, *command), capture_output=True, text=True, check=True)
+        objects = []
+        for name, (flags, text) in _UNITS.items():
+            unit, object_file = Path(scratch, f"{name}.c"), Path(scratch, f"{name}.o")
+            unit.write_text(text)
+            _run(compiler, *_FLAGS, *flags, "-c", unit, "-o", object_file)
+            objects.append(object_file)
+        _run(compiler, *objects, "-o", folder / _LIBRARY, *_LINK_FLAGS)
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run(command, capture_output=True, text=True, check=True)

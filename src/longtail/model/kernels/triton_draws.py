@@ -110,13 +110,17 @@ class TritonDraws(Draws):
     """Sampling from logits in float32, bfloat16 or float16; rows may be part of a wider tensor."""
 
     def noise(
-        self, keys: Int[Tensor, "rows"], positions: Int[Tensor, "rows"], vocab_size: int
+        self,
+        keys: Int[Tensor, "rows"],
+        positions: Int[Tensor, "rows"],
+        vocab_size: int,
+        entries: Int[Tensor, "vocab"] | None = None,
     ) -> Float[Tensor, "rows vocab"]:
         """Return the noise; every entry is hashed once."""
         low, high = row_keys(keys, positions)
         out = torch.empty(len(keys), vocab_size, device=keys.device)
         _noise[len(keys), triton.cdiv(vocab_size, _BLOCK)](low, high, out, vocab_size, _BLOCK)
-        return out
+        return out if entries is None else out[:, entries]
 
     def draw(
         self,

@@ -36,7 +36,7 @@ typedef struct {
   const T *features; /* rows of windows, like the keys */
   T *keys, *values;
   int64_t feature_stride, kv_stride; /* elements from one row to the next */
-  const float *noise; /* [requests][depth][vocab], null: none */
+  const int64_t *noise; /* [key, position of depth 1][requests]; null: none */
   const float *inverse_temperatures; /* per request; 0: greedy, ignores the noise */
   const double *edges, *confidences; /* confidences[i]: of margins from edges[i - 1] to edges[i] */
   T *scratch;
@@ -106,31 +106,9 @@ static void NAME(eagle_leave)(const NAME(lt_eagle) *e, const T *attended, int64_
   NAME(product)(scored, e->head, 0, logits, n, hidden, e->vocab, e->threads);
 }
 
-/* Find the best two entries of one request's scores; return the margin between them. */
-static float NAME(eagle_choose)(const T *logits, const float *noise, float inverse, int64_t vocab,
-                                int64_t *best) {
-  float first = -INFINITY, second = -INFINITY, scores[64];
-  const float scale = inverse > 0.0f ? inverse : 1.0f;
-  best[0] = best[1] = 0;
-  for (int64_t start = 0; start < vocab; start += 64) { /* few blocks have a new maximum */
-    const int64_t some = vocab - start < 64 ? vocab - start : 64;
-    float most = -INFINITY;
-    for (int64_t v = 0; v < some; v++) scores[v] = LOAD(logits[start + v]) * scale;
-    if (noise && inverse > 0.0f)
-      for (int64_t v = 0; v < some; v++) scores[v] += noise[start + v];
-    for (int64_t v = 0; v < some; v++) most = scores[v] > most ? scores[v] : most;
-    if (!(most > second)) continue;
-    for (int64_t v = 0; v < some; v++) {
-      if (scores[v] > first) {
-        second = first, best[1] = best[0];
-        first = scores[v], best[0] = start + v;
-      } else if (scores[v] > second) {
-        second = scores[v], best[1] = start + v;
-      }
-    }
-  }
-  return first - second;
-}
+/* In draws.c, which is compiled without -ffast-math. */
+float NAME(best_two)(const T *logits, int64_t vocab, float inverse, const int64_t *draft_ids,
+                     const int64_t *noise, int64_t *best);
 
 /* Add the children of one row's node to its request's draft.
  *
@@ -164,10 +142,13 @@ static int64_t NAME(eagle_level)(const NAME(lt_eagle) *e, const NAME(lt_round) *
   int64_t kept = 0, best[2];
   double promised = 0.0;
   for (int64_t i = 0; i < n; i++) {
-    const int64_t request = live->owners[i], place = request * round->depth + depth;
-    const float lead = NAME(eagle_choose)(
-        logits + i * e->vocab, round->noise ? round->noise + place * e->vocab : 0,
-        round->inverse_temperatures[request], e->vocab, best);
+    const int64_t request = live->owners[i];
+    int64_t noise[2];
+    if (round->noise)
+      noise[0] = round->noise[request], noise[1] = round->noise[round->requests + request] + depth;
+    const float lead =
+        NAME(best_two)(logits + i * e->vocab, e->vocab, round->inverse_temperatures[request],
+                       e->draft_ids, round->noise ? noise : 0, best);
     const int64_t node = NAME(eagle_propose)(e, round, request, live->nodes[i], best, lead);
     if (!node || depth + 1 >= round->depths[request]) continue;
     const int64_t at = request * round->depth * round->width + node - 1;

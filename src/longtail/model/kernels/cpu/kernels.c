@@ -6,56 +6,7 @@
  * All arithmetic is in float32. Every function computes what a method of TorchKernels computes;
  * tests/parity compares them. Arrays are dense in their last dimension.
  */
-#ifndef LT_COMMON
-#define LT_COMMON
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-#if defined(__AVX512F__) || defined(__FMA__)
-#include <immintrin.h>
-#endif
-#define LT_INLINE static inline __attribute__((always_inline))
-
-static inline float lt_from_bf16(uint16_t v) {
-  uint32_t bits = (uint32_t)v << 16;
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
-
-/* Round to nearest even, as PyTorch does; NaN stays NaN. */
-static inline uint16_t lt_to_bf16(float f) {
-  uint32_t bits;
-  memcpy(&bits, &f, 4);
-  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
-/* 2^f for f in [-1/2, 1/2], a float or a vector of them: relative error 2e-7. */
-#define LT_EXP2(f) \
-  ((((((1.5353362e-4f * f + 1.3398874e-3f) * f + 9.6184373e-3f) * f + 5.5503325e-2f) * f + \
-     2.4022648e-1f) * f + 6.9314720e-1f) * f + 1.0f)
-
-/* 2^x: 2^round(x) from the exponent bits, times 2^f. There are no branches, so loops are
- * vectorised. */
-static inline float lt_exp2(float x) {
-  const float clamped = x < -125.0f ? -125.0f : x > 126.0f ? 126.0f : x;
-  const float n = rintf(clamped), f = clamped - n;
-  const int32_t bits = ((int32_t)n + 127) << 23;
-  float power;
-  memcpy(&power, &bits, 4);
-  return x < -125.0f ? 0.0f : power * LT_EXP2(f); /* 0: a denormal would stall the adder */
-}
-
-#define LT_LOG2E 1.44269504f
-#define LT_LANES 16
-typedef float lt_vec __attribute__((vector_size(4 * LT_LANES), aligned(4), may_alias));
-
-typedef int32_t lt_index __attribute__((vector_size(4 * LT_LANES)));
-typedef uint32_t lt_u32 __attribute__((vector_size(4 * LT_LANES), aligned(4), may_alias));
-typedef uint16_t lt_u16 __attribute__((vector_size(2 * LT_LANES), aligned(2), may_alias));
-
-#endif
+#include "common.c"
 
 /* x += delta (if any); out = x / rms(x) * weight. */
 void NAME(add_norm)(T *restrict x, const T *restrict delta, const T *restrict weight,

@@ -15,19 +15,6 @@ LT_INLINE lt_vec lt_fma(lt_vec a, lt_vec b, lt_vec c) {
 #endif
 }
 
-LT_INLINE lt_vec lt_select(lt_index mask, lt_vec yes, lt_vec no) {
-  return (lt_vec)((mask & (lt_index)yes) | (~mask & (lt_index)no));
-}
-
-/* The greater lanes; b's if one is NaN. */
-LT_INLINE lt_vec lt_max(lt_vec a, lt_vec b) {
-#ifdef __AVX512F__
-  return (lt_vec)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  return lt_select((lt_index)(a > b), a, b);
-#endif
-}
-
 /* One of the two halves into which step 0, 1, 2 or 3 mixes a and b. Adding the halves of pairs, step
  * by step, reduces 16 vectors to one: the sums of each vector's lanes, in the same order. */
 LT_INLINE lt_vec lt_half(lt_vec a, lt_vec b, int step, int second) {
