@@ -42,10 +42,11 @@ _STEP_TOKENS = 512
 class Engine:
     """A model that writes completions, with speculative decoding where it is faster.
 
-    `model` is a Hugging Face directory, a run directory of `longtail train` (newest checkpoint) or
-    "tiny-reasoner". `drafter` is a name as for `--speculation.drafter`: it changes the speed, never
-    a text. `dtype` is "float32", "bfloat16" or "float64"; the default is the stored one. Weights
-    are read with the first request. Raises ConfigError for a model that cannot be used.
+    `model` is a name as for `--model.path`: a directory, a run of `longtail train` (its newest
+    checkpoint), a hub id, a .gguf file, "smollm2" or "tiny-reasoner". `drafter` is a name as for
+    `--speculation.drafter`: it changes the speed, never a text. `dtype` is "float32", "bfloat16" or
+    "float64"; the default is the stored one. Weights are read with the first request. Raises
+    ConfigError for a model that cannot be used.
 
     Example: Engine("runs/quickstart", dtype="bfloat16").generate(["1+1="])[0].text
     """

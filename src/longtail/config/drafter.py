@@ -28,7 +28,7 @@ class TargetSection(Section):
     """The model that the drafter serves; its weights stay as they are."""
 
     path: Name = "tiny-reasoner"
-    """Hugging Face directory, a run or checkpoint with a policy, or `tiny-reasoner`."""
+    """Model, named as in `model.path` of train."""
     dtype: Dtype = "float32"
     """Type of the target's weights; the drafter is float32 (float64 with float64)."""
 

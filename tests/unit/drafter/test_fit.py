@@ -6,6 +6,8 @@ import torch
 from longtail.drafter.eagle.fit import RIDGE, FeatureFit, ridge
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
+from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
+from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError
@@ -105,3 +107,30 @@ def test_rows_of_another_drafter_are_refused() -> None:
     rows = {"rows": torch.zeros(3, 7), "num_fitted": torch.tensor(0)}
     with pytest.raises(CheckpointError, match="rows of the start"):
         FeatureFit.restored(trainer.layer, trainer._target, rows)
+
+
+def _spot(version: int) -> SpotTrainer:
+    trainer = _trainer()
+    settings = SpotSettings(
+        trainer=SETTINGS,
+        batch_tokens=60,
+        tokens_per_micro_batch=60,
+        heldout_tokens=60,
+        num_depths=2,
+        measure_every=3,
+        min_gain=0.0,
+        patience=3,
+    )
+    spot = SpotTrainer(trainer.layer, trainer._target, settings)
+    spot.begin(DrafterWeights(version=version, tensors=copy_parameters(trainer.layer)))
+    return spot
+
+
+def test_only_a_drafter_that_was_never_trained_gets_the_closed_form_start() -> None:
+    assert _spot(0)._trainer.is_starting
+    resumed = _spot(4)
+    assert not resumed._trainer.is_starting
+    begun = _spot(0)
+    tensors = {name: 2 * each for name, each in begun._trainer.weights().items()}
+    begun.begin(DrafterWeights(version=1, tensors=tensors))
+    assert begun._trainer.is_starting, "its own rows go on counting"

@@ -223,6 +223,8 @@ class SpotTrainer:
         else:
             self._trainer.load_weights(published.tensors)
             self._reset_counts()
+        if base is None and published.version > 0:  # others, or an earlier session, have begun it
+            self._trainer.end_start()
         self._base = published
 
     def train(
@@ -273,6 +275,10 @@ class SpotTrainer:
                     break
                 self._unmeasured = 0
                 on_measured(interval.record(replica))
+                if self._trainer.is_starting and replica.gain < 0:  # of fewer texts than the base
+                    self._trainer.load_weights(self._require_base().tensors)
+                    self._trainer.end_start()
+                    self._reset_counts()
                 if not interval.is_gaining:
                     return SpotEnd.NO_GAIN
             texts = self._long_enough(buffer.batch(settings.batch_tokens, max_len=max_len))

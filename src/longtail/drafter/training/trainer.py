@@ -296,6 +296,15 @@ class DrafterTrainer:
         self._fit = FeatureFit.restored(self._layer, self._target, start) if start else None
         self._steps = steps
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether the closed-form start goes on."""
+        return self._fit is not None
+
+    def end_start(self) -> None:
+        """Leave the closed-form start; gradient steps follow."""
+        self._fit = None
+
     def parameters(self) -> dict[str, Tensor]:
         """Copy the drafter's parameters."""
         return copy_parameters(self._layer)
