@@ -5,7 +5,7 @@
 
 The feed-forward's inner weights are copied from the target's last layer, whose output lies in the
 same space; attention adds nothing yet. A few thousand tokens suffice, and no step size has to be
-chosen: gradient steps from random weights need ten times as many for the same acceptance.
+chosen: gradient steps from random weights need many times as many for the same acceptance.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ _CHUNK = 1024
 
 @final
 class FeatureFit:
-    """Collects rows for the regressions, and solves them whenever their number has doubled."""
+    """Collects rows for the regressions, and solves them when their number has grown by half."""
 
     def __init__(self, layer: EagleLayer, target: Transformer) -> None:
         assert layer.config.recipe == "eagle1", "only eagle1 predicts features"
@@ -62,8 +62,11 @@ class FeatureFit:
 
     @property
     def is_due(self) -> bool:
-        """Whether the rows have doubled since the last solution."""
-        return len(self.rows) > 0 and len(self.rows) >= 2 * self.num_fitted
+        """Whether there are half as many rows again as in the last solution.
+
+        So all solutions together cost three times the last one.
+        """
+        return len(self.rows) > 0 and len(self.rows) >= 1.5 * self.num_fitted
 
     def add(self, rows: Float[Tensor, "rows joined"]) -> None:
         """Append rows."""
