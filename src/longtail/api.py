@@ -17,7 +17,7 @@ from typing import Any, final
 
 import torch
 
-from longtail.build.drafters import Target, read_drafter
+from longtail.build.drafters import Target, check_names, read_drafter
 from longtail.build.engine import completion_key, open_engine, open_model
 from longtail.build.models import model_directory
 from longtail.drafter.formats.checkpoint import LoadedDrafter
@@ -42,10 +42,11 @@ _STEP_TOKENS = 512
 class Engine:
     """A model that writes completions, with speculative decoding where it is faster.
 
-    `model` is a Hugging Face directory, a run directory of `longtail train` (newest checkpoint) or
-    "tiny-reasoner". `drafter` is a name as for `--speculation.drafter`: it changes the speed, never
-    a text. `dtype` is "float32", "bfloat16" or "float64"; the default is the stored one. Weights
-    are read with the first request. Raises ConfigError for a model that cannot be used.
+    `model` is a name as for `--model.path`: a directory, a run of `longtail train` (its newest
+    checkpoint), a hub id, a .gguf file, "smollm2" or "tiny-reasoner". `drafter` is a name as for
+    `--speculation.drafter`: it changes the speed, never a text. `dtype` is "float32", "bfloat16" or
+    "float64"; the default is the stored one. Weights are read with the first request. Raises
+    ConfigError for a model that cannot be used.
 
     Example: Engine("runs/quickstart", dtype="bfloat16").generate(["1+1="])[0].text
     """
@@ -64,6 +65,7 @@ class Engine:
         self._dtype, self._device = dtype, device
         self._max_running, self._batch_invariant = max_running, batch_invariant
         choose_device(device)
+        check_names(drafter, field="drafter")
         self._path = model_directory(model, field="model")
         self.tokenizer = load_tokenizer(self._path)
         self.max_positions = load_config(self._path).max_positions

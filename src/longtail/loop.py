@@ -1,7 +1,8 @@
 """Reinforcement learning: the training loop of `longtail train`.
 
     prompts --> requests --> rollout --> grade --> batches --> learn --> publish --> next step
-                             engines     graders              learners   learner -> engines
+          ^                  engines     graders |            learners   learner -> engines
+          `------ refill (dynamic sampling) -----'
 
 `TrainingStep.run` is the algorithm. `Trainer` repeats it, and records, evaluates and saves between
 steps. The engines and learners run on a group of workers, one in this process or several in others,
@@ -11,11 +12,12 @@ and a resumed run continues exactly like an uninterrupted one.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from longtail.build.drafters import check_names
 from longtail.build.models import model_directory
 from longtail.build.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress
@@ -25,8 +27,8 @@ from longtail.config import files as configfile
 from longtail.config.rl import RunConfig
 from longtail.errors import NonFiniteError
 from longtail.report.page import report_if_possible
-from longtail.rl.advantage import keep_informative, shaped_rewards
-from longtail.rl.data.requests import RequestBatch, regroup, train_requests
+from longtail.rl.advantage import keep_informative, refill_size, shaped_rewards
+from longtail.rl.data.requests import RequestBatch, train_requests
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_mini_batches
@@ -37,7 +39,7 @@ from longtail.run.evaluation import Evaluator, grade
 from longtail.run.logger import RunLogger
 from longtail.run.metrics import Stopwatch
 from longtail.run.state import StateSaver
-from longtail.run.step_metrics import StepRecord
+from longtail.run.step_metrics import SampleRound, StepRecord
 from longtail.system.device import set_threads, threads_each
 from longtail.system.interrupt import Interrupted, Interruption
 from longtail.types import Group, TrainBatch
@@ -50,50 +52,83 @@ class TrainingStep:
     config: RunConfig
     components: TrainerComponents
     grader: GraderPool
+    on_rollout: Callable[[str, int], None] = lambda label, num_requests: None
+    """Called before each rollout with its label and number of requests."""
     watch: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def samples_dynamically(self) -> bool:
+        """Whether groups with equal rewards are left out and replaced."""
+        own = self.config.learner.dynamic_sampling
+        return LOSSES[self.config.learner.loss].dynamic_sampling if own is None else own
 
     def run(self, step: int) -> StepRecord:
         """Make one training step and return its records."""
         self.watch.lap()
-        requests = self._requests()
-        rollout = self._rollout(step, requests)
-        graded = self._grade(requests, rollout)
-        groups = regroup(graded.rollouts)
+        rounds: list[SampleRound] = []
+        while num_prompts := self._num_missing(rounds):
+            requests = self._requests(num_prompts)
+            rollout = self._rollout(step, len(rounds), requests)
+            graded = self._grade(requests, rollout, is_first=not rounds)
+            rounds.append(SampleRound(num_prompts=num_prompts, rollout=rollout, graded=graded))
+        groups = self._learnable(rounds)
         learned = self.components.workers.learn(self._batches(groups))
         self._publish()
         return StepRecord(
-            rollout=rollout,
-            graded=graded,
-            groups=groups,
-            learned=learned,
-            seconds=self.watch.lap(),
+            rounds=rounds, num_learned=len(groups), learned=learned, seconds=self.watch.lap()
         )
 
-    def _requests(self) -> RequestBatch:
+    def _num_missing(self, rounds: Sequence[SampleRound]) -> int:
+        """Return the number of prompts to sample next; 0 if the batch is complete."""
+        wanted = self.config.rollout.prompts_per_step
+        if not rounds:
+            return wanted
+        if not self.samples_dynamically or len(rounds) > self.config.learner.max_refills:
+            return 0
+        return refill_size(
+            wanted=wanted,
+            informative=len(self._learnable(rounds)),
+            sampled=sum(each.num_prompts for each in rounds),
+        )
+
+    def _learnable(self, rounds: Sequence[SampleRound]) -> list[Group]:
+        """Return the groups to learn from, in the order of the prompts."""
+        groups = [group for each in rounds for group in each.groups]
+        if not self.samples_dynamically:
+            return groups
+        return keep_informative(groups)[: self.config.rollout.prompts_per_step]
+
+    def _requests(self, num_prompts: int) -> RequestBatch:
         """Return `group_size` requests for each of the next prompts."""
         return train_requests(
-            self.components.source.take(self.config.rollout.prompts_per_step),
+            self.components.source.take(num_prompts),
             samples=self.config.rollout.group_size,
             seed=self.config.run.seed,
             sampling=self.components.sampling,
         )
 
-    def _rollout(self, step: int, requests: RequestBatch) -> RolloutResult:
+    def _rollout(self, step: int, refill: int, requests: RequestBatch) -> RolloutResult:
         """Generate the completions; idle workers train the drafter on them."""
+        self.on_rollout(
+            f"step {step}" + (f", refill {refill}" if refill else ""), len(requests.requests)
+        )
+        with self.watch.section("drafter"):
+            if refill:
+                self.components.workers.offer_drafter()
         with self.watch.section("rollout"):
             return self.components.workers.rollout(step, requests.requests)
 
-    def _grade(self, requests: RequestBatch, rollout: RolloutResult) -> Graded:
-        """Reward the completions, in the grader processes."""
+    def _grade(self, requests: RequestBatch, rollout: RolloutResult, *, is_first: bool) -> Graded:
+        """Reward the completions, in the grader processes; of the first round, one at least."""
         with self.watch.section("reward"):
-            return grade(self.grader, self.config.reward.name, requests, rollout.completions)
+            if is_first:
+                return grade(self.grader, self.config.reward.name, requests, rollout.completions)
+            return self.grader.grade(list(zip(requests.prompts, rollout.completions, strict=True)))
 
     def _batches(self, groups: Sequence[Group]) -> list[TrainBatch]:
         """Return the rollouts with their advantages, packed into mini-batches."""
         config, loss = self.config.learner, LOSSES[self.config.learner.loss]
-        sampling, dynamic = self.components.sampling, config.dynamic_sampling
-        if loss.dynamic_sampling if dynamic is None else dynamic:
-            groups = keep_informative(groups)
+        sampling = self.components.sampling
         rewards = shaped_rewards(
             groups, max_tokens=sampling.max_tokens, buffer=config.overlong_buffer
         )
@@ -116,6 +151,7 @@ class TrainingStep:
 
 def train(config: RunConfig) -> int:
     """Run `longtail train` and return its exit code, which is 130 after an interruption."""
+    check_names(config.speculation.drafter)
     console = Console()
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as run:
         checkpoint = run.start(configfile.render(config), resume=config.run.resume)
@@ -126,7 +162,10 @@ def train(config: RunConfig) -> int:
             console.summary(finished, run.path)
             return 0
         with GraderPool(
-            config.reward.name, workers=config.reward.workers, timeout_s=config.reward.timeout_s
+            config.reward.name,
+            workers=config.reward.workers,
+            timeout_s=config.reward.timeout_s,
+            by_group=config.reward.per == "group",
         ) as grader:
             return Trainer(config, run, checkpoint, grader, console).run()
 
@@ -152,7 +191,9 @@ class Trainer:
         warm_start_s = time.perf_counter() - self._began
         parts = assemble(config, directory, grader.check, console.log, self._on_progress)
         self.workers, self._source = parts.workers, parts.source
-        self._step = TrainingStep(config=config, components=parts, grader=grader)
+        self._step = TrainingStep(
+            config=config, components=parts, grader=grader, on_rollout=console.begin_rollout
+        )
         self._evaluator = Evaluator(
             config=config,
             workers=parts.workers,
@@ -221,9 +262,8 @@ class Trainer:
 
     def make_step(self, evaluated: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
         """Make one training step, record it beside an evaluation, and return its metrics."""
-        step, rollout = self._state.step + 1, self._config.rollout
+        step = self._state.step + 1
         self._logger.trace(step, self.workers.drain_timeline())
-        self._console.begin_rollout(f"step {step}", rollout.prompts_per_step * rollout.group_size)
         record = self._step.run(step)
         self.timeline = self.workers.drain_timeline()
         metrics = {
@@ -233,8 +273,10 @@ class Trainer:
         }
         self._logger.write(step, {**evaluated, **metrics}, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
-        self._console.step(step, self._config.run.steps, metrics, record.rollout.series)
-        for line in self._source.observe(record.groups):
+        self._console.step(step, self._config.run.steps, metrics, record.series)
+        refills = self._config.learner.max_refills if self._step.samples_dynamically else 0
+        shortage = record.shortage(self._config.rollout.prompts_per_step, refills)
+        for line in [*shortage, *self._source.observe(record.groups)]:
             self._console.log(line)
         self._state = replace(self._state, step=step, cursor=self._source.state())
         return metrics

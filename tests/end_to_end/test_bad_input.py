@@ -80,8 +80,12 @@ def _with_nan(model: Path) -> None:
 
 
 MODELS: dict[str, tuple[Change, int, list[str]]] = {
-    "no directory": (shutil.rmtree, 2, ["model.path", "is not a directory"]),
-    "no config.json": (_remove("config.json"), 2, ["holds no config.json"]),
+    "no directory": (shutil.rmtree, 2, ["model.path", "no such directory"]),
+    "no config.json": (
+        _remove("config.json"),
+        2,
+        ["neither a model nor a run with one", "config.json"],
+    ),
     "config.json is not JSON": (
         lambda model: (model / "config.json").write_text("{") and None,
         2,

@@ -35,6 +35,7 @@ SHORT = {
 }
 """Options that shorten a command, by its verb."""
 
+MODELS = ("models/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "model.gguf", "smollm2")
 PARSED_ONLY = ("serve", "bench")
 
 
@@ -43,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with every file and run that the pages name."""
     shop = build(tmp_path_factory.mktemp("documented"))
     path = shop.path
-    for name in ("MODEL", "models/Qwen2.5-0.5B-Instruct"):
+    for name in (*MODELS, "MODEL"):  # a directory wins over any other meaning of its name
         shutil.copytree(shop.model, path / name)
     write_lines(path / "heldout.jsonl", {"prompt": "say 1"}, {"prompt": "say 2"})
     model = f'[model]\npath = "{path / "MODEL"}"\n'

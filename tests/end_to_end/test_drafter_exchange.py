@@ -18,7 +18,8 @@ from longtail.drafter.formats.layouts import to_tensors
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs import drafter_export
-from longtail.programs.drafter_eval import complete, open_target
+from longtail.programs.drafter_eval import complete
+from longtail.programs.drafter_prompts import open_target, require_prompts
 from longtail.run.drafter_store import DrafterStore, load_run_drafter
 from longtail.types import SamplingParams
 
@@ -97,6 +98,30 @@ def test_without_measuring_a_card_has_no_figures_and_says_so(workshop):
     assert "accept length |" not in body
     assert "has no field for one" in body  # the window
     assert json.loads(said.out.splitlines()[-1])["figures"] == []
+
+
+@pytest.mark.parametrize("drafter", ["first", "first/drafter/step_000002"])
+def test_a_run_is_exported_with_its_own_target_and_prompts(workshop, drafter, monkeypatch):
+    monkeypatch.setattr(drafter_export, "_REPLAYED", 1)
+    out = workshop.path / drafter.replace("/", "-") / "own"
+    out.parent.mkdir(exist_ok=True)
+    words = ("--out", str(out), "--n", "2", "--max-tokens", "8", "--temperatures", "0")
+    said = say("drafter", "export", str(workshop.path / drafter), "--to", "vllm", *words)
+    assert said.code == 0, said.err
+    front, body = card_of(workshop, str(out))
+    assert front["base_model"].endswith("first/checkpoints/step_000002/policy")
+    assert f"for 2 prompts ({workshop.path / 'first'})" in body
+
+
+def test_a_bare_drafter_is_exported_unmeasured_without_prompts(workshop):
+    words = ("--out", str(workshop.path / "bare-drafter"), "--max-tokens", "8")
+    words = (*words, "--target", str(workshop.model))
+    said = say("drafter", "export", str(workshop.path / "drafter"), "--to", "vllm", *words)
+    assert said.code == 0, said.err
+    assert "Not measured at export" in card_of(workshop, "bare-drafter")[1]
+    said = say("drafter", "eval", str(workshop.path / "drafter"), *words[2:])
+    assert said.code == 2
+    assert "--prompts is needed" in said.err
 
 
 def test_what_cannot_be_exported_leaves_nothing_behind(workshop):
@@ -226,7 +251,9 @@ def test_training_goes_on_from_a_drafter_of_any_form(workshop):
 def test_a_real_vllm_accepts_an_exported_drafter_as_often_as_we_do(tmp_path: Path) -> None:
     # A reduced vocabulary with gaps: a wrong offset would cost nearly all acceptance.
     asked = {"target": "tiny-reasoner", "drafter": "history", "prompts": None, "dtype": "float32"}
-    target, prompts = open_target(Namespace(**asked, n=4, max_tokens=128, seed=0))
+    words = Namespace(**asked, n=4, max_tokens=128, seed=0)
+    target = open_target(words)
+    prompts = require_prompts(words, target).tokens
     sampling = SamplingParams(max_tokens=128, stop_token_ids=target.tokenizer.eos_ids)
     written, _ = complete(target, prompts, sampling, None)
     ids = torch.tensor(sorted({token for each in written for token in each.tokens}))

@@ -36,6 +36,7 @@ VARIANTS = {
     ],
     "dynamic sampling, penalty, importance cap, truncation": [
         "--learner.loss=dapo",
+        "--learner.max_refills=0",
         "--learner.overlong_buffer=4",
         "--learner.tis_cap=2.0",
         "--rollout.top_p=0.95",
@@ -97,6 +98,18 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     # The run learned something, else equality would be cheap.
     first, *_, last = workshop.metrics("parts")
     assert last["reward/mean"] > 2 * first["reward/mean"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [EVALUATED + GRADED + 2, EVALUATED + 5 * GRADED])
+def test_a_refilled_step_may_be_interrupted_in_any_round(workshop: Workshop, call: int) -> None:
+    words = [*QUICK, "--run.steps=3", "--learner.loss=dapo", "--learner.max_refills=3"]
+    words.append("--reward.name=end_to_end.rewards:interrupting")
+    _interrupt_at(call)
+    assert workshop.train("parts", *words).code == 130
+    assert workshop.train("parts", *words).code == 0
+    assert workshop.outcome("parts", 3) == _uninterrupted(*words)
+    assert max(row["rollout/rounds"] for row in workshop.metrics("parts")) > 1
 
 
 @pytest.mark.slow

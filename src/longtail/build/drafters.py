@@ -29,6 +29,7 @@ from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import RunDirectory, policy_directory
 from longtail.run.drafter_store import load_run_drafter, run_drafters
 from longtail.speculation.drafter import Drafter
+from longtail.system.hints import meant
 from longtail.tiny import drafter as tiny_drafter
 
 _LOG_EVERY = 50
@@ -98,10 +99,7 @@ def read_drafter(
     else:
         path = Path(name)
     if not path.is_dir():
-        raise ConfigError(
-            f"{field} = {name!r}: it is neither {HISTORY}, {FRESH}, {TINY_REASONER} nor a "
-            "directory; train one with `longtail drafter train`"
-        )
+        raise _unknown(name, field)
     model, tokenizer = target.model, target.tokenizer
     if run_drafters(path) is not None:
         return load_run_drafter(path, model, tokenizer, dtype=dtype)
@@ -111,6 +109,28 @@ def read_drafter(
         return None
     found = drafter_directory(path)
     return checkpoint.load_drafter(found, model, tokenizer, strict_weights=False, dtype=dtype)
+
+
+def check_names(names: str, *, field: str = "speculation.drafter") -> None:
+    """Raise ConfigError, before a model is opened, if a name is neither known nor a drafter."""
+    if names in (NONE, AUTO):
+        return
+    for name in [names] if Path(names).is_dir() else names.split("+"):
+        path = Path(name)
+        if name in ("", HISTORY, FRESH) or name.partition(":")[0] == TINY_REASONER:
+            continue
+        if not path.is_dir():
+            raise _unknown(name, field)
+        if run_drafters(path) is None and not published.is_published(path) and not _is_model(path):
+            drafter_directory(path)
+
+
+def _unknown(name: str, field: str) -> ConfigError:
+    known = (HISTORY, FRESH, TINY_REASONER, NONE, AUTO)
+    return ConfigError(
+        f"{field} = {name!r}: it is neither {HISTORY}, {FRESH}, {TINY_REASONER} nor a directory"
+        f"{meant(name, known)}; train one with `longtail drafter train`"
+    )
 
 
 def open_trainable(

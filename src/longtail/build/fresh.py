@@ -7,9 +7,9 @@ any text; it is renewed with the tokens that the policy generates (`drafter.trai
 
 import torch
 
-from longtail.config.drafter import UNROLL_STEPS
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
-from longtail.drafter.eagle.layer import EagleConfig, default_layers
+from longtail.drafter.eagle.layer import EagleConfig
+from longtail.drafter.eagle.recipe import recipe_for
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.drafter.training.texts import pack_texts
 from longtail.model.hf.tokenizer import Tokenizer
@@ -17,7 +17,6 @@ from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
 
 _SEED = 0
-_DRAFT_VOCAB = 8192
 _SAMPLE = (
     "A train leaves at 9:40 and needs 2 hours and 35 minutes. When does it arrive?\n\n"
     "First add the hours: 9 + 2 = 11, so it is 11:40. Then add the minutes: 40 + 35 = 75, which is "
@@ -29,20 +28,21 @@ _SAMPLE = (
 def fresh(name: str, target: Transformer, tokenizer: Tokenizer) -> LoadedDrafter:
     """Return an untrained drafter in float32 for the target called `name`."""
     shape = target.config
-    size = min(_DRAFT_VOCAB, shape.vocab_size)
+    recipe = recipe_for(shape)
     config = EagleConfig(
-        recipe="eagle3",
+        recipe=recipe.recipe,
         target=shape,
-        layers=default_layers(shape.num_layers),
-        window=64,
-        draft_vocab_size=size,
+        layers=recipe.layers,
+        window=recipe.window,
+        draft_vocab_size=recipe.draft_vocab_size,
     )
     tokens = tuple(tokenizer.encode(_SAMPLE))[: shape.max_positions]
     sample = pack_texts([Example(tokens=tokens, prompt_len=1)], len(tokens))[0]
+    size = recipe.draft_vocab_size
     layer = fresh_drafter(config, target, sample, torch.Generator().manual_seed(_SEED))
     return LoadedDrafter(
         layer=layer,
-        draft_ids=commonest_tokens((), size, tokenizer.eos_ids).to(target.device),
+        draft_ids=commonest_tokens((), size, tokenizer.eos_ids).to(target.device) if size else None,
         trained_on=identity(name, target, tokenizer),
-        training=TrainingRecord(steps=0, tokens=0, unroll_steps=UNROLL_STEPS["eagle3"]),
+        training=TrainingRecord(steps=0, tokens=0, unroll_steps=recipe.unroll_steps),
     )

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from longtail.config.rl import DataSection, RunConfig
+from longtail.config.data import DataSection
+from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.rl.data.curriculum import Curriculum, LevelRule

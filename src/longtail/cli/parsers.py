@@ -19,6 +19,7 @@ CONFIGURED = {
 
 _WIDTH = 96
 _DTYPES = ("float32", "bfloat16", "float64")
+_MODEL = "named as model.path of train"
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -169,7 +170,7 @@ def _drafter_import() -> Parser:
         help="downloaded directory with config.json and safetensors files",
     )
     add("--out", metavar="DIR", required=True, help="directory to create")
-    _option(parser, "--target", "tiny-reasoner", "target model", "MODEL")
+    _option(parser, "--target", "tiny-reasoner", f"target, {_MODEL}", "MODEL")
     add(
         "--layer-ids",
         choices=("auto", "input", "output"),
@@ -196,7 +197,7 @@ def _add_drafter_and_target(parser: Parser) -> None:
     parser.add_argument(
         "--target",
         metavar="MODEL",
-        help="target model (default: the run of the drafter, else tiny-reasoner)",
+        help=f"target, {_MODEL} (default: that of the drafter's run, else tiny-reasoner)",
     )
 
 
@@ -204,7 +205,7 @@ def _add_measurement(parser: Parser, *, n: int, max_tokens: int) -> None:
     parser.add_argument(
         "--prompts",
         metavar="SOURCE",
-        help="prompts, as for data.source of train (default: held-out ones)",
+        help="prompts, as for data.source of train (default: those of the drafter's run)",
     )
     _option(parser, "--n", n, "number of prompts")
     _option(parser, "--max-tokens", max_tokens, "longest completion, tokens")
@@ -219,7 +220,7 @@ def _generate() -> Parser:
         "generate", "Generate completions of a prompt. A single completion is streamed."
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="directory of a model, checkpoint or run, or tiny-reasoner")
+    add("model", metavar="MODEL", help=f"model, {_MODEL}")
     add("--prompt", metavar="TEXT", help="prompt (default: standard input)")
     _option(parser, "--n", 1, "number of completions")
     _option(parser, "--max-tokens", 512, "longest completion, tokens")

@@ -47,12 +47,6 @@ class RolloutResult:
     """Seconds from then until the last spot worker was idle."""
 
     @property
-    def reused_share(self) -> float:
-        """Share of the spot training tokens whose features the worker's engine had kept."""
-        trained = sum(spot.num_tokens for spot in self.spots)
-        return sum(spot.num_reused for spot in self.spots) / trained if trained else 0.0
-
-    @property
     def report(self) -> RolloutReport:
         """Sum of the reports of all shards."""
         return merge_reports([shard.value().report for shard in self.shards], self.seconds)
@@ -81,6 +75,12 @@ class RolloutResult:
     def series(self) -> RolloutSeries | None:
         """Speculation decisions of the worker that was done last."""
         return self.shards[-1].value().series
+
+
+def reused_share(spots: Sequence[SpotReport]) -> float:
+    """Return the share of spot training tokens whose features the worker's engine had kept."""
+    trained = sum(spot.num_tokens for spot in spots)
+    return sum(spot.num_reused for spot in spots) / trained if trained else 0.0
 
 
 @final

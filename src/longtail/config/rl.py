@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from longtail.config import files
+from longtail.config.data import REASONING_GYM, DataSection, RewardSection, data_problems
 from longtail.config.sections import (
     Amount,
     CommonRunSection,
     Count,
     Dtype,
-    Generated,
     ModelSection,
     Name,
     NotNegative,
@@ -25,104 +25,13 @@ from longtail.config.sections import (
     Processes,
     Seconds,
     Section,
-    Table,
 )
 from longtail.system.machine import MAX_INT32
 
-REASONING_GYM = "reasoning_gym"
 _MOST_SEQUENCES = 1_000_000
+_MOST_COMPARED = 512
 LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"]
 _GROUP_LOSSES: tuple[LossName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
-
-
-class CurriculumTable(Section):
-    """Rising levels of a task."""
-
-    max_level: Annotated[int, Field(ge=1, le=1000)]
-    """Highest level; problems of all levels are made at the start."""
-    raise_at: Annotated[float, Field(gt=0)] = 0.8
-    """Mean reward of the last `groups` groups at which the level rises by one."""
-    groups: Count = 32
-    """Number of groups of the present level that the mean is over."""
-
-
-class TaskTable(Section):
-    """One task of a mixture."""
-
-    name: Name
-    """Name of a reasoning-gym task."""
-    weight: Positive = 1.0
-    """Share of the prompts, relative to the other weights."""
-    config: Table | None = None
-    """Parameters of the task, as {min_terms = 2, max_terms = 3}."""
-    level: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """Level of the task's own curriculum; unset keeps the task's defaults, or begins at 0 with
-    `curriculum`."""
-    curriculum: CurriculumTable | None = None
-    """Raises the level while the run learns."""
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Levels whose problems a run may visit; empty without a level."""
-        if self.curriculum is not None:
-            return tuple(range(self.level or 0, self.curriculum.max_level + 1))
-        return () if self.level is None else (self.level,)
-
-
-class DataSection(Section):
-    """Prompts to train on, and held-out prompts."""
-
-    source: Name = "tiny-reasoner"
-    """`tiny-reasoner`, a .jsonl or .parquet file, `hf:OWNER/NAME[/CONFIG][:SPLIT]` (a dataset of
-    the hub), `hf:DIR[:SPLIT]`, or `reasoning_gym:TASK`; `reasoning_gym` with `tasks`."""
-    tasks: tuple[TaskTable, ...] = ()
-    """Mixture of reasoning-gym tasks, instead of `source`; in a file as tables [[data.tasks]], on
-    the command line as '[{name = "chain_sum", weight = 2}, {name = "gcd"}]'."""
-    heldout: Name | None = None
-    """Source of held-out prompts, in the same forms; unset uses the last `heldout_size` rows of
-    `source`, or generates others for `tiny-reasoner`."""
-    heldout_size: Amount = 64
-    """Number of held-out prompts, for the evaluation before and after."""
-    size: Generated = 2048
-    """Number of prompts of a generated source; files give all their rows."""
-    prompt_column: Name | None = None
-    """Column with the prompt (text or chat messages); unset tries TRL's and verl's names."""
-    answer_column: Name | None = None
-    """Column with the reference answer; unset tries TRL's and verl's names."""
-    system_prompt: Name | None = None
-    """System message before each prompt, through the tokenizer's chat template; chat messages that
-    begin with one of their own keep it."""
-    chat_template_kwargs: Table | None = None
-    """Arguments of the tokenizer's chat template, as {enable_thinking = false}."""
-    max_prompt_len: Count = 512
-    """Longest prompt in tokens, chat template applied; a longer one is an error unless
-    `drop_long_prompts`."""
-    drop_long_prompts: bool = False
-    """Whether to leave out and count prompts over `max_prompt_len` instead of stopping."""
-    drop_ungradable: bool = False
-    """Whether to leave out and count rows whose reference answer the reward cannot use."""
-    shuffle: bool = True
-    """Whether prompts come in a new order each epoch, drawn from the run's seed."""
-
-    @property
-    def own_reward(self) -> str | None:
-        """Reward that belongs to the source; None for one that has none."""
-        if self.source.partition(":")[0] == REASONING_GYM:
-            return REASONING_GYM
-        return None
-
-
-class RewardSection(Section):
-    """Grading of completions."""
-
-    name: Name = "tiny-reasoner"
-    """`exact`, `last_number` (the completion's last number equals the answer), `math_verify`,
-    `reasoning_gym`, `tiny-reasoner`, or `module:function` as in TRL. Problems of reasoning-gym have
-    `reasoning_gym` as default."""
-    timeout_s: Seconds = 10.0
-    """Most seconds per completion; a slower grader is killed and its rollout excluded."""
-    workers: Processes = 1
-    """Number of grader processes."""
 
 
 class RolloutSection(Section):
@@ -190,8 +99,9 @@ class SpotSection(Section):
     after each rollout, for a tenth of its time. `never`. Only EAGLE drafters are trained."""
     learning_rate: Positive = 1e-3
     """Learning rate of AdamW, for vectors and norms; for all weights if `matrix_rate` is 0."""
-    matrix_rate: NotNegative = 0.005
-    """Learning rate of Muon, for the matrices; 0 uses AdamW for them, too."""
+    matrix_rate: NotNegative | None = None
+    """Learning rate of Muon, for the matrices; 0 uses AdamW for them, too; unset is 0.005, or 0.001
+    for a drafter that began fresh, after its closed-form start."""
     batch_tokens: Annotated[int, Field(ge=16, le=MAX_INT32)] = 768
     """Tokens of one update; small, because an unfinished update is discarded."""
     buffer_mb: Count = 64
@@ -229,7 +139,11 @@ class LearnerSection(OptimizerSection):
     """Cap of the truncated importance weights min(learner/rollout, cap), which correct the gap
     between rollout and learner; unset logs the gap without correcting it."""
     dynamic_sampling: bool | None = None
-    """Whether to leave out groups with equal rewards; unset is on for dapo only."""
+    """Whether to leave out groups with equal rewards, and to sample further prompts for them; unset
+    is on for dapo only."""
+    max_refills: Annotated[int, Field(ge=0, le=1000)] = 9
+    """Dynamic sampling: most further rounds of a step until `rollout.prompts_per_step` groups have
+    unequal rewards; 0 only leaves groups out. DAPO's max_num_gen_batches is one more."""
     overlong_buffer: Amount = 0
     """Number of tokens before `rollout.max_tokens` with DAPO's soft length penalty; 0 is off."""
     tokens_per_micro_batch: Count = 8192
@@ -283,7 +197,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "RunConfig":
-        problems = [*_data_problems(self.data), *_rollout_problems(self), *_learner_problems(self)]
+        problems = [
+            *data_problems(self.data),
+            *_reward_problems(self),
+            *_rollout_problems(self),
+            *_learner_problems(self),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -319,29 +238,20 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     return files.resolve(RunConfig, path, overrides)
 
 
-def _data_problems(data: DataSection) -> Iterator[str]:
-    if data.tasks and data.source != REASONING_GYM:
+def _reward_problems(config: RunConfig) -> Iterator[str]:
+    reward, size = config.reward, config.rollout.group_size
+    if reward.per == "completion":
+        return
+    if ":" not in reward.name:
         yield (
-            f"data.source = {data.source!r}: data.tasks names other prompts; leave one of the two "
-            "out"
+            f"reward.per = 'group': reward.name = {reward.name!r} grades each completion by "
+            "itself; name a module:function, or leave it out"
         )
-    if data.source == REASONING_GYM and not data.tasks:
+    if max(size, config.eval.samples) > _MOST_COMPARED:
         yield (
-            "data.source = 'reasoning_gym': no task is named; add [[data.tasks]] tables, or name "
-            "one as reasoning_gym:TASK"
+            f"reward.per = 'group': at most {_MOST_COMPARED} completions are graded in one call, "
+            f"and rollout.group_size = {size}, eval.samples = {config.eval.samples}"
         )
-    names = [task.name for task in data.tasks]
-    for index, task in enumerate(data.tasks):
-        if task.name in names[:index]:
-            yield (
-                f"data.tasks[{index}].name = {task.name!r}: the task is there twice; give one "
-                "table with wider parameters, or with a curriculum"
-            )
-        if task.curriculum is not None and len(task.levels) < 2:
-            yield (
-                f"data.tasks[{index}].level = {task.level}: it must be less than "
-                f"curriculum.max_level = {task.curriculum.max_level}"
-            )
 
 
 def _rollout_problems(config: RunConfig) -> Iterator[str]:

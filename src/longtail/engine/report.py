@@ -191,6 +191,13 @@ def merge_reports(reports: Sequence[RolloutReport], seconds: float) -> RolloutRe
     return RolloutReport(**totals | means | {"seconds": seconds})
 
 
+def join_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
+    """Join the reports of rollouts that ran one after another: sums, and the most slots."""
+    rows = [asdict(report) for report in reports]
+    totals = {name: sum(row[name] for row in rows) for name in rows[0]}
+    return RolloutReport(**totals | {"max_running": max(row["max_running"] for row in rows)})
+
+
 _ZERO: dict[str, Any] = {
     "seconds": 0.0,
     "forward_s": 0.0,

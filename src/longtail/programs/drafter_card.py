@@ -18,6 +18,7 @@ from longtail.engine.speculation.acceptance import POSITIONS
 from longtail.programs.drafter_eval import Measurement
 
 _LIBRARY = {"vllm": "vllm", "sglang": "sglang", "speculators": "speculators", "hf": "transformers"}
+NOT_MEASURED = "not measured at export; `longtail drafter eval` measures it on prompts"
 _METHODS = {"eagle1": ("eagle", "EAGLE"), "eagle3": ("eagle3", "EAGLE3")}
 """Names of the recipes in vLLM and in SGLang."""
 
@@ -142,7 +143,7 @@ def _acceptance(card: Card) -> Iterator[str]:
     )
     yield ""
     if not card.figures:
-        yield "Not measured (exported with --no-measure)."
+        yield f"{NOT_MEASURED.capitalize()}."
         return
     yield (
         "Accept length is the number of tokens emitted per verify step, the bonus token included. "

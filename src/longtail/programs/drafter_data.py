@@ -25,6 +25,8 @@ from longtail.rl.data.sources import Row, load_rows
 from longtail.system.device import compute_threads, rollout_threads
 from longtail.types import SamplingParams
 
+TEXTS_FILE = "texts.jsonl"
+"""File of generated texts in a run directory."""
 _STEP_TOKENS = 512
 
 

@@ -18,20 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from longtail.build.drafters import Target, open_drafter
-from longtail.build.engine import open_model
-from longtail.build.models import TINY_REASONER, model_directory
-from longtail.config.rl import load
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.acceptance import POSITIONS, Acceptance
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
-from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.programs.drafter_prompts import open_target, require_prompts
 from longtail.report.plots import blank, write
-from longtail.rl.data.prompts import Encoder, make_prompts
-from longtail.rl.data.sources import load_rows
-from longtail.run.checkpoint import CONFIG_FILE
-from longtail.run.drafter_store import run_drafters
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
@@ -114,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
         Strategy(depth=args.depth, size=args.depth),
         Strategy(depth=args.depth, width=args.width, size=args.size),
     )
-    target, prompts = open_target(args)
+    target = open_target(args)
+    prompts = require_prompts(args, target).tokens
     found: list[Measurement] = []
     for temperature in temperatures:
         _log(f"temperature {temperature:g}: plain decoding")
@@ -140,49 +134,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"plot: {args.plot}")
     print(json.dumps(result))
     return 0
-
-
-def _default_target(drafter: str) -> str:
-    place = run_drafters(Path(drafter))
-    return TINY_REASONER if place is None else str(place.parent)
-
-
-def _default_prompts(target: str) -> str:
-    """Return the evaluation prompts of a run or of the embedded model."""
-    source = target
-    if target != TINY_REASONER:
-        resolved = Path(target) / CONFIG_FILE
-        if not resolved.is_file():
-            raise ConfigError("--prompts is needed: a source of prompts, as data.source of train")
-        own = load(resolved, []).data
-        source = own.heldout or own.source
-    return f"{TINY_REASONER}:heldout" if source == TINY_REASONER else source
-
-
-def open_target(args: argparse.Namespace) -> tuple[Target, list[tuple[int, ...]]]:
-    """Open the target, its prompts and, as a check, the drafter; raise ConfigError if one fails.
-
-    Reads target, drafter, prompts, n, max_tokens, dtype and seed. A missing target is set to the
-    policy of the drafter's run.
-    """
-    for option, value in (("--n", args.n), ("--max-tokens", args.max_tokens)):
-        if value < 1:
-            raise ConfigError(f"{option} = {value}: it must be at least 1")
-    args.target = args.target or _default_target(args.drafter)
-    directory = model_directory(args.target, field="--target")
-    tokenizer = load_tokenizer(directory)
-    target = open_model(args.target, directory, tokenizer, args.dtype)
-    source = args.prompts or _default_prompts(args.target)
-    render = tokenizer.render if tokenizer.has_chat_template else None
-    prompts = make_prompts(
-        load_rows(source, args.n, args.seed, field="--prompts"),
-        source=source,
-        encoder=Encoder(encode=tokenizer.encode, render=render),
-        max_prompt_len=target.model.config.max_positions - args.max_tokens,
-        drop_long=True,
-    )
-    open_drafter(args.drafter, target, _log)
-    return target, [prompt.tokens for prompt in prompts.prompts[: args.n]]
 
 
 def sampling_of(target: Target, temperature: float, max_tokens: int) -> SamplingParams:

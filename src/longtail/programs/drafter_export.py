@@ -38,17 +38,18 @@ from longtail.errors import CheckpointError, ConfigError
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import read_fields
 from longtail.model.hf.weights import read_tensors, write_tensors
+from longtail.model.sources.names import repository_of
 from longtail.model.transformer import Transformer
-from longtail.programs.drafter_card import Card, Figure, write_card
+from longtail.programs.drafter_card import NOT_MEASURED, Card, Figure, write_card
 from longtail.programs.drafter_eval import (
     Workload,
     complete,
     decode,
     measure,
     numbers,
-    open_target,
     sampling_of,
 )
+from longtail.programs.drafter_prompts import find_prompts, open_target, sample_prompts
 from longtail.rl.packing import lay_out
 from longtail.run.checkpoint import UNWRITABLE
 from longtail.speculation.strategy import Strategy
@@ -84,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out = {args.out!r} exists; remove it or choose another directory")
     strategy = Strategy(depth=args.depth)
     temperatures = [] if args.no_measure else numbers("--temperatures", args.temperatures)
-    target, prompts = open_target(args)
+    target = open_target(args)
+    prompts = find_prompts(args, target) if temperatures else None
+    tokens = prompts.tokens if prompts else sample_prompts(target)
     loaded = read_drafter(args.drafter, target, print, None)
     if loaded is None:
         raise ConfigError(
@@ -97,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
     temporary = out.with_name(f".new-{out.name}-{os.getpid()}")
     try:
         write_layout(temporary, layout, loaded, target, verifier=_path(target), depth=args.depth)
-        found = self_check(temporary, loaded, target, prompts, _REPLAYED_TOKENS)
+        found = self_check(temporary, loaded, target, tokens, _REPLAYED_TOKENS)
         figures: list[Figure] = []
-        for temperature in temperatures:
-            workload = decode(target, prompts, temperature, args.max_tokens)
+        for temperature in temperatures if prompts else ():
+            workload = decode(target, tokens, temperature, args.max_tokens)
             figures += _figures(loaded, layout, workload, strategy)
         card = Card(
             name=out.name,
@@ -113,8 +116,8 @@ def run(args: argparse.Namespace) -> int:
             target_name=args.target,
             score_error=found.score_error,
             replayed=found.num_verified,
-            prompts=args.prompts or "held-out prompts",
-            num_prompts=args.n,
+            prompts=prompts.source if prompts else "",
+            num_prompts=len(tokens),
             figures=figures,
         )
         write_card(temporary / "README.md", card)
@@ -151,9 +154,16 @@ def write_layout(
 
 
 def rounded(loaded: LoadedDrafter, dtype: torch.dtype) -> LoadedDrafter:
-    """Fold the scale and convert to the dtype of the files, in place for the layer."""
+    """Fold the scale and convert to the dtype of the files, in place for the layer.
+
+    Layouts of EAGLE-1 have no reduced vocabulary, so such a drafter gets the whole one.
+    """
     loaded.layer.fold()
     loaded.layer.to(dtype)
+    config = loaded.layer.config
+    if config.recipe == "eagle1" and loaded.draft_ids is not None:
+        loaded.layer.config = replace(config, draft_vocab_size=0)
+        loaded = replace(loaded, draft_ids=None)
     head = None if loaded.head is None else loaded.head.to(dtype)
     return replace(loaded, head=head)
 
@@ -260,8 +270,10 @@ def _figures(
 
 
 def _path(target: Target) -> str:
-    """Return the path from which an engine loads the model: of a run, its newest checkpoint."""
-    return target.name if target.name == TINY_REASONER else str(target.directory)
+    """Return the name from which an engine loads the model: of a run, its newest checkpoint."""
+    if target.name == TINY_REASONER:
+        return target.name
+    return repository_of(target.name) or str(target.directory)
 
 
 def _print_result(out: Path, layout: Layout, found: CheckResult, figures: Sequence[Figure]) -> None:
@@ -272,6 +284,8 @@ def _print_result(out: Path, layout: Layout, found: CheckResult, figures: Sequen
     )
     for each in figures:
         print(each.line())
+    if not figures:
+        print(f"acceptance: {NOT_MEASURED}")
     print(f"drafter for {layout}: {out}")
     result = {
         "out": str(out),

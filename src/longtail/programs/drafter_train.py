@@ -15,7 +15,7 @@ import torch
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from longtail.build.drafters import Target, read_drafter
+from longtail.build.drafters import Target, check_names, read_drafter
 from longtail.build.models import model_directory
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
@@ -36,7 +36,7 @@ from longtail.model.hf.model import load_config, load_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.programs import steps
-from longtail.programs.drafter_data import Corpus, generated_texts, given_texts
+from longtail.programs.drafter_data import TEXTS_FILE, Corpus, generated_texts, given_texts
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.system.device import DTYPES, choose_device
@@ -170,6 +170,8 @@ class Components(steps.Components):
 
 def run(config: DrafterTrainConfig) -> int:
     """Run `longtail drafter train` from the configuration to the last checkpoint."""
+    if config.drafter.init is not None:
+        check_names(config.drafter.init, field="drafter.init")
 
     def build(
         directory: RunDirectory, checkpoint: Checkpoint | None, console: Console
@@ -216,7 +218,7 @@ def assemble(
     if config.data.completions == "given":
         corpus = given_texts(config, tokenizer)
     else:
-        kept = run_dir / "texts.jsonl"
+        kept = run_dir / TEXTS_FILE
         corpus = generated_texts(config, tokenizer, load_target, kept, on_step, on_start)
     target = load_target()
     target.fuse()
@@ -233,6 +235,7 @@ def assemble(
         optimizer=steps.optimizer_settings(own, own.steps),
         matrix_rate=own.matrix_rate or None,
         autocast=own.autocast,
+        fit_tokens=own.fit_tokens,
     )
     return Components(
         config=config,

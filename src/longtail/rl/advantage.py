@@ -72,9 +72,22 @@ def reinforce_pp(rewards: Rewards) -> list[list[float]]:
 def keep_informative(groups: Sequence[Group]) -> list[Group]:
     """Leave out groups with equal rewards, whose advantages are 0, and groups of fewer than two.
 
-    DAPO's dynamic sampling, Yu et al. 2025 (arXiv 2503.14476), equation 11, without refilling.
+    DAPO's dynamic sampling, Yu et al. 2025 (arXiv 2503.14476), equation 11; `refill_size` is the
+    other half of it.
     """
     return [group for group in groups if len({rollout.reward for rollout in group.rollouts}) > 1]
+
+
+def refill_size(*, wanted: int, informative: int, sampled: int) -> int:
+    """Return the number of further prompts to sample for a batch of `wanted` informative groups.
+
+    It expects the same share of informative groups as among the `sampled` prompts so far, and is
+    at most `wanted`; 0 if the batch is full.
+
+    Example: 16 wanted, 12 of 16 informative: 4 are missing, 6 prompts give 4.5 in the mean
+    """
+    missing = max(wanted - informative, 0)
+    return min(-(-missing * sampled // max(informative, 1)), wanted)
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer: int) -> float:

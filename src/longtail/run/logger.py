@@ -51,10 +51,11 @@ class RunLogger:
 
     def write(self, step: int, metrics: Mapping[str, float], record: StepRecord) -> None:
         """Write one step: metrics, rollouts, speculation and costs."""
-        self.log(record.rollout.logged(step, TRAINING))
-        for rollout in record.graded.rollouts if self._keeps_rollouts else ():
+        for each in record.rounds:
+            self.log(each.rollout.logged(step, TRAINING))
+        for rollout in record.rollouts if self._keeps_rollouts else ():
             self._rollouts.write(step, rollout_row(rollout))
-        if (costs := record.rollout.costs) is not None:
+        if (costs := record.rounds[-1].rollout.costs) is not None:
             cost_file.save_costs(self._directory / cost_file.FILE, costs)
         self._metrics.write(step, metrics)
 

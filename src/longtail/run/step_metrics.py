@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from longtail.cluster.rollout import RolloutResult
-from longtail.engine.report import RolloutReport
+from longtail.cluster.rollout import RolloutResult, reused_share
+from longtail.engine.report import RolloutReport, join_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.data.mixture import LEVEL, TASK
+from longtail.rl.data.requests import regroup
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.run.metrics import summarize, summarize_lengths, timing
@@ -16,27 +17,71 @@ from longtail.types import Completion, FinishReason, Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRound:
+    """Completions of some prompts, with their grades; dynamic sampling makes several per step."""
+
+    num_prompts: int
+    rollout: RolloutResult
+    graded: Graded
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups of the graded completions, in the order of the prompts."""
+        return regroup(self.graded.rollouts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """Results of one training step."""
 
-    rollout: RolloutResult
-    graded: Graded
-    groups: Sequence[Group]
+    rounds: Sequence[SampleRound]
+    num_learned: int
+    """Number of groups that were learned from."""
     learned: LearnerReport
     seconds: Mapping[str, float]
     """Seconds by section, and of the whole `step`."""
 
+    @property
+    def groups(self) -> list[Group]:
+        """Groups of all rounds, those that were left out included."""
+        return [group for each in self.rounds for group in each.groups]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Graded completions of all rounds."""
+        return [rollout for each in self.rounds for rollout in each.graded.rollouts]
+
+    @property
+    def series(self) -> RolloutSeries | None:
+        """Speculation decisions of the last round."""
+        return self.rounds[-1].rollout.series
+
+    def shortage(self, wanted: int, refills: int) -> list[str]:
+        """Return a line if up to `refills` further rounds did not give `wanted` groups."""
+        if not refills or self.num_learned >= wanted:
+            return []
+        return [
+            f"learned from {self.num_learned} groups of {wanted}: all others of "
+            f"{len(self.rounds)} rounds have equal rewards (learner.max_refills = {refills})"
+        ]
+
     def metrics(self) -> dict[str, float]:
         """Return all metrics of the step; the learner's seconds join those by section."""
-        rollout, learned = self.rollout, self.learned
+        learned, rollouts = self.learned, [each.rollout for each in self.rounds]
         learning = {"logprob": learned.logprob_seconds, "update": learned.update_seconds}
+        completions = [each for rollout in rollouts for each in rollout.completions]
+        report, groups = join_reports([each.report for each in rollouts]), self.groups
+        failures = sum(len(each.graded.failures) for each in self.rounds)
+        spots = [spot for rollout in rollouts for spot in rollout.spots]
         return {
-            **group_metrics(self.graded, self.groups),
-            **rollout_metrics(rollout.report, rollout.completions, rollout.series),
+            **group_metrics(self.rollouts, failures, groups),
+            "rollout/rounds": float(len(self.rounds)),
+            "rollout/left_out_groups": float(len(groups) - self.num_learned),
+            **rollout_metrics(report, completions, self.series),
             **learned.metrics,
             "training/policy_version": float(learned.version),
             **timing({**self.seconds, **learning}),
-            "cluster/reused_share": rollout.reused_share,
+            "cluster/reused_share": reused_share(spots),
         }
 
 
@@ -80,19 +125,21 @@ def _tuner_metrics(report: RolloutReport, series: RolloutSeries) -> dict[str, fl
     }
 
 
-def group_metrics(graded: Graded, groups: Sequence[Group]) -> dict[str, float]:
+def group_metrics(
+    rollouts: Sequence[Rollout], failures: int, groups: Sequence[Group]
+) -> dict[str, float]:
     """Return the metrics of rewards; failures are counted apart and have no reward."""
     informative = sum(len({r.reward for r in group.rollouts}) > 1 for group in groups)
     components: dict[str, list[float]] = {}
-    for rollout in graded.rollouts:
+    for rollout in rollouts:
         for name, value in rollout.components.items():
             components.setdefault(f"reward/{name}", []).append(value)
     return {
-        **summarize("reward", [rollout.reward for rollout in graded.rollouts]),
+        **summarize("reward", [rollout.reward for rollout in rollouts]),
         **{name: sum(values) / len(values) for name, values in components.items()},
-        "reward/failures": float(len(graded.failures)),
+        "reward/failures": float(failures),
         "reward/informative_groups": informative / max(len(groups), 1),
-        **task_metrics(graded.rollouts),
+        **task_metrics(rollouts),
     }
 
 

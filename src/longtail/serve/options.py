@@ -111,7 +111,7 @@ class ServeOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("model", metavar="RUN_OR_MODEL", help="run, checkpoint or model directory, tiny-reasoner")
+    add("model", metavar="RUN_OR_MODEL", help="model, named as model.path of train")
     add("--drafter", metavar="NAME", default="auto", help="as speculation.drafter (default auto)")
     add("--name", help="the model's name for clients (default: the last part of RUN_OR_MODEL)")
     add("--host", default="127.0.0.1", help="(default 127.0.0.1; any other needs an API key)")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import uvicorn
 from starlette.types import ASGIApp
 
+from longtail.build.drafters import check_names
 from longtail.build.engine import open_engine, open_model
 from longtail.build.models import model_directory
 from longtail.engine.engine import RolloutEngine
@@ -57,6 +58,7 @@ def run(options: ServeOptions) -> int:
 
 def load_server(options: ServeOptions) -> ModelServer:
     """Load the model, make its engine, and put the service in front of it."""
+    check_names(options.drafter, field="--drafter")
     path = model_directory(options.model, field="MODEL")
     tokenizer = load_tokenizer(path)
     target = open_model(

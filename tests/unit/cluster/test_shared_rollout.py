@@ -8,7 +8,7 @@ import pytest
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.placement import LengthHistory
 from longtail.cluster.records import Progress
-from longtail.cluster.rollout import RolloutResult
+from longtail.cluster.rollout import reused_share
 from longtail.cluster.spot import POLL_S
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import STOP_S
@@ -50,12 +50,8 @@ def test_the_reused_share_is_counted_in_tokens_over_all_workers():
     spot, *_ = begun(ScriptedPool(3)).rollout(1, TAIL).spots
     few, many = (replace(spot, num_tokens=n, num_reused=m) for n, m in ((100, 0), (300, 300)))
     none = replace(spot, num_tokens=0, num_reused=0)
-    rolled = RolloutResult(
-        completions=(), shards=(), spots=(few, many, none), seconds=1.0, stop_s=0.0
-    )
-    assert rolled.reused_share == 0.75
-    assert replace(rolled, spots=()).reused_share == replace(rolled, spots=(none,)).reused_share
-    assert replace(rolled, spots=()).reused_share == 0.0
+    assert reused_share([few, many, none]) == 0.75
+    assert reused_share([]) == reused_share([none]) == 0.0
 
 
 def test_a_worker_without_a_shard_trains_once_there_are_texts():

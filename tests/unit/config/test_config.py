@@ -332,6 +332,15 @@ def test_a_source_and_a_mixture_exclude_each_other(tmp_path: Path) -> None:
     assert "add [[data.tasks]] tables" in _refusal("--data.source=reasoning_gym")
 
 
+def test_only_functions_compare_the_completions_of_a_group() -> None:
+    words = ["--reward.per=group", "--reward.name=my_rewards:rank"]
+    assert load(None, words).reward.per == "group"
+    assert "reward.name = 'exact' grades each completion by itself" in _refusal(
+        "--reward.per=group", "--reward.name=exact"
+    )
+    assert "at most 512 completions" in _refusal(*words, "--rollout.group_size=513")
+
+
 def test_a_dump_holds_every_field_of_every_section() -> None:
     text = configfile.render(RunConfig())
     tables = tomllib.loads(text)

@@ -44,7 +44,7 @@ def test_a_gguf_file_is_converted(tmp_path):
     [
         ("absent.gguf", r"^model\.path = 'absent.gguf': no such file; give the path of a GGUF"),
         ("smolm2", r"^model\.path = 'smolm2': no such directory \(is smollm2 meant\?\); give"),
-        ("a" * 5000, "no such directory; give the directory of a model or run, a .gguf file"),
+        ("a" * 5000, "no such directory; give the directory of a model or run, a hub id"),
         ("/no/where", "no such directory; give"),
     ],
 )

@@ -1,14 +1,17 @@
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from longtail.errors import ConfigError, GradingError
+from longtail.rl.grading.grader import MAX_GROUP
 from longtail.rl.grading.pool import GraderPool
 from longtail.types import Completion, FinishReason, Prompt
 
@@ -118,6 +121,98 @@ def test_an_empty_list_has_an_empty_result():
     with GraderPool("exact") as pool:
         graded = pool.grade([])
     assert (graded.rollouts, graded.failures) == ((), ())
+
+
+RANK = '''
+import os, time
+
+def rank(prompts, completions, completion_ids, answer, **columns):
+    """Rank completions by length; write down each call."""
+    with open("calls", "a") as file:
+        file.write(" ".join([prompts[0], *completions]) + "\\n")
+    assert len(set(prompts)) == 1 and len(answer) == len(completion_ids) == len(completions)
+    match completions[0]:
+        case "raise": raise ValueError("no way")
+        case "hang": time.sleep(3600)
+        case "die": os._exit(3)
+        case "short": return [0.0]
+        case "dict": return {"a": 1.0}
+    order = sorted(completions, key=len)
+    return [None if text == "none" else order.index(text) / 8 for text in completions]
+'''
+
+
+@pytest.fixture
+def ranking(tmp_path, monkeypatch):
+    (tmp_path / "ranking.py").write_text(RANK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return "ranking:rank"
+
+
+def _group_pairs(*groups):
+    """Return pairs of prompt and completion, of one prompt for each group of texts."""
+    return [
+        (
+            Prompt(prompt_id=f"p/{number}", tokens=(1,), text=f"p{number}", data={"answer": "4"}),
+            replace(pair(text)[1], request_id=f"p/{number}@0#{sample}"),
+        )
+        for number, texts in enumerate(groups)
+        for sample, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_function_that_compares_gets_each_group_once_and_whole(ranking, tmp_path, workers):
+    groups = [["a" * (n % 5), "b" * (n % 3), "c" * 7] for n in range(40)]
+    with GraderPool(ranking, workers=workers, by_group=True) as pool:
+        graded = pool.grade(_group_pairs(*groups))
+    assert [r.completion.text for r in graded.rollouts] == [t for g in groups for t in g]
+    assert [r.reward for r in graded.rollouts] == [
+        sorted(group, key=len).index(text) / 8 for group in groups for text in group
+    ]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert sorted(calls) == sorted(" ".join([f"p{n}", *g]) for n, g in enumerate(groups))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("raise", "ValueError: no way"),
+        ("hang", "gave no result in 1 s and was killed"),
+        ("die", "exited with status 3 while grading"),
+        ("short", "returned 1 rewards for 2 completions"),
+        ("dict", "returned dict .*, not a list of numbers"),
+    ],
+)
+def test_a_failed_call_excludes_its_group_alone_and_is_not_repeated(ranking, tmp_path, bad, why):
+    groups = [["a", "bb"], [bad, "bb"], ["ccc", "d"]]
+    with GraderPool(ranking, by_group=True, timeout_s=1.0) as pool:
+        graded = pool.grade(_group_pairs(*groups))
+    assert [r.reward for r in graded.rollouts] == [0.0, 0.125, 0.125, 0.0]
+    assert [f.completion.text for f in graded.failures] == [bad, "bb"]
+    assert all(re.search(why, failure.error) for failure in graded.failures)
+    assert len((tmp_path / "calls").read_text().splitlines()) == 3
+
+
+def test_a_completion_of_a_group_to_which_a_reward_does_not_apply_is_excluded_alone(ranking):
+    with GraderPool(ranking, by_group=True) as pool:
+        graded = pool.grade(_group_pairs(["a", "none", "bb"]))
+    assert [r.reward for r in graded.rollouts] == [0.0, 0.125]
+    (failure,) = graded.failures
+    assert failure.completion.text == "none"
+    assert "returned None: it does not apply" in failure.error
+
+
+def test_a_group_of_errors_fits_in_a_message(ranking, tmp_path):
+    (tmp_path / "long_errors.py").write_text(
+        "def f(completions, **_): return ['\\U0001f600' * 500] * len(completions)\n"
+    )
+    with GraderPool("long_errors:f", by_group=True) as pool:
+        graded = pool.grade(_group_pairs(["x"] * MAX_GROUP))
+    assert len(graded.failures) == MAX_GROUP
+    assert "not a number" in graded.failures[-1].error
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from longtail.errors import ConfigError, GradingError
 from longtail.rl.grading.answers import (
+    checked_number,
     final_answer,
     last_boxed,
     last_number,
@@ -19,7 +20,6 @@ from longtail.rl.grading.answers import (
 )
 from longtail.rl.grading.reward import (
     GradingTask,
-    checked_number,
     required_columns,
     resolve_reward,
     reward_factory,

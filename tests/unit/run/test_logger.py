@@ -15,7 +15,7 @@ from longtail.engine.rollout_log import LoggedRollout, RolloutSeries, read_rollo
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.run.logger import RunLogger
-from longtail.run.step_metrics import StepRecord
+from longtail.run.step_metrics import SampleRound, StepRecord
 from longtail.tuner.cost import CostModel, TimeCurve
 from longtail.tuner.cost_file import load_costs
 from longtail.types import Completion, FinishReason, Prompt, Rollout
@@ -53,16 +53,17 @@ def _record(
     shard = ShardResult(
         completions=(), report=report, series=series, costs=costs, initial_costs=None
     )
+    rollout = RolloutResult(
+        completions=(),
+        shards=(TaskResult(worker=0, result=shard),),
+        spots=(),
+        seconds=1.0,
+        stop_s=0.0,
+    )
+    graded = Graded(rollouts=rollouts, failures=())
     return StepRecord(
-        rollout=RolloutResult(
-            completions=(),
-            shards=(TaskResult(worker=0, result=shard),),
-            spots=(),
-            seconds=1.0,
-            stop_s=0.0,
-        ),
-        graded=Graded(rollouts=rollouts, failures=()),
-        groups=[],
+        rounds=[SampleRound(num_prompts=1, rollout=rollout, graded=graded)],
+        num_learned=0,
         learned=LearnerMetrics().report(1, []),
         seconds={},
     )

@@ -9,7 +9,13 @@ from longtail.engine.report import RolloutReport, Switch, merge_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
-from longtail.run.step_metrics import StepRecord, group_metrics, rollout_metrics, rollout_row
+from longtail.run.step_metrics import (
+    SampleRound,
+    StepRecord,
+    group_metrics,
+    rollout_metrics,
+    rollout_row,
+)
 from longtail.types import Completion, FinishReason, GradingFailure, Group, Prompt, Rollout
 
 P = Prompt(prompt_id="p", tokens=(1,), text="?")
@@ -115,7 +121,7 @@ def test_grading_failures_are_counted_apart_from_rewards() -> None:
     rollouts = (_rollout(1.0, correct=1.0), _rollout(0.5, correct=0.0), _rollout(0.5))
     graded = Graded(rollouts=rollouts, failures=(_failure(), _failure()))
     groups = [Group(prompt=P, rollouts=rollouts[:2]), Group(prompt=P, rollouts=rollouts[2:])]
-    numbers = group_metrics(graded, groups)
+    numbers = group_metrics(graded.rollouts, len(graded.failures), groups)
     assert numbers["reward/mean"] == pytest.approx(2 / 3)
     assert (numbers["reward/min"], numbers["reward/max"]) == (0.5, 1.0)
     assert numbers["reward/failures"] == 2.0
@@ -129,16 +135,17 @@ def test_metrics_of_a_step_include_the_seconds_of_loop_and_learner() -> None:
     shard = ShardResult(
         completions=(_completion(1),), report=REPORT, series=None, costs=None, initial_costs=None
     )
+    rollout = RolloutResult(
+        completions=shard.completions,
+        shards=(TaskResult(worker=0, result=shard),),
+        spots=(),
+        seconds=2.0,
+        stop_s=0.0,
+    )
+    graded = Graded(rollouts=rollouts, failures=())
     record = StepRecord(
-        rollout=RolloutResult(
-            completions=shard.completions,
-            shards=(TaskResult(worker=0, result=shard),),
-            spots=(),
-            seconds=2.0,
-            stop_s=0.0,
-        ),
-        graded=Graded(rollouts=rollouts, failures=()),
-        groups=[Group(prompt=P, rollouts=rollouts)],
+        rounds=[SampleRound(num_prompts=1, rollout=rollout, graded=graded)] * 2,
+        num_learned=1,
         learned=learned,
         seconds={"rollout": 2.0, "reward": 0.5, "publish": 0.25, "step": 10.0},
     )
@@ -154,6 +161,12 @@ def test_metrics_of_a_step_include_the_seconds_of_loop_and_learner() -> None:
     }
     assert numbers["training/policy_version"] == 8.0
     assert numbers["reward/mean"] == 0.5
+    assert (numbers["rollout/rounds"], numbers["rollout/left_out_groups"]) == (2.0, 1.0)
+    assert numbers["rollout/generated_tokens"] == 2 * REPORT.num_generated
+    assert numbers["rollout/tokens_per_s"] == REPORT.num_generated / 2.0
+    assert record.shortage(2, 0) == record.shortage(1, 9) == []
+    (line,) = record.shortage(2, 9)
+    assert line.startswith("learned from 1 groups of 2: all others of 2 rounds have equal rewards")
     assert all(type(value) is float for value in numbers.values())
 
 

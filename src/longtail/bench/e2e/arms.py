@@ -84,7 +84,10 @@ class Arm:
         self._run = RunDirectory(self._place)
         self._run.start(configfile.render(config), resume=False)
         self._grader = GraderPool(
-            config.reward.name, workers=config.reward.workers, timeout_s=config.reward.timeout_s
+            config.reward.name,
+            workers=config.reward.workers,
+            timeout_s=config.reward.timeout_s,
+            by_group=config.reward.per == "group",
         )
         try:
             self._trainer = Trainer(config, self._run, None, self._grader, Console())

@@ -25,8 +25,9 @@ from longtail.build.drafters import at_work, read_drafter
 from longtail.drafter.formats.layouts import engine_window
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, LongtailError
-from longtail.programs.drafter_eval import complete, open_target
+from longtail.programs.drafter_eval import complete
 from longtail.programs.drafter_export import copy_of, rounded, write_layout
+from longtail.programs.drafter_prompts import open_target, require_prompts
 from longtail.speculation.strategy import Strategy
 from longtail.types import SamplingParams
 
@@ -77,7 +78,9 @@ def run(options: VllmBenchOptions) -> int:
     """Compare, print the card, and end with one JSON line; return 1 if they disagree."""
     pin_threads(1)
     asked = {**asdict(options), "dtype": "float32", "drafter": options.drafters[0], "seed": 0}
-    target, prompts = open_target(Namespace(**asked))
+    words = Namespace(**asked)
+    target = open_target(words)
+    prompts = require_prompts(words, target).tokens
     bench = _VllmBench(options, target, prompts)
     found = [each for name in options.drafters for each in bench.compare(name)]
     result = {

@@ -257,6 +257,14 @@ def is_drafter(path: Path) -> bool:
     return (path / DESCRIPTION).is_file()
 
 
+def target_name(path: Path) -> str:
+    """Return the name of the target that a drafter was trained on."""
+    try:
+        return str(_read(path)["target"]["name"])
+    except _MALFORMED as error:
+        raise _malformed(path, error) from error
+
+
 def _replace(temporary: Path, path: Path) -> None:
     """Rename into place and remove the old directory, if there is one."""
     old = path.with_name(f".old-{path.name}-{os.getpid()}")

@@ -46,6 +46,11 @@ class Reading:
     reused: Bool[Tensor, "pairs"]
     """Whether the states were looked up."""
 
+    @property
+    def joined(self) -> Float[Tensor, "pairs joined"]:
+        """Embedding, feature and next feature, which the closed-form start of eagle1 reads."""
+        return torch.cat((self.embeddings, self.features, self.after.to(self.features)), -1)
+
 
 @final
 class TargetReader:

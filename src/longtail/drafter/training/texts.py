@@ -64,11 +64,15 @@ def read_texts(path: Path, origin: str) -> list[Example] | None:
     """Read texts that `save_texts` wrote for the same origin; None if there are none."""
     if not path.is_file():
         return None
+    found, texts = kept_texts(path)
+    return texts if found == origin else None
+
+
+def kept_texts(path: Path) -> tuple[str, list[Example]]:
+    """Return origin and texts of a file of `save_texts`."""
     try:
         first, *rows = map(parse_json, path.read_bytes().splitlines())
-        if first["origin"] != origin:
-            return None
-        return [_text(row["tokens"], row["prompt_len"]) for row in rows]
+        return first["origin"], [_text(row["tokens"], row["prompt_len"]) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error!r}); remove it and start again") from error
 

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from longtail.drafter.eagle.fit import FeatureFit
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.loss import (
     DECAY,
@@ -42,7 +43,7 @@ from longtail.rl.optim import Optimizer, OptimizerSettings
 from longtail.rl.packing import moved
 from longtail.types import PackedSequences
 
-_LAYER, _OPTIMIZER = "layer/", "optimizer/"
+_LAYER, _OPTIMIZER, _FIT = "layer/", "optimizer/", "fit/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,8 @@ class TrainerSettings:
     """Muon's learning rate for the matrices; None: AdamW for all parameters."""
     autocast: bool = False
     """Whether matrix products, the target's included, are bfloat16 over float32 weights."""
+    fit_tokens: int = 0
+    """eagle1: trained tokens of the closed-form start of a fresh drafter, before gradient steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,8 @@ class DrafterTrainer:
         layer.requires_grad_(True)
         layer.fuse()
         self._optimizer = _optimizer(layer, settings)
+        self._fit = FeatureFit(layer, target) if settings.fit_tokens else None
+        """The closed-form start; None when it is done."""
         self._steps = 0
 
     @property
@@ -175,6 +180,11 @@ class DrafterTrainer:
                 f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
                 f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
             )
+        if self._fit is not None and len(self._fit.rows) < self._settings.fit_tokens:
+            return self._try_fit(self._fit, batch, stopped)
+        if self._fit is not None and not self._fit.solve(stopped):
+            return None
+        self._fit = None
         loss, num_reused = 0.0, 0
         scores = torch.zeros(3, len(counts), dtype=torch.float64)
         try:
@@ -211,6 +221,37 @@ class DrafterTrainer:
             num_reused=num_reused,
         )
 
+    def _try_fit(
+        self, fit: FeatureFit, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
+    ) -> TrainerReport | None:
+        """Add a batch to the closed-form start, as one update; as `try_step` does."""
+        if fit.is_due and not fit.solve(stopped):
+            return None
+        added, num_reused = [], 0
+        for packed in batch:
+            if stopped():
+                return None
+            here = moved(packed, self._target.device)
+            pairs = Pairs.of(here)
+            states = self._reader.read(here, pairs)
+            added.append(states.joined[pairs.trained])
+            num_reused += int((states.reused & pairs.trained).sum())
+        depths = self.try_evaluate(batch, stopped)
+        if depths is None:
+            return None
+        rows = torch.cat(added)
+        fit.add(rows)
+        self._steps += 1
+        return TrainerReport(
+            loss=depths.cross_entropy[0],
+            depths=depths,
+            grad_norm=0.0,
+            learning_rate=0.0,
+            num_tokens=sum(packed.num_tokens for packed in batch),
+            num_trained=len(rows),
+            num_reused=num_reused,
+        )
+
     def evaluate(
         self, batch: Sequence[PackedSequences], num_depths: int | None = None
     ) -> DepthReport:
@@ -242,16 +283,32 @@ class DrafterTrainer:
         return _report(scores, counts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copy the training state: the drafter and the optimizer's moments."""
-        return _prefixed(_LAYER, self.weights()) | _prefixed(_OPTIMIZER, self._optimizer.tensors())
+        """Copy the training state: the drafter, the optimizer's moments, rows of the start."""
+        own = _prefixed(_LAYER, self.weights()) | _prefixed(_OPTIMIZER, self._optimizer.tensors())
+        return own if self._fit is None else own | _prefixed(_FIT, self._fit.tensors())
 
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state after `steps` updates; CheckpointError if of another drafter."""
-        own = _with_prefix(_LAYER, tensors)
+        own, start = _with_prefix(_LAYER, tensors), _with_prefix(_FIT, tensors)
         check_parameters(self._layer, own)
         self._optimizer.load(_with_prefix(_OPTIMIZER, tensors))
         self.load_weights(own)
+        self._fit = FeatureFit.restored(self._layer, self._target, start) if start else None
         self._steps = steps
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the closed-form start goes on."""
+        return self._fit is not None
+
+    @property
+    def num_fitted(self) -> int:
+        """Number of rows of the present closed-form solution; 0 before and after the start."""
+        return 0 if self._fit is None else self._fit.num_fitted
+
+    def end_start(self) -> None:
+        """Leave the closed-form start; gradient steps follow."""
+        self._fit = None
 
     def parameters(self) -> dict[str, Tensor]:
         """Copy the drafter's parameters."""

@@ -105,8 +105,7 @@ def read_fields(path: Path) -> Fields:
     """Read config.json uninterpreted. Raises ConfigError if it is missing or malformed."""
     if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         raise ConfigError(
-            f"model.path = {str(path)!r} is not a directory: give the directory of a Hugging Face "
-            "model; nothing is downloaded"
+            f"model.path = {str(path)!r} is not a directory: give that of a Hugging Face model"
         )
     file = path / "config.json"
     if not file.is_file():

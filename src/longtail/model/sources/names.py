@@ -9,15 +9,23 @@ A directory of the same name wins. `build.models` adds the embedded model and th
 of a run directory.
 """
 
-import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from longtail.errors import ConfigError
 from longtail.model.sources import gguf, hub, smollm2
+from longtail.system.hints import meant
 
 GGUF_SUFFIX = ".gguf"
+_NAMES = (smollm2.NAME, "tiny-reasoner")
+
+
+def repository_of(name: str) -> str | None:
+    """Return the id, without revision, of the repository that a name stands for; None if none."""
+    if os.path.isdir(name) or not hub.is_hub_id(name):
+        return None
+    return name.partition("@")[0]
 
 
 def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
@@ -37,11 +45,6 @@ def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
     if hub.is_hub_id(name):
         return hub.model(name, where, log)
     raise ConfigError(
-        f"{where}: no such directory{_alike(name)}; give the directory of a model or run, a hub id "
-        f"(owner/name), a .gguf file, {smollm2.NAME} or tiny-reasoner"
+        f"{where}: no such directory{meant(name, _NAMES)}; give the directory of a model or run, "
+        f"a hub id (owner/name), a .gguf file, {smollm2.NAME} or tiny-reasoner"
     )
-
-
-def _alike(name: str) -> str:
-    known = difflib.get_close_matches(name, (smollm2.NAME, "tiny-reasoner"), 1)
-    return f" (is {known[0]} meant?)" if known else ""

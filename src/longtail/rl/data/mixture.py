@@ -201,7 +201,7 @@ class _ProblemMaker:
             try:
                 checked[name] = _converted(value, types[name])
             except (TypeError, ValueError) as error:
-                kind = getattr(types[name], "__name__", None) or str(types[name])
+                kind = str(types[name]).removeprefix("<class '").removesuffix("'>")
                 raise ConfigError(f"{at} = {value!r:.80}: it must be of type {kind}") from error
         return checked
 
@@ -213,7 +213,7 @@ class _ProblemMaker:
             settings |= self._attributes(level)
         try:
             config = config_class(**settings)
-            if hasattr(config, "validate"):
+            if "validate" in vars(config_class):
                 config.validate()
         except (AssertionError, ValueError, TypeError) as error:
             at = "config" if level is None else f"level {level}"

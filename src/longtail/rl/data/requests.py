@@ -84,11 +84,15 @@ def regroup(rollouts: Sequence[Rollout]) -> list[Group]:
     Example: p@0#0, p@0#2, q@0#1 (two gradings failed) make a group of two and a group of one.
     """
     groups = []
-    for _, members in groupby(rollouts, key=_visit):
+    for _, members in groupby(rollouts, key=lambda each: visit_of(each.completion.request_id)):
         group = tuple(members)
         groups.append(Group(prompt=group[0].prompt, rollouts=group))
     return groups
 
 
-def _visit(rollout: Rollout) -> str:
-    return rollout.completion.request_id.rpartition("#")[0]
+def visit_of(request_id: str) -> str:
+    """Return what the requests of a group share: prompt and epoch, or an evaluation's prompt.
+
+    Example: visit_of("p/17@2#3") == "p/17@2"
+    """
+    return request_id.rpartition("#")[0]

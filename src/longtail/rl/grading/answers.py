@@ -1,10 +1,13 @@
-r"""Answers in texts: the part that counts as the final answer, and the last number.
+"""Answers in texts: the part that counts as the final answer, and the last number.
 
-It runs in grader processes, so it imports nothing of the package.
+It runs in grader processes, so it imports no torch.
 """
 
 import re
 from fractions import Fraction
+from typing import SupportsFloat
+
+from longtail.errors import GradingError
 
 MAX_NUMBER_LEN = 1000
 """Longest number in characters that has a value."""
@@ -124,3 +127,19 @@ def _denominator(match: re.Match[str]) -> Fraction:
 
 def _parse(number: str) -> Fraction:
     return Fraction(number.replace(",", "").replace("\u2212", "-"))
+
+
+_LARGEST = 3.4e38
+"""Largest float32, the type in which a learner computes."""
+
+
+def checked_number(value: object, *, source: str) -> float:
+    """Return `value` as a finite float, or raise a `GradingError` that names `source`."""
+    if value is None:
+        raise GradingError(f"{source} returned None: it does not apply to this completion")
+    if not isinstance(value, SupportsFloat):
+        raise GradingError(f"{source} returned {type(value).__name__} {value!r:.80}, not a number")
+    number = float(value)
+    if not abs(number) <= _LARGEST:
+        raise GradingError(f"{source} returned {number}: a reward must be finite")
+    return number

@@ -5,8 +5,8 @@
     parent -> grader   frame: pickle of (kind, [(number, pickle of the task), ...])
     grader -> parent   frame: JSON; first {"loading": true} before anything of the reward runs,
                        then {"ready": true} or {"refused": message}, then for each batch
-                       {"begun": true} and, as each task ends, [number, reward, null] or
-                       [number, null, error]
+                       {"begun": true} and, as each task ends, [number, reward, null],
+                       [number, null, error] or, of a group, [number, [reward or error, ...], null]
 
 Tasks are pickled because rewards depend on types: JSON turns tuples into lists, and two scorers of
 reasoning-gym then reject right answers. Results are JSON because a grader may run code that a model
@@ -25,8 +25,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from longtail.errors import LongtailError
-from longtail.rl.grading.reward import GradingTask, Reward, checked_number, resolve_reward
+from longtail.errors import GradingError, LongtailError
+from longtail.rl.grading.answers import checked_number
+from longtail.rl.grading.reward import GradingTask, Reward, resolve_reward
 from longtail.rl.grading.supervisor import supervise_from_here
 
 LENGTH = struct.Struct("!I")
@@ -34,9 +35,15 @@ LENGTH = struct.Struct("!I")
 
 MAX_ERROR_LEN = 2000
 """Longest error message in characters."""
+_MAX_GROUP_ERROR_LEN = 150
+"""Longest error message in characters of one completion of a group."""
 
 GRADE: Final = "grade"
 """Kind of a task (prompt, text, tokens, data) whose result is its reward."""
+GROUP: Final = "group"
+"""Kind of a task that lists such completions, of one prompt; the result is a list, too."""
+MAX_GROUP = 512
+"""Most completions of a group in one task."""
 CHECK: Final = "check"
 """Kind of a task that is a row's data; the result is 0, or why the row cannot be graded."""
 
@@ -93,15 +100,23 @@ def _take_channel() -> socket.socket:
     return channel
 
 
-def _run_task(reward: Reward, kind: str, payload: bytes) -> float:
+def _run_task(reward: Reward, kind: str, payload: bytes) -> float | list[float | str]:
     """Return the result of one task; raise any error of the reward."""
     task = pickle.loads(payload)  # noqa: S301 - from the parent process
     if kind == CHECK:
         reward.check(task)
         return 0.0
-    prompt, text, tokens, data = task
-    completion = GradingTask(prompt=prompt, text=text, tokens=tokens, data=data)
-    return checked_number(reward.grade(completion), source="the reward")
+    if kind == GROUP:
+        outcomes = reward.grade_group([_completion(*each) for each in task])
+        return [
+            str(one)[:_MAX_GROUP_ERROR_LEN] if isinstance(one, GradingError) else one
+            for one in outcomes
+        ]
+    return checked_number(reward.grade(_completion(*task)), source="the reward")
+
+
+def _completion(prompt: Any, text: str, tokens: tuple[int, ...], data: Any) -> GradingTask:
+    return GradingTask(prompt=prompt, text=text, tokens=tokens, data=data)
 
 
 def _result(reward: Reward, kind: str, number: int, payload: bytes) -> list[Any]:

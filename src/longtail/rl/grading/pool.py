@@ -1,8 +1,8 @@
 """Grading of completions in processes that can be killed.
 
-Owns the grader processes (`longtail.rl.grading.grader`) and the time limit of each completion. A
-completion whose grader raises, hangs, dies or sends an invalid result is a `GradingFailure`, never
-a reward of 0.
+Owns the grader processes (`longtail.rl.grading.grader`) and the time limit of each task: of one
+completion or, for rewards that compare them, of all completions of a prompt. A completion whose
+grader raises, hangs, dies or sends an invalid result is a `GradingFailure`, never a reward of 0.
 
     pending tasks --batch--> worker 1: t0 t1 [t2] t3      t2 hangs: worker 1 is killed, t2 fails,
                   --batch--> worker 2: t4 [t5] t6         t3 is pending again, a new worker starts
@@ -20,13 +20,16 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, final
 
 from longtail.errors import ConfigError, GradingError
-from longtail.rl.grading.grader import CHECK, GRADE
+from longtail.rl.data.requests import visit_of
+from longtail.rl.grading.grader import CHECK, GRADE, GROUP
 from longtail.rl.grading.output import OutputForwarder
 from longtail.rl.grading.process import (
     GraderProcess,
+    Outcome,
     ProtocolError,
     describe_end,
     ended_from_outside,
@@ -62,7 +65,7 @@ class _Job:
     def __init__(self, kind: str, payloads: Sequence[bytes | GradingError] = ()) -> None:
         self.kind = kind
         self.pending: deque[int] = deque()
-        self.outcomes: dict[int, float | str] = {}  # a reward, or an error message
+        self.outcomes: dict[int, Outcome] = {}
         self._payloads = payloads
         for number, payload in enumerate(payloads):
             if isinstance(payload, bytes):
@@ -90,19 +93,31 @@ def _payload(task: object, *, row: str) -> bytes | GradingError:
         return GradingError(f"the row of {row} cannot be sent: {error}")
 
 
-def _grading_payload(prompt: Prompt, completion: Completion) -> bytes | GradingError:
+def _grading_fields(prompt: Prompt, completion: Completion) -> tuple[Any, ...]:
     text = prompt.data.get("prompt", prompt.text)
-    fields = (text, completion.text, completion.tokens, dict(prompt.data))
-    return _payload(fields, row=prompt.prompt_id)
+    return (text, completion.text, completion.tokens, dict(prompt.data))
 
 
-def _graded(
-    pairs: Sequence[tuple[Prompt, Completion]], outcomes: Mapping[int, float | str]
-) -> Graded:
+_Pairs = Sequence[tuple[Prompt, Completion]]
+
+
+def _groups(pairs: _Pairs) -> list[list[tuple[Prompt, Completion]]]:
+    """Divide completions, which are in the order of requests, into whole groups."""
+    parts = groupby(pairs, key=lambda pair: visit_of(pair[1].request_id))
+    return [list(members) for _, members in parts]
+
+
+def _spread(outcome: Outcome, size: int) -> list[float | str]:
+    """Return the outcome of each completion of a group from that of the group."""
+    if not isinstance(outcome, list):
+        return [outcome] * size
+    return outcome if len(outcome) == size else [f"the grader {_INVALID}"] * size
+
+
+def _graded(pairs: _Pairs, outcomes: Sequence[float | str]) -> Graded:
     """Divide completions, each with its outcome, into rollouts and failures."""
     rollouts, failures = [], []
-    for number, (prompt, completion) in enumerate(pairs):
-        outcome = outcomes[number]
+    for (prompt, completion), outcome in zip(pairs, outcomes, strict=True):
         if isinstance(outcome, str):
             failure = GradingFailure(prompt=prompt, completion=completion, error=outcome)
             failures.append(failure)
@@ -115,6 +130,9 @@ def _graded(
 class GraderPool:
     """Grader processes for one reward; a context manager, for use by one thread.
 
+    With `by_group` a task is all completions of one prompt, graded in one call; else it is one
+    completion. The time limit is that of a task.
+
     The constructor starts the processes in the background; `wait_ready` (or the first `grade`)
     waits for them. `close` ends all of them.
     """
@@ -126,9 +144,10 @@ class GraderPool:
         workers: int = 1,
         timeout_s: float = 10.0,
         start_timeout_s: float = 120.0,
+        by_group: bool = False,
     ) -> None:
         reward_factory(reward_name)  # raises for an unknown name before any process starts
-        self._reward_name = reward_name
+        self._reward_name, self._by_group = reward_name, by_group
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._output = OutputForwarder()
@@ -171,16 +190,23 @@ class GraderPool:
         while not any(worker.ready for worker in self._workers):
             self._poll(empty)  # ends: deadlines and the number of restarts are bounded
 
-    def grade(self, pairs: Sequence[tuple[Prompt, Completion]]) -> Graded:
-        """Grade each completion within the time limit; return rewards and failures in order.
+    def grade(self, pairs: _Pairs) -> Graded:
+        """Grade each task within the time limit; return rewards and failures in order.
 
         Raises `ConfigError` if the reward cannot be loaded, and `GradingError` if graders can no
         longer be started during a run.
         """
         self._output.reset_limit()
-        job = _Job(GRADE, [_grading_payload(*pair) for pair in pairs])
+        parts = _groups(pairs) if self._by_group else [[pair] for pair in pairs]
+        payloads = []
+        for part in parts:
+            fields = [_grading_fields(*pair) for pair in part]
+            task = fields if self._by_group else fields[0]
+            payloads.append(_payload(task, row=part[0][0].prompt_id))
+        job = _Job(GROUP if self._by_group else GRADE, payloads)
         self._run(job)
-        return _graded(pairs, job.outcomes)
+        spread = [_spread(job.outcomes[number], len(part)) for number, part in enumerate(parts)]
+        return _graded(pairs, [outcome for each in spread for outcome in each])
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """Return, by index, why some rows cannot be graded for any completion.

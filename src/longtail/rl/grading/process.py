@@ -25,8 +25,12 @@ from longtail.system.strict_json import parse_json
 REAP_S = 10.0
 """Seconds to wait for the end of a killed process."""
 
-MAX_MESSAGE = 1 << 16
-"""Most bytes of a message; the longest is an error, at most 12 bytes per character as JSON."""
+MAX_MESSAGE = 1 << 20
+"""Most bytes of a message; the longest has the errors of a group (`MAX_GROUP`), at most 12 bytes
+per character as JSON."""
+
+Outcome = float | str | list[float | str]
+"""A reward, an error message, or one of the two for each completion of a group."""
 
 _HOME = str(Path(__file__).parents[3])
 """Directory from which this package is imported."""
@@ -118,8 +122,8 @@ class GraderProcess:
         except OSError:
             self._unsent = b""  # the grader is gone, which `receive` reports
 
-    def receive(self) -> Iterator[tuple[int, float | str]]:
-        """Yield the finished tasks, each with its reward or error message.
+    def receive(self) -> Iterator[tuple[int, Outcome]]:
+        """Yield the finished tasks, each with its outcome.
 
         Sets `closed` if the grader is gone. Raises ProtocolError for an unexpected message.
         """
@@ -145,7 +149,7 @@ class GraderProcess:
             except JsonError as error:
                 raise ProtocolError from error
 
-    def _handle(self, message: Any) -> Iterator[tuple[int, float | str]]:
+    def _handle(self, message: Any) -> Iterator[tuple[int, Outcome]]:
         match message:
             case {"loading": True} if not self._loading:
                 self._loading = True
@@ -159,6 +163,11 @@ class GraderProcess:
             case [int(number), float(reward), None] if self._is_current(number):
                 self._begin_task(ended=number)
                 yield number, reward
+            case [int(number), list(each), None] if self._is_current(number):
+                if not all(type(outcome) in (float, str) for outcome in each):
+                    raise ProtocolError
+                self._begin_task(ended=number)
+                yield number, [one_line(one) if isinstance(one, str) else one for one in each]
             case [int(number), None, str(error)] if self._is_current(number):
                 self._begin_task(ended=number)
                 yield number, one_line(error)

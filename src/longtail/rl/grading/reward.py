@@ -12,14 +12,15 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, SupportsFloat, final
+from typing import Any, final
 
 from longtail.errors import ConfigError, GradingError
 from longtail.rl.grading.answers import (
     after_thinking,
+    checked_number,
     final_answer,
     last_number,
     tagged_answer,
@@ -52,28 +53,19 @@ class Reward(abc.ABC):
     def grade(self, task: GradingTask) -> float:
         """Return a finite number; raise `GradingError` (or any error) if there is none."""
 
+    def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
+        """Return a reward, or the reason why there is none, for each completion of a prompt.
+
+        An error that is raised means that no completion has a reward.
+        """
+        return [self.grade(task) for task in tasks]
+
     @abc.abstractmethod
     def check(self, data: Mapping[str, Any]) -> None:
         """Raise `GradingError` (or any error) if no completion of this row can be graded.
 
         `data` has at least the columns that `required_columns` names.
         """
-
-
-_LARGEST = 3.4e38
-"""Largest float32, the type in which a learner computes."""
-
-
-def checked_number(value: object, *, source: str) -> float:
-    """Return `value` as a finite float, or raise a `GradingError` that names `source`."""
-    if value is None:
-        raise GradingError(f"{source} returned None: it does not apply to this completion")
-    if not isinstance(value, SupportsFloat):
-        raise GradingError(f"{source} returned {type(value).__name__} {value!r:.80}, not a number")
-    number = float(value)
-    if not abs(number) <= _LARGEST:
-        raise GradingError(f"{source} returned {number}: a reward must be finite")
-    return number
 
 
 def _reference(data: Mapping[str, Any], reward_name: str) -> str:
@@ -247,10 +239,11 @@ class TinyReasonerReward(Reward):
 
 @final
 class FunctionReward(Reward):
-    """Result of a user's function with TRL's signature, called with one completion at a time.
+    """Result of a user's function with TRL's signature, called with the completions of one prompt.
 
     Its arguments are `prompts`, `completions`, `completion_ids` and every column of the row, each a
-    list of length 1; it returns a list of one number. For chat prompts, completions are messages.
+    list with one entry per completion; it returns as many numbers. None means that it does not
+    apply to a completion. For chat prompts, completions are messages.
     """
 
     _OURS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
@@ -261,14 +254,19 @@ class FunctionReward(Reward):
 
     def grade(self, task: GradingTask) -> float:
         """Call the function with lists of one."""
-        completion: str | Messages = task.text
-        if not isinstance(task.prompt, str):
-            completion = [{"role": "assistant", "content": task.text}]
+        (outcome,) = self.grade_group([task])
+        if isinstance(outcome, GradingError):
+            raise outcome
+        return outcome
+
+    def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
+        """Call the function once."""
+        columns = [key for key in tasks[0].data if key not in self._OURS]
         rewards = self._function(
-            prompts=[task.prompt],
-            completions=[completion],
-            completion_ids=[list(task.tokens)],
-            **{key: [value] for key, value in task.data.items() if key not in self._OURS},
+            prompts=[task.prompt for task in tasks],
+            completions=[_completion(task) for task in tasks],
+            completion_ids=[list(task.tokens) for task in tasks],
+            **{key: [task.data[key] for task in tasks] for key in columns},
         )
         source = f"reward {self._name!r}"
         if (
@@ -278,12 +276,29 @@ class FunctionReward(Reward):
         ):
             kind = type(rewards).__name__
             raise GradingError(f"{source} returned {kind} {rewards!r:.80}, not a list of numbers")
-        if len(rewards) != 1:
-            raise GradingError(f"{source} returned {len(rewards)} rewards for 1 completion")
-        return checked_number(next(iter(rewards)), source=source)
+        if len(rewards) != len(tasks):
+            plural = "" if len(tasks) == 1 else "s"
+            raise GradingError(
+                f"{source} returned {len(rewards)} rewards for {len(tasks)} completion{plural}"
+            )
+        return [_number_or_error(reward, source) for reward in rewards]
 
     def check(self, data: Mapping[str, Any]) -> None:
         """Accept every row: the columns that the function needs are unknown."""
+
+
+def _completion(task: GradingTask) -> str | Messages:
+    """Return a completion as TRL gives it: as messages if the prompt is messages."""
+    if isinstance(task.prompt, str):
+        return task.text
+    return [{"role": "assistant", "content": task.text}]
+
+
+def _number_or_error(reward: object, source: str) -> float | GradingError:
+    try:
+        return checked_number(reward, source=source)
+    except GradingError as error:
+        return error
 
 
 _NAMED: dict[str, Callable[[], Reward]] = {
