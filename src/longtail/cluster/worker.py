@@ -202,8 +202,8 @@ class Worker:
         tensors = self._components.learner.tensors()
         if writes:
             parking.write(tensors, path)
-        parking.release(tensors)
         self._components.engine.sleep(fully=True)
+        parking.release(tensors)
 
     def unpark(self, path: Path) -> None:
         """Take the learner's memory back."""

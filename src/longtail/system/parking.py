@@ -8,7 +8,9 @@ The file has no header: it is read by the tensors that wrote it, in the same ord
 replica. No view of a parked tensor may exist, which would keep its memory.
 """
 
+import ctypes
 import os
+import platform
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,9 +29,14 @@ def write(tensors: Iterable[Tensor], path: Path) -> None:
 
 
 def release(tensors: Iterable[Tensor]) -> None:
-    """Free the memory of tensors, which keep their shapes."""
+    """Free the memory of tensors, which keep their shapes, and return it to the system."""
     for tensor in tensors:
         tensor.data = tensor.data.new_zeros(()).expand(tensor.shape)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    # glibc keeps freed memory below its threshold: of a model of 135M parameters more than half.
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def read(tensors: Iterable[Tensor], path: Path) -> None:

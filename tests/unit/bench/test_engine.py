@@ -148,7 +148,13 @@ def test_a_cell_compares_the_engine_with_generate_and_with_the_floor(tmp_path) -
     engine = make_engine(model, max_batch=3, new_tokens=5)
     with Peer(sys.executable, spec("generate", tmp_path)) as peer:
         assert peer.description.startswith("transformers ")
-        cell = Cell(model, engine, {"generate": peer}, batch=3, new_tokens=5)
+        cell = Cell(
+            model,
+            engine,
+            {"generate": peer},
+            prompts=make_prompts(3, TINY.vocab_size),
+            new_tokens=5,
+        )
         measured = cell.measure("tiny", 1)
     speed = measured.tokens_per_s
     assert set(speed) == {"engine", "generate"}

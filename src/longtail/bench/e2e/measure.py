@@ -33,16 +33,16 @@ def measure(options: E2eBenchOptions, place: Path, log: Log, *overrides: str) ->
     plan = make_plan(options, place, overrides)
     for note in plan.notes:
         log(note)
-    room = find_room(plan, place)
+    room = find_room(plan, place, options.memory)
     log(room.sentence())
     return Measured(plan=plan, room=room, arms=run_arms(plan, log, is_parked=room.is_parked))
 
 
-def find_room(plan: Plan, place: Path) -> Room:
-    """Estimate the memory of all arms. Raises ConfigError if they do not fit."""
+def find_room(plan: Plan, place: Path, given_gb: float | None = None) -> Room:
+    """Estimate the memory of all arms. Raises ConfigError if they exceed what is given or free."""
     own = next(iter(plan.arms.values()))
     device, shape = choose_device(own.run.device), memory.model_shape(own.model.path)
-    available = memory.available_bytes(device)
+    available = memory.available_bytes(device) if given_gb is None else int(given_gb * 1e9)
     room = room_for(plan.arms, shape, available, on_cpu=device.type == "cpu")
     if room.is_parked:
         check_disk(plan.arms, shape, place)

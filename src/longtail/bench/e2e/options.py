@@ -66,6 +66,9 @@ class E2eBenchOptions:
     switch_task: Annotated[
         int | None, Option("first step on differently worded prompts", group="task")
     ] = None
+    memory: Annotated[
+        float | None, Option("GB that all arms may take (default: what is free)", low=0)
+    ] = None
     plot: Annotated[str | None, Option("PNG file for the last step of off and spot", "FILE")] = None
     curves: Annotated[str | None, Option("PNG file for accept length by step", "FILE")] = None
     quick: Annotated[bool, Option("completions of at most 256 tokens, and smaller defaults:")] = (

@@ -57,14 +57,14 @@ class Room:
 
     needed: int
     available: int | None
-    """Bytes at the start; None if unknown."""
+    """Bytes that the arms may take; None if unknown."""
     is_parked: bool
 
     def sentence(self) -> str:
         """Return what the card says about memory."""
-        free = "" if self.available is None else f" of {_gb(self.available)} free"
+        free = "" if self.available is None else f" of {_gb(self.available)}"
         how = "parked on disk between their steps" if self.is_parked else "all in memory"
-        return f"memory: about {_gb(self.needed)}{free}; arms are {how}"
+        return f"memory: at most {_gb(self.needed)}{free}; arms are {how}"
 
 
 def make_room(
@@ -92,11 +92,11 @@ def _refusal(
     largest = max(arms.values(), key=lambda each: each.parked + each.step)
     one = largest.rest + largest.parked + largest.step
     also = "" if parked is None else f", {_gb(parked)} with arms parked on disk"
-    remedy = f"lower {largest.largest}" + ("" if one > available else ", or measure fewer arms")
+    fewer = "" if one > available else ", or measure fewer arms"
     return (
-        f"--arms = {','.join(arms)}: they need about {_gb(resident)}{also}, and {_gb(available)} "
-        f"are free; one arm alone needs {_gb(one)}, of which {_gb(largest.step)} in a step; "
-        f"{remedy}"
+        f"--arms = {','.join(arms)}: they need at most {_gb(resident)}{also}, and "
+        f"{_gb(available)} are there; one arm alone needs {_gb(one)}, of which {_gb(largest.step)} "
+        f"in a step; lower {largest.largest}{fewer}; or, since estimates are high, give --memory GB"
     )
 
 

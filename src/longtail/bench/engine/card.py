@@ -71,6 +71,7 @@ def as_json(
     largest = [cell for cell in cells if cell.batch == 32]
     floors = [cell.floor_ratio.median for cell in largest if cell.model == "100m"]
     return {
+        "model": options.model,
         "generate_ratio": by_cell(over("generate")),
         "vllm_cpu_ratio": by_cell(over("vllm")),
         "floor_ratio": floors[0] if floors else None,

@@ -17,6 +17,7 @@ from typing import final
 import torch
 
 from longtail.bench.common.floor import Floor, FloorTime
+from longtail.bench.common.own import open_own
 from longtail.bench.common.peers import Peer, PeerKind, PeerSpec, Turn
 from longtail.bench.common.process import Log
 from longtail.bench.common.timing import Spread, paired, ratios
@@ -101,6 +102,33 @@ def make_prompts(batch: int, vocab_size: int) -> list[list[int]]:
     return [[(7 * i + 13 * j) % vocab_size for j in range(PROMPT_LEN)] for i in range(batch)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSubject:
+    """A model, and as many prompts of one length as the largest batch has."""
+
+    model: Transformer
+    prompts: Sequence[Sequence[int]]
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of each prompt."""
+        return len(self.prompts[0])
+
+
+def make_subject(name: str, options: EngineBenchOptions, log: Log) -> EngineSubject:
+    """Return a model of MODELS, or the user's own with its prompts cut to the shortest."""
+    most = max(options.batches)
+    if options.model is None or options.prompts is None:
+        model = make_model(MODELS[name], DTYPES[options.dtype])
+        return EngineSubject(model=model, prompts=make_prompts(most, model.config.vocab_size))
+    own = open_own(name, options.prompts, options.dtype, most, log)
+    shortest = min(map(len, own.prompts))
+    cut = [prompt[:shortest] for prompt in own.prompts]
+    return EngineSubject(
+        model=own.target.model, prompts=[cut[index % len(cut)] for index in range(most)]
+    )
+
+
 def make_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
     """Draw random weights: speed does not depend on them."""
     model = Transformer(config)
@@ -108,12 +136,14 @@ def make_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
     return model.to(dtype)
 
 
-def make_engine(model: Transformer, *, max_batch: int, new_tokens: int) -> RolloutEngine:
+def make_engine(
+    model: Transformer, *, max_batch: int, new_tokens: int, prompt_len: int = PROMPT_LEN
+) -> RolloutEngine:
     """Build an engine that runs `max_batch` requests at a time; text is not decoded."""
     limits = EngineLimits(
         max_running=max_batch,
-        max_step_tokens=max(512, max_batch * PROMPT_LEN),
-        max_len=PROMPT_LEN + new_tokens,
+        max_step_tokens=max(512, max_batch * prompt_len),
+        max_len=prompt_len + new_tokens,
     )
     return RolloutEngine(model, lambda tokens: "", limits)
 
@@ -158,7 +188,8 @@ def measure_model(
     name: str, options: EngineBenchOptions, log: Log, contestants: dict[str, str]
 ) -> list[CellResult]:
     """Measure one model at every batch size, and add the peers' descriptions to `contestants`."""
-    model = make_model(MODELS[name], DTYPES[options.dtype])
+    subject = make_subject(name, options, log)
+    model, prompt_len = subject.model, subject.prompt_len
     pythons: dict[PeerKind, str] = {"generate": sys.executable} if options.generate else {}
     if options.vllm_python is not None:
         pythons["vllm"] = options.vllm_python
@@ -174,15 +205,21 @@ def measure_model(
                 model_dir=folder,
                 dtype=options.dtype,
                 threads=options.threads,
-                max_len=PROMPT_LEN + options.new_tokens,
+                max_len=prompt_len + options.new_tokens,
                 max_batch=max(options.batches),
             )
             peers[kind] = stack.enter_context(Peer(python, spec))
             contestants[kind] = peers[kind].description
-        engine = make_engine(model, max_batch=max(options.batches), new_tokens=options.new_tokens)
+        engine = make_engine(
+            model,
+            max_batch=max(options.batches),
+            new_tokens=options.new_tokens,
+            prompt_len=prompt_len,
+        )
         for batch in options.batches:
             log(f"{name}: batch {batch}")
-            cell = Cell(model, engine, peers, batch=batch, new_tokens=options.new_tokens)
+            prompts = subject.prompts[:batch]
+            cell = Cell(model, engine, peers, prompts=prompts, new_tokens=options.new_tokens)
             cells.append(cell.measure(name, options.repeats))
     return cells
 
@@ -197,13 +234,13 @@ class Cell:
         engine: RolloutEngine,
         peers: Mapping[PeerKind, Peer],
         *,
-        batch: int,
+        prompts: Sequence[Sequence[int]],
         new_tokens: int,
     ) -> None:
         self._engine, self._peers, self._new_tokens = engine, peers, new_tokens
-        self._prompts = make_prompts(batch, model.config.vocab_size)
-        # The steps after the first see PROMPT_LEN + 1 to PROMPT_LEN + new_tokens - 1 tokens.
-        self._floor = Floor(model, rows=batch, context=PROMPT_LEN + new_tokens // 2)
+        self._prompts = prompts
+        # The steps after the first see prompt_len + 1 to prompt_len + new_tokens - 1 tokens.
+        self._floor = Floor(model, rows=len(prompts), context=len(prompts[0]) + new_tokens // 2)
         warm_tokens = min(new_tokens, 8)
         engine_turn(engine, self._prompts, warm_tokens)
         for peer in peers.values():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from longtail.bench.common.options import Json, Option, Quick
+from longtail.bench.common.options import Json, Option, OwnModel, OwnPrompts, Quick, check_own
 
 MODEL_NAMES = ("small", "100m")
 MAX_NEW_TOKENS = 4096
@@ -16,6 +16,8 @@ class EngineBenchOptions:
     models: Annotated[
         tuple[str, ...], Option("model sizes", choices=MODEL_NAMES, quick=("small",))
     ] = MODEL_NAMES
+    model: OwnModel = None
+    prompts: OwnPrompts = None
     batches: Annotated[tuple[int, ...], Option("batch sizes", low=1, quick=(1, 8))] = (1, 8, 32)
     dtype: Annotated[str, Option("", choices=("bfloat16", "float32"))] = "bfloat16"
     new_tokens: Annotated[
@@ -29,3 +31,12 @@ class EngineBenchOptions:
     generate: Annotated[bool, Option("leave out generate of transformers")] = True
     quick: Quick = False
     json: Json = False
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that contradict each other."""
+        check_own(self.model, {"--prompts": self.prompts})
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Models to measure."""
+        return self.models if self.model is None else (self.model,)

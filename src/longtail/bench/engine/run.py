@@ -1,8 +1,9 @@
 """`longtail bench engine`: this engine against other engines and against a lower bound.
 
-Contestants: this engine; `transformers` generate; vLLM's CPU build, where `--vllm-python` names an
-environment that has it; and a bare loop over the same matrix products. They run in turns on the
-same pinned CPUs.
+The models have random weights and short prompts, or it is a user's own with prompts cut to one
+length. Contestants: this engine; `transformers` generate; vLLM's CPU build, where `--vllm-python`
+names an environment that has it; and a bare loop over the same matrix products. They run in turns
+on the same pinned CPUs.
 """
 
 from longtail.bench.common.process import pin, progress
@@ -20,7 +21,7 @@ def run(options: EngineBenchOptions) -> int:
     pin_threads(options.threads)
     cells: list[CellResult] = []
     contestants: dict[str, str] = {}
-    for name in options.models:
+    for name in options.model_names:
         cells += measure_model(name, options, progress("engine"), contestants)
     tables = [card.table(options, cpus, cells)]
     result = card.as_json(options, cpus, cells, contestants)

@@ -27,7 +27,7 @@ def tables(
     options: RolloutBenchOptions, cpus: Sequence[int], results: RolloutResults
 ) -> list[Table]:
     """Return speedups, the effect of shared noise, and accept length by position."""
-    models = ", ".join(f"{name} {options.dtype_of(name)}" for name in options.models)
+    models = ", ".join(f"{name} {options.dtype_of(name)}" for name in options.model_names)
     title = (
         f"Speculative rollout: {models}; temperature 1, threads: {options.threads}, "
         f"{pinned(cpus)}; median (lowest-highest) of {options.repeats} turns"
@@ -102,6 +102,7 @@ def as_json(
         return found
 
     return {
+        "model": options.model,
         "speedup": table(lambda contest: contest.speedup.median),
         "best_speedup": {
             model: {
@@ -109,7 +110,7 @@ def as_json(
                 for cell in results.cells
                 if cell.model == model
             }
-            for model in options.models
+            for model in options.model_names
         },
         "differing_share": table(lambda contest: contest.differing_share),
         "overhead_share": table(lambda contest: contest.overhead_share),

@@ -3,6 +3,8 @@
 The same prompts and noise keys with and without every drafter, coupled and not, with several
 numbers of running requests, in turns; every text is compared. Three models:
 
+With --model it is a model of the user's own, with its prompts, history and a given drafter.
+
     tiny   the quickstart's reasoner after its warm start
     100m   the same function in a shape of 100M parameters (`bench.common.grown`): its speed is that
            of the large shape, its text and acceptance are those of the small one
@@ -10,7 +12,7 @@ numbers of running requests, in turns; every text is compared. Three models:
 """
 
 from longtail.bench.common.process import pin, progress
-from longtail.bench.rollout.options import RolloutBenchOptions
+from longtail.bench.rollout.options import DTYPES, RolloutBenchOptions
 
 
 def run(options: RolloutBenchOptions) -> int:
@@ -21,20 +23,20 @@ def run(options: RolloutBenchOptions) -> int:
     from longtail.bench.rollout import card
     from longtail.bench.rollout.coupling import coupling, length_decay
     from longtail.bench.rollout.measure import Cell
-    from longtail.bench.rollout.subjects import GROUP, make_subject
+    from longtail.bench.rollout.subjects import GROUP, chosen_subject
 
     pin_threads(options.threads)
     log = progress("rollout")
     results = card.RolloutResults()
-    for name in options.models:
-        subject = make_subject(name, options.dtype_of(name), options.drafters, log)
+    for name in options.model_names:
+        subject = chosen_subject(name, options, log)
         for running in options.running:
             cell = Cell(subject, running)
             results.cells.append(cell.measure(options.tokens_of(name), options.repeats, log))
-        if name != "100m":  # its texts are those of `tiny`
+        if name in DTYPES and name != "100m":  # its texts are those of `tiny`
             log(f"{name}: with and without shared noise")
             results.couplings[name] = coupling(subject, subject.prompts[::GROUP])
-    if not options.quick:
+    if not options.quick and options.model is None:
         results.decay = length_decay(options.dtype_of("tiny"), log)
     tables, result = card.tables(options, cpus, results), card.as_json(options, cpus, results)
     print_card(tables, result, json_only=options.json)

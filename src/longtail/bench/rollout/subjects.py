@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longtail.bench.common import grown, textmodel
+from longtail.bench.common.own import drafter_maker, open_own
 from longtail.bench.common.process import Log
+from longtail.bench.rollout.options import OWN_DRAFTER, RolloutBenchOptions
 from longtail.build.drafters import Target, trained_drafter
 from longtail.build.models import TINY_REASONER, model_directory
 from longtail.drafter.eagle.drafter import EagleDrafter
@@ -83,6 +85,33 @@ def make_subject(name: str, dtype_name: str, drafters: Sequence[str], log: Log) 
         model = grown.grow_target(model, grown.LARGE)
         layers = {each: grown.grow_drafter(layer, grown.LARGE) for each, layer in layers.items()}
     return tiny_subject(name, target, model, {each: layers.get(each) for each in drafters})
+
+
+def chosen_subject(name: str, options: RolloutBenchOptions, log: Log) -> Subject:
+    """Return an embedded model, or the user's own with history and the given drafter."""
+    dtype = options.dtype_of(name)
+    if options.model is None or options.prompts is None:
+        return make_subject(name, dtype, options.drafters, log)
+    names = {"history": "history"}
+    if options.drafter is not None:
+        names[OWN_DRAFTER] = options.drafter
+    return own_subject(name, options.prompts, dtype, names, log)
+
+
+def own_subject(
+    name: str, source: str, dtype_name: str, drafters: Mapping[str, str], log: Log
+) -> Subject:
+    """Return a user's own model with its prompts; drafters are named as for training."""
+    own = open_own(name, source, dtype_name, _PROMPTS, log)
+    target = own.target
+    return Subject(
+        name=name,
+        model=target.model,
+        decode=target.tokenizer.decode,
+        prompts=[prompt for prompt in own.prompts for _ in range(GROUP)],
+        sampling=tiny_sampling(target, own.max_tokens),
+        drafters={key: drafter_maker(each, target, log) for key, each in drafters.items()},
+    )
 
 
 def tiny_subject(

@@ -7,7 +7,6 @@ from typing import Any
 from longtail.bench.common.card import DISTURBED, Table, medians, numbers
 from longtail.bench.common.process import pinned
 from longtail.bench.common.timing import Spread
-from longtail.bench.rollout.options import DTYPES
 from longtail.bench.tuner.measure import BANDIT, BUDGET, OFF, Point, Race
 from longtail.bench.tuner.options import RECIPE, TunerBenchOptions
 from longtail.bench.tuner.rollout import DRAFTER, ORACLE, Rollouts
@@ -18,7 +17,7 @@ Headline = dict[str, Spread | None]
 def sweep_table(options: TunerBenchOptions, cpus: Sequence[int], points: Sequence[Point]) -> Table:
     """Return a line for each drafter and number of running requests."""
     title = (
-        f"Adaptive speculation: tiny reasoner, {options.dtype or DTYPES['tiny']}; threads: "
+        f"Adaptive speculation: {options.model or 'tiny reasoner'}, {options.dtype_name}; threads: "
         f"{options.threads}, {pinned(cpus)}; median (lowest-highest) of {options.repeats} turns.\n"
         "Ratios are tokens/s over those of plain decoding (off) or of the best fixed strategy"
     )
@@ -104,6 +103,7 @@ def as_json(
     if rollouts is not None:
         rolled = {**asdict(rollouts), "series": rollouts.series.as_json(), **_race(rollouts.race)}
     return {
+        "model": options.model,
         **medians(found),
         "regret": medians(regret),
         "tuner_share": max(each.tuner_share for each in measured),
@@ -114,8 +114,8 @@ def as_json(
         "rollout": rolled,
         "setting": {
             "cells": {
-                "models": ["tiny"],
-                "drafters": [RECIPE],
+                "models": [options.model or "tiny"],
+                "drafters": [options.drafter or (RECIPE if options.model is None else "history")],
                 "running": options.running,
                 "dtype": options.dtype,
                 "tokens": options.tokens,

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from longtail.bench.common.options import Json, Option
+from longtail.bench.common.options import (
+    OWN_DTYPE,
+    Json,
+    Option,
+    OwnDrafter,
+    OwnModel,
+    OwnPrompts,
+    check_own,
+)
 from longtail.errors import ConfigError
 
 SHARES = {"good": 0.0, "mediocre": 0.3, "adversarial": 1.0}
@@ -16,12 +24,16 @@ MAX_RUNNING = 64
 class TunerBenchOptions:
     """Drafters, numbers of running requests and parts."""
 
+    model: OwnModel = None
+    prompts: OwnPrompts = None
+    drafter: OwnDrafter = None
     running: Annotated[
         tuple[int, ...], Option("requests running at a time", low=1, high=256, quick=(1, 8))
     ] = (1, 2, 4, 8, 16, 32, 64)
     drafters: Annotated[tuple[str, ...], Option("drafters", choices=tuple(SHARES))] = tuple(SHARES)
     dtype: Annotated[
-        str | None, Option("", choices=("bfloat16", "float32"), default="default float32")
+        str | None,
+        Option("", choices=("bfloat16", "float32"), default="default float32, --model bfloat16"),
     ] = None
     tokens: Annotated[
         int, Option("tokens of a turn with one request running", low=50, quick=200)
@@ -40,10 +52,16 @@ class TunerBenchOptions:
 
     def __post_init__(self) -> None:
         """Refuse combinations that contradict each other."""
+        check_own(self.model, {"--prompts": self.prompts, "--drafter": self.drafter})
         if not self.sweep and not self.rollout:
             raise ConfigError("--no-sweep and --no-rollout together leave nothing to measure")
         if self.plot and not self.rollout:
             raise ConfigError("--plot draws the rollout, and --no-rollout leaves it out")
+
+    @property
+    def dtype_name(self) -> str:
+        """Dtype in which the model computes."""
+        return self.dtype or ("float32" if self.model is None else OWN_DTYPE)
 
     @property
     def num_requests(self) -> int:

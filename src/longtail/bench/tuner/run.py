@@ -1,7 +1,8 @@
 """`longtail bench tuner`: the adaptive engine against every fixed strategy.
 
-The tiny reasoner with its eagle1 drafter, good, mediocre (30 % of its tokens are wrong) and
-adversarial (all of them are wrong; its confidence and speed are the same). Contestants, in turns:
+The tiny reasoner with its eagle1 drafter, or the user's own model with a drafter: good, mediocre
+(30 % of its tokens are wrong) and adversarial (all of them are wrong; its confidence and speed are
+the same). Contestants, in turns:
 
     off        plain decoding
     chain N    one fixed strategy; with few running requests, trees too
@@ -23,8 +24,7 @@ def run(options: TunerBenchOptions) -> int:
     cpus = pin(options.threads)
     from longtail.bench.common.card import print_card
     from longtail.bench.common.timing import pin_threads
-    from longtail.bench.rollout.options import DTYPES
-    from longtail.bench.rollout.subjects import make_subject
+    from longtail.bench.rollout.subjects import make_subject, own_subject
     from longtail.bench.tuner import card
     from longtail.bench.tuner.measure import sweep
     from longtail.bench.tuner.rollout import measure_rollouts
@@ -32,7 +32,11 @@ def run(options: TunerBenchOptions) -> int:
 
     pin_threads(options.threads)
     log = progress("tuner")
-    subject = make_subject("tiny", options.dtype or DTYPES["tiny"], (RECIPE,), log)
+    if options.model is None or options.prompts is None:
+        subject = make_subject("tiny", options.dtype_name, (RECIPE,), log)
+    else:
+        drafters = {RECIPE: options.drafter or "history"}
+        subject = own_subject(options.model, options.prompts, options.dtype_name, drafters, log)
     points = sweep(subject, options, log) if options.sweep else []
     rollouts = measure_rollouts(subject, options, points, log) if options.rollout else None
     tables = [card.sweep_table(options, cpus, points)] if points else []
