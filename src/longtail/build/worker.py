@@ -15,9 +15,9 @@ import torch
 from longtail.build import memory
 from longtail.build.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
-from longtail.config.rl import RunConfig
+from longtail.config.rl import RunConfig, SpotSection
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.recipe import recipe_for
+from longtail.drafter.eagle.recipe import DrafterRecipe, recipe_for
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
@@ -41,9 +41,11 @@ from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
 _MICRO_TOKENS = 384
 """Tokens of a micro-batch of spot training, which a stop has to wait for."""
-_HELDOUT_TOKENS = 2048
-_MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 12, 3, 6
+_HELDOUT_TOKENS = 640
+_MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 8, 3, 6
 _MIN_GAIN = 0.002
+_MATRIX_RATE = 0.005
+"""Muon's rate for a trained drafter."""
 
 
 def build_worker_apart(
@@ -121,14 +123,14 @@ def _drafting(
     served, loaded = _eagles(speculation.drafters), trainable()
     if not served or loaded is None:
         return None
-    own = config.spot
+    own, recipe = config.spot, recipe_for(target.model.config)
     settings = SpotSettings(
         trainer=TrainerSettings(
             unroll_steps=loaded.training.unroll_steps,
             optimizer=OptimizerSettings(learning_rate=own.learning_rate),
-            matrix_rate=own.matrix_rate or None,
+            matrix_rate=_matrix_rate(own, recipe if is_fresh else None),
             autocast=target.model.dtype == torch.bfloat16,
-            fit_tokens=recipe_for(target.model.config).fit_tokens if is_fresh else 0,
+            fit_tokens=recipe.fit_tokens if is_fresh else 0,
         ),
         batch_tokens=own.batch_tokens,
         tokens_per_micro_batch=min(_MICRO_TOKENS, own.batch_tokens),
@@ -154,6 +156,13 @@ def _drafting(
         # Each worker has its own seed, or all would train the same replica.
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
     )
+
+
+def _matrix_rate(own: SpotSection, recipe: DrafterRecipe | None) -> float | None:
+    """Return Muon's rate, None for AdamW alone; `recipe` is that of a fresh drafter."""
+    if own.matrix_rate is not None:
+        return own.matrix_rate or None
+    return _MATRIX_RATE if recipe is None else recipe.matrix_rate
 
 
 def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculation | None:

@@ -51,8 +51,8 @@ class DrafterSection(Section):
     """Drafter to start from, named as in `speculation.drafter` of train; its recipe, layers, window
     and vocabulary are kept, so leave those out. Unset starts from fresh weights."""
     draft_vocab_size: Amount = 0
-    """eagle3: number of tokens the drafter can propose, the most frequent ones of the texts; 0 is
-    the whole vocabulary."""
+    """Number of tokens the drafter can propose, the most frequent ones of the texts; 0 is the whole
+    vocabulary."""
 
     @property
     def num_unrolled(self) -> int:
@@ -107,6 +107,9 @@ class DrafterTrainSection(OptimizerSection):
     matrix_rate: NotNegative = 0.03
     """Peak learning rate of Muon, for the matrices; 0 uses AdamW for them, too (then set
     `learning_rate` to 1e-3 or less)."""
+    fit_tokens: Amount = 0
+    """eagle1: trained tokens of a closed-form start (two regressions) before gradient steps, which
+    then need small rates, as `matrix_rate` 0.001; 0 starts from random weights."""
     schedule: Schedule = "cosine"
     """Learning rate after warm-up; linear and cosine reach 0 at the last step."""
     warmup_steps: Amount = 10
@@ -148,9 +151,13 @@ def _problems(config: DrafterTrainConfig) -> Iterator[str]:
     given = drafter.model_fields_set & {"recipe", "layers", "window", "draft_vocab_size"}
     if drafter.init is not None and given:
         yield f"drafter.{min(given)}: drafter.init brings its own; leave it out"
-    if drafter.recipe == "eagle1" and (drafter.layers or drafter.draft_vocab_size):
-        field = "layers" if drafter.layers else "draft_vocab_size"
-        yield f"drafter.{field}: only drafter.recipe = 'eagle3' has it; leave it out"
+    if drafter.recipe == "eagle1" and drafter.layers:
+        yield "drafter.layers: only drafter.recipe = 'eagle3' has it; leave it out"
+    if config.train.fit_tokens and (drafter.recipe != "eagle1" or drafter.init is not None):
+        yield (
+            f"train.fit_tokens = {config.train.fit_tokens}: it is for a fresh drafter with "
+            "drafter.recipe = 'eagle1'; leave it out"
+        )
     if any(b <= a for a, b in zip(drafter.layers, drafter.layers[1:], strict=False)):
         yield f"drafter.layers = {list(drafter.layers)}: they must be in rising order"
     if any(layer < 0 for layer in drafter.layers):

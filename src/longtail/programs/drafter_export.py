@@ -154,9 +154,16 @@ def write_layout(
 
 
 def rounded(loaded: LoadedDrafter, dtype: torch.dtype) -> LoadedDrafter:
-    """Fold the scale and convert to the dtype of the files, in place for the layer."""
+    """Fold the scale and convert to the dtype of the files, in place for the layer.
+
+    Layouts of EAGLE-1 have no reduced vocabulary, so such a drafter gets the whole one.
+    """
     loaded.layer.fold()
     loaded.layer.to(dtype)
+    config = loaded.layer.config
+    if config.recipe == "eagle1" and loaded.draft_ids is not None:
+        loaded.layer.config = replace(config, draft_vocab_size=0)
+        loaded = replace(loaded, draft_ids=None)
     head = None if loaded.head is None else loaded.head.to(dtype)
     return replace(loaded, head=head)
 

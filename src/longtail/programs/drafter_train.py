@@ -235,6 +235,7 @@ def assemble(
         optimizer=steps.optimizer_settings(own, own.steps),
         matrix_rate=own.matrix_rate or None,
         autocast=own.autocast,
+        fit_tokens=own.fit_tokens,
     )
     return Components(
         config=config,

@@ -5,7 +5,7 @@
 
 The feed-forward's inner weights are copied from the target's last layer, whose output lies in the
 same space; attention adds nothing yet. A few thousand tokens suffice, and no step size has to be
-chosen: gradient steps from random weights need ten times as many for the same acceptance.
+chosen: gradient steps from random weights need many times as many for the same acceptance.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ _CHUNK = 1024
 
 @final
 class FeatureFit:
-    """Collects rows for the regressions, and solves them whenever their number has doubled."""
+    """Collects rows for the regressions, and solves them when their number has grown by half."""
 
     def __init__(self, layer: EagleLayer, target: Transformer) -> None:
         assert layer.config.recipe == "eagle1", "only eagle1 predicts features"
@@ -39,6 +39,10 @@ class FeatureFit:
         """Embedding, feature and next feature of each row."""
         self.num_fitted = 0
         """Number of rows of the present solution."""
+        self._first: _Regression | None = None
+        """Regressions in progress; None: none is."""
+        self._second = _Regression(0)
+        self._norm = self._gate_up = torch.empty(0)
 
     @staticmethod
     def restored(
@@ -58,8 +62,11 @@ class FeatureFit:
 
     @property
     def is_due(self) -> bool:
-        """Whether the rows have doubled since the last solution."""
-        return len(self.rows) >= 2 * self.num_fitted
+        """Whether there are half as many rows again as in the last solution.
+
+        So all solutions together cost three times the last one.
+        """
+        return len(self.rows) > 0 and len(self.rows) >= 1.5 * self.num_fitted
 
     def add(self, rows: Float[Tensor, "rows joined"]) -> None:
         """Append rows."""
@@ -67,58 +74,83 @@ class FeatureFit:
 
     @torch.no_grad()
     def solve(self, stopped: Callable[[], bool]) -> bool:
-        """Set the layer's weights to the solution for all rows.
+        """Set the layer's weights to the solution for the present rows.
 
-        Returns False, with no weight changed, if `stopped` returned True between two chunks.
+        Returns False, with no weight changed, if `stopped` returned True between two chunks; the
+        next call continues there.
         """
-        layer, last = self._layer, self._target.layers[-1]
-        assert isinstance(last, DecoderLayer)
-        norm, gate_up = (
-            each.weight.to(layer.dtype)
-            for each in (last.feed_forward_norm, last.feed_forward.gate_up)
-        )
-        first = self._regress(lambda inputs: inputs, None, stopped)
-        if first is None:
-            return False
-
-        def inner(inputs: Tensor) -> Tensor:
-            stream = inputs @ first
-            scale = torch.rsqrt(
-                stream.square().mean(-1, keepdim=True) + layer.config.shape.norm_eps
+        if self._first is None:
+            self._first, self._second = _Regression(len(self.rows)), _Regression(len(self.rows))
+            last = self._target.layers[-1]
+            assert isinstance(last, DecoderLayer)
+            self._norm, self._gate_up = (
+                each.weight.detach().to(self._layer.dtype, copy=True)
+                for each in (last.feed_forward_norm, last.feed_forward.gate_up)
             )
-            gate, up = ((stream * scale * norm) @ gate_up.T).chunk(2, -1)
-            return F.silu(gate) * up
-
-        second = self._regress(inner, first, stopped)
-        if second is None:
-            return False
-        layer.fc.weight.copy_(first.T)
-        layer.output.weight.zero_()
-        layer.feed_forward_norm.weight.copy_(norm)
-        layer.feed_forward.gate_up.weight.copy_(gate_up)
-        layer.feed_forward.down.weight.copy_(second.T)
-        self.num_fitted = len(self.rows)
+        while (chunk := self._first.next(self.rows)) is not None:
+            if stopped():
+                return False
+            self._first.add(*self._parts(chunk))
+        linear = self._first.solution()
+        while (chunk := self._second.next(self.rows)) is not None:
+            if stopped():
+                return False
+            inputs, wanted = self._parts(chunk)
+            stream = inputs @ linear
+            self._second.add(self._inner(stream), wanted - stream)
+        self._layer.fc.weight.copy_(linear.T)
+        self._layer.output.weight.zero_()
+        self._layer.feed_forward_norm.weight.copy_(self._norm)
+        self._layer.feed_forward.gate_up.weight.copy_(self._gate_up)
+        self._layer.feed_forward.down.weight.copy_(self._second.solution().T)
+        self.num_fitted, self._first = self._second.num_rows, None
         return True
 
-    def _regress(
-        self,
-        transform: Callable[[Tensor], Tensor],
-        known: Float[Tensor, "inputs hidden"] | None,
-        stopped: Callable[[], bool],
-    ) -> Float[Tensor, "transformed hidden"] | None:
-        """Predict the next feature, less inputs @ `known`, from transformed inputs."""
-        hidden = self._layer.config.target.hidden_size
-        gram = moment = torch.zeros((), dtype=torch.float64)
-        for start in range(0, len(self.rows), _CHUNK):
-            if stopped():
-                return None
-            rows = self.rows[start : start + _CHUNK].to(self._layer.dtype)
-            inputs, wanted = rows[:, : 2 * hidden], rows[:, 2 * hidden :]
-            wanted = wanted if known is None else wanted - inputs @ known
-            features = transform(inputs)
-            gram = gram + (features.T @ features).double()
-            moment = moment + (features.T @ wanted).double()
-        return ridge(gram, moment, len(self.rows)).to(self._layer.dtype)
+    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and next features in the drafter's dtype."""
+        inputs = 2 * self._layer.config.target.hidden_size
+        rows = rows.to(self._layer.dtype)
+        return rows[:, :inputs], rows[:, inputs:]
+
+    def _inner(self, stream: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows inner"]:
+        """Return the inputs of `down`."""
+        eps = self._layer.config.shape.norm_eps
+        normed = stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + eps) * self._norm
+        gate, up = (normed @ self._gate_up.T).chunk(2, -1)
+        return F.silu(gate) * up
+
+
+@final
+class _Regression:
+    """A ridge regression of the first `num_rows` rows, summed chunk by chunk."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._next = 0
+        self._gram = self._moment = torch.zeros((), dtype=torch.float64)
+        self._dtype = torch.float64
+        self._solution: Tensor | None = None
+
+    def next(self, rows: Float[Tensor, "rows joined"]) -> Tensor | None:
+        """Return the next chunk; None if there is none."""
+        if self._next >= self.num_rows:
+            return None
+        return rows[self._next : min(self._next + _CHUNK, self.num_rows)]
+
+    def add(
+        self, inputs: Float[Tensor, "rows inputs"], wanted: Float[Tensor, "rows outputs"]
+    ) -> None:
+        """Add the chunk's sums."""
+        self._gram = self._gram + (inputs.T @ inputs).double()
+        self._moment = self._moment + (inputs.T @ wanted).double()
+        self._dtype = inputs.dtype
+        self._next += _CHUNK
+
+    def solution(self) -> Float[Tensor, "inputs outputs"]:
+        """Return the weights; computed once."""
+        if self._solution is None:
+            self._solution = ridge(self._gram, self._moment, self.num_rows).to(self._dtype)
+        return self._solution
 
 
 def ridge(

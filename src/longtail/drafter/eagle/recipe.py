@@ -10,7 +10,8 @@ from longtail.drafter.eagle.layer import Recipe
 from longtail.model.transformer import ModelConfig
 
 _DRAFT_VOCAB = 8192
-_FIT_TOKENS = 8192
+_FIT_TOKENS, _FIT_BYTES = 65_536, 2**28
+"""Most tokens of the closed-form start, and most memory for their rows."""
 
 
 @final
@@ -35,11 +36,11 @@ class DrafterRecipe:
     """Trained depths; predicted features stay near the target's, so the first ones suffice."""
     learning_rate: float = 1e-3
     """Rate of AdamW, for norms; for all weights if `matrix_rate` is None."""
-    matrix_rate: float | None = 0.005
+    matrix_rate: float | None = 0.001
     """Rate of Muon, for matrices."""
     batch_tokens: int = 1024
     """Tokens of an update, prompts included."""
-    fit_tokens: int = _FIT_TOKENS
+    fit_tokens: int = 0
     """Trained tokens of the closed-form start; gradient steps follow. 0: none."""
 
 
@@ -50,4 +51,8 @@ def recipe_for(target: ModelConfig) -> DrafterRecipe:
     the smaller head saves.
     """
     is_large = target.vocab_size > 2 * _DRAFT_VOCAB
-    return DrafterRecipe(draft_vocab_size=_DRAFT_VOCAB if is_large else 0)
+    row_bytes = 3 * target.hidden_size * 2
+    return DrafterRecipe(
+        draft_vocab_size=_DRAFT_VOCAB if is_large else 0,
+        fit_tokens=min(_FIT_TOKENS, _FIT_BYTES // row_bytes),
+    )

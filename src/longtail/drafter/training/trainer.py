@@ -180,8 +180,11 @@ class DrafterTrainer:
                 f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
                 f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
             )
-        if self._fit is not None:
+        if self._fit is not None and len(self._fit.rows) < self._settings.fit_tokens:
             return self._try_fit(self._fit, batch, stopped)
+        if self._fit is not None and not self._fit.solve(stopped):
+            return None
+        self._fit = None
         loss, num_reused = 0.0, 0
         scores = torch.zeros(3, len(counts), dtype=torch.float64)
         try:
@@ -222,23 +225,22 @@ class DrafterTrainer:
         self, fit: FeatureFit, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
     ) -> TrainerReport | None:
         """Add a batch to the closed-form start, as one update; as `try_step` does."""
-        before, num_reused = fit.rows, 0
+        if fit.is_due and not fit.solve(stopped):
+            return None
+        added, num_reused = [], 0
         for packed in batch:
             if stopped():
-                fit.rows = before
                 return None
             here = moved(packed, self._target.device)
             pairs = Pairs.of(here)
             states = self._reader.read(here, pairs)
-            fit.add(states.joined[pairs.trained])
+            added.append(states.joined[pairs.trained])
             num_reused += int((states.reused & pairs.trained).sum())
-        is_last = len(fit.rows) >= self._settings.fit_tokens
-        depths = self.try_evaluate(batch, stopped)  # as a gradient step: before the update
-        if depths is None or ((is_last or fit.is_due) and not fit.solve(stopped)):
-            fit.rows = before
+        depths = self.try_evaluate(batch, stopped)
+        if depths is None:
             return None
-        if is_last:
-            self._fit = None
+        rows = torch.cat(added)
+        fit.add(rows)
         self._steps += 1
         return TrainerReport(
             loss=depths.cross_entropy[0],
@@ -246,7 +248,7 @@ class DrafterTrainer:
             grad_norm=0.0,
             learning_rate=0.0,
             num_tokens=sum(packed.num_tokens for packed in batch),
-            num_trained=len(fit.rows) - len(before),
+            num_trained=len(rows),
             num_reused=num_reused,
         )
 
@@ -298,6 +300,11 @@ class DrafterTrainer:
     def is_starting(self) -> bool:
         """Whether the closed-form start goes on."""
         return self._fit is not None
+
+    @property
+    def num_fitted(self) -> int:
+        """Number of rows of the present closed-form solution; 0 before and after the start."""
+        return 0 if self._fit is None else self._fit.num_fitted
 
     def end_start(self) -> None:
         """Leave the closed-form start; gradient steps follow."""
