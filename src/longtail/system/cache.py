@@ -10,11 +10,13 @@ An entry is used only if all its files are unchanged; a damaged entry is built a
 weights in the cache are trusted, so files that another user could have written are refused.
 """
 
+import fcntl
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from longtail.errors import ConfigError, LongtailError
@@ -45,8 +47,9 @@ def build_once(
 ) -> Path:
     """Return the folder of an entry; `build` makes it first if it is missing or damaged.
 
-    The entry is under `root`, else in the user's cache. If two processes build at once, one result
-    is kept. Raises ConfigError if the cache cannot be written or belongs to another user.
+    The entry is under `root`, else in the user's cache. A process waits for another that builds the
+    same entry; where files cannot be locked both build, and one result is kept. Raises ConfigError
+    if the cache cannot be written or belongs to another user.
     """
     base = cache_directory() if root is None else Path(root)
     try:
@@ -63,8 +66,15 @@ def build_once(
 
 def _entry(final: Path, build: Callable[[Path], None]) -> Path:
     """Return an entry; a missing or damaged one is built in a temporary folder and renamed."""
+    if _damage(final) is None:
+        return final
+    with _alone(final):
+        return _built(final, build)
+
+
+def _built(final: Path, build: Callable[[Path], None]) -> Path:
     damage = _damage(final)
-    if damage is None:
+    if damage is None:  # another process has built it meanwhile
         return final
     if final.exists():
         _log.warning("%s is damaged or of an earlier version and is built again: %s", final, damage)
@@ -83,6 +93,24 @@ def _entry(final: Path, build: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
+
+
+@contextmanager
+def _alone(final: Path) -> Iterator[None]:
+    """Wait until no other process builds an entry."""
+    path = final.parent / f".lock-{final.name}"
+    with path.open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.warning("waiting for another process that builds %s", final)
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError:
+            _log.warning("%s is built without a lock, which its file system lacks", final)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _own(folder: Path) -> Path:

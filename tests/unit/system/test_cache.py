@@ -1,6 +1,8 @@
 """The user's cache: entries are unchanged and this user's, or built again, or refused."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,3 +153,35 @@ def _put_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "cc").write_text(script)
     (folder / "cc").chmod(0o700)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+_BUILDER = """
+import sys, time
+from pathlib import Path
+from longtail.system.cache import build_once
+
+def build(path):
+    with Path(sys.argv[1], "builds").open("a") as file:
+        file.write("built ")
+    print("building", flush=True)
+    sys.stdin.readline()
+    path.mkdir()
+
+print(build_once("kernels", "1f", build, sys.argv[1]), flush=True)
+"""
+
+
+def test_a_process_waits_for_another_that_builds_the_same_entry(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _BUILDER, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as first:
+        assert first.stdout.readline() == "building\n"
+        with subprocess.Popen(command, text=True, **pipes) as second:
+            assert "waiting for another process" in second.stderr.readline()
+            first.stdin.write("\n")
+            first.stdin.flush()
+            assert first.stdout.readline() == second.stdout.readline()
+            second.communicate()
+        first.communicate()
+    assert (tmp_path / "builds").read_text() == "built "
+    assert [path.name for path in (tmp_path / "kernels").iterdir()] == ["1f"]

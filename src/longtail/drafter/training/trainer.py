@@ -301,6 +301,11 @@ class DrafterTrainer:
         """Whether the closed-form start goes on."""
         return self._fit is not None
 
+    @property
+    def num_fitted(self) -> int:
+        """Number of rows of the present closed-form solution; 0 before and after the start."""
+        return 0 if self._fit is None else self._fit.num_fitted
+
     def end_start(self) -> None:
         """Leave the closed-form start; gradient steps follow."""
         self._fit = None
