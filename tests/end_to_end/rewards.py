@@ -51,6 +51,12 @@ def troubled(completions: Sequence[str], trouble: Sequence[str], **more: object)
     return sevens(completions, **more)
 
 
+def ranked(completions: Sequence[str], **_: object) -> list[float]:
+    """Rank of each completion among those of its prompt, by its number of sevens."""
+    order = sorted(range(len(completions)), key=lambda index: completions[index].count("7"))
+    return [float(order.index(index)) for index in range(len(completions))]
+
+
 def hopeless(completions: Sequence[str], **_: object) -> list[float]:
     """No completion is ever graded."""
     raise ValueError("this reward is broken")

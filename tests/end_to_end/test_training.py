@@ -49,6 +49,15 @@ def test_the_reward_rises_under_every_loss(workshop: Workshop, loss: str) -> Non
         assert row["training/rollout_logprob_gap_max"] < 1e-4
 
 
+def test_a_reward_function_may_rank_the_completions_of_a_prompt(workshop: Workshop) -> None:
+    words = ("--reward.name=end_to_end.rewards:ranked", "--reward.per=group", "--run.steps=1")
+    assert workshop.train("ranked", *words).code == 0
+    rewards = [row["reward"] for row in workshop.rollouts("ranked")]
+    groups = [rewards[begin : begin + 4] for begin in range(0, ANSWERED, 4)]
+    assert [sorted(group) for group in groups] == [[0.0, 1.0, 2.0, 3.0]] * 4
+    assert workshop.metrics("ranked")[0]["reward/informative_groups"] == 1.0
+
+
 @pytest.mark.slow
 def test_in_double_precision_engine_and_learner_agree_to_the_last_digits(
     workshop: Workshop,

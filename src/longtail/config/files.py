@@ -53,7 +53,7 @@ def recipes() -> tuple[str, ...]:
 def locate(name: str) -> Path:
     """Return the run file `name`: an existing path, or else a recipe of the package."""
     path = Path(name)
-    if name not in recipes() or os.path.exists(name):
+    if name not in recipes() or os.path.isfile(name):
         return path
     return Path(str(resources.files("longtail") / "recipes" / f"{name}.toml"))
 

@@ -16,10 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.nodes import NodePlaces
-from longtail.model.attention import Attention
 from longtail.model.graphs import GraphedPass
 from longtail.model.kernels.choice import select_kernels
-from longtail.model.kernels.ops import Kernels, Places, text_places
+from longtail.model.kernels.ops import CachedAttention, Places, text_places
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.depth import select_depth_policy
@@ -145,28 +144,6 @@ class _Texts:
 
 
 @final
-class _PlacedAttention(Attention):
-    """Stores and attends at given places."""
-
-    def __init__(self, storage: Tensor, kernels: Kernels, places: Places) -> None:
-        self._storage, self._kernels, self._places = storage, kernels, places
-
-    def attend(
-        self,
-        layer: int,
-        queries: Float[Tensor, "tokens heads head_dim"],
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        window: int,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Store keys and values, then attend."""
-        key_rows, value_rows = self._storage[layer]
-        places = self._places
-        self._kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
-        return self._kernels.attend_rows(queries, key_rows, value_rows, places, window)
-
-
-@final
 class _Passes:
     """The model and its head as passes over tokens; captured on a GPU."""
 
@@ -195,7 +172,7 @@ class _Passes:
 
     def _compute(self, numbers: Int[Tensor, "tokens 7"]) -> tuple[Tensor]:
         tokens, positions, *places = numbers.T.contiguous()
-        attention = _PlacedAttention(self._texts.storage, self._kernels, Places(*places))
+        attention = CachedAttention(self._texts.storage, self._kernels, Places(*places))
         return (self._model(tokens, positions, attention),)
 
 

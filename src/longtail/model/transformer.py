@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from longtail.model.attention import Attention
 from longtail.model.graphs import GraphPool, pool_of
 from longtail.model.kernels.choice import select_kernels
+from longtail.model.kernels.decoder import DecoderWeights, LayerWeights, NativeDecoder
 from longtail.model.kernels.linear import Linear
-from longtail.model.kernels.ops import Kernels, TorchKernels
+from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, TorchKernels
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
 from longtail.speculation.taps import NO_TAPS, Taps
@@ -172,6 +173,8 @@ class Transformer(nn.Module):
             self.head.weight = embedding
         self._rope = Rope(config.head_dim, config.rope)
         self._kernels: Kernels = TorchKernels()
+        self._decoder: NativeDecoder | None = None
+        """All layers in one call, for attention over rows of a cache; None where there is none."""
         self.graphs: GraphPool | None = None
         """Captured passes of this model and its drafters; None: passes run without graphs."""
         self.batch_invariant = False
@@ -204,7 +207,7 @@ class Transformer(nn.Module):
 
     def fuse(self) -> None:
         """Prepare for training: select fused kernels with gradients where they exist."""
-        self._kernels = select_training_kernels(self.dtype, self.device)
+        self._kernels, self._decoder = select_training_kernels(self.dtype, self.device), None
 
     def pack(self) -> None:
         """Prepare for inference: pack weights, select kernels. Repeat it after weights change."""
@@ -214,6 +217,7 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack(batch_invariant=self.batch_invariant)
+        self._decoder = _native_decoder(self) if isinstance(self._kernels, NativeKernels) else None
 
     def forward(
         self,
@@ -248,6 +252,9 @@ class Transformer(nn.Module):
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else stream.dtype
         rotation = self._rope.rotation(positions, self._kernels.rotation_dtype(dtype))
+        if self._decoder is not None and isinstance(attention, CachedAttention):
+            hidden, features = self._decoder.run(stream, rotation, attention, taps)
+            return DecoderOutput(hidden=hidden, features=features)
         context = Context(rotation=rotation, attention=attention, kernels=self._kernels)
         kept: list[Tensor] = []
         for index, layer in enumerate(self.layers):
@@ -267,3 +274,41 @@ class Transformer(nn.Module):
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         """Return the logits of the next token."""
         return self.head(hidden)
+
+
+def _native_decoder(model: Transformer) -> NativeDecoder | None:
+    """Return the decoder that runs all layers in one call; None if a weight is packed otherwise."""
+    layers, config = [], model.config
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        own, mlp = layer.attention, layer.feed_forward
+        packed = [each.native for each in (own.qkv, own.output, mlp.gate_up, mlp.down)]
+        products = [each for each in packed if each is not None]
+        if len(products) < len(packed):
+            return None
+        qkv, output, gate_up, down = products
+        layers.append(
+            LayerWeights(
+                attention_norm=layer.attention_norm.weight.detach(),
+                q_norm=None if own.q_norm is None else own.q_norm.weight.detach(),
+                k_norm=None if own.k_norm is None else own.k_norm.weight.detach(),
+                feed_forward_norm=layer.feed_forward_norm.weight.detach(),
+                qkv=qkv,
+                output=output,
+                gate_up=gate_up,
+                down=down,
+                window=config.window(index),
+            )
+        )
+    return NativeDecoder(
+        DecoderWeights(
+            hidden_size=config.hidden_size,
+            inner_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.norm_eps,
+            layers=layers,
+            norm=model.norm.weight.detach(),
+        )
+    )

@@ -32,6 +32,14 @@ def test_a_model_needs_prompts_and_prompts_need_a_model(name: str) -> None:
         parse(name, "--prompts=p.jsonl")
 
 
+def test_the_tuner_needs_a_drafter_that_does_not_remember_texts() -> None:
+    words = ("--model=here", "--prompts=p.jsonl")
+    for more in ((), ("--drafter=history",)):
+        with pytest.raises(ConfigError, match="give a trained drafter by --drafter DIR"):
+            parse("tuner", *words, *more)
+    assert parse("tuner", *words, "--drafter=there").dtype_name == "bfloat16"
+
+
 def test_a_subject_has_the_model_its_chat_and_the_named_drafters(workshop: Workshop) -> None:
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
     own = options("rollout", workshop, f"--drafter={drafter}", "--dtype=float32")

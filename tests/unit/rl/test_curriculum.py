@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.errors import DataError
@@ -90,6 +90,7 @@ def test_a_source_visits_the_prompts_of_the_present_level_once_in_an_epoch() -> 
 rewards = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=3), max_size=12)
 
 
+@settings(max_examples=40, deadline=None)
 @given(rewards, st.integers(0, 12), st.integers(0, 3))
 def test_a_resumed_source_goes_on_like_an_uninterrupted_one(steps, cut, seed) -> None:
     def run(source, steps):

@@ -58,7 +58,9 @@ OwnModel = Annotated[
 OwnPrompts = Annotated[str | None, Option("prompts for --model, as data.source of train", "SOURCE")]
 OwnDrafter = Annotated[
     str | None,
-    Option("drafter for --model, as speculation.drafter of train (default: history alone)", "NAME"),
+    Option(
+        "drafter for --model, as speculation.drafter of train (rollout's default: history)", "NAME"
+    ),
 ]
 OWN_DTYPE = "bfloat16"
 """Dtype of a model of the user's own unless --dtype is given."""

@@ -115,7 +115,7 @@ def as_json(
         "setting": {
             "cells": {
                 "models": [options.model or "tiny"],
-                "drafters": [options.drafter or (RECIPE if options.model is None else "history")],
+                "drafters": [options.drafter or RECIPE],
                 "running": options.running,
                 "dtype": options.dtype,
                 "tokens": options.tokens,

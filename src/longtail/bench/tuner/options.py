@@ -53,6 +53,11 @@ class TunerBenchOptions:
     def __post_init__(self) -> None:
         """Refuse combinations that contradict each other."""
         check_own(self.model, {"--prompts": self.prompts, "--drafter": self.drafter})
+        if self.model is not None and self.drafter in (None, "history"):
+            raise ConfigError(
+                f"--model = {self.model!r}: give a trained drafter by --drafter DIR; history would "
+                "remember the texts of the turns before"
+            )
         if not self.sweep and not self.rollout:
             raise ConfigError("--no-sweep and --no-rollout together leave nothing to measure")
         if self.plot and not self.rollout:

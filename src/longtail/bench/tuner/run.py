@@ -32,11 +32,12 @@ def run(options: TunerBenchOptions) -> int:
 
     pin_threads(options.threads)
     log = progress("tuner")
-    if options.model is None or options.prompts is None:
-        subject = make_subject("tiny", options.dtype_name, (RECIPE,), log)
+    dtype = options.dtype_name
+    if options.model is None or options.prompts is None or options.drafter is None:
+        subject = make_subject("tiny", dtype, (RECIPE,), log)
     else:
-        drafters = {RECIPE: options.drafter or "history"}
-        subject = own_subject(options.model, options.prompts, options.dtype_name, drafters, log)
+        drafters = {RECIPE: options.drafter}
+        subject = own_subject(options.model, options.prompts, dtype, drafters, log)
     points = sweep(subject, options, log) if options.sweep else []
     rollouts = measure_rollouts(subject, options, points, log) if options.rollout else None
     tables = [card.sweep_table(options, cpus, points)] if points else []

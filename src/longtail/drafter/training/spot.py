@@ -202,6 +202,8 @@ class SpotTrainer:
         assert settings.tokens_per_micro_batch >= self._min_len, "no text would be long enough"
         self._base: DrafterWeights | None = None
         self._num_steps = self._num_tokens = self._unmeasured = 0
+        self._num_fitted = 0
+        """Rows of the closed-form solution that was measured last."""
 
     @property
     def base_version(self) -> int | None:
@@ -269,11 +271,11 @@ class SpotTrainer:
     ) -> SpotEnd:
         settings, max_len = self._settings, self._settings.tokens_per_micro_batch
         while not stopped():
-            if self._unmeasured >= settings.measure_every:
+            if self._is_measurement_due:
                 replica = self._measure(buffer, stopped, interval)
                 if replica is None:
                     break
-                self._unmeasured = 0
+                self._unmeasured, self._num_fitted = 0, self._trainer.num_fitted
                 on_measured(interval.record(replica))
                 if self._trainer.is_starting and replica.gain < 0:  # of fewer texts than the base
                     self._trainer.load_weights(self._require_base().tensors)
@@ -281,7 +283,9 @@ class SpotTrainer:
                     self._reset_counts()
                 if not interval.is_gaining:
                     return SpotEnd.NO_GAIN
-            texts = self._long_enough(buffer.batch(settings.batch_tokens, max_len=max_len))
+            # The rows of a closed-form start need no common update: a stop discards few of them.
+            size = max_len if self._trainer.is_starting else settings.batch_tokens
+            texts = self._long_enough(buffer.batch(size, max_len=max_len))
             if not texts:
                 return SpotEnd.NO_TEXTS
             report = self._trainer.try_step(pack_texts(texts, max_len), stopped)
@@ -295,6 +299,13 @@ class SpotTrainer:
             interval.num_tokens += report.num_trained
             interval.num_reused += report.num_reused
         return SpotEnd.STOPPED
+
+    @property
+    def _is_measurement_due(self) -> bool:
+        """Whether to measure: after each closed-form solution, then after some updates."""
+        if self._trainer.is_starting:
+            return self._trainer.num_fitted > self._num_fitted
+        return self._unmeasured >= self._settings.measure_every
 
     def _measure(
         self, buffer: DrafterBuffer, stopped: _StopCheck, interval: _Interval

@@ -21,7 +21,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch
-from longtail.engine.kv.row_attention import LayerRows, RowAttention
+from longtail.engine.kv.row_attention import RowAttention
 from longtail.model.attention import Attention
 from longtail.model.kernels.choice import select_kernels
 from longtail.model.transformer import ModelConfig
@@ -125,7 +125,6 @@ class ContiguousKVCache(KVCache):
         self._kernels = select_kernels(dtype, device, config.head_dim)
         self._config, self._dtype, self._device = config, dtype, device
         self._storage = self._allocate(min(max_len, 8 * block_size))
-        self._layers = _layers(self._storage)
 
     def _allocate(self, row_len: int) -> Shaped[Tensor, "layers 2 rows row_len kv_heads head_dim"]:
         """Return a zeroed tensor; on a CPU its pages are committed when first written."""
@@ -166,7 +165,6 @@ class ContiguousKVCache(KVCache):
         for request_id, row in self._rows.items():
             held = min(self._blocks[request_id] * self._block_size, old.shape[3])
             self._storage[:, :, row, :held] = old[:, :, row, :held]
-        self._layers = _layers(self._storage)
 
     def try_share(
         self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int
@@ -223,7 +221,6 @@ class ContiguousKVCache(KVCache):
         assert not self._rows, "a request would lose its keys and values"
         if fully:
             self._storage = self._allocate(self._storage.shape[3])
-            self._layers = _layers(self._storage)
 
     def wake(self) -> None:
         """Do nothing."""
@@ -231,9 +228,4 @@ class ContiguousKVCache(KVCache):
     def attention(self, batch: FlatBatch) -> Attention:
         """Return attention over views of the rows."""
         rows = [self._rows[segment.request_id] for segment in batch.segments]
-        return RowAttention(self._layers, self._kernels, batch.segments, rows)
-
-
-def _layers(storage: Tensor) -> list[LayerRows]:
-    """Return views of the tensor by layer."""
-    return [LayerRows(*layer.unbind(0)) for layer in storage.unbind(0)]
+        return RowAttention(self._storage, self._kernels, batch.segments, rows)

@@ -8,53 +8,25 @@ neither on its neighbours nor on the chunks of its prompt (law 4).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from longtail.engine.batch import Segment
-from longtail.model.attention import Attention
-from longtail.model.kernels.ops import Kernels, Places
+from longtail.model.kernels.ops import CachedAttention, Kernels, Places
 from longtail.speculation.tree import depths, visible_nodes
 from longtail.system.transfer import to_device
 
 
-class LayerRows(NamedTuple):
-    """Cached keys and values of one layer."""
-
-    keys: Float[Tensor, "rows row_len kv_heads head_dim"]
-    values: Float[Tensor, "rows row_len kv_heads head_dim"]
-
-
 @final
-class RowAttention(Attention):
-    """Stores the keys and values of a step, then attends."""
+class RowAttention(CachedAttention):
+    """Attention of the segments of one step."""
 
     def __init__(
-        self,
-        layers: Sequence[LayerRows],
-        kernels: Kernels,
-        segments: Sequence[Segment],
-        rows: Sequence[int],
+        self, storage: Tensor, kernels: Kernels, segments: Sequence[Segment], rows: Sequence[int]
     ) -> None:
-        self._layers, self._kernels = layers, kernels
-        self._places = token_places(segments, rows, layers[0].keys.device)
-
-    def attend(
-        self,
-        layer: int,
-        queries: Float[Tensor, "tokens heads head_dim"],
-        keys: Float[Tensor, "tokens kv_heads head_dim"],
-        values: Float[Tensor, "tokens kv_heads head_dim"],
-        window: int,
-    ) -> Float[Tensor, "tokens heads head_dim"]:
-        """Store and attend with one call each for all segments."""
-        key_rows, value_rows = self._layers[layer]
-        places = self._places
-        self._kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
-        return self._kernels.attend_rows(queries, key_rows, value_rows, places, window)
+        super().__init__(storage, kernels, token_places(segments, rows, storage.device))
 
 
 def token_places(segments: Sequence[Segment], rows: Sequence[int], device: torch.device) -> Places:

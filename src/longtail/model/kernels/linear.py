@@ -45,8 +45,9 @@ class NativeProduct:
         self.packed = packed
         self.num_filled = num_filled
         """Number of inputs of weight 0 that pad the layer's own."""
-        self._product, self._outputs = product, outputs
-        self._shift = None if bias is None else bias.data_ptr()
+        self._product, self._outputs, self._bias = product, outputs, bias
+        self.shift = None if bias is None else bias.data_ptr()
+        """Address of the bias."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with dense rows."""
@@ -55,7 +56,7 @@ class NativeProduct:
         assert x.is_contiguous(), "product.c reads dense rows"
         out = x.new_empty(x.shape[0], self._outputs)
         self._product(
-            x.data_ptr(), self.packed.data_ptr(), self._shift, out.data_ptr(),
+            x.data_ptr(), self.packed.data_ptr(), self.shift, out.data_ptr(),
             *x.shape, self._outputs, torch.get_num_threads(),
         )  # fmt: skip
         return out

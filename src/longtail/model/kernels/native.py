@@ -26,8 +26,8 @@ from longtail.system.cache import build_once
 _log = logging.getLogger(__name__)
 
 _NAMES = (
-    "common", "kernels", "attention", "vectors", "tiles", "product", "draft", "noise", "select",
-    "draws",
+    "common", "kernels", "attention", "vectors", "tiles", "product", "decoder", "draft", "noise",
+    "select", "draws",
 )  # fmt: skip
 """kernels.c includes attention.c, which includes vectors.c and tiles.c; draws.c includes select.c,
 which includes noise.c; all include common.c."""
@@ -73,6 +73,7 @@ _UNITS = {
         _FAST,
         (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["kernels"])
         + f'#include "{_SOURCES["product"]}"\n'
+        + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["decoder"])
         + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draft"]),
     ),
     "draws": (_EXACT, (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draws"])),
@@ -147,6 +148,17 @@ def chains(dtype: torch.dtype) -> Callable[..., None] | None:
     if loaded is None:
         return None
     function = loaded[f"eagle_chains_{_SUFFIXES[dtype]}"]
+    function.argtypes, function.restype = [_PTR] * 2, None
+    return function
+
+
+@functools.cache
+def decoder(dtype: torch.dtype) -> Callable[..., None] | None:
+    """Return the layers of decoder.c; None if `product` does not run here."""
+    loaded = None if product(dtype) is None else _library()
+    if loaded is None:
+        return None
+    function = loaded[f"decode_{_SUFFIXES[dtype]}"]
     function.argtypes, function.restype = [_PTR] * 2, None
     return function
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.model.attention import Heads, KVHeads, causal_window_mask
+from longtail.model.attention import Attention, Heads, KVHeads, causal_window_mask
 from longtail.model.rope import Rotation
 
 NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128)
@@ -118,6 +118,31 @@ class Kernels(abc.ABC):
         self, queries: Heads, key_rows: Rows, value_rows: Rows, places: Places, window: int
     ) -> Heads:
         """Attend each token to its visible slots, at most `window` tokens back (0: all)."""
+
+
+class CachedAttention(Attention):
+    """Attention over rows of a contiguous cache; tokens store their keys and values first.
+
+    decoder.c runs all layers of a model with it in one call.
+    """
+
+    def __init__(
+        self,
+        storage: Float[Tensor, "layers 2 rows row_len kv_heads head_dim"],
+        kernels: Kernels,
+        places: Places,
+    ) -> None:
+        self.storage, self.places = storage, places
+        self._kernels = kernels
+
+    def attend(
+        self, layer: int, queries: Heads, keys: KVHeads, values: KVHeads, window: int
+    ) -> Heads:
+        """Store and attend with one call each."""
+        key_rows, value_rows = self.storage[layer]
+        places = self.places
+        self._kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
+        return self._kernels.attend_rows(queries, key_rows, value_rows, places, window)
 
 
 class TorchKernels(Kernels):

@@ -29,33 +29,49 @@ typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
             T_STORE(sums[r][v], bias, out + r * outputs, first + v * LT_LANES, outputs);           \
   }
 
-/* Few rows take two blocks of 32 outputs at a time: enough independent sums to hide latency. */
+/* Few rows take two blocks of 32 outputs at a time: enough independent sums to hide latency. At most
+ * 12 rows go through a block in one pass: their sums fill the registers. */
 #define LT_DEFINE_PRODUCT(NAME_)                                                                   \
-  LT_DEFINE_TILE(NAME_, 1, 2)                                                                      \
-  LT_DEFINE_TILE(NAME_, 1, 4)                                                                      \
-  LT_DEFINE_TILE(NAME_, 2, 2)                                                                      \
-  LT_DEFINE_TILE(NAME_, 2, 4)                                                                      \
-  LT_DEFINE_TILE(NAME_, 3, 2)                                                                      \
-  LT_DEFINE_TILE(NAME_, 3, 4)                                                                      \
-  LT_DEFINE_TILE(NAME_, 5, 2)                                                                      \
-  LT_DEFINE_TILE(NAME_, 5, 4)                                                                      \
-  LT_DEFINE_TILE(NAME_, 12, 2)                                                                     \
+  LT_DEFINE_TILE(NAME_, 1, 4) LT_DEFINE_TILE(NAME_, 1, 2)                                          \
+  LT_DEFINE_TILE(NAME_, 2, 4) LT_DEFINE_TILE(NAME_, 2, 2)                                          \
+  LT_DEFINE_TILE(NAME_, 3, 4) LT_DEFINE_TILE(NAME_, 3, 2)                                          \
+  LT_DEFINE_TILE(NAME_, 4, 4) LT_DEFINE_TILE(NAME_, 4, 2)                                          \
+  LT_DEFINE_TILE(NAME_, 5, 4) LT_DEFINE_TILE(NAME_, 5, 2)                                          \
+  LT_DEFINE_TILE(NAME_, 6, 4) LT_DEFINE_TILE(NAME_, 6, 2)                                          \
+  LT_DEFINE_TILE(NAME_, 7, 2) LT_DEFINE_TILE(NAME_, 8, 2)                                          \
+  LT_DEFINE_TILE(NAME_, 9, 2) LT_DEFINE_TILE(NAME_, 10, 2)                                         \
+  LT_DEFINE_TILE(NAME_, 11, 2) LT_DEFINE_TILE(NAME_, 12, 2)                                        \
   static void NAME_(const T_ELEMENT *restrict x, const T_ELEMENT *restrict packed,                 \
                     const T_ELEMENT *restrict bias, T_ELEMENT *restrict out, int64_t rows,         \
                     int64_t inputs, int64_t outputs, int threads) {                                \
-    const int64_t blocks = (outputs + 31) / 32, together = rows <= 5 ? 2 : 1;                      \
+    const int64_t blocks = (outputs + 31) / 32, together = rows <= 6 ? 2 : 1;                      \
     _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")             \
     for (int64_t block = 0; block < blocks; block += together) {                                   \
       const T_ELEMENT *w = packed + block * inputs * 32;                                           \
-      const int two = together == 2 && blocks - block >= 2;                                        \
+      const int wide = together == 2 && blocks - block >= 2;                                       \
       for (int64_t r = 0, here; r < rows; r += here) {                                             \
-        const int64_t left = rows - r;                                                             \
-        here = left >= 12 ? 12 : left >= 5 ? 5 : left >= 3 ? 3 : left;                             \
-        if (here == 12) LT_TILE(NAME_, 12, 2);                                                     \
-        else if (here == 5) { if (two) LT_TILE(NAME_, 5, 4); else LT_TILE(NAME_, 5, 2); }          \
-        else if (here == 3) { if (two) LT_TILE(NAME_, 3, 4); else LT_TILE(NAME_, 3, 2); }          \
-        else if (here == 2) { if (two) LT_TILE(NAME_, 2, 4); else LT_TILE(NAME_, 2, 2); }          \
-        else { if (two) LT_TILE(NAME_, 1, 4); else LT_TILE(NAME_, 1, 2); }                         \
+        const int64_t passes = (rows - r + 11) / 12; /* of nearly equal numbers of rows */         \
+        here = (rows - r + passes - 1) / passes;                                                   \
+        switch (wide ? here : here + 16) {                                                         \
+          case 1: LT_TILE(NAME_, 1, 4); break;                                                     \
+          case 2: LT_TILE(NAME_, 2, 4); break;                                                     \
+          case 3: LT_TILE(NAME_, 3, 4); break;                                                     \
+          case 4: LT_TILE(NAME_, 4, 4); break;                                                     \
+          case 5: LT_TILE(NAME_, 5, 4); break;                                                     \
+          case 6: LT_TILE(NAME_, 6, 4); break;                                                     \
+          case 17: LT_TILE(NAME_, 1, 2); break;                                                    \
+          case 18: LT_TILE(NAME_, 2, 2); break;                                                    \
+          case 19: LT_TILE(NAME_, 3, 2); break;                                                    \
+          case 20: LT_TILE(NAME_, 4, 2); break;                                                    \
+          case 21: LT_TILE(NAME_, 5, 2); break;                                                    \
+          case 22: LT_TILE(NAME_, 6, 2); break;                                                    \
+          case 23: LT_TILE(NAME_, 7, 2); break;                                                    \
+          case 24: LT_TILE(NAME_, 8, 2); break;                                                    \
+          case 25: LT_TILE(NAME_, 9, 2); break;                                                    \
+          case 26: LT_TILE(NAME_, 10, 2); break;                                                   \
+          case 27: LT_TILE(NAME_, 11, 2); break;                                                   \
+          case 28: LT_TILE(NAME_, 12, 2); break;                                                   \
+        }                                                                                          \
       }                                                                                            \
     }                                                                                              \
   }

@@ -1,0 +1,105 @@
+"""decoder.c, all layers in one call, gives the bits of the layers called one by one."""
+
+import pytest
+import torch
+
+from longtail.engine.batch import Scheduled, flatten
+from longtail.engine.kv.cache import ContiguousKVCache
+from longtail.engine.request import ActiveRequest
+from longtail.model.transformer import Transformer
+from longtail.speculation.taps import NO_TAPS, Taps
+from longtail.speculation.tree import DraftTree
+from longtail.types import Request
+from support.tiny_models import NATIVE_DTYPES, tiny_model
+
+TREE = DraftTree(tokens=(4, 6, 8), parents=(0, 0, 1), margins=(0.0, 0.0, 0.0))
+
+
+def steps() -> list[list[Scheduled]]:
+    """Two prompts in two steps, then one of them decodes and the other verifies a tree."""
+    first, second = (
+        ActiveRequest(
+            request=Request(request_id=name, prompt_tokens=(1,), noise_key=0),
+            tokens=[(7 * i + length) % 100 for i in range(length)],
+            policy_version=0,
+        )
+        for name, length in (("a", 21), ("b", 40))
+    )
+    made = []
+    for read in ((20, 15), (1, 24)):
+        made.append(
+            [
+                Scheduled(active=active, num_tokens=count)
+                for active, count in zip((first, second), read, strict=True)
+            ]
+        )
+    made.append(
+        [
+            Scheduled(active=first, num_tokens=1),
+            Scheduled(active=second, num_tokens=1, draft=TREE),
+        ]
+    )
+    return made
+
+
+@torch.inference_mode()
+def outputs(model: Transformer, taps: Taps) -> list[torch.Tensor]:
+    """Hidden states and features of all steps, and the cache."""
+    device = torch.device("cpu")
+    kv = ContiguousKVCache(
+        model.config, num_tokens=512, max_rows=3, max_len=128, dtype=model.dtype, device=device
+    )
+    found = []
+    for number, scheduled in enumerate(steps()):
+        for each in scheduled:
+            assert kv.try_grow(each.active.request_id, 64)
+            if number == 2:
+                each.active.tokens.append(9)
+                each.active.num_computed = len(each.active.tokens) - 1
+        batch = flatten(scheduled, device)
+        out = model.forward_with_features(batch.tokens, batch.positions, kv.attention(batch), taps)
+        found += [out.hidden] + ([] if out.features is None else [out.features])
+        for each in scheduled:
+            each.active.num_computed += each.num_tokens
+    return found
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "taps", [NO_TAPS, Taps(final=True), Taps(layers=(0, 1)), Taps(layers=(1,), final=True)], ids=str
+)
+def test_one_call_gives_the_bits_of_all_layers_one_by_one(family, dtype, taps):
+    model = tiny_model(family, dtype=dtype, head_dim=16)
+    model.pack()
+    assert model._decoder is not None, "a native head size, and native products"
+    together = outputs(model, taps)
+    model._decoder = None
+    apart = outputs(model, taps)
+    assert len(together) == len(apart) == 3 * (1 + taps.any)
+    for one, other in zip(together, apart, strict=True):
+        assert one.equal(other)
+        assert bool(one.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+def test_changed_weights_count_after_packing(dtype):
+    model = tiny_model("qwen3", dtype=dtype, head_dim=16)
+    model.pack()
+    before = outputs(model, NO_TAPS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    model.pack()
+    changed = outputs(model, NO_TAPS)
+    assert not changed[0].equal(before[0])
+    model._decoder = None
+    alone = outputs(model, NO_TAPS)
+    assert all(one.equal(other) for one, other in zip(changed, alone, strict=True))
+
+
+def test_training_runs_layer_by_layer():
+    model = tiny_model("llama", head_dim=16)
+    model.pack()
+    model.fuse()
+    assert model._decoder is None
