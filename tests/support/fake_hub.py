@@ -44,7 +44,9 @@ def _answer(hub: FakeHub, method: str, path: str) -> tuple[int, dict[str, str], 
     repository, name = "/".join(words[:2]), "/".join(words[4:])
     if repository in hub.gated:
         return 403, {"X-Error-Code": "GatedRepo"}, b""
-    content = hub.files[repository][name]
+    content = hub.files.get(repository, {}).get(name)
+    if content is None:  # the client asks for more than models
+        return 404, {"X-Error-Code": "EntryNotFound"}, b""
     digest = hashlib.sha256(content).hexdigest()
     return 200, {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT}, content
 

@@ -118,6 +118,8 @@ def test_the_sentence_is_honest_about_nothing_and_about_a_loss() -> None:
     assert "1.01x of the time (trained before: no gain)" in shares(1.01)[0]
     assert "1.20x of the time (trained before: a loss)" in shares(1.2)[0]
     assert shares() == ["All arms wrote the same texts."]
+    few = {"off": arm([10.0] * 2, 0.0), "spot": arm([5.0] * 2, 0.0)}
+    assert "0.50x of the time (trained before: too few steps to tell)" in card.sentences(few)[0]
 
 
 def test_a_cold_start_is_told_by_its_later_half_too() -> None:

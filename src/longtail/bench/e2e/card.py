@@ -14,6 +14,8 @@ _MORE_WORKERS = (8, 32, 128)
 _SHOWN_STEPS = 12
 _LATER = 4
 """Fewest steps of a cold run whose later half is shown, too."""
+_TELLING = 3
+"""Fewest steps from which a gain is concluded: first steps are disturbed most."""
 _NOTHING = 0.02
 """Share of a step's time within which a difference is none."""
 _PARTS = ("rollout", "reward", "logprob", "update", "publish", "drafter", "step")
@@ -89,11 +91,13 @@ def _gain(off: ArmResult, found: Mapping[str, ArmResult]) -> list[str]:
             continue
         own, plain = (each.column("timing_s/step") for each in (found[name], off))
         share = ratios(own, plain)
-        clause = f"{share.median:.2f}x of the time ({what}: {_verdict(share.median)}"
+        clause = f"{share.median:.2f}x of the time ({what}: {_verdict(share.median, len(own))}"
         if name == COLD and len(own) >= _LATER:
             half = len(own) // 2
             later = ratios(own[half:], plain[half:]).median
-            clause += f"; in the last {len(own) - half} steps {later:.2f}x: {_verdict(later)}"
+            clause += (
+                f"; in the last {len(own) - half} steps {later:.2f}x: {_verdict(later, len(own))}"
+            )
         clauses.append(f"{clause})")
     if not clauses:
         return []
@@ -101,8 +105,10 @@ def _gain(off: ArmResult, found: Mapping[str, ArmResult]) -> list[str]:
     return [f"With a drafter that learns while you train, a step of this run took {together}."]
 
 
-def _verdict(share: float) -> str:
+def _verdict(share: float, num_steps: int) -> str:
     """Return whether a share of the time is a gain, beyond what the machine's noise hides."""
+    if num_steps < _TELLING:
+        return "too few steps to tell"
     if share < 1.0 - _NOTHING:
         return "a gain"
     return "no gain" if share <= 1.0 + _NOTHING else "a loss"

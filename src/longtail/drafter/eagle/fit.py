@@ -35,14 +35,22 @@ class FeatureFit:
         assert layer.config.recipe == "eagle1", "only eagle1 predicts features"
         self._layer, self._target = layer, target
         hidden = layer.config.target.hidden_size
-        self.rows = torch.empty(0, 3 * hidden, dtype=target.dtype, device=target.device)
-        """Embedding, feature and next feature of each row."""
+        self._parts = [torch.empty(0, 3 * hidden, dtype=target.dtype, device=target.device)]
+        self.num_rows = 0
+        """Number of rows so far."""
         self.num_fitted = 0
         """Number of rows of the present solution."""
         self._first: _Regression | None = None
         """Regressions in progress; None: none is."""
         self._second = _Regression(0)
         self._norm = self._gate_up = torch.empty(0)
+
+    @property
+    def rows(self) -> Float[Tensor, "rows joined"]:
+        """Embedding, feature and next feature of each row."""
+        if len(self._parts) > 1:  # joined when they are read, not at every addition
+            self._parts = [torch.cat(self._parts)]
+        return self._parts[0]
 
     @staticmethod
     def restored(
@@ -53,7 +61,8 @@ class FeatureFit:
         rows, num_fitted = tensors.get("rows"), tensors.get("num_fitted")
         if rows is None or num_fitted is None or rows.shape[1:] != fit.rows.shape[1:]:
             raise CheckpointError("state of another drafter: rows of the start do not fit it")
-        fit.rows, fit.num_fitted = rows.to(fit.rows), int(num_fitted)
+        fit.add(rows)
+        fit.num_fitted = int(num_fitted)
         return fit
 
     def tensors(self) -> dict[str, Tensor]:
@@ -66,11 +75,12 @@ class FeatureFit:
 
         So all solutions together cost three times the last one.
         """
-        return len(self.rows) > 0 and len(self.rows) >= 1.5 * self.num_fitted
+        return self.num_rows > 0 and self.num_rows >= 1.5 * self.num_fitted
 
     def add(self, rows: Float[Tensor, "rows joined"]) -> None:
         """Append rows."""
-        self.rows = torch.cat((self.rows, rows.to(self.rows)))
+        self._parts.append(rows.to(self._parts[0]))
+        self.num_rows += len(rows)
 
     @torch.no_grad()
     def solve(self, stopped: Callable[[], bool]) -> bool:
@@ -80,7 +90,7 @@ class FeatureFit:
         next call continues there.
         """
         if self._first is None:
-            self._first, self._second = _Regression(len(self.rows)), _Regression(len(self.rows))
+            self._first, self._second = _Regression(self.num_rows), _Regression(self.num_rows)
             last = self._target.layers[-1]
             assert isinstance(last, DecoderLayer)
             self._norm, self._gate_up = (
@@ -90,12 +100,12 @@ class FeatureFit:
         while (chunk := self._first.next(self.rows)) is not None:
             if stopped():
                 return False
-            self._first.add(*self._parts(chunk))
+            self._first.add(*self._split(chunk))
         linear = self._first.solution()
         while (chunk := self._second.next(self.rows)) is not None:
             if stopped():
                 return False
-            inputs, wanted = self._parts(chunk)
+            inputs, wanted = self._split(chunk)
             stream = inputs @ linear
             self._second.add(self._inner(stream), wanted - stream)
         self._layer.fc.weight.copy_(linear.T)
@@ -106,7 +116,7 @@ class FeatureFit:
         self.num_fitted, self._first = self._second.num_rows, None
         return True
 
-    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and next features in the drafter's dtype."""
         inputs = 2 * self._layer.config.target.hidden_size
         rows = rows.to(self._layer.dtype)

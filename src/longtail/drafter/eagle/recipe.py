@@ -10,7 +10,7 @@ from longtail.drafter.eagle.layer import Recipe
 from longtail.model.transformer import ModelConfig
 
 _DRAFT_VOCAB = 8192
-_FIT_TOKENS, _FIT_BYTES = 65_536, 2**28
+_FIT_TOKENS, _FIT_BYTES = 131_072, 2**28
 """Most tokens of the closed-form start, and most memory for their rows."""
 
 

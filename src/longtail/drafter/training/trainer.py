@@ -180,7 +180,7 @@ class DrafterTrainer:
                 f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
                 f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
             )
-        if self._fit is not None and len(self._fit.rows) < self._settings.fit_tokens:
+        if self._fit is not None and self._fit.num_rows < self._settings.fit_tokens:
             return self._try_fit(self._fit, batch, stopped)
         if self._fit is not None and not self._fit.solve(stopped):
             return None
