@@ -21,6 +21,7 @@ CLOCKED = (
     *("timing_s/", "rollout/tokens_per_s", "rollout/tail_idle", "rollout/bookkeeping"),
     "speculation/",
     "cluster/",
+    "drafter/",
 )
 """Metrics that come from a clock, as what tuners decide; every other number is determined."""
 

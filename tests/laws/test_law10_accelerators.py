@@ -70,7 +70,7 @@ def outcome(shop: Workshop, run: str, drafter: str, *words: str) -> dict[str, An
 @pytest.mark.slow
 def test_a_run_with_any_accelerator_is_the_run_without_one_bit_for_bit(shop, monkeypatch):
     # A lesson of a dozen updates after each rollout, whatever the clock says.
-    monkeypatch.setattr(group, "_SERIAL_SHARE", math.inf)
+    monkeypatch.setattr(group, "SHARE", math.inf)
     monkeypatch.setattr(worker_parts, "_PATIENCE", 1)
     monkeypatch.setattr(worker_parts, "_MIN_GAIN", 10.0)
     fixed = ("--speculation.tuner=fixed", "--speculation.depth=3")

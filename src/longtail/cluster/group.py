@@ -29,7 +29,7 @@ from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.team import LearnerTeam
 from longtail.cluster.timeline import Mark, Timeline
-from longtail.drafter.eagle.weights import DrafterWeights
+from longtail.drafter.eagle.weights import DrafterWeights, with_prefix, without_prefix
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.errors import CheckpointError
 from longtail.rl.learner import LearnerState
@@ -70,7 +70,7 @@ class DrafterState:
 
     def drafter(self) -> dict[str, Tensor]:
         """Return the drafter's own parameters."""
-        return _with_prefix(self.tensors, _DRAFTER)
+        return without_prefix(_DRAFTER, self.tensors)
 
 
 @final
@@ -231,8 +231,7 @@ class WorkerGroup:
             return None
         weights, texts = self._publisher.published, self._buffer.tensors()
         return DrafterState(
-            tensors={_DRAFTER + name: tensor for name, tensor in weights.tensors.items()}
-            | {_BUFFER + name: tensor for name, tensor in texts.items()},
+            tensors=with_prefix(_DRAFTER, weights.tensors) | with_prefix(_BUFFER, texts),
             numbers={
                 "version": weights.version,
                 "accept_len": self._publisher.accept_len,
@@ -251,7 +250,7 @@ class WorkerGroup:
         present = {name: tensor.shape for name, tensor in self._publisher.published.tensors.items()}
         if present != {name: tensor.shape for name, tensor in tensors.items()}:
             raise CheckpointError("the drafter of the checkpoint is of another shape")
-        self._buffer.restore(_with_prefix(state.tensors, _BUFFER), state.numbers["buffer"])
+        self._buffer.restore(without_prefix(_BUFFER, state.tensors), state.numbers["buffer"])
         self.lengths.restore(state.numbers["lengths"])
         weights = DrafterWeights(version=state.numbers["version"], tensors=tensors)
         offer = self._publisher.restore(weights, state.numbers.get("accept_len"))
@@ -320,11 +319,6 @@ class WorkerGroup:
     def _mark_offered(self, publisher: Publisher, version: int) -> None:
         for worker in range(self._pool.size):
             publisher.mark_offered(worker, version)
-
-
-def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, without it."""
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def _prompt_id(request: Request) -> str:

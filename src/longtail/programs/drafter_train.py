@@ -201,9 +201,8 @@ def assemble(
 
     given, init = None, config.drafter.init
     if checkpoint is None and init is not None:  # checked before the target generates texts
-        source = Target(
-            model=load_target(), tokenizer=tokenizer, directory=path, name=config.target.path
-        )
+        name = config.target.path
+        source = Target(model=load_target(), tokenizer=tokenizer, directory=path, name=name)
         given = _given_drafter(init, source, console)
         del source
 

@@ -19,6 +19,7 @@ from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
+from longtail.rl.packing import moved
 from longtail.speculation.taps import Taps
 from longtail.types import PackedSequences
 
@@ -46,11 +47,6 @@ class Reading:
     reused: Bool[Tensor, "pairs"]
     """Whether the states were looked up."""
 
-    @property
-    def joined(self) -> Float[Tensor, "pairs joined"]:
-        """Embedding, feature and next feature, which the closed-form start of eagle1 reads."""
-        return torch.cat((self.embeddings, self.features, self.after.to(self.features)), -1)
-
 
 @final
 class TargetReader:
@@ -75,6 +71,25 @@ class TargetReader:
             after=final.index_select(0, pairs.rows + 1),
             reused=reused[packed.sequence[pairs.rows]],
         )
+
+    def try_read_joined(
+        self, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
+    ) -> tuple[Float[Tensor, "pairs joined"], int] | None:
+        """Return embedding, feature and next feature of all pairs in the loss, for `eagle.fit`.
+
+        Also returns how many of them were looked up; None if `stopped` returned True.
+        """
+        rows, num_reused = [], 0
+        for packed in batch:
+            if stopped():
+                return None
+            here = moved(packed, self._target.device)
+            pairs = Pairs.of(here)
+            states = self.read(here, pairs)
+            after = states.after.to(states.features)
+            rows.append(torch.cat((states.embeddings, states.features, after), -1)[pairs.trained])
+            num_reused += int((states.reused & pairs.trained).sum())
+        return torch.cat(rows), num_reused
 
     def _looked_up(self, packed: PackedSequences) -> list[Tensor | None]:
         if self._lookup is None:

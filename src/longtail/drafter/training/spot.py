@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.weights import DrafterWeights, are_finite, weighted_mean
+from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights, are_finite, weighted_mean
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.reader import StateLookup
 from longtail.drafter.training.texts import pack_texts
@@ -221,7 +221,9 @@ class SpotTrainer:
         if base is not None and published.version == base.version:
             return
         if base is not None and base.has_parameters_of(published):
-            self._trainer.load_weights({**published.tensors, **self._trainer.parameters()})
+            own = {**self._trainer.weights()}
+            own.pop(DRAFT_IDS, None)
+            self._trainer.load_weights({**published.tensors, **own})
         else:
             self._trainer.load_weights(published.tensors)
             self._reset_counts()

@@ -34,6 +34,8 @@ from longtail.drafter.eagle.weights import (
     check_parameters,
     copy_parameters,
     load_parameters,
+    with_prefix,
+    without_prefix,
 )
 from longtail.drafter.training.reader import StateLookup, TargetReader
 from longtail.errors import DataError, NonFiniteError
@@ -163,7 +165,7 @@ class DrafterTrainer:
 
     def step(self, batch: Sequence[PackedSequences]) -> TrainerReport:
         """Make one update on a batch of micro-batches."""
-        report = self.try_step(batch, _never)
+        report = self.try_step(batch, lambda: False)
         assert report is not None, "it is never stopped"
         return report
 
@@ -227,23 +229,15 @@ class DrafterTrainer:
         """Add a batch to the closed-form start, as one update; as `try_step` does."""
         if fit.is_due and not fit.solve(stopped):
             return None
-        added, num_reused = [], 0
-        for packed in batch:
-            if stopped():
-                return None
-            here = moved(packed, self._target.device)
-            pairs = Pairs.of(here)
-            states = self._reader.read(here, pairs)
-            added.append(states.joined[pairs.trained])
-            num_reused += int((states.reused & pairs.trained).sum())
-        depths = self.try_evaluate(batch, stopped)
-        if depths is None:
+        read = self._reader.try_read_joined(batch, stopped)
+        depths = None if read is None else self.try_evaluate(batch[:1], stopped)
+        if read is None or depths is None:
             return None
-        rows = torch.cat(added)
+        rows, num_reused = read
         fit.add(rows)
         self._steps += 1
         return TrainerReport(
-            loss=depths.cross_entropy[0],
+            loss=depths.cross_entropy[0] if depths.cross_entropy else 0.0,
             depths=depths,
             grad_norm=0.0,
             learning_rate=0.0,
@@ -259,7 +253,7 @@ class DrafterTrainer:
 
         Depths that no text reaches are left out.
         """
-        depths = self.try_evaluate(batch, _never, num_depths)
+        depths = self.try_evaluate(batch, lambda: False, num_depths)
         assert depths is not None, "it is never stopped"
         return depths
 
@@ -284,14 +278,15 @@ class DrafterTrainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the training state: the drafter, the optimizer's moments, rows of the start."""
-        own = _prefixed(_LAYER, self.weights()) | _prefixed(_OPTIMIZER, self._optimizer.tensors())
-        return own if self._fit is None else own | _prefixed(_FIT, self._fit.tensors())
+        fit = {} if self._fit is None else self._fit.tensors()
+        parts = ((_LAYER, self.weights()), (_OPTIMIZER, self._optimizer.tensors()), (_FIT, fit))
+        return {name: t for prefix, part in parts for name, t in with_prefix(prefix, part).items()}
 
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state after `steps` updates; CheckpointError if of another drafter."""
-        own, start = _with_prefix(_LAYER, tensors), _with_prefix(_FIT, tensors)
+        own, start = without_prefix(_LAYER, tensors), without_prefix(_FIT, tensors)
         check_parameters(self._layer, own)
-        self._optimizer.load(_with_prefix(_OPTIMIZER, tensors))
+        self._optimizer.load(without_prefix(_OPTIMIZER, tensors))
         self.load_weights(own)
         self._fit = FeatureFit.restored(self._layer, self._target, start) if start else None
         self._steps = steps
@@ -310,10 +305,6 @@ class DrafterTrainer:
         """Leave the closed-form start; gradient steps follow."""
         self._fit = None
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Copy the drafter's parameters."""
-        return copy_parameters(self._layer)
-
     def weights(self) -> dict[str, Tensor]:
         """Copy the drafter's parameters, and the ids of a reduced draft vocabulary."""
         return copy_parameters(self._layer, self._draft_ids if self._head is None else None)
@@ -326,7 +317,7 @@ class DrafterTrainer:
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Start from other parameters, without moments or steps; CheckpointError if misshapen."""
-        self.restore(0, _prefixed(_LAYER, weights))
+        self.restore(0, with_prefix(_LAYER, weights))
 
     def _counts(self, batch: Sequence[PackedSequences], num_depths: int) -> list[int]:
         """Count the batch's rows in the loss at each depth."""
@@ -390,18 +381,6 @@ class DrafterTrainer:
             scores = torch.stack((rows.agreement, rows.overlap, rows.cross_entropy))
             sums = (scores * exist).sum(-1, dtype=torch.float64).cpu()
         return _Sums(loss, sums)
-
-
-def _never() -> bool:
-    return False
-
-
-def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)}
 
 
 def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer | MuonOptimizer:
