@@ -14,7 +14,7 @@ from typing import final
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from longtail.drafter.eagle.fit import FeatureFit
 from longtail.drafter.eagle.layer import EagleLayer
@@ -36,10 +36,10 @@ from longtail.drafter.eagle.weights import (
     load_parameters,
 )
 from longtail.drafter.training.reader import StateLookup, TargetReader
+from longtail.drafter.training.state import make_optimizer, prefixed, with_prefix
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
-from longtail.rl.muon import MuonOptimizer
-from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import moved
 from longtail.types import PackedSequences
 
@@ -136,7 +136,7 @@ class DrafterTrainer:
         self._head = None if head is None else head.to(target.device)
         layer.requires_grad_(True)
         layer.fuse()
-        self._optimizer = _optimizer(layer, settings)
+        self._optimizer = make_optimizer(layer, settings.optimizer, settings.matrix_rate)
         self._fit = FeatureFit(layer, target) if settings.fit_tokens else None
         """The closed-form start; None when it is done."""
         self._steps = 0
@@ -284,14 +284,14 @@ class DrafterTrainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the training state: the drafter, the optimizer's moments, rows of the start."""
-        own = _prefixed(_LAYER, self.weights()) | _prefixed(_OPTIMIZER, self._optimizer.tensors())
-        return own if self._fit is None else own | _prefixed(_FIT, self._fit.tensors())
+        own = prefixed(_LAYER, self.weights()) | prefixed(_OPTIMIZER, self._optimizer.tensors())
+        return own if self._fit is None else own | prefixed(_FIT, self._fit.tensors())
 
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state after `steps` updates; CheckpointError if of another drafter."""
-        own, start = _with_prefix(_LAYER, tensors), _with_prefix(_FIT, tensors)
+        own, start = with_prefix(_LAYER, tensors), with_prefix(_FIT, tensors)
         check_parameters(self._layer, own)
-        self._optimizer.load(_with_prefix(_OPTIMIZER, tensors))
+        self._optimizer.load(with_prefix(_OPTIMIZER, tensors))
         self.load_weights(own)
         self._fit = FeatureFit.restored(self._layer, self._target, start) if start else None
         self._steps = steps
@@ -326,7 +326,7 @@ class DrafterTrainer:
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Start from other parameters, without moments or steps; CheckpointError if misshapen."""
-        self.restore(0, _prefixed(_LAYER, weights))
+        self.restore(0, prefixed(_LAYER, weights))
 
     def _counts(self, batch: Sequence[PackedSequences], num_depths: int) -> list[int]:
         """Count the batch's rows in the loss at each depth."""
@@ -394,21 +394,6 @@ class DrafterTrainer:
 
 def _never() -> bool:
     return False
-
-
-def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)}
-
-
-def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer | MuonOptimizer:
-    if settings.matrix_rate is None:
-        return Optimizer(layer.named_parameters(), settings.optimizer)
-    module = nn.ModuleDict({"layers": nn.ModuleList([layer])})  # Muon applies inside `layers`
-    return MuonOptimizer(module, settings.optimizer, matrix_rate=settings.matrix_rate)
 
 
 def _report(scores: Float[Tensor, "3 depths"], counts: Sequence[int]) -> DepthReport:
