@@ -79,6 +79,7 @@ def test_a_run_with_any_accelerator_is_the_run_without_one_bit_for_bit(shop, mon
     assert outcome(shop, "history", "history", *fixed) == plain
     assert outcome(shop, "serial", drafter, *fixed, "--spot.train=serial") == plain
     for run in ("history", "serial"):
-        assert all(row["speculation/nodes_per_step"] for row in shop.metrics(run))
+        # The guard may pause drafting for the second step.
+        assert any(row["speculation/nodes_per_step"] for row in shop.metrics(run))
     decisions = [row["what"] for row in read_lines(shop.path / "serial" / "drafter.jsonl")]
     assert decisions == ["trained", "offered", "published"] * 2

@@ -226,8 +226,7 @@ def assemble(
     if given is not None:
         layer, ids, head = given.layer, given.draft_ids, given.head
     else:
-        layer, ids = _fresh_layer(config, drafter, target, tokenizer, corpus)
-        head = None
+        head, (layer, ids) = None, _fresh_layer(config, drafter, target, tokenizer, corpus)
     own = config.train
     settings = TrainerSettings(
         unroll_steps=_num_unrolled(config, layer),

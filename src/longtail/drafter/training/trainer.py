@@ -14,7 +14,7 @@ from typing import final
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from longtail.drafter.eagle.fit import FeatureFit
 from longtail.drafter.eagle.layer import EagleLayer
@@ -37,11 +37,11 @@ from longtail.drafter.eagle.weights import (
     with_prefix,
     without_prefix,
 )
+from longtail.drafter.training.optimizer import make_optimizer
 from longtail.drafter.training.reader import StateLookup, TargetReader
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
-from longtail.rl.muon import MuonOptimizer
-from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import moved
 from longtail.types import PackedSequences
 
@@ -138,7 +138,7 @@ class DrafterTrainer:
         self._head = None if head is None else head.to(target.device)
         layer.requires_grad_(True)
         layer.fuse()
-        self._optimizer = _optimizer(layer, settings)
+        self._optimizer = make_optimizer(layer, settings.optimizer, settings.matrix_rate)
         self._fit = FeatureFit(layer, target) if settings.fit_tokens else None
         """The closed-form start; None when it is done."""
         self._steps = 0
@@ -381,13 +381,6 @@ class DrafterTrainer:
             scores = torch.stack((rows.agreement, rows.overlap, rows.cross_entropy))
             sums = (scores * exist).sum(-1, dtype=torch.float64).cpu()
         return _Sums(loss, sums)
-
-
-def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer | MuonOptimizer:
-    if settings.matrix_rate is None:
-        return Optimizer(layer.named_parameters(), settings.optimizer)
-    module = nn.ModuleDict({"layers": nn.ModuleList([layer])})  # Muon applies inside `layers`
-    return MuonOptimizer(module, settings.optimizer, matrix_rate=settings.matrix_rate)
 
 
 def _report(scores: Float[Tensor, "3 depths"], counts: Sequence[int]) -> DepthReport:
