@@ -27,3 +27,8 @@ def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Select the tensors of a prefix, and remove it."""
     return {n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)}
+
+
+def never() -> bool:
+    """Return False: the check for a stop of work that is not stopped."""
+    return False

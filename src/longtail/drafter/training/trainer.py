@@ -36,7 +36,7 @@ from longtail.drafter.eagle.weights import (
     load_parameters,
 )
 from longtail.drafter.training.reader import StateLookup, TargetReader
-from longtail.drafter.training.state import make_optimizer, prefixed, with_prefix
+from longtail.drafter.training.state import make_optimizer, never, prefixed, with_prefix
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.optim import OptimizerSettings
@@ -163,7 +163,7 @@ class DrafterTrainer:
 
     def step(self, batch: Sequence[PackedSequences]) -> TrainerReport:
         """Make one update on a batch of micro-batches."""
-        report = self.try_step(batch, _never)
+        report = self.try_step(batch, never)
         assert report is not None, "it is never stopped"
         return report
 
@@ -259,7 +259,7 @@ class DrafterTrainer:
 
         Depths that no text reaches are left out.
         """
-        depths = self.try_evaluate(batch, _never, num_depths)
+        depths = self.try_evaluate(batch, never, num_depths)
         assert depths is not None, "it is never stopped"
         return depths
 
@@ -390,10 +390,6 @@ class DrafterTrainer:
             scores = torch.stack((rows.agreement, rows.overlap, rows.cross_entropy))
             sums = (scores * exist).sum(-1, dtype=torch.float64).cpu()
         return _Sums(loss, sums)
-
-
-def _never() -> bool:
-    return False
 
 
 def _report(scores: Float[Tensor, "3 depths"], counts: Sequence[int]) -> DepthReport:
