@@ -11,6 +11,7 @@ from longtail.bench.common.options import add_arguments, read
 from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.engine.options import EngineBenchOptions
 from longtail.bench.gpu.options import GpuBenchOptions
+from longtail.bench.recipes.options import RecipesBenchOptions
 from longtail.bench.rollout.options import RolloutBenchOptions
 from longtail.bench.serve.options import ServeBenchOptions
 from longtail.bench.training.options import DrafterBenchOptions, LearnerBenchOptions
@@ -65,6 +66,11 @@ BENCHES: Mapping[str, Bench] = MappingProxyType(
             "Compare packed with padded batches in drafter training.",
             DrafterBenchOptions,
             "training.drafter",
+        ),
+        "recipes": Bench(
+            "Compare recipes of a fresh drafter by its acceptance after some trained tokens.",
+            RecipesBenchOptions,
+            "recipes.run",
         ),
         "serve": Bench(
             "Measure serving over HTTP with and without drafts, or soak the server.",
