@@ -41,7 +41,7 @@ from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
 _MICRO_TOKENS = 384
 """Tokens of a micro-batch of spot training, which a stop has to wait for."""
-_HELDOUT_TOKENS = 640
+_HELDOUT_TOKENS = 384
 _MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 8, 3, 6
 _MIN_GAIN = 0.002
 _MATRIX_RATE = 0.005
