@@ -117,7 +117,7 @@ def simulate(
             run.nodes.append(0)
             repeats = 0 if learners.learn() else repeats
             continue
-        plan = tuner.plan(batch) if guard is None or guard.allows else PLAIN
+        plan = tuner.plan(batch) if guard is None or guard.allows(batch) else PLAIN
         repeats, repeated = plan.repeat_steps, num
         timings: tuple[DraftTiming, ...] = ()
         nodes = accepted = 0

@@ -1,5 +1,7 @@
 """The guard: what drafting may lose, when it is paused and when it resumes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,10 @@ from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
 
 PLAIN_S = 1e-3
 """Seconds of a plain step of any size, in a cost model without corrections."""
-GRANT, RESUME, STALL = 16, 4, 4
+GRANT, RESUME, STALL = 8, 2, 4
+
+
+BATCH = Batch(num_draftable=4, num_sampled=4, num_tokens=4, num_pairs=4, room=60)
 
 
 def make_guard() -> Guard:
@@ -24,7 +29,7 @@ def step(took: float, *, accepted: int = 0, drafted: bool = True) -> Outcome:
     """A step of four requests that took the time of `took` plain steps."""
     timing = DraftTiming(drafter=0, num_requests=4, levels=2, rows=8, seconds=0.1 * took * PLAIN_S)
     return Outcome(
-        batch=Batch(num_draftable=4, num_sampled=4, num_tokens=4, num_pairs=4, room=60),
+        batch=BATCH,
         plan=Plan(strategy=Strategy(depth=2) if drafted else None),
         timings=(timing,) if drafted else (),
         num_drafts=4 if drafted else 0,
@@ -42,7 +47,7 @@ def lose(guard: Guard, outcome: Outcome = LOSING) -> int:
     """Lose until paused; return the number of steps."""
     count = 1
     while not guard.learn(outcome):
-        assert guard.allows
+        assert guard.allows(BATCH)
         count += 1
     return count
 
@@ -50,7 +55,7 @@ def lose(guard: Guard, outcome: Outcome = LOSING) -> int:
 def pause_length(guard: Guard) -> int:
     """Count the plain steps until drafting is allowed again."""
     count = 0
-    while not guard.allows:
+    while not guard.allows(BATCH):
         assert not guard.learn(PLAIN)
         count += 1
     return count
@@ -81,9 +86,9 @@ def test_repeated_plain_steps_count_towards_the_pause():
     lose(other)
     expected = pause_length(other)
     for _ in range(expected):
-        assert not guard.allows
+        assert not guard.allows(BATCH)
         guard.count_repeat()
-    assert guard.allows
+    assert guard.allows(BATCH)
 
 
 @given(
@@ -94,7 +99,7 @@ def test_repeated_plain_steps_count_towards_the_pause():
 def test_no_sequence_of_steps_loses_more_than_grant_and_share(steps):
     guard, lost, total = make_guard(), 0.0, 0.0
     for took, accepted, num_plain in steps:
-        if guard.allows:
+        if guard.allows(BATCH):
             outcome = step(took, accepted=accepted)
             guard.learn(outcome)
             lost += took - (1 + accepted / 4)
@@ -132,4 +137,13 @@ def test_a_stall_of_the_machine_is_not_the_drafters_loss():
 def test_slow_plain_steps_are_not_the_drafters_loss():
     guard = make_guard()
     assert not any(guard.learn(step(50.0, drafted=False)) for _ in range(100))
-    assert guard.allows
+    assert guard.allows(BATCH)
+
+
+def test_a_loss_in_a_full_batch_does_not_pause_drafting_in_its_tail():
+    guard = make_guard()
+    lose(guard)
+    assert not guard.allows(BATCH)
+    assert not guard.allows(replace(BATCH, num_sampled=7))
+    assert guard.allows(replace(BATCH, num_sampled=8))
+    assert guard.allows(replace(BATCH, num_sampled=3))

@@ -76,7 +76,7 @@ class DraftPlanner:
         """Decide whether to draft in a step, and for which requests."""
         with self._timer.tuner:
             batch = _batch(scheduled, spare_tokens)
-            allowed = self._guard is None or self._guard.allows
+            allowed = self._guard is None or self._guard.allows(batch)
             may_draft = allowed and batch.num_draftable and spare_tokens > 0
             plan = self._tuner.plan(batch) if may_draft else PLAIN
             if plan is not PLAIN and not plan.is_probe:
