@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from longtail.build import memory
 from longtail.build.drafters import check_names
 from longtail.build.models import model_directory
 from longtail.build.trainer import TrainerComponents, assemble
@@ -167,6 +168,7 @@ def train(config: RunConfig) -> int:
             timeout_s=config.reward.timeout_s,
             by_group=config.reward.per == "group",
         ) as grader:
+            config = memory.fitted(config, memory.model_shape(config.model.path), console.log)
             return Trainer(config, run, checkpoint, grader, console).run()
 
 

@@ -12,6 +12,7 @@ Every term is an upper bound at its own moment; the sum is what to have, not wha
 """
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -27,6 +28,8 @@ from longtail.system import machine
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _TITLES = {"kv_cache": "KV cache"}
+_LOWERED = (("learner", "tokens_per_micro_batch", 1024), ("rollout", "max_running", 8))
+"""Section, field and least value of what `fitted` lowers, in this order."""
 _SCORE_COPIES = 4
 """Logits, log-probabilities, their exponentials and one gradient."""
 
@@ -186,6 +189,33 @@ def activation_bytes(shape: ModelConfig, tokens: int, element: int, *, recompute
     layer += 5 * shape.intermediate_size
     kept = shape.num_layers * shape.hidden_size + layer if recompute else shape.num_layers * layer
     return tokens * element * (kept + 2 * shape.hidden_size)
+
+
+def fitted(config: RunConfig, shape: ModelConfig, log: Callable[[str], None]) -> RunConfig:
+    """Return the configuration, with less memory if it does not fit into that of a CPU.
+
+    Lowers `learner.tokens_per_micro_batch`, then `rollout.max_running`, unless they were set. No
+    text depends on them, and a gradient only by its rounding. Logs the new values.
+    """
+    device = torch.device(config.run.device if config.run.device != "auto" else _best_device())
+    available = available_bytes(device) if device.type == "cpu" else None
+
+    def fits(config: RunConfig) -> bool:
+        needed = config.cluster.workers * estimate(config, shape, on_cpu=True).total
+        return available is None or needed <= available
+
+    lowered = []
+    for section, field, least in _LOWERED:
+        own = getattr(config, section)
+        value = given = getattr(own, field)
+        while field not in own.model_fields_set and not fits(config) and value >= 2 * least:
+            value //= 2
+            config = config.model_copy(update={section: own.model_copy(update={field: value})})
+        if value != given:
+            lowered.append(f"{section}.{field} = {value}")
+    if lowered:
+        log(f"memory: {' and '.join(lowered)}, to fit into what is free; set them to decide")
+    return config
 
 
 def report(config: RunConfig) -> str:

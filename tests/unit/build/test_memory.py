@@ -116,3 +116,26 @@ def test_the_total_is_the_sum_and_a_misfit_names_the_fields_to_lower() -> None:
     assert any("does not fit; lower" in str(cell) for cell in cells[2])
     cells = [list(c.cells) for c in memory.table(estimated, estimated.total, "cpu").columns]
     assert not any("does not fit" in str(cell) for cell in cells[2])
+
+
+def test_a_run_that_does_not_fit_lowers_what_was_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, said = tiny_config(), []
+    whole = load(None, ["--cluster.workers=2", "--run.device=cpu"])
+    needed = 2 * memory.estimate(whole, shape, on_cpu=True).total
+
+    def fitted(available: int | None, *words: str) -> RunConfig:
+        monkeypatch.setattr(memory, "available_bytes", lambda device: available)
+        own = load(None, ["--cluster.workers=2", "--run.device=cpu", *words])
+        return memory.fitted(own, shape, said.append)
+
+    assert fitted(needed) == fitted(None) == whole
+    assert said == []
+    less = fitted(3 * needed // 4)
+    assert 2 * memory.estimate(less, shape, on_cpu=True).total <= 3 * needed // 4
+    assert less.learner.tokens_per_micro_batch < whole.learner.tokens_per_micro_batch
+    assert said[0].startswith("memory: learner.tokens_per_micro_batch = ")
+    kept = fitted(1, "--learner.tokens_per_micro_batch=4096", "--rollout.max_running=64")
+    assert kept.learner.tokens_per_micro_batch == 4096
+    assert kept.rollout.max_running == 64
+    least = fitted(1)
+    assert (least.learner.tokens_per_micro_batch, least.rollout.max_running) == (1024, 8)

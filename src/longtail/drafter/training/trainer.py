@@ -94,7 +94,7 @@ class TrainerReport:
     loss: float
     """0 in the closed-form start, which computes none."""
     depths: DepthReport
-    """Of no depth in the closed-form start."""
+    """Empty in the closed-form start."""
     grad_norm: float
     learning_rate: float
     num_tokens: int
