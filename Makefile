@@ -41,8 +41,9 @@ quickstart: install
 # of the other's, so tests of one file mostly stay together and share their fixtures.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: install
-	$(PYTEST)
+# Each test runs once: the fast ones with their coverage, which has a floor, then the slow ones.
+test: coverage
+	$(PYTEST) -m slow
 
 test-fast: install
 	$(PYTEST) -m "not slow"
