@@ -115,7 +115,7 @@ def check_names(names: str, *, field: str = "speculation.drafter") -> None:
     """Raise ConfigError, before a model is opened, if a name is neither known nor a drafter."""
     if names in (NONE, AUTO):
         return
-    for name in [names] if Path(names).is_dir() else names.split("+"):
+    for name in _split(names):
         path = Path(name)
         if name in ("", HISTORY, FRESH) or name.partition(":")[0] == TINY_REASONER:
             continue
@@ -123,6 +123,11 @@ def check_names(names: str, *, field: str = "speculation.drafter") -> None:
             raise _unknown(name, field)
         if run_drafters(path) is None and not published.is_published(path) and not _is_model(path):
             drafter_directory(path)
+
+
+def _split(names: str) -> list[str]:
+    """Return the names joined by +; the path of a directory may have one in it."""
+    return [names] if Path(names).is_dir() else names.split("+")
 
 
 def _unknown(name: str, field: str) -> ConfigError:
@@ -160,7 +165,7 @@ def drafter_names(names: str, target: Target, *, learns: bool) -> list[str]:
         return []
     if names == AUTO:
         return _auto(target, learns=learns)
-    parts = [names] if Path(names).is_dir() else names.split("+")
+    parts = _split(names)
     if not all(parts):
         raise ConfigError(
             f"speculation.drafter = {names!r}: a name is missing beside +; as in DIR+{HISTORY}"

@@ -8,7 +8,6 @@ any text; it is renewed with the tokens that the policy generates (`drafter.trai
 import torch
 
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
-from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.eagle.recipe import recipe_for
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.drafter.training.texts import pack_texts
@@ -29,17 +28,12 @@ def fresh(name: str, target: Transformer, tokenizer: Tokenizer) -> LoadedDrafter
     """Return an untrained drafter in float32 for the target called `name`."""
     shape = target.config
     recipe = recipe_for(shape)
-    config = EagleConfig(
-        recipe=recipe.recipe,
-        target=shape,
-        layers=recipe.layers,
-        window=recipe.window,
-        draft_vocab_size=recipe.draft_vocab_size,
-    )
     tokens = tuple(tokenizer.encode(_SAMPLE))[: shape.max_positions]
     sample = pack_texts([Example(tokens=tokens, prompt_len=1)], len(tokens))[0]
     size = recipe.draft_vocab_size
-    layer = fresh_drafter(config, target, sample, torch.Generator().manual_seed(_SEED))
+    layer = fresh_drafter(
+        recipe.config(shape), target, sample, torch.Generator().manual_seed(_SEED)
+    )
     return LoadedDrafter(
         layer=layer,
         draft_ids=commonest_tokens((), size, tokenizer.eos_ids).to(target.device) if size else None,

@@ -19,8 +19,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from longtail.build.drafters import AUTO, FRESH
 from longtail.build.models import TINY_REASONER, model_directory
 from longtail.config.rl import RunConfig
+from longtail.drafter.eagle.recipe import recipe_for
 from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
@@ -166,6 +168,10 @@ def _drafter(config: RunConfig, shape: ModelConfig) -> Item:
     if config.spot.train == "never":
         return Item(bytes=2 * layer * _BYTES[config.rollout.dtype], why="one layer")
     kept = (config.spot.buffer_mb + config.spot.features_mb) * 2**20
+    own, model = config.speculation.drafter, config.model.path
+    if FRESH in own.split("+") or (own == AUTO and model != TINY_REASONER):
+        rows = recipe_for(shape).fit_tokens
+        kept += 3 * rows * shape.hidden_size * _BYTES[config.rollout.dtype]
     scores = 3 * min(MAX_LOGITS, config.spot.batch_tokens * shape.vocab_size)
     return Item(bytes=4 * (7 * layer + scores) + kept, why="one layer, its training and texts")
 

@@ -30,7 +30,7 @@ def test_at_every_position_a_task_is_within_one_prompt_of_its_share(weights, siz
     for position in range(size + 1):
         counts = Counter(order[:position])
         for index, weight in enumerate(weights):
-            # Furthest behind first: nobody is ahead by one, and all that is behind adds up.
+            # The task that lacks most problems is next, so no task ever has one too many.
             assert counts[index] - position * weight / sum(weights) < 1
     counts = Counter(order)
     for index, weight in enumerate(weights):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainSection
-from longtail.drafter.eagle.layer import EagleConfig, Recipe, default_layers
+from longtail.drafter.eagle.layer import Recipe, default_layers
 from longtail.drafter.eagle.recipe import DrafterRecipe, recipe_for
 from longtail.model.transformer import ModelConfig
 
@@ -20,17 +20,6 @@ class Candidate:
     name: str
     about: str
     recipe: DrafterRecipe
-
-    def config(self, target: ModelConfig) -> EagleConfig:
-        """Return the shape of the drafter."""
-        own = self.recipe
-        return EagleConfig(
-            recipe=own.recipe,
-            target=target,
-            layers=own.layers,
-            window=own.window,
-            draft_vocab_size=own.draft_vocab_size,
-        )
 
 
 def candidate(name: str, target: ModelConfig) -> Candidate:

@@ -130,7 +130,7 @@ def _states(
 def curve(one: Candidate, corpus: Corpus, options: RecipesBenchOptions) -> list[Point]:
     """Train a fresh drafter once over the texts, in their order, and measure it at each point."""
     target, recipe = corpus.target, one.recipe
-    config = one.config(target.config)
+    config = recipe.config(target.config)
     sample = pack_texts(corpus.training[:_SAMPLE], 4 * _MICRO_TOKENS)[0]
     layer = fresh_drafter(config, target, sample, torch.Generator().manual_seed(_SEED))
     size, taps = recipe.draft_vocab_size, training_taps(config.taps)

@@ -6,7 +6,7 @@ Each choice was measured on a real model by trained tokens; docs/drafters.md has
 from dataclasses import dataclass
 from typing import final
 
-from longtail.drafter.eagle.layer import Recipe
+from longtail.drafter.eagle.layer import EagleConfig, Recipe
 from longtail.model.transformer import ModelConfig
 
 _DRAFT_VOCAB = 8192
@@ -42,6 +42,16 @@ class DrafterRecipe:
     """Tokens of an update, prompts included."""
     fit_tokens: int = 0
     """Trained tokens of the closed-form start; gradient steps follow. 0: none."""
+
+    def config(self, target: ModelConfig) -> EagleConfig:
+        """Return the shape of a drafter for `target`."""
+        return EagleConfig(
+            recipe=self.recipe,
+            target=target,
+            layers=self.layers,
+            window=self.window,
+            draft_vocab_size=self.draft_vocab_size,
+        )
 
 
 def recipe_for(target: ModelConfig) -> DrafterRecipe:

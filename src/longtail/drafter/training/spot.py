@@ -221,7 +221,7 @@ class SpotTrainer:
         if base is not None and published.version == base.version:
             return
         if base is not None and base.has_parameters_of(published):
-            own = {**self._trainer.weights()}
+            own = self._trainer.weights()
             own.pop(DRAFT_IDS, None)
             self._trainer.load_weights({**published.tensors, **own})
         else:
