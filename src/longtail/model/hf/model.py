@@ -55,14 +55,22 @@ def load_model(
     path = Path(path)
     config = load_config(path)
     files = check_weights(config, path)  # before sizes from config.json are allocated
+    model = empty_model(config, dtype or stored_dtype(path), device)
+    read_weights(model, path, files)
+    return model
+
+
+def empty_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Transformer:
+    """Return a model whose parameters are allocated and hold no values yet."""
     with torch.device("meta"):
         model = Transformer(config)
-    model = model.to(dtype or stored_dtype(path)).to_empty(device=device)
+    model = model.to(dtype).to_empty(device=device)
     if config.tied_embeddings:  # both conversions untie the head
         embedding = model.embedding.weight
         assert isinstance(embedding, torch.nn.Parameter)
         model.head.weight = embedding
-    read_weights(model, path, files)
     return model
 
 

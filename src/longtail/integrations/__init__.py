@@ -1,0 +1,1 @@
+"""longtail inside other trainers and engines: one package or module for each."""

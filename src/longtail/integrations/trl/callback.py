@@ -1,0 +1,33 @@
+"""The trainer's events that the rollouts need."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from longtail.integrations.trl.rollouts import Rollouts
+
+
+class RolloutsCallback(TrainerCallback):
+    """Tells the rollouts the trainer's arguments and state, and saves the drafter with its model."""
+
+    def __init__(self, rollouts: "Rollouts") -> None:
+        self._rollouts = rollouts
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the arguments, before the trainer builds its generator."""
+        self._rollouts.follow(args, state)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the state of a training that begins or goes on."""
+        self._rollouts.follow(args, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Give the trainer the metrics of its rollouts, before it logs the step."""
+        self._rollouts.add_metrics()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the drafter beside the trainer's checkpoint."""
+        if state.is_world_process_zero:
+            self._rollouts.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
