@@ -28,15 +28,15 @@ def states_answer(completions: list[Any], answer: list[str], **_: Any) -> list[f
     ]
 
 
-def main(out: str = "runs/trl-grpo", model: str = "tiny-reasoner") -> None:
+def main(out: str = "runs/trl-grpo", model: str = "tiny-reasoner", *, steps: int = 6) -> None:
     """Train for a few steps, print the metrics of the rollouts, and export the drafter."""
     args = GRPOConfig(
         out,
         use_vllm=True,
         num_generations=8,
         per_device_train_batch_size=16,
-        max_completion_length=256,
-        max_steps=6,
+        max_completion_length=192,
+        max_steps=steps,
         learning_rate=1e-5,
         logging_steps=1,
         save_strategy="no",

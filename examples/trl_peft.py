@@ -22,7 +22,7 @@ def is_short(completions: list[Any], **_: Any) -> list[float]:
     return [1.0 - min(len(completion[0]["content"]) / 1000.0, 1.0) for completion in completions]
 
 
-def main(out: str = "runs/trl-peft", model: str = "tiny-reasoner") -> None:
+def main(out: str = "runs/trl-peft", model: str = "tiny-reasoner", *, steps: int = 4) -> None:
     """Train the adapter for a few steps and print the metrics of the rollouts."""
     rollouts = longtail_rollouts(drafter="auto")
     trainer = GRPOTrainer(
@@ -33,8 +33,8 @@ def main(out: str = "runs/trl-peft", model: str = "tiny-reasoner") -> None:
             out,
             num_generations=8,
             per_device_train_batch_size=16,
-            max_completion_length=256,
-            max_steps=4,
+            max_completion_length=192,
+            max_steps=steps,
             learning_rate=1e-3,
             logging_steps=1,
             save_strategy="no",

@@ -68,7 +68,7 @@ def uses_tool(completions: list[Any], **_: Any) -> list[float]:
     ]
 
 
-def main(out: str = "runs/trl-tools") -> None:
+def main(out: str = "runs/trl-tools", *, steps: int = 3) -> None:
     """Train for a few steps and print how often the tool was called."""
     directory = str(model_directory("tiny-reasoner"))
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -87,7 +87,7 @@ def main(out: str = "runs/trl-tools") -> None:
                 per_device_train_batch_size=16,
                 max_completion_length=512,
                 max_tool_calling_iterations=2,
-                max_steps=3,
+                max_steps=steps,
                 learning_rate=1e-5,
                 logging_steps=1,
                 save_strategy="no",

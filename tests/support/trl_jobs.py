@@ -84,7 +84,7 @@ def main(out: str, processes: str) -> None:
             reward_funcs=recorder,
             train_dataset=dataset(),
             args=arguments(
-                GRPOConfig, folder, use_vllm=True, per_device_train_batch_size=size, max_steps=2
+                GRPOConfig, folder, use_vllm=True, per_device_train_batch_size=size, max_steps=1
             ),
             callbacks=[rollouts.callback()],
         )

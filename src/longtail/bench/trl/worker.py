@@ -24,7 +24,10 @@ def main() -> None:
     os.dup2(2, 1)  # output of the libraries goes to the log
     job = json.loads(sys.stdin.readline())
     os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled", TRL_EXPERIMENTAL_SILENCE="1")
-    sys.path[:] = [job["sources"], *(each for each in sys.path if each != os.path.dirname(__file__))]
+    sys.path[:] = [
+        job["sources"],
+        *(each for each in sys.path if each != os.path.dirname(__file__)),
+    ]
     import torch
 
     torch.set_num_threads(job["threads"])
@@ -43,7 +46,8 @@ def length_and_digits(completions: list[Any], **_: Any) -> list[float]:
 def _train(job: dict[str, Any], reply: Any) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     has_longtail = job["arm"] != "trl"
     seen: dict[str, Any] = {"gen_s": 0.0, "texts": [], "tokens": 0}
@@ -109,7 +113,9 @@ def _measured(trainer: Any, seen: dict[str, Any]) -> Any:
         began = time.perf_counter()
         completions, logprobs = generate(*args, **named)
         seen["gen_s"] += time.perf_counter() - began
-        seen["texts"] += [hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in completions]
+        seen["texts"] += [
+            hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in completions
+        ]
         seen["tokens"] += sum(map(len, completions))
         return completions, logprobs
 

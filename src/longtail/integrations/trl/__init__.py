@@ -1,8 +1,8 @@
 """longtail as the generation engine of TRL's GRPO and RLOO trainers: `longtail_rollouts`.
 
-    with longtail_rollouts(drafter="auto") as rollouts:      # use_vllm=True now means longtail
-        trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True), callbacks=[rollouts.callback()])
-        trainer.train()
+with longtail_rollouts(drafter="auto") as rollouts:      # use_vllm=True now means longtail
+    trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True), callbacks=[rollouts.callback()])
+    trainer.train()
 """
 
 from typing import Any

@@ -1,18 +1,31 @@
 """The trainer's events that the rollouts need."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers import TrainerCallback
 
-if TYPE_CHECKING:
-    from longtail.integrations.trl.rollouts import Rollouts
+
+class FollowsTrainer(Protocol):
+    """The rollouts as their callback uses them."""
+
+    def follow(self, args: Any, state: Any) -> None:
+        """Take the trainer's arguments and state."""
+        ...
+
+    def add_metrics(self) -> None:
+        """Add the metrics of the last rollouts to the trainer's own."""
+        ...
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the drafter into a checkpoint."""
+        ...
 
 
 class RolloutsCallback(TrainerCallback):
-    """Tells the rollouts the trainer's arguments and state, and saves the drafter with its model."""
+    """Gives the rollouts the trainer's state, and saves the drafter beside the model."""
 
-    def __init__(self, rollouts: "Rollouts") -> None:
+    def __init__(self, rollouts: FollowsTrainer) -> None:
         self._rollouts = rollouts
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -6,20 +6,39 @@ is replaced.
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from trl.generation.vllm_generation import VLLMGeneration
 
 from longtail.integrations.trl import sampling
+from longtail.integrations.trl.session import Session
+from longtail.integrations.trl.turns import Tokens
+from longtail.types import Completion, SamplingParams
 
-if TYPE_CHECKING:
-    from longtail.integrations.trl.rollouts import Rollouts
+
+class OpensSessions(Protocol):
+    """The rollouts as their generation class uses them."""
+
+    @property
+    def session(self) -> Session:
+        """The engine and its drafters."""
+        ...
+
+    def open(self, settings: Any) -> Session:
+        """Open the engine for a `VLLMGeneration`."""
+        ...
+
+    def generate(
+        self, prompts: list[Tokens], params: SamplingParams, *, is_training: bool
+    ) -> list[Completion]:
+        """Return one completion of each prompt."""
+        ...
 
 
-class LongtailGeneration(VLLMGeneration):  # type: ignore[misc]
+class LongtailGeneration(VLLMGeneration):
     """Generates with the engine of `rollouts`; the other arguments are those of TRL's class."""
 
-    def __init__(self, rollouts: "Rollouts", **settings: Any) -> None:
+    def __init__(self, rollouts: OpensSessions, **settings: Any) -> None:
         self._rollouts = rollouts
         super().__init__(**settings)
 
@@ -34,7 +53,8 @@ class LongtailGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def sync_weights(self) -> None:
         """Copy the trainer's weights into the engine."""
-        self._rollouts.session.pull(self._iter_named_params())
+        parameters: Any = self._iter_named_params  # TRL's has no annotations
+        self._rollouts.session.pull(parameters())
 
     def generate(
         self, prompts: Any, images: Any, num_generations: int, profiler: Any = None

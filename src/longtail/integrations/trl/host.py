@@ -1,8 +1,8 @@
 """The door to TRL: the check of its version, and the names that are replaced for a while.
 
-    trl.trainer.grpo_trainer.VLLMGeneration    the class that the trainers generate with
-    trl.trainer.rloo_trainer.VLLMGeneration
-    GRPOTrainer.log, RLOOTrainer.log           they add the metrics of the rollouts first
+trl.trainer.grpo_trainer.VLLMGeneration    the class that the trainers generate with
+trl.trainer.rloo_trainer.VLLMGeneration
+GRPOTrainer.log, RLOOTrainer.log           they add the metrics of the rollouts first
 """
 
 import functools
@@ -84,7 +84,7 @@ def check(version: str, functions: Mapping[str, Callable[..., Any]]) -> None:
 
 @contextmanager
 def patched(make: Callable[..., Any], before_log: Callable[[Any], None]) -> Iterator[None]:
-    """Let the trainers generate with what `make` returns, inside the context.
+    """Replace TRL's generation class by `make` inside the context.
 
     `before_log` is called with the trainer before each of its logs.
     """

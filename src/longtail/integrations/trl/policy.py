@@ -124,5 +124,3 @@ class Policy:
         """Free the KV until the next request."""
         if self._engine is not None:
             self._engine.sleep()
-
-

@@ -5,11 +5,12 @@ while the others generate. Tensors go through the default process group.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 _MICRO = 1e6
 """Parts of a unit in the store, whose counters are integers."""
@@ -23,11 +24,11 @@ class Ranks:
         self.rank, self.size = rank, size
         self._device = device
         self._own: dict[str, int] = {}
-        self._store: dist.Store | None = None
+        self._store: Any = None
         if size > 1:
             # The only handle on the store that every process has joined already.
-            store = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore("longtail", store)
+            store = distributed_c10d._get_default_store()
+            self._store = distributed_c10d.PrefixStore("longtail", store)
 
     def add(self, name: str, number: float) -> None:
         """Add to a sum, to a millionth."""

@@ -1,9 +1,9 @@
 """`longtail_rollouts`: rollouts of TRL's trainers by longtail's engine, through one of two seams.
 
-    class seam      with longtail_rollouts() as rollouts: GRPOTrainer(use_vllm=True, callbacks=...)
-                    TRL's class for vLLM is replaced, so its importance sampling, its tools and its
-                    environments work as they do with vLLM
-    function seam   GRPOTrainer(rollout_func=longtail_rollouts()); nothing is replaced
+class seam      with longtail_rollouts() as rollouts: GRPOTrainer(use_vllm=True, callbacks=...)
+                TRL's class for vLLM is replaced, so its importance sampling, its tools and its
+                environments work as they do with vLLM
+function seam   GRPOTrainer(rollout_func=longtail_rollouts()); nothing is replaced
 """
 
 import functools
@@ -106,7 +106,7 @@ class Rollouts:
     # ---- the class seam
 
     def __enter__(self) -> "Rollouts":
-        """Let TRL's trainers that are made inside generate with longtail for use_vllm=True."""
+        """Replace TRL's class for vLLM, for the trainers that are made inside."""
         from longtail.integrations.trl.generation import LongtailGeneration
 
         make = functools.partial(LongtailGeneration, self)

@@ -54,7 +54,13 @@ class Session:
     """Owns the policy's copy and all that drafts for it. `pull` first, then `generate`."""
 
     def __init__(
-        self, policy: Policy, ranks: Ranks, drafter: str, *, trains: bool, log: Callable[[str], None]
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        drafter: str,
+        *,
+        trains: bool,
+        log: Callable[[str], None],
     ) -> None:
         self.policy, self._ranks = policy, ranks
         self._drafter, self._trains, self._log = drafter, trains, log

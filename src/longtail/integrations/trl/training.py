@@ -1,7 +1,7 @@
 """The drafter's training in a trainer's job: while this process waits, or for a bounded share.
 
     several processes   after its share of a rollout a process trains until the last one is done,
-                        which a counter of the job's store tells; a stop takes one micro-batch
+                        by a counter in the job's store; a stop takes one micro-batch
     one process         after a rollout, at most a tenth of its time, while that pays (`PayOff`)
     tools               a process cannot know its last turn, so it trains like one alone
 
@@ -83,7 +83,9 @@ class DrafterTraining:
         return replace(
             drafter,
             draft_ids=ids,
-            training=replace(drafter.training, accept_len=self.accept_len, agreement=(), overlap=()),
+            training=replace(
+                drafter.training, accept_len=self.accept_len, agreement=(), overlap=()
+            ),
         )
 
     def begin(self) -> None:
@@ -102,7 +104,7 @@ class DrafterTraining:
         )
 
     def end_share(self) -> None:
-        """Tell the others that this process has generated its share; each must call it."""
+        """Count this process as done with its share of the rollout; each must call it."""
         self._num_done += 1
         self._ranks.add("done", 1)
 
@@ -169,7 +171,7 @@ class DrafterTraining:
         header = [math.nan] * 3
         if offer is not None:
             header = [float(offer.weights.version), offer.before, offer.after]
-        version, before, after = self._ranks.all_gather(header)[0]
+        version, _, after = self._ranks.all_gather(header)[0]
         if math.isnan(version):
             return
         shapes = self._served.tensors if offer is None else offer.weights.tensors

@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Where a batch is from.
+    """Origin of a batch.
 
     Example: Batch(seed=0, step=5, is_training=True, first=0)
     """
