@@ -1,31 +1,17 @@
 """The trainer's events that the rollouts need."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import TrainerCallback
 
-
-class FollowsTrainer(Protocol):
-    """The rollouts as their callback uses them."""
-
-    def follow(self, args: Any, state: Any) -> None:
-        """Take the trainer's arguments and state."""
-        ...
-
-    def add_metrics(self) -> None:
-        """Add the metrics of the last rollouts to the trainer's own."""
-        ...
-
-    def save(self, checkpoint: Path) -> None:
-        """Write the drafter into a checkpoint."""
-        ...
+from longtail.integrations.trl.seam import TrainerSide
 
 
 class RolloutsCallback(TrainerCallback):
     """Gives the rollouts the trainer's state, and saves the drafter beside the model."""
 
-    def __init__(self, rollouts: FollowsTrainer) -> None:
+    def __init__(self, rollouts: TrainerSide) -> None:
         self._rollouts = rollouts
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -6,39 +6,18 @@ is replaced.
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from trl.generation.vllm_generation import VLLMGeneration
 
 from longtail.integrations.trl import sampling
-from longtail.integrations.trl.session import Session
-from longtail.integrations.trl.turns import Tokens
-from longtail.types import Completion, SamplingParams
-
-
-class OpensSessions(Protocol):
-    """The rollouts as their generation class uses them."""
-
-    @property
-    def session(self) -> Session:
-        """The engine and its drafters."""
-        ...
-
-    def open(self, settings: Any) -> Session:
-        """Open the engine for a `VLLMGeneration`."""
-        ...
-
-    def generate(
-        self, prompts: list[Tokens], params: SamplingParams, *, is_training: bool
-    ) -> list[Completion]:
-        """Return one completion of each prompt."""
-        ...
+from longtail.integrations.trl.seam import TrainerSide
 
 
 class LongtailGeneration(VLLMGeneration):
     """Generates with the engine of `rollouts`; the other arguments are those of TRL's class."""
 
-    def __init__(self, rollouts: OpensSessions, **settings: Any) -> None:
+    def __init__(self, rollouts: TrainerSide, **settings: Any) -> None:
         self._rollouts = rollouts
         super().__init__(**settings)
 

@@ -22,6 +22,7 @@ from longtail.integrations.trl import host
 from longtail.integrations.trl.policy import Policy
 from longtail.integrations.trl.ranks import Ranks
 from longtail.integrations.trl.sampling import end_tokens, refuse_images
+from longtail.integrations.trl.seam import TrainerSide
 from longtail.integrations.trl.session import RolloutCall, Session
 from longtail.integrations.trl.turns import Tokens
 from longtail.model.hf.config import Fields, parse
@@ -89,7 +90,7 @@ def longtail_rollouts(
 
 
 @final
-class Rollouts:
+class Rollouts(TrainerSide):
     """Rollouts for one trainer; a context for the class seam, a function for the other."""
 
     def __init__(self, settings: RolloutSettings) -> None:

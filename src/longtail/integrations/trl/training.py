@@ -40,7 +40,7 @@ from longtail.tuner.cost import CostModel
 from longtail.types import Completion, Request
 
 MAX_WAIT_S = 600.0
-"""Most seconds that a process trains while it waits: a lost process must be found by the trainer."""
+"""Most seconds of training while this process waits: the trainer has to find a lost process."""
 _POLL_S = 0.005
 _DRAFTER, _BUFFER = "drafter/", "buffer/"
 _ROW = ("is_there", "base_version", "num_tokens", "num_steps", "accept_len", "base_accept_len")
