@@ -90,7 +90,7 @@ def build_components(
         limits = replace(limits, reserved_bytes=made_later)
     began = time.perf_counter()
     learns = config.spot.train != "never"
-    names = drafter_names(config.speculation.drafter, target, learns=learns)
+    names = drafter_names(config.speculation.drafter, target.name, learns=learns)
     speculation = _speculation(config, open_drafters(names, target, log))
     trainable = partial(open_trainable, names, target, log)
     drafter_s = time.perf_counter() - began

@@ -1,0 +1,1 @@
+"""longtail inside other libraries; each module needs the library of its name."""
