@@ -136,5 +136,5 @@ def problems(config: Any) -> Sequence[str]:
 def without_draft_cache(config: Any) -> None:
     """Have the speculator allocate no cache of draft logits: coupled drafts need none."""
     speculative = getattr(config, "speculative_config", None)
-    if getattr(speculative, "draft_sample_method", "greedy") != "greedy":
+    if speculative and getattr(speculative, "draft_sample_method", "greedy") != "greedy":
         speculative.draft_sample_method = "greedy"

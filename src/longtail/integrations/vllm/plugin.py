@@ -19,7 +19,13 @@ from typing import Any
 
 from longtail.errors import ConfigError
 from longtail.integrations.vllm import guards
-from longtail.integrations.vllm.settings import KEY, VllmSettings, requested, speculation
+from longtail.integrations.vllm.settings import (
+    KEY,
+    VARIABLE,
+    VllmSettings,
+    requested,
+    speculation,
+)
 
 logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below its own name
 
@@ -135,11 +141,18 @@ def _attribute(module: str, name: str) -> Any:
 
 
 def _hook(module: str, name: str, method: str, around: Callable[..., Any]) -> None:
-    """Wrap a method of vLLM once; log what is missing, since another engine may not ask."""
+    """Wrap a method of vLLM once.
+
+    Where it is missing, ConfigError is raised if the environment asks for the plugin; otherwise it
+    is logged, since the engine may not ask.
+    """
     owner = _attribute(module, name)
-    stock = getattr(owner, method, None)
+    stock = owner and getattr(owner, method, None)
     if stock is None:
-        logger.warning("longtail: this vLLM has no %s.%s in %s", name, method, module)
+        problem = f"longtail: this vLLM has no {name}.{method} in {module}"
+        if requested(None, os.environ) is not None:
+            raise ConfigError(f"{problem}; use vLLM {guards.TESTED}, or unset {VARIABLE}")
+        logger.warning(problem)
     elif not hasattr(stock, "longtail_stock"):
         hooked = around(stock)
         hooked.longtail_stock = stock

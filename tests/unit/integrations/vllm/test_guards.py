@@ -29,7 +29,7 @@ def test_known_parameters_pass_and_others_are_refused_by_name():
     for parameters in ("a b", "a c", "a b d"):
         there = module("there", f=function(parameters, lambda: 1))
         assert check(there, "f", known) is there.f
-    with pytest.raises(ConfigError, match=r"f in there takes b a; known is a, b\|c; use vLLM"):
+    with pytest.raises(ConfigError, match=r"f in there takes b, a; known is a, b\|c; use vLLM"):
         check(module("there", f=function("b a", lambda: 1)), "f", known)
     with pytest.raises(ConfigError, match="f in there has a new parameter e"):
         check(module("there", f=function("a b e", lambda: 1)), "f", known)

@@ -129,7 +129,11 @@ def test_importing_the_plugin_loads_neither_torch_nor_vllm():
     assert done.stdout.strip() == "[]"
 
 
-def test_registering_without_vllm_changes_and_breaks_nothing(monkeypatch):
+def test_an_unknown_vllm_is_refused_only_if_the_environment_asks(monkeypatch):
     monkeypatch.setitem(sys.modules, plugin._WORKER, None)
     monkeypatch.delitem(sys.modules, plugin._FRONT_END, raising=False)
+    monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
     plugin.register()
+    monkeypatch.setenv("LONGTAIL_VLLM", "coupled")
+    with pytest.raises(ConfigError, match=r"this vLLM has no WorkerBase\.__init__"):
+        plugin.register()
