@@ -127,7 +127,7 @@ class _Sources(MetaPathFinder, Loader):
 
 
 def load(root: Path) -> None:
-    """Have `import vllm...` find vLLM's sources below `root`; once in a process."""
+    """Make `import vllm...` find vLLM's sources below `root`; once in a process."""
     if not (root / "vllm" / "v1" / "worker" / "gpu" / "sample" / "gumbel.py").exists():
         raise FileNotFoundError(f"{root} holds no sources of vLLM")
     sys.meta_path.insert(0, _Sources(root))

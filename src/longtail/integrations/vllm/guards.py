@@ -134,7 +134,7 @@ def problems(config: Any) -> Sequence[str]:
 
 
 def without_draft_cache(config: Any) -> None:
-    """Have the speculator allocate no cache of draft logits: coupled drafts need none."""
+    """Set drafts to ones that need no cache of draft logits: coupled drafts have none."""
     speculative = getattr(config, "speculative_config", None)
     if speculative and getattr(speculative, "draft_sample_method", "greedy") != "greedy":
         speculative.draft_sample_method = "greedy"

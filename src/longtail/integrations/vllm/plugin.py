@@ -50,7 +50,7 @@ class Installed:
 
 
 class _Process:
-    """What this process has installed; vLLM's functions are global to a process, so is this."""
+    """State of this process, since vLLM's functions are global to a process, too."""
 
     installed: Installed | None = None
     workers: int = 0
