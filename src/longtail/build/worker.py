@@ -94,8 +94,11 @@ def build_components(
     speculation = _speculation(config, open_drafters(names, target, log))
     trainable = partial(open_trainable, names, target, log)
     drafter_s = time.perf_counter() - began
+    engine = RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation)
+    if speculation is not None and FRESH in names:
+        engine.speculate(_without_fresh(speculation, names))
     return WorkerComponents(
-        engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
+        engine=engine,
         learner=Learner(policy, _learner_settings(config)),
         policy=policy,
         device=device,
@@ -144,6 +147,7 @@ def _drafting(
     renewable_ids = loaded.draft_ids if loaded.head is None else None
     return Drafting(
         drafter=served[0],
+        speculation=speculation,
         trainer=SpotTrainer(
             loaded.layer,
             target.model,
@@ -182,6 +186,13 @@ def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculatio
         coupled=own.coupled,
         features=_feature_store(config, drafters),
     )
+
+
+def _without_fresh(full: Speculation, names: Sequence[str]) -> Speculation:
+    """Return the speculation before a fresh drafter has learned anything."""
+    pairs = zip(names, full.drafters, strict=True)
+    others = tuple(drafter for name, drafter in pairs if name != FRESH)
+    return replace(full, drafters=others, tuner=full.tuner if others else OffTuner())
 
 
 def _feature_store(config: RunConfig, drafters: Sequence[Drafter]) -> FeatureStore | None:

@@ -1,1 +1,1 @@
-"""longtail inside other libraries; each module needs the library of its name."""
+"""longtail inside other frameworks: one module or package for each of them."""
