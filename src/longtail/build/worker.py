@@ -90,12 +90,15 @@ def build_components(
         limits = replace(limits, reserved_bytes=made_later)
     began = time.perf_counter()
     learns = config.spot.train != "never"
-    names = drafter_names(config.speculation.drafter, target, learns=learns)
+    names = drafter_names(config.speculation.drafter, target.name, learns=learns)
     speculation = _speculation(config, open_drafters(names, target, log))
     trainable = partial(open_trainable, names, target, log)
     drafter_s = time.perf_counter() - began
+    engine = RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation)
+    if speculation is not None and FRESH in names:
+        engine.speculate(without_fresh(speculation, names))
     return WorkerComponents(
-        engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
+        engine=engine,
         learner=Learner(policy, _learner_settings(config)),
         policy=policy,
         device=device,
@@ -152,6 +155,7 @@ def make_drafting(
     renewable_ids = loaded.draft_ids if loaded.head is None else None
     return Drafting(
         drafter=served[0],
+        speculation=speculation,
         trainer=SpotTrainer(
             loaded.layer,
             target.model,
@@ -190,6 +194,13 @@ def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculatio
         # A worker alone trains after the rollout, on texts of another policy later.
         features=feature_store(config.spot, drafters) if config.cluster.workers > 1 else None,
     )
+
+
+def without_fresh(full: Speculation, names: Sequence[str]) -> Speculation:
+    """Return the speculation before a fresh drafter has learned anything."""
+    pairs = zip(names, full.drafters, strict=True)
+    others = tuple(drafter for name, drafter in pairs if name != FRESH)
+    return replace(full, drafters=others, tuner=full.tuner if others else OffTuner())
 
 
 def feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore | None:

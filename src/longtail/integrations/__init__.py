@@ -1,1 +1,1 @@
-"""longtail inside other trainers and engines: one package or module for each."""
+"""longtail inside other frameworks: one module or package for each of them."""

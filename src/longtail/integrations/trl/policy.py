@@ -42,13 +42,9 @@ class Policy:
         self._engine: RolloutEngine | None = None
         self._running = self._length = 0
         self._speculation: Speculation | None = None
+        self._measured: Speculation | None = None
         self.version = 0
         """Number of pulls."""
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether a request was made."""
-        return self._engine is not None
 
     @property
     def engine(self) -> RolloutEngine:
@@ -86,11 +82,21 @@ class Policy:
             own = dict(self.target.model.named_parameters())  # copied above; the engine packs them
             self._engine.pull(PolicyWeights(version=self.version, tensors=own))
 
-    def speculate(self, speculation: Speculation | None) -> None:
-        """Use this speculation from the next request on."""
-        self._speculation = speculation
+    def speculate(self, speculation: Speculation, measured: Speculation) -> None:
+        """Use a speculation from the next request on.
+
+        `measured` has all drafters that may join later; a new engine measures their costs.
+        """
+        if speculation is self._speculation:
+            return
+        self._speculation, self._measured = speculation, measured
         if self._engine is not None:
             self._engine.speculate(speculation)
+
+    def reset_estimates(self) -> None:
+        """Estimate the gain of drafting anew, since a drafter was changed."""
+        if self._engine is not None:
+            self._engine.reset_estimates()
 
     def ready(self, requests: Sequence[Request]) -> RolloutEngine:
         """Return an idle engine with room for the requests; one that is too small is replaced."""
@@ -111,7 +117,9 @@ class Policy:
             engine.speculate(None)
         model, decode = self.target.model, self.target.tokenizer.decode
         self._engine = RolloutEngine(model, decode, limits, policy_version=self.version)
-        self._engine.speculate(self._speculation)
+        self._engine.speculate(self._measured)
+        if self._speculation is not self._measured:
+            self._engine.speculate(self._speculation)
         return self._engine
 
     def generate(

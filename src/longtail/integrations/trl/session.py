@@ -9,7 +9,7 @@ from typing import final
 from torch import Tensor
 
 from longtail.build.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
-from longtail.build.worker import feature_store, make_drafting
+from longtail.build.worker import feature_store, make_drafting, without_fresh
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import RolloutMeter, StepReport
@@ -156,7 +156,7 @@ class Session:
 
     def _open_drafters(self) -> None:
         spot = SpotSection(train="spot" if self._trains else "never")
-        names = drafter_names(self._drafter, self.target, learns=self._trains)
+        names = drafter_names(self._drafter, self.target.name, learns=self._trains)
         drafters = open_drafters(names, self.target, self._log)
         if not drafters:
             return
@@ -165,7 +165,9 @@ class Session:
             tuner=BudgetTuner(),
             features=feature_store(spot, drafters) if self._ranks.size > 1 else None,
         )
-        self.policy.speculate(speculation)
+        is_fresh = FRESH in names
+        first = without_fresh(speculation, names) if is_fresh else speculation
+        self.policy.speculate(first, speculation)
         loaded = open_trainable(names, self.target, self._log)
         self._initial = None if loaded is None else copy_of(loaded)
         drafting = make_drafting(
@@ -174,14 +176,10 @@ class Session:
             speculation,
             lambda: loaded,
             seed=self._ranks.rank,  # or all would train the same replica
-            is_fresh=FRESH in names,
+            is_fresh=is_fresh,
         )
         if drafting is not None:
-            self._training = DrafterTraining(drafting, self._ranks, self._reset_estimates)
-
-    def _reset_estimates(self) -> None:
-        if self.policy.has_engine:
-            self.policy.engine.reset_estimates()
+            self._training = DrafterTraining(drafting, self._ranks, self.policy)
 
     def drafter(self) -> LoadedDrafter | None:
         """Copy the drafter in use, with its training; None without one that can be trained."""

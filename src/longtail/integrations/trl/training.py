@@ -35,6 +35,7 @@ from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.spot import Replica, SpotReport
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.errors import CheckpointError
+from longtail.integrations.trl.policy import Policy
 from longtail.integrations.trl.ranks import Ranks
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, Request
@@ -50,11 +51,8 @@ _ROW = ("is_there", "base_version", "num_tokens", "num_steps", "accept_len", "ba
 class DrafterTraining:
     """Trains the drafter of one process, and exchanges it with those of the others."""
 
-    def __init__(
-        self, drafting: Drafting, ranks: Ranks, reset_estimates: Callable[[], None]
-    ) -> None:
-        self._drafting, self._ranks = drafting, ranks
-        self._reset_estimates = reset_estimates
+    def __init__(self, drafting: Drafting, ranks: Ranks, policy: Policy) -> None:
+        self._drafting, self._ranks, self._policy = drafting, ranks, policy
         self._publisher = Publisher(drafting.served, drafting.buffer)
         self._payoff = PayOff()
         self._served = drafting.served
@@ -188,7 +186,10 @@ class DrafterTraining:
         offer = self._publisher.restore(weights, known)
         if judge(offer).is_adopted:
             self._drafting.drafter.load_weights(weights.tensors)
-            self._reset_estimates()
+            if not self._drafting.served.has_parameters_of(weights):  # a fresh one has learned
+                full = self._drafting.speculation
+                self._policy.speculate(full, full)
+            self._policy.reset_estimates()
             self._served = weights
 
     # ---- state

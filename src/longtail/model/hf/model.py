@@ -53,9 +53,15 @@ def load_model(
     tensors, NonFiniteError for NaN or infinity, each with the tensor's name.
     """
     path = Path(path)
-    config = load_config(path)
+    return read_model(load_config(path), path, dtype or stored_dtype(path), device)
+
+
+def read_model(
+    config: ModelConfig, path: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Transformer:
+    """Read the weights of a directory, which need not hold a config.json; see `load_model`."""
     files = check_weights(config, path)  # before sizes from config.json are allocated
-    model = empty_model(config, dtype or stored_dtype(path), device)
+    model = empty_model(config, dtype, device)
     read_weights(model, path, files)
     return model
 
@@ -63,7 +69,7 @@ def load_model(
 def empty_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """Return a model whose parameters are allocated and hold no values yet."""
+    """Return a model whose parameters are allocated but have no values yet."""
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(dtype).to_empty(device=device)
