@@ -133,7 +133,7 @@ class _Writer:
     ) -> None:
         rows, self._width = input_ids.shape
         longest = requests[0].sampling.max_tokens
-        padding = getattr(config, "_pad_token_tensor", None)
+        padding = vars(config).get("_pad_token_tensor")
         if padding is None and criteria and rows > 1:
             raise ConfigError(
                 "generation_config.pad_token_id = None: rows that end early need a padding token; "
@@ -213,7 +213,7 @@ class _Mirror:
         first = next(model.parameters())
         self.lock = threading.Lock()
         """Held while the engine is used."""
-        self._source = str(getattr(model.config, "_name_or_path", ""))
+        self._source = str(model.config.name_or_path)
         self._model = empty_model(config, first.dtype, first.device)  # filled by the first `pull`
         self._engines = GrowingEngine(
             lambda limits: RolloutEngine(self._model, _no_text, limits),
@@ -239,7 +239,7 @@ class _Mirror:
         return engine
 
     def _is_stale(self, weights: dict[str, Tensor]) -> bool:
-        """Return whether any weight differs; takes about the time of one decoding step."""
+        """Return whether any weight differs; takes the time of a few decoding steps."""
         own = to_hf(dict(self._model.named_parameters()), self._model.config)
         return not all(torch.equal(tensor, weights[name].data) for name, tensor in own.items())
 
