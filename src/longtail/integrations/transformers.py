@@ -44,7 +44,7 @@ from longtail.integrations.generation_options import (
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.hf.weights import from_hf, to_hf
+from longtail.model.hf.weights import from_hf, hf_rows
 from longtail.speculation.drafter import Drafter
 from longtail.system.device import to_stderr
 from longtail.tuner.budget import BudgetTuner
@@ -215,6 +215,7 @@ class _Mirror:
         """Held while the engine is used."""
         self._source = str(model.config.name_or_path)
         self._model = empty_model(config, first.dtype, first.device)  # filled by the first `pull`
+        self._rows = hf_rows(self._model)
         self._engines = GrowingEngine(
             lambda limits: RolloutEngine(self._model, _no_text, limits),
             _no_text,
@@ -240,8 +241,10 @@ class _Mirror:
 
     def _is_stale(self, weights: dict[str, Tensor]) -> bool:
         """Return whether any weight differs; takes the time of a few decoding steps."""
-        own = to_hf(dict(self._model.named_parameters()), self._model.config)
-        return not all(torch.equal(tensor, weights[name].data) for name, tensor in own.items())
+        return not all(
+            name in weights and torch.equal(rows, weights[name])
+            for name, rows in self._rows.items()
+        )
 
     def _speculation(self, drafter: str) -> Speculation | None:
         """Open drafters; a model directory is needed only by those that read a tokenizer."""
