@@ -11,10 +11,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, TypeVar, final
 
 from longtail.errors import ConfigError
 
+PeerT = TypeVar("PeerT", bound="PeerProcess")
 PeerKind = Literal["generate", "vllm"]
 _WORKER = Path(__file__).with_name("peer_worker.py")
 _TIMEOUT_S = 900.0
@@ -105,7 +106,7 @@ class PeerProcess:
             self._process.communicate()
         self._log.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self: PeerT) -> PeerT:
         return self
 
     def __exit__(self, *_: object) -> None:
