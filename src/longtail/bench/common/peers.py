@@ -3,22 +3,15 @@
 `peer_worker` is the program of that process; a foreign interpreter runs it by path.
 """
 
-import json
-import os
-import subprocess
-import tempfile
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
 
-from longtail.errors import ConfigError
+from longtail.bench.common.foreign import ForeignProcess, Program
 
 PeerKind = Literal["generate", "vllm"]
 _WORKER = Path(__file__).with_name("peer_worker.py")
-_TIMEOUT_S = 900.0
-"""Seconds in which a peer must load, and in which it must answer a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,77 +49,28 @@ class Peer:
 
     def __init__(self, python: str, spec: PeerSpec) -> None:
         """Start it and wait until its model is loaded; a ConfigError shows its last output."""
-        self._kind, self._python = spec.kind, python
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (see close)
-        threads = str(spec.threads)
-        limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        self._kind = spec.kind
+        program = Program(name=spec.kind, path=_WORKER, argument=asdict(spec), threads=spec.threads)
+        self._process = ForeignProcess(python, program, f"--{spec.kind}-python")
         try:
-            self._process = subprocess.Popen(
-                # -I: neither this folder nor PYTHONPATH may shadow the peer's modules
-                [python, "-I", str(_WORKER), json.dumps(asdict(spec))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                env={**os.environ, **limits, **offline},
-            )
-        except OSError as error:
-            self._log.close()
-            raise ConfigError(
-                f"--{spec.kind}-python = {python!r} cannot be started ({error}); name the python "
-                "of an environment that has it"
-            ) from error
-        try:
-            self.description: str = self._read()["ready"]
+            self.description: str = self._process.read()["ready"]
         except BaseException:
             self.close()
             raise
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Turn:
         """Write `new_tokens` tokens after each prompt."""
-        assert self._process.stdin is not None
         turn = {"prompts": [list(prompt) for prompt in prompts], "new_tokens": new_tokens}
-        try:
-            print(json.dumps(turn), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            raise self._failure("died") from None
-        done = Turn(**self._read())
+        done = Turn(**self._process.ask(turn))
         assert done.num_tokens == new_tokens * len(prompts), f"{self._kind} stopped early: {done}"
         return done
 
     def close(self) -> None:
         """Wait for the process to end; kill it if it does not."""
-        try:
-            self._process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-        self._log.close()
+        self._process.close()
 
     def __enter__(self) -> "Peer":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _read(self) -> dict[str, Any]:
-        """Wait for one line; kill a peer that does not answer in time."""
-        assert self._process.stdout is not None
-        deadline = threading.Timer(_TIMEOUT_S, self._process.kill)
-        deadline.start()
-        try:
-            line = self._process.stdout.readline()
-        finally:
-            deadline.cancel()
-        if not line:
-            self._process.wait()
-            raise self._failure(f"ended with exit code {self._process.returncode}")
-        return json.loads(line)
-
-    def _failure(self, what: str) -> ConfigError:
-        self._log.seek(0)
-        last_lines = "\n".join(self._log.read().splitlines()[-12:])
-        return ConfigError(
-            f"the {self._kind} process ({self._python}) {what}; its last output:\n{last_lines}"
-        )
