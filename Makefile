@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MINUTES ?= 10
 
-.PHONY: help install quickstart test test-fast test-min coverage fuzz chaos lint format bench docs clean
+.PHONY: help install quickstart test test-fast test-min test-vllm coverage fuzz chaos lint format bench docs clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
 	@echo "make test         the whole test suite"
 	@echo "make test-fast    the tests not marked slow, in about a minute"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
+	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches three of its releases"
 	@echo "make coverage     coverage of the fast tests, which has a floor"
 	@echo "make fuzz         random input to every reader for MINUTES=10"
 	@echo "make chaos        kill workers and drivers of small runs for MINUTES=20, compare texts"
@@ -61,6 +62,27 @@ $(VENV)-min/.installed: pyproject.toml constraints-min.txt
 	$(VENV)-min/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints-min.txt -e '.[dev]'
 	@touch $@
+
+# Sources of released vLLMs (45 MB each), its kernels under Triton's interpreter: no GPU, no installed
+# vLLM. REQUESTS=1000 makes each case smaller, VLLM=0.33.0 tests one release.
+VLLM ?= 0.24.0 0.29.0 0.33.0
+test-vllm: $(VLLM:%=test-vllm-%)
+
+test-vllm-%: build/vllm/vllm-%/vllm
+	LONGTAIL_VLLM_SOURCES=$(abspath $(<D)) LONGTAIL_VLLM_REQUESTS=$(or $(REQUESTS),10000) \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm_sources
+
+# pip asks an archive for its metadata: that needs two build tools, and the version as a release.
+build/vllm/vllm-%/vllm: | install
+	$(BIN)/python -m pip install --quiet --target build/vllm/tools --upgrade \
+		setuptools-rust setuptools-scm
+	PYTHONPATH=build/vllm/tools VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
+		$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation \
+		--no-binary :all: --dest build/vllm vllm==$*
+	tar -xzf build/vllm/vllm-$*.tar.gz -C build/vllm vllm-$*/vllm
+	touch $@
+
+.PRECIOUS: build/vllm/vllm-%/vllm
 
 fuzz: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/campaign.py --minutes $(MINUTES)

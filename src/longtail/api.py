@@ -18,11 +18,9 @@ from typing import Any, final
 import torch
 
 from longtail.build.drafters import Target, check_names, read_drafter
-from longtail.build.engine import completion_key, open_engine, open_model
+from longtail.build.engine import GrowingEngine, completion_key, open_engine, open_model
 from longtail.build.models import model_directory
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
 from longtail.engine.report import Piece, StepReport
 from longtail.errors import ConfigError, RequestError
 from longtail.model.hf.model import load_config
@@ -34,8 +32,6 @@ PromptInput = str | Sequence[Mapping[str, Any]]
 """Plain text, used as it is, or chat messages, to which the model's chat template is applied."""
 
 OnStep = Callable[[StepReport], None]
-
-_STEP_TOKENS = 512
 
 
 @final
@@ -61,17 +57,19 @@ class Engine:
         max_running: int = 64,
         batch_invariant: bool = False,
     ) -> None:
-        self._name, self._drafter = model, drafter
-        self._dtype, self._device = dtype, device
-        self._max_running, self._batch_invariant = max_running, batch_invariant
+        self._name, self._dtype, self._device = model, dtype, device
+        self._batch_invariant = batch_invariant
         choose_device(device)
         check_names(drafter, field="drafter")
         self._path = model_directory(model, field="model")
         self.tokenizer = load_tokenizer(self._path)
         self.max_positions = load_config(self._path).max_positions
         """Largest number of tokens of a prompt and its completion together."""
-        self._engine: RolloutEngine | None = None
-        self._running = self._length = 1
+        self._engines = GrowingEngine(
+            lambda limits: open_engine(self._open(), limits, drafter),
+            self.tokenizer.decode,
+            max_running,
+        )
 
     def encode(self, prompt: PromptInput, max_tokens: int) -> tuple[int, ...]:
         """Return the tokens of a prompt after which `max_tokens` more fit into the model.
@@ -114,7 +112,7 @@ class Engine:
             for place, each in enumerate(tokens)
             for index in range(n)
         ]
-        return self._ready(requests).generate(requests, on_step)
+        return self._engines.ready(requests).generate(requests, on_step)
 
     def stream(
         self,
@@ -128,7 +126,7 @@ class Engine:
         params = params or SamplingParams()
         tokens = self.encode(prompt, params.max_tokens)
         request = self._request(tokens, params, "0", seed, 0)
-        return TextStream(self._ready([request]).stream(request, on_step))
+        return TextStream(self._engines.ready([request]).stream(request, on_step))
 
     def _request(
         self, tokens: tuple[int, ...], params: SamplingParams, group: str, seed: int, index: int
@@ -141,28 +139,6 @@ class Engine:
             sampling=replace(params, stop_token_ids=stops),
             group_id=group,
         )
-
-    def _ready(self, requests: Sequence[Request]) -> RolloutEngine:
-        """Return an idle engine with room for the requests; one that is too small is replaced."""
-        lengths = [len(each.prompt_tokens) + each.sampling.max_tokens for each in requests]
-        running, length = min(len(requests), self._max_running), max(lengths, default=1)
-        engine = self._engine
-        if engine is not None and running <= self._running and length <= self._length:
-            return engine
-        self._running, self._length = max(running, self._running), max(length, self._length)
-        limits = EngineLimits(
-            max_running=self._running,
-            max_step_tokens=max(_STEP_TOKENS, self._max_running),
-            max_len=self._length,
-        )
-        if engine is None:
-            self._engine = open_engine(self._open(), limits, self._drafter)
-        else:
-            speculation = engine.speculation
-            engine.speculate(None)
-            self._engine = RolloutEngine(engine.model, self.tokenizer.decode, limits)
-            self._engine.speculate(speculation)
-        return self._engine
 
     def _open(self) -> Target:
         return open_model(

@@ -1,4 +1,4 @@
-"""What the documents say is what there is."""
+"""Documents and program agree."""
 
 import re
 import types

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.drafter import draft_model
-from longtail.engine import engine as engine_module
+from longtail.engine import profile
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
@@ -23,7 +23,7 @@ from longtail.engine.speculation.clock import ReplayClock, StepClock
 from longtail.engine.speculation.speculator import Speculation
 from longtail.sampling import noise_key
 from longtail.speculation.depth import PredictedDepth
-from longtail.speculation.drafter import Draftable, Drafter
+from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked, reach_probabilities
 from longtail.tuner.bandit import BanditTuner
@@ -44,20 +44,19 @@ FORESEEING = "foreseeing"
 @pytest.fixture(scope="module", autouse=True)
 def _many_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "measure_costs", made_up_costs)
+        patch.setattr(profile, "measure_steps", made_up_steps)
+        patch.setattr(profile, "measure_drafts", made_up_drafts)
         yield
 
 
-def made_up_costs(
-    model: object, limits: object, drafters: Sequence[Drafter], known: CostModel | None
-) -> CostModel:
+def made_up_steps(model: object, limits: object) -> CostModel:
     """Costs without measuring; every time the same."""
-    costs = known or CostModel(
-        TimeCurve((1, 8, 64), (1e-3, 1.5e-3, 6e-3)), pair_s=1e-7, node_pair_s=2e-8
-    )
-    draft = DraftCost(start_s=1e-5, request_s=1e-6, level_s=1e-5, row_s=1e-6)
-    costs.drafts = [draft] * len(drafters)
-    return costs
+    return CostModel(TimeCurve((1, 8, 64), (1e-3, 1.5e-3, 6e-3)), pair_s=1e-7, node_pair_s=2e-8)
+
+
+def made_up_drafts(*_: object) -> DraftCost:
+    """Costs of any drafter."""
+    return DraftCost(start_s=1e-5, request_s=1e-6, level_s=1e-5, row_s=1e-6)
 
 
 @final

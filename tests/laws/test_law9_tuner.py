@@ -179,4 +179,5 @@ def test_the_guard_leaves_those_alone_who_win():
     chain = FixedTuner(Strategy(depth=4))
     run = simulate(chain, steps=3000, truth=lambda _: GOOD, running=lambda _: 4, guarded=True)
     assert not run.reasons
-    assert all(plan.strategy is not None for plan in run.plans)
+    drafted = [plan.strategy is not None for plan in run.plans]
+    assert sum(drafted) > 0.98 * len(drafted)  # from time to time a plain step is measured

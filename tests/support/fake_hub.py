@@ -101,7 +101,7 @@ def serve(hub: FakeHub) -> Iterator[str]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path, *, offline: bool) -> None:
-    """Let huggingface_hub ask the server at an address."""
+    """Point huggingface_hub at the server of an address."""
     from huggingface_hub import constants
 
     template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"

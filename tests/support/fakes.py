@@ -79,7 +79,7 @@ def scripted_model(num_tokens: int) -> Transformer:
 
 
 def decode_pieces(pieces: Sequence[str | bytes]) -> Decode:
-    """Let token i be `pieces[i]`; bytes that are no whole character become U+FFFD."""
+    """Token i is `pieces[i]`; bytes that are no whole character become U+FFFD."""
     raw = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
     return lambda tokens: b"".join(raw[token] for token in tokens).decode(errors="replace")
 
@@ -117,7 +117,7 @@ class LedgerKV(KVCache):
         """Tokens whose KV each request holds."""
 
     def write(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Note that the KV of these tokens was computed behind what the request holds."""
+        """Count the KV of these tokens, computed behind what the request holds."""
         self.held[request_id] += tokens
         assert len(self.held[request_id]) <= self.room[request_id], "computed beyond its room"
 
@@ -166,12 +166,12 @@ class LedgerKV(KVCache):
         self._kv.keep(paths)
 
     def release(self, request_id: str) -> None:
-        """Note that nothing is left."""
+        """Release the request: nothing of it is left."""
         self._kv.release(request_id)
         del self.room[request_id], self.held[request_id]
 
     def sleep(self, *, fully: bool = False) -> None:
-        """Nobody may lose anything."""
+        """Refuse while a request holds anything."""
         assert not self.held, "what requests hold would be gone"
         self._kv.sleep(fully=fully)
 

@@ -5,19 +5,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import httpx
 import torch
 
+from longtail.build.drafters import Target
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv.cache import KVUsage
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import Tokenizer
+from longtail.serve.middleware import Access
 from longtail.serve.options import Limits
 from longtail.serve.server import ModelServer, make_server, running
 from longtail.serve.service import Service
+from longtail.serve.updates import ModelUpdates
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 LIMITS = Limits(
@@ -111,10 +115,19 @@ def make_model_server(
     api_key: str | None = None,
     *,
     then: Sequence[RolloutEngine] = (),
+    rl_dir: Path | None = None,
+    admin_token: str | None = None,
 ) -> ModelServer:
     engines = iter((engine, *then))
+    access = Access(limits=limits, api_key=api_key, admin_token=admin_token)
+    updates = None
+    if rl_dir is not None:
+        target = Target(
+            model=engine.model, tokenizer=shared_tokenizer(), directory=rl_dir, name=NAME
+        )
+        updates = ModelUpdates(rl_dir, target, "none")
     return make_server(
-        lambda: next(engines), shared_tokenizer(), limits, name=NAME, api_key=api_key
+        lambda: next(engines), shared_tokenizer(), access, name=NAME, updates=updates
     )
 
 

@@ -15,6 +15,7 @@ from longtail.bench.recipes.options import RecipesBenchOptions
 from longtail.bench.rollout.options import RolloutBenchOptions
 from longtail.bench.serve.options import ServeBenchOptions
 from longtail.bench.training.options import DrafterBenchOptions, LearnerBenchOptions
+from longtail.bench.trl.options import TrlBenchOptions
 from longtail.bench.tuner.options import TunerBenchOptions
 from longtail.bench.vllm.options import VllmBenchOptions
 
@@ -81,6 +82,11 @@ BENCHES: Mapping[str, Bench] = MappingProxyType(
             "Compare the acceptance of exported drafters in vLLM with longtail's.",
             VllmBenchOptions,
             "vllm.run",
+        ),
+        "trl": Bench(
+            "Compare TRL's GRPO alone with TRL where longtail generates.",
+            TrlBenchOptions,
+            "trl.run",
         ),
         "gpu": Bench(
             "Measure kernels, steps and rollouts on a GPU against its peak.",

@@ -156,15 +156,16 @@ def open_drafters(
     return tuple(open_drafter(name, target, log) for name in names)
 
 
-def drafter_names(names: str, target: Target, *, learns: bool) -> list[str]:
+def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:
     """Return the single names in `names`: one, several joined by +, `auto`, or `none`.
 
-    `learns`: a drafter is trained while it is used, so that it may begin fresh.
+    `model` is the target's name. `learns`: a drafter is trained while it is used, so that it may
+    begin fresh.
     """
     if names == NONE:
         return []
     if names == AUTO:
-        return _auto(target, learns=learns)
+        return _auto(model, learns=learns)
     parts = _split(names)
     if not all(parts):
         raise ConfigError(
@@ -178,10 +179,10 @@ def drafter_names(names: str, target: Target, *, learns: bool) -> list[str]:
     return parts
 
 
-def _auto(target: Target, *, learns: bool) -> list[str]:
-    if target.name == TINY_REASONER:
+def _auto(model: str, *, learns: bool) -> list[str]:
+    if model == TINY_REASONER:
         return [TINY_REASONER]
-    if own := own_of_run(target.name):
+    if own := own_of_run(model):
         return [own]
     return [FRESH, HISTORY] if learns else [HISTORY]
 

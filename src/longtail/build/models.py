@@ -31,3 +31,9 @@ def model_directory(
             log(progress.line())
 
     return warmstart.ensure(on_progress=report)
+
+
+def model_name(directory: str) -> str:
+    """Return the name of a model directory, which is its path unless it is the embedded model's."""
+    embedded = cache_directory() / warmstart.SOURCE
+    return TINY_REASONER if Path(directory).parent == embedded else directory

@@ -90,17 +90,28 @@ def build_components(
         limits = replace(limits, reserved_bytes=made_later)
     began = time.perf_counter()
     learns = config.spot.train != "never"
-    names = drafter_names(config.speculation.drafter, target, learns=learns)
+    names = drafter_names(config.speculation.drafter, target.name, learns=learns)
     speculation = _speculation(config, open_drafters(names, target, log))
     trainable = partial(open_trainable, names, target, log)
     drafter_s = time.perf_counter() - began
+    engine = RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation)
+    if speculation is not None and FRESH in names:
+        engine.speculate(without_fresh(speculation, names))
     return WorkerComponents(
-        engine=RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation),
+        engine=engine,
         learner=Learner(policy, _learner_settings(config)),
         policy=policy,
         device=device,
         tokenizer=tokenizer,
-        drafting=_drafting(config, target, speculation, trainable, number, is_fresh=FRESH in names),
+        # Each worker has its own seed, or all would train the same replica.
+        drafting=make_drafting(
+            config.spot,
+            target,
+            speculation,
+            trainable,
+            seed=config.run.seed + number,
+            is_fresh=FRESH in names,
+        ),
         read_drafter=trainable,
         is_fresh=FRESH in names,
         rollout_threads=rollout_threads(policy.config.hidden_size),
@@ -108,22 +119,22 @@ def build_components(
     )
 
 
-def _drafting(
-    config: RunConfig,
+def make_drafting(
+    own: SpotSection,
     target: Target,
     speculation: Speculation | None,
     trainable: Callable[[], LoadedDrafter | None],
-    number: int,
     *,
+    seed: int,
     is_fresh: bool,
 ) -> Drafting | None:
-    """Build the trainer of the first drafter that can be trained."""
-    if speculation is None or config.spot.train == "never":
+    """Build the trainer of the first drafter that can be trained; None without one."""
+    if speculation is None or own.train == "never":
         return None
     served, loaded = _eagles(speculation.drafters), trainable()
     if not served or loaded is None:
         return None
-    own, recipe = config.spot, recipe_for(target.model.config)
+    recipe = recipe_for(target.model.config)
     settings = SpotSettings(
         trainer=TrainerSettings(
             unroll_steps=loaded.training.unroll_steps,
@@ -144,6 +155,7 @@ def _drafting(
     renewable_ids = loaded.draft_ids if loaded.head is None else None
     return Drafting(
         drafter=served[0],
+        speculation=speculation,
         trainer=SpotTrainer(
             loaded.layer,
             target.model,
@@ -153,8 +165,7 @@ def _drafting(
             lookup=None if features is None else features.find,
         ),
         served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer, renewable_ids)),
-        # Each worker has its own seed, or all would train the same replica.
-        buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=config.run.seed + number),
+        buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),
     )
 
 
@@ -180,15 +191,22 @@ def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculatio
         drafters=drafters,
         tuner=tuners[own.tuner](),
         coupled=own.coupled,
-        features=_feature_store(config, drafters),
+        # A worker alone trains after the rollout, on texts of another policy later.
+        features=feature_store(config.spot, drafters) if config.cluster.workers > 1 else None,
     )
 
 
-def _feature_store(config: RunConfig, drafters: Sequence[Drafter]) -> FeatureStore | None:
-    """Build the store of features that idle workers reuse; later texts are of a newer policy."""
-    eagles, own = _eagles(drafters), config.spot
-    trains_idle = own.train == "spot" and config.cluster.workers > 1
-    if not (eagles and trains_idle and own.features_mb):
+def without_fresh(full: Speculation, names: Sequence[str]) -> Speculation:
+    """Return the speculation before a fresh drafter has learned anything."""
+    pairs = zip(names, full.drafters, strict=True)
+    others = tuple(drafter for name, drafter in pairs if name != FRESH)
+    return replace(full, drafters=others, tuner=full.tuner if others else OffTuner())
+
+
+def feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore | None:
+    """Build the store of features that idle workers reuse; None without an EAGLE drafter."""
+    eagles = _eagles(drafters)
+    if not (eagles and own.train == "spot" and own.features_mb):
         return None
     return FeatureStore(training_taps(eagles[0].taps), own.features_mb * 2**20)
 

@@ -29,6 +29,7 @@ from longtail.drafter.training.spot import Replica, SpotReport, SpotTrainer
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport
 from longtail.engine.rollout_log import RolloutLog
+from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ClusterError, NonFiniteError
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer
@@ -50,6 +51,8 @@ class Drafting:
     """The drafter that a worker serves and trains."""
 
     drafter: EagleDrafter
+    speculation: Speculation
+    """Speculation with this drafter; a fresh drafter joins the engine by it at its first offer."""
     trainer: SpotTrainer
     served: DrafterWeights
     """Initial weights of the drafter."""
@@ -260,7 +263,10 @@ class Worker:
         verdict = judge(offer)
         if verdict.is_adopted:
             drafting.drafter.load_weights(offer.weights.tensors)
-            self._components.engine.reset_estimates()
+            if self._components.engine.speculation is drafting.speculation:
+                self._components.engine.reset_estimates()
+            else:
+                self._components.engine.speculate(drafting.speculation)
             self._served = offer.weights
         with self._lock:
             self._verdicts.append(verdict)

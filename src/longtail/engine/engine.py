@@ -18,7 +18,7 @@ from longtail.engine.completion import StepOutputs, accept_drafts, append_tokens
 from longtail.engine.kv.cache import KeptPath, KVUsage
 from longtail.engine.kv.choice import make_kv
 from longtail.engine.limits import EngineLimits
-from longtail.engine.profile import measure_costs
+from longtail.engine.profile import Profiler
 from longtail.engine.report import Emitted, Failed, Piece, StepReport
 from longtail.engine.request import ActiveRequest
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
@@ -65,7 +65,7 @@ class RolloutEngine:
         )
         self._runner = ModelRunner(model, self._kv)
         self._active: dict[str, ActiveRequest] = {}
-        self._costs: CostModel | None = None
+        self._profiler = Profiler(model, limits)
         self._begun: Speculation | None = None
         self._speculator: Speculator | NoSpeculation = NoSpeculation()
         self.speculate(speculation)
@@ -84,13 +84,11 @@ class RolloutEngine:
         self._speculator = NoSpeculation()
         if speculation is None:
             return
-        if speculation.needs_costs:
-            self._costs = measure_costs(self._model, self._limits, drafters, self._costs)
+        costs = self._profiler.measure(drafters) if speculation.needs_costs else None
         if speculation is not self._begun:  # a speculation that returns keeps its tuner's state
-            costs = self._costs if speculation.needs_costs else None
             speculation.tuner.begin(costs, len(drafters))
         self._begun = speculation
-        self._speculator = Speculator(speculation, self._model.config, self._costs, before)
+        self._speculator = Speculator(speculation, self._model.config, costs, before)
 
     @property
     def model(self) -> Transformer:
@@ -109,7 +107,7 @@ class RolloutEngine:
     @property
     def costs(self) -> CostModel | None:
         """The cost model; None if no speculation has needed one."""
-        return self._costs
+        return self._profiler.costs
 
     @property
     def policy_version(self) -> int:

@@ -8,6 +8,7 @@ correct errors, and sizes that were not measured in time are interpolated.
 import time
 from collections.abc import Sequence
 from typing import final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -35,20 +36,31 @@ _SHORT, _LONG, _A_STEP = 32, 512, 4
 _SHAPES = (Strategy(depth=1), Strategy(depth=6, width=2, size=12, beam=1))
 
 
-def measure_costs(
-    model: Transformer,
-    limits: EngineLimits,
-    drafters: Sequence[Drafter],
-    known: CostModel | None,
-) -> CostModel:
-    """Measure step costs unless known, and the draft costs of all drafters."""
-    costs = _measure_steps(model, limits) if known is None else known
-    costs.drafts = [_measure_drafts(drafter, model, limits) for drafter in drafters]
-    return costs
+@final
+class Profiler:
+    """The costs of one engine: steps and each drafter are measured once, when first needed."""
+
+    def __init__(self, model: Transformer, limits: EngineLimits) -> None:
+        self._model, self._limits = model, limits
+        self.costs: CostModel | None = None
+        """The cost model; None before `measure`."""
+        self._using: Sequence[Drafter] = ()
+        self._drafts: WeakKeyDictionary[Drafter, DraftCost] = WeakKeyDictionary()
+
+    def measure(self, drafters: Sequence[Drafter]) -> CostModel:
+        """Return the cost model for these drafters; costs known from earlier use are kept."""
+        costs = self.costs or measure_steps(self._model, self._limits)
+        self._drafts.update(zip(self._using, costs.drafts, strict=True))
+        for drafter in drafters:
+            if drafter not in self._drafts:
+                self._drafts[drafter] = measure_drafts(drafter, self._model, self._limits)
+        costs.drafts = [self._drafts[drafter] for drafter in drafters]
+        self.costs, self._using = costs, tuple(drafters)
+        return costs
 
 
 @torch.inference_mode()
-def _measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
+def measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
     """Time steps of several sizes with short contexts, and some with long ones."""
     steps = SyntheticSteps(model, min(limits.max_running, 32), limits.max_step_tokens)
     deadline = time.perf_counter() + _SECONDS
@@ -88,7 +100,7 @@ def without_stalls(counts: Sequence[int], seconds: Sequence[float]) -> list[floa
 
 
 @torch.inference_mode()
-def _measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) -> DraftCost:
+def measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) -> DraftCost:
     """Time proposals for few and many requests, with shallow and deep drafts."""
     deadline = time.perf_counter() + _DRAFT_SECONDS
     noise = make_sampler(model).noise

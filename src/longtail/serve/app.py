@@ -25,9 +25,11 @@ from longtail.errors import (
 )
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.serve.handlers import Generation, OpenAIHandlers
-from longtail.serve.middleware import AccessMiddleware
+from longtail.serve.middleware import CONTROL_ROUTES, Access, AccessMiddleware
 from longtail.serve.protocol import APIError, ChatCompletionRequest, CompletionRequest, parse_body
 from longtail.serve.service import Service
+from longtail.serve.trainer_routes import add_control_routes, add_information_routes
+from longtail.serve.updates import ModelUpdates
 
 _log = logging.getLogger("longtail")
 _SEED_HEADER = "X-Longtail-Seed"
@@ -35,9 +37,17 @@ _DISCONNECTED = "the client disconnected"
 
 
 def make_app(
-    service: Service, tokenizer: Tokenizer, *, name: str, api_key: str | None = None
+    service: Service,
+    tokenizer: Tokenizer,
+    *,
+    name: str,
+    access: Access,
+    updates: ModelUpdates | None = None,
 ) -> ASGIApp:
-    """Build the application in front of a service; clients call its model `name`."""
+    """Build the application in front of a service; clients call its model `name`.
+
+    With `updates` it has the routes of trainers that change the service.
+    """
     handlers = OpenAIHandlers(service, tokenizer, name)
 
     @asynccontextmanager
@@ -49,8 +59,21 @@ def make_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     _add_routes(app, handlers, service)
+    add_information_routes(app, service, name)
+    if updates is None:
+        _refuse_control_routes(app)
+    else:
+        add_control_routes(app, service, updates)
     _add_error_handlers(app, service)
-    return AccessMiddleware(app, api_key=api_key, limits=service.limits, metrics=service.metrics)
+    return AccessMiddleware(app, access=access, metrics=service.metrics)
+
+
+def _refuse_control_routes(app: FastAPI) -> None:
+    async def refuse() -> JSONResponse:
+        raise APIError(404, "start the server with --rl-dir DIR to serve trainers")
+
+    for route in CONTROL_ROUTES:
+        app.post(route)(refuse)
 
 
 def _add_routes(app: FastAPI, handlers: OpenAIHandlers, service: Service) -> None:

@@ -10,21 +10,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv.cache import KVUsage
 from longtail.engine.report import Emitted
-from longtail.errors import CompletionError, LongtailError
+from longtail.errors import CompletionError, LongtailError, UnavailableError
 from longtail.serve.metrics import ServeMetrics
 from longtail.serve.stream import Chunk, RequestState
-from longtail.types import Completion, Request, SamplingParams
+from longtail.types import Completion, PolicyWeights, Request, SamplingParams
 
 _log = logging.getLogger("longtail")
 _PROBE = "health"
 _NO_USAGE = KVUsage(free=0, owned=0, total=0)
+Result = TypeVar("Result")
 
 
 class EngineListener(abc.ABC):
@@ -48,7 +50,7 @@ class EngineListener(abc.ABC):
 
 @final
 class EngineThread:
-    """Lifecycle: (open ->) start -> submit, abort, probe, ... -> stop -> join."""
+    """Lifecycle: (open ->) start -> submit, abort, call, ... -> stop -> join."""
 
     def __init__(
         self,
@@ -66,6 +68,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._main, name="longtail-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._states: dict[str, RequestState] = {}
+        self._calls: set[Future[Any]] = set()
+        """Results that callers wait for."""
+        self._is_paused = self._has_ended = False
+        self.policy_version: int = 0 if predecessor is None else predecessor.policy_version
+        """Version of the weights, which outlive their engine; 0 before the first update."""
         self.usage = _NO_USAGE
         """KV usage after the last step. The engine's own may change while it is read."""
         self.progress_at = time.monotonic()
@@ -96,6 +103,32 @@ class EngineThread:
         """Generate one token for a made-up request, unless the engine has unfinished requests."""
         self._commands.put(self._probe)
 
+    def call(self, work: Callable[[RolloutEngine], Result]) -> "Future[Result]":
+        """Run `work` between two steps and return its result.
+
+        A LongtailError is the caller's; after any other error the engine is replaced. Raises
+        UnavailableError if the thread ends first.
+        """
+        future: Future[Result] = Future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        self._commands.put(partial(self._answer, future, work))
+        if self._has_ended:
+            self._fail_calls()
+        return future
+
+    def set_paused(self, is_paused: bool) -> "Future[None]":
+        """Stop taking steps, or take them again; commands are executed in both cases."""
+        return self.call(partial(self._set_paused, is_paused))
+
+    def finish(self, request_ids: Sequence[str]) -> "Future[None]":
+        """End requests where they are; their callers receive the tokens generated so far."""
+        return self.call(partial(self._finish, request_ids))
+
+    def update(self, weights: PolicyWeights) -> "Future[None]":
+        """Generate with other weights; unfinished texts begin anew, so that none mixes two."""
+        return self.call(partial(self._update, weights))
+
     def stop(self) -> None:
         """End after the present step; unfinished requests are aborted."""
         self._commands.put(None)
@@ -121,15 +154,18 @@ class EngineThread:
                 self._listener.on_engine_failed, None if engine is None else engine.running()
             )
             raise
+        finally:
+            self._has_ended = True
+            self._fail_calls()
         self._abort([request_id for request_id, _, _ in engine.unfinished()], engine)
         self.usage = engine.kv_usage()
 
     def _run_once(self, engine: RolloutEngine) -> bool:
-        """Run all commands, waiting for one if the engine is idle, then one step.
+        """Run all commands, waiting for one if the engine is idle or paused, then one step.
 
         Returns False when told to stop.
         """
-        wait = engine.num_unfinished == 0
+        wait = self._is_paused or engine.num_unfinished == 0
         while wait or not self._commands.empty():
             command = self._commands.get()
             if command is None:
@@ -138,10 +174,61 @@ class EngineThread:
             command(engine)
             wait = False
         self.usage = engine.kv_usage()
-        if engine.num_unfinished:
+        if engine.num_unfinished and not self._is_paused:
             self._step(engine)
             self.progress_at = time.monotonic()
         return True
+
+    def _answer(
+        self,
+        future: "Future[Result]",
+        work: Callable[[RolloutEngine], Result],
+        engine: RolloutEngine,
+    ) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work(engine))
+        except LongtailError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+    def _fail_calls(self) -> None:
+        for future in tuple(self._calls):
+            with suppress(InvalidStateError):  # it was cancelled or answered meanwhile
+                future.set_exception(UnavailableError("the engine failed or stopped; try again"))
+
+    def _set_paused(self, is_paused: bool, engine: RolloutEngine) -> None:
+        self._is_paused = is_paused
+
+    def _finish(self, request_ids: Sequence[str], engine: RolloutEngine) -> None:
+        chunks = []
+        for request_id in request_ids:
+            state = self._states.pop(request_id, None)
+            if state is not None and engine.is_unfinished(request_id):
+                self._metrics.aborted.inc()
+                try:
+                    chunks.append((state, state.last_chunk(engine.abort(request_id))))
+                except Exception as error:  # noqa: BLE001 - raised while decoding its text
+                    self._fail(engine, state, error)
+        self._notify(self._listener.on_chunks, chunks)
+
+    def _update(self, weights: PolicyWeights, engine: RolloutEngine) -> None:
+        unfinished = [request_id for request_id, _, _ in engine.unfinished()]
+        states = [self._states[name] for name in unfinished if name in self._states]
+        for request_id in unfinished:
+            engine.abort(request_id)
+        try:
+            engine.pull(weights)
+            self.policy_version = weights.version
+            for state in states:
+                state.rewrite()
+        finally:
+            self._submit(states, engine)
+            if _PROBE in unfinished:
+                self._probe(engine)
 
     def _submit(self, states: Sequence[RequestState], engine: RolloutEngine) -> None:
         for state in states:
@@ -151,6 +238,7 @@ class EngineThread:
                 self._fail(engine, state, error)
                 continue
             state.restart()
+            state.policy_version = self.policy_version
             self._states[state.request_id] = state
 
     def _probe(self, engine: RolloutEngine) -> None:

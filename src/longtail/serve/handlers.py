@@ -9,15 +9,26 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 from longtail.build.engine import completion_key
+from longtail.errors import CompletionError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.serve.protocol import APIError, ChatCompletionRequest, CompletionRequest
-from longtail.serve.responses import ChatFormat, ResponseBuilder, ResponseFormat, TextFormat
+from longtail.serve.responses import (
+    ChatFormat,
+    Contents,
+    ResponseBuilder,
+    ResponseFormat,
+    TextFormat,
+)
 from longtail.serve.service import Service
 from longtail.serve.stream import CompletionStream
 from longtail.types import Request, SamplingParams
 
 _DEFAULT_TOKENS = 16
 """Default max_tokens of /v1/completions, as OpenAI has it. A chat's is the room that is left."""
+_REWRITTEN = (
+    "the weights were changed while this text was streamed; send the request again, or pause with "
+    "mode=wait before an update"
+)
 Result = TypeVar("Result")
 
 
@@ -37,8 +48,13 @@ class Generation:
             self.response.add(chunk)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the bodies of a streamed response."""
+        """Yield the bodies of a streamed response.
+
+        Raises CompletionError if the weights are changed after a part of the text was sent.
+        """
         async for chunk in self.stream:
+            if chunk.is_rewrite:
+                raise CompletionError(_REWRITTEN)
             body = self.response.add(chunk)
             if body is not None:
                 yield body
@@ -175,14 +191,13 @@ class OpenAIHandlers:
         ]
         # logprobs = 0 asks for the logprobs of the sampled tokens alone.
         has_logprobs = body.logprobs is not None and body.logprobs is not False
-        response = ResponseBuilder(
-            response_format,
-            len(requests),
-            self._tokenizer.decode if has_logprobs else None,
-            model=self._name,
-            seed=seed,
-            prompt_tokens=sum(map(len, prompts)),
+        contents = Contents(
+            format=response_format,
+            decode=self._tokenizer.decode if has_logprobs else None,
+            with_token_ids=bool(body.return_token_ids),
+            ids_as_names=bool(body.return_tokens_as_token_ids),
         )
+        response = ResponseBuilder(contents, prompts, body.n or 1, model=self._name, seed=seed)
         return Generation(
             stream=self._service.submit(requests),
             response=response,

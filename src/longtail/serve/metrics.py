@@ -41,6 +41,7 @@ class ServeMetrics:
         self.aborted = counter("aborted_completions", "Completions aborted before their end.")
         self.failed = counter("failed_completions", "Completions ended by an error.")
         self.restarts = counter("engine_restarts", "Engines started after one failed.")
+        self.weight_updates = counter("weight_updates", "Updates of the weights by a trainer.")
         self._finished = counter("finished_completions", "Completions finished.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted completions.")
         self._tokens = counter("generated_tokens", "Tokens generated.")

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import time
+from dataclasses import dataclass
 from typing import final
 from urllib.parse import urlsplit
 
@@ -15,7 +16,44 @@ from longtail.serve.metrics import ServeMetrics
 from longtail.serve.options import Limits, is_loopback
 from longtail.serve.protocol import APIError
 
-ROUTES = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
+CONTROL_ROUTES = (
+    "/pause",
+    "/resume",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/update_drafter",
+)
+"""Routes that change the service; trainers call them."""
+ROUTES = (
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/health",
+    "/metrics",
+    "/server_info",
+    "/get_world_size",
+    "/is_paused",
+    "/weight_info",
+    "/reset_prefix_cache",
+    *CONTROL_ROUTES,
+)
+_WITHOUT_BODY = ("/pause", "/resume", "/reset_prefix_cache", "/finish_weight_update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Secrets and limits of the callers.
+
+    Example: Access(limits=Limits(), api_key=None, admin_token=None)
+    """
+
+    limits: Limits
+    api_key: str | None = None
+    """None: every client that reaches the port is served."""
+    admin_token: str | None = None
+    """None: routes that change the service need what the others need."""
 
 
 @final
@@ -24,14 +62,13 @@ class AccessMiddleware:
 
     With an API key, every route needs it. Without one the server listens on loopback only, and web
     pages must not reach it either: they cannot send another Host header (DNS rebinding), nor JSON
-    without a CORS preflight request, which is never answered.
+    without a CORS preflight request, which is never answered, nor a POST without an Origin. Routes
+    that change the service need the admin token instead, if there is one.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, api_key: str | None, limits: Limits, metrics: ServeMetrics
-    ) -> None:
-        self._app, self._limits, self._metrics = app, limits, metrics
-        self._key = None if api_key is None else api_key.encode()
+    def __init__(self, app: ASGIApp, *, access: Access, metrics: ServeMetrics) -> None:
+        self._app, self._limits, self._metrics = app, access.limits, metrics
+        self._key, self._admin = access.api_key, access.admin_token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -49,23 +86,19 @@ class AccessMiddleware:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if self._key is not None:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            is_key = hmac.compare_digest(given.strip(" ").encode("latin-1"), self._key)
-            if scheme.lower() != "bearer" or not is_key:  # case-insensitive, RFC 9110 11.1
-                raise APIError(
-                    401,
-                    "give the server's API key: Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-        elif "host" in headers and not _is_loopback_host(headers["host"]):
+        if self._admin is not None and scope["path"] in CONTROL_ROUTES:
+            _require_bearer(headers, self._admin, "the server's admin token")
+        elif self._key is not None:
+            _require_bearer(headers, self._key, "the server's API key")
+        if self._key is None and "host" in headers and not _is_loopback_host(headers["host"]):
             raise APIError(
                 403, "without an API key this server answers to localhost and 127.0.0.1 only"
             )
         if scope["method"] == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
+            # A web page cannot leave out the Origin of a POST.
+            has_body = scope["path"] not in _WITHOUT_BODY or "origin" in headers
+            if has_body and kind != "application/json":
                 raise APIError(415, "give a body of Content-Type: application/json")
             length = headers.get("content-length", "0")
             # Longer numbers are cut: int() refuses more than 4300 digits.
@@ -105,6 +138,18 @@ class AccessMiddleware:
             await send(message)
 
         return counted
+
+
+def _require_bearer(headers: Headers, secret: str, what: str) -> None:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    is_right = hmac.compare_digest(given.strip(" ").encode("latin-1"), secret.encode())
+    if scheme.lower() != "bearer" or not is_right:  # case-insensitive, RFC 9110 11.1
+        raise APIError(
+            401,
+            f"give {what}: Authorization: Bearer {'TOKEN' if 'token' in what else 'KEY'}",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
 
 def _is_loopback_host(host: str) -> bool:

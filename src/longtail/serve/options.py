@@ -8,7 +8,7 @@ from pathlib import Path
 
 from longtail.errors import ConfigError
 
-KEY_VARIABLE = "LONGTAIL_API_KEY"
+KEY_VARIABLE, ADMIN_VARIABLE = "LONGTAIL_API_KEY", "LONGTAIL_ADMIN_TOKEN"
 _MIN_KEY_LEN = 16
 
 
@@ -106,6 +106,10 @@ class ServeOptions:
     batch_invariant: bool = False
     """Whether a text's bits are independent of its batch on a GPU, too, which is slower; with
     native CPU kernels they always are."""
+    rl_dir: Path | None = None
+    """Directory of the weights and drafters of trainers; None: trainers are not served."""
+    admin_token: str | None = None
+    """Token of the routes that change the service; None: open to clients on this machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="(default 127.0.0.1; any other needs an API key)")
     add("--port", metavar="N", type=int, default=8000, help="0: any free port (default 8000)")
     add("--api-key-file", metavar="FILE", help=f"file with the API key (default: ${KEY_VARIABLE})")
+    add("--rl-dir", metavar="DIR", help="serve RL trainers; weights and drafters come from DIR")
+    text = f"file with the token of trainers (default: ${ADMIN_VARIABLE})"
+    add("--admin-token-file", metavar="FILE", help=text)
     defaults = Limits()
     for name, (_, text) in _LIMITS.items():
         value = getattr(defaults, name)
@@ -138,7 +145,7 @@ def read_options(args: argparse.Namespace) -> ServeOptions:
     name = args.name or Path(args.model).resolve().name
     if not name.isprintable():
         raise ConfigError(f"--name = {name!a}: give a name that can be printed")
-    api_key = _api_key(args.api_key_file)
+    api_key = _secret(args.api_key_file, KEY_VARIABLE, "--api-key-file", "an API key")
     if api_key is None and not is_loopback(args.host):
         raise ConfigError(
             f"--host = {args.host!r} is reached from other machines, so an API key is needed: set "
@@ -157,7 +164,27 @@ def read_options(args: argparse.Namespace) -> ServeOptions:
         device=args.device,
         threads=args.threads,
         batch_invariant=args.batch_invariant,
+        rl_dir=None if args.rl_dir is None else Path(args.rl_dir),
+        admin_token=_admin_token(args, api_key),
     )
+
+
+def _admin_token(args: argparse.Namespace, api_key: str | None) -> str | None:
+    """Read the trainers' token, if trainers are served; raise ConfigError if it is missing."""
+    if args.rl_dir is None:
+        if args.admin_token_file is not None:
+            raise ConfigError("--admin-token-file: give --rl-dir, too, which serves trainers")
+        return None
+    if not Path(args.rl_dir).is_dir():
+        raise ConfigError(f"--rl-dir = {args.rl_dir!r}: no such directory")
+    file = args.admin_token_file
+    token = _secret(file, ADMIN_VARIABLE, "--admin-token-file", "an admin token")
+    if token is None and api_key is not None:
+        raise ConfigError(
+            "--rl-dir with an API key: those who have the key could change the weights; set "
+            f"${ADMIN_VARIABLE} or give --admin-token-file"
+        )
+    return token
 
 
 def is_loopback(host: str) -> bool:
@@ -170,20 +197,20 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _api_key(file: str | None) -> str | None:
-    """Read the key from a file or the environment, where other processes cannot see it."""
+def _secret(file: str | None, variable: str, option: str, what: str) -> str | None:
+    """Read a secret from a file or the environment, where other processes cannot see it."""
     if file is not None:
         try:
-            key, source = Path(file).read_text(encoding="utf-8").strip(), f"--api-key-file {file}"
+            key, source = Path(file).read_text(encoding="utf-8").strip(), f"{option} {file}"
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file = {file!r} cannot be read ({error})") from error
-    elif KEY_VARIABLE in os.environ:
-        key, source = os.environ[KEY_VARIABLE].strip(), f"${KEY_VARIABLE}"
+            raise ConfigError(f"{option} = {file!r} cannot be read ({error})") from error
+    elif variable in os.environ:
+        key, source = os.environ[variable].strip(), f"${variable}"
     else:
         return None
     if len(key) < _MIN_KEY_LEN or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
-            f"{source}: an API key has at least {_MIN_KEY_LEN} printable ASCII characters, no "
+            f"{source}: {what} has at least {_MIN_KEY_LEN} printable ASCII characters, no "
             'blanks; make one: python -c "import secrets; print(secrets.token_urlsafe(32))"'
         )
     return key

@@ -147,10 +147,13 @@ class _CommonFields(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     # Only values without an effect are accepted.
     presence_penalty: Any = None
     frequency_penalty: Any = None
+    repetition_penalty: Any = None
     logit_bias: Any = None
 
     # Ignored: they do not change the text.
@@ -168,7 +171,9 @@ class _CommonFields(BaseModel):
             raise _field_error("temperature", f"it must be 0, or at least {MIN_TEMPERATURE}")
         if self.stream_options is not None and not self.stream:
             raise _field_error("stream_options", "it needs stream = true")
-        return _only(self, presence_penalty=0, frequency_penalty=0, logit_bias={})
+        return _only(
+            self, presence_penalty=0, frequency_penalty=0, repetition_penalty=1.0, logit_bias={}
+        )
 
     @property
     def includes_usage(self) -> bool:
@@ -263,7 +268,61 @@ def _field_error(name: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message, "param": name})
 
 
-Body = TypeVar("Body", CompletionRequest, ChatCompletionRequest)
+@final
+class TransferRequest(BaseModel):
+    """The body of /init_weight_transfer_engine.
+
+    Example: TransferRequest(init_info={"backend": "directory"})
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    init_info: dict[str, Any]
+
+
+@final
+class WeightDirectory(BaseModel):
+    """Weights that a trainer has written.
+
+    Example: WeightDirectory(directory="step-12", version=12, sha256={"model.safetensors": "9f..."})
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    directory: str
+    """Directory with safetensors files in Hugging Face's names, inside that of --rl-dir."""
+    version: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Number that responses report as `policy_version`; None: the next one."""
+    sha256: dict[str, str] | None = None
+    """Hexadecimal digest of each file; None: files are only checked against their headers."""
+
+
+@final
+class WeightUpdateRequest(BaseModel):
+    """The body of /update_weights.
+
+    Example: WeightUpdateRequest(update_info=WeightDirectory(directory="step-12"))
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    update_info: WeightDirectory
+
+
+@final
+class DrafterRequest(BaseModel):
+    """The body of /update_drafter.
+
+    Example: DrafterRequest(drafter="drafter-40")
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    drafter: Annotated[str, Field(min_length=1)]
+    """Directory inside that of --rl-dir, history, none, or several joined by +."""
+
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,8 +21,10 @@ from longtail.engine.limits import EngineLimits
 from longtail.errors import ConfigError, UnavailableError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.serve.app import make_app
-from longtail.serve.options import Limits, ServeOptions
+from longtail.serve.middleware import Access
+from longtail.serve.options import ServeOptions
 from longtail.serve.service import Service
+from longtail.serve.updates import ModelUpdates
 from longtail.system.device import set_threads, to_stderr
 from longtail.system.interrupt import Interruption
 
@@ -78,28 +81,36 @@ def load_server(options: ServeOptions) -> ModelServer:
         kv_tokens=limits.kv_tokens,
     )
 
-    def make_engine() -> RolloutEngine:
-        return open_engine(target, engine_limits, options.drafter)
+    updates = ModelUpdates(options.rl_dir or Path(), target, options.drafter)
 
-    return make_server(make_engine, tokenizer, limits, name=options.name, api_key=options.api_key)
+    def make_engine() -> RolloutEngine:
+        return open_engine(target, engine_limits, updates.drafter)
+
+    return make_server(
+        make_engine,
+        tokenizer,
+        Access(limits=limits, api_key=options.api_key, admin_token=options.admin_token),
+        name=options.name,
+        updates=None if options.rl_dir is None else updates,
+    )
 
 
 def make_server(
     make_engine: Callable[[], RolloutEngine],
     tokenizer: Tokenizer,
-    limits: Limits,
+    access: Access,
     *,
     name: str,
-    api_key: str | None = None,
+    updates: ModelUpdates | None = None,
 ) -> ModelServer:
-    """Put a service and its routes in front of an engine; `limits.max_len` is the engine's.
+    """Put a service and its routes in front of an engine; `access.limits` has its `max_len`.
 
-    `make_engine` is called now, and again after each failure of an engine.
+    `make_engine` is called now, and again after each failure of an engine. With `updates`, trainers
+    can change the service.
     """
-    service = Service(make_engine, tokenizer.decode, limits)
-    return ModelServer(
-        service=service, app=make_app(service, tokenizer, name=name, api_key=api_key)
-    )
+    service = Service(make_engine, tokenizer.decode, access.limits)
+    app = make_app(service, tokenizer, name=name, access=access, updates=updates)
+    return ModelServer(service=service, app=app)
 
 
 @contextmanager

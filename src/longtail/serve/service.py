@@ -24,31 +24,48 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import final
+from enum import StrEnum
+from typing import TypeVar, final
 
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv.cache import KVUsage
+from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Decode, Reader
 from longtail.errors import CompletionError, LongtailError, OverloadedError, UnavailableError
 from longtail.serve.engine_thread import EngineListener, EngineThread
 from longtail.serve.metrics import ServeMetrics
 from longtail.serve.options import Limits
 from longtail.serve.stream import Chunk, CompletionStream, RequestState
-from longtail.types import Request
+from longtail.types import PolicyWeights, Request
 
 _log = logging.getLogger("longtail")
 _WATCH_S = 0.5
 _JOIN_S = 10.0
+_PAUSE_POLL_S = 0.01
 _STOPPING = "the server is shutting down"
+_PAUSED = "generation is paused; a trainer resumes it with POST /resume"
 _FAILED_TWICE = "the engine failed twice while it generated this completion; see the server's log"
 _MAX_FAILURES = 2
 """Number of engine failures after which a suspect gets an error."""
+Result = TypeVar("Result")
+
+
+class PauseMode(StrEnum):
+    """Treatment of unfinished completions, and of later calls, by a pause."""
+
+    ABORT = "abort"
+    """They end with the tokens that they have; later calls are refused."""
+    WAIT = "wait"
+    """They are finished before the pause begins; later calls are refused."""
+    KEEP = "keep"
+    """They continue after the pause; later calls wait for its end."""
 
 
 @final
 class Service(EngineListener):
-    """Lifecycle: start -> submit, probe, ... -> drain -> stop; all on one event loop."""
+    """Lifecycle: start -> submit, probe, pause, ... -> drain -> stop; all on one event loop."""
 
     def __init__(
         self, make_engine: Callable[[], RolloutEngine], decode: Decode, limits: Limits
@@ -58,6 +75,12 @@ class Service(EngineListener):
         self._thread = EngineThread(make_engine, self, self.metrics)
         self.vocab_size = self._thread.open().model.config.vocab_size
         """Vocabulary size of the model."""
+        self.dtype = self._thread.open().model.dtype
+        """Dtype of the weights."""
+        self.is_paused = False
+        """Whether the engine takes no steps."""
+        self._refuses = False
+        """Whether calls are refused, because of a pause."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
@@ -74,6 +97,8 @@ class Service(EngineListener):
         gauge("running_completions", "Completions being generated.", lambda: self.num_running)
         gauge("waiting_completions", "Completions that wait.", lambda: self.num_waiting)
         gauge("kv_free_tokens", "Free KV memory, in tokens.", lambda: self.kv_usage().free)
+        gauge("policy_version", "Version of the weights.", lambda: self.policy_version)
+        gauge("paused", "1 while generation is paused.", lambda: self.is_paused)
         gauge("kv_total_tokens", "Total KV memory, in tokens.", lambda: self.kv_usage().total)
 
     @property
@@ -85,6 +110,11 @@ class Service(EngineListener):
     def num_waiting(self) -> int:
         """Number of completions that wait for a slot."""
         return len(self._states) - self.num_running
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights; 0 until a trainer updates them."""
+        return self._thread.policy_version
 
     def kv_usage(self) -> KVUsage:
         """Return the KV usage after the last step, in tokens."""
@@ -102,8 +132,8 @@ class Service(EngineListener):
         Requests with equal prompts share their KV. Raises OverloadedError when too many requests
         wait, UnavailableError when none is accepted any more.
         """
-        if self._closed is not None:
-            raise UnavailableError(self._closed)
+        if self._closed is not None or self._refuses:
+            raise UnavailableError(self._closed or _PAUSED)
         count = len(self._states)
         if count + len(requests) > self.limits.max_running + self.limits.max_queue:
             raise OverloadedError(
@@ -136,10 +166,14 @@ class Service(EngineListener):
     async def probe(self) -> None:
         """Wait until the engine generates a token, of any request or of a made-up one.
 
-        Raises UnavailableError if it generates none within `health_s`.
+        During a pause, wait until the engine's thread answers. Raises UnavailableError if it does
+        not within `health_s`.
         """
         if self._closed is not None:
             raise UnavailableError(self._closed)
+        if self.is_paused:
+            await self._wait(self._thread.call(lambda engine: None), self.limits.health_s)
+            return
         assert self._loop is not None, "start it first"
         done: asyncio.Future[None] = self._loop.create_future()
         self._probes.add(done)
@@ -153,11 +187,50 @@ class Service(EngineListener):
         finally:
             self._probes.discard(done)
 
+    async def pause(self, mode: PauseMode) -> None:
+        """Take no more steps until `resume`; see `PauseMode`."""
+        self._refuses = mode is not PauseMode.KEEP
+        while mode is PauseMode.WAIT and self._states and self._closed is None:
+            await asyncio.sleep(_PAUSE_POLL_S)
+            if not self._refuses:
+                return  # resumed meanwhile
+        self.is_paused = True
+        await self._wait(self._thread.set_paused(True))
+        if mode is PauseMode.ABORT:
+            await self._wait(self._thread.finish(tuple(self._states)))
+
+    async def resume(self) -> None:
+        """Generate again, where `pause` stopped."""
+        self._refuses = False
+        await self._wait(self._thread.set_paused(False))
+        self.is_paused = False
+
+    async def update_weights(self, weights: PolicyWeights) -> None:
+        """Generate with other weights from the next step on; unfinished texts begin anew."""
+        await self._wait(self._thread.update(weights))
+        self.metrics.weight_updates.inc()
+
+    async def speculate(self, speculation: Speculation | None) -> None:
+        """Draft with other drafters from the next step on; None: decode plainly."""
+        await self._wait(self._thread.call(lambda engine: engine.speculate(speculation)))
+
+    async def _wait(self, future: "Future[Result]", seconds: float | None = None) -> Result:
+        """Wait for the engine thread. Raises UnavailableError if there is none any more."""
+        if self._closed is not None:
+            raise UnavailableError(self._closed)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+        except TimeoutError as error:
+            raise UnavailableError(f"the engine did not answer within {seconds:g} s") from error
+
     async def drain(self, seconds: float) -> None:
-        """Accept no more requests, wait up to `seconds` for unfinished ones, then abort them."""
+        """Accept no more requests, wait up to `seconds` for unfinished ones, then abort them.
+
+        During a pause they cannot be finished, and are aborted at once.
+        """
         self._closed = self._closed or _STOPPING
         deadline = time.monotonic() + seconds
-        while self._states and time.monotonic() < deadline:
+        while self._states and not self.is_paused and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         self._close(_STOPPING)
 
@@ -205,7 +278,7 @@ class Service(EngineListener):
         while self._closed is None:
             await asyncio.sleep(min(_WATCH_S, self.limits.stall_s))
             stalled_s = time.monotonic() - self._thread.progress_at
-            if self._states and stalled_s > self.limits.stall_s:
+            if self._states and not self.is_paused and stalled_s > self.limits.stall_s:
                 _log.error("the engine finished no step in %g s: giving up", self.limits.stall_s)
                 self._close("the engine hangs; restart the server")
 
@@ -244,6 +317,8 @@ class Service(EngineListener):
         self._fail_probes("the engine failed and is being restarted")
         self._thread = EngineThread(self._make_engine, self, self.metrics, predecessor=self._thread)
         self._thread.start()
+        if self.is_paused:
+            self._thread.set_paused(True)
         suspects = running & self._states.keys() or self._states.keys()
         self._suspects.clear()
         for state in tuple(self._states.values()):

@@ -20,7 +20,8 @@ class Ending:
     """Finish reason and speculation counts of a finished completion.
 
     Example: Ending(reason=FinishReason.STOP, num_tokens=40, num_drafted=30, num_accepted=22,
-                    num_verified=10): 22 of its 40 tokens were accepted draft tokens
+                    num_verified=10, policy_version=0): 22 of its 40 tokens were accepted draft
+                    tokens
     """
 
     reason: FinishReason
@@ -28,6 +29,8 @@ class Ending:
     num_drafted: int
     num_accepted: int
     num_verified: int
+    policy_version: int
+    """Version of the weights that wrote the whole text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class Chunk:
     logprobs: tuple[float, ...]
     ending: Ending | None
     """Set in the last chunk of a completion."""
+    is_rewrite: bool = False
+    """Whether earlier chunks are void, since the weights were changed: a text begins anew."""
 
 
 @final
@@ -102,6 +107,10 @@ class RequestState:
     num_drafted: int = 0
     num_accepted: int = 0
     num_verified: int = 0
+    policy_version: int = 0
+    """Version of the weights that write the text."""
+    is_rewritten: bool = False
+    """Whether the caller has tokens of earlier weights, which the next chunk makes void."""
 
     @property
     def request_id(self) -> str:
@@ -111,6 +120,12 @@ class RequestState:
     def restart(self) -> None:
         """Expect the text from its beginning."""
         self.num_replayed = self.num_drafted = self.num_accepted = self.num_verified = 0
+
+    def rewrite(self) -> None:
+        """Expect another text, since the weights were changed."""
+        self.is_rewritten = self.is_rewritten or bool(self.sent)
+        self.sent.clear()
+        self.reader.restart()
 
     def count(self, verified: Verified) -> None:
         """Add one verified draft to the speculation counts."""
@@ -135,20 +150,37 @@ class RequestState:
             return None
         tokens = [each.token for each in new]
         text, ending = self.reader.feed(tokens), None
+        self.sent += tokens
         if completion is not None:
             text += self.reader.finish(completion.text)
-            ending = Ending(
-                reason=completion.finish_reason,
-                num_tokens=len(completion.tokens),
-                num_drafted=self.num_drafted,
-                num_accepted=self.num_accepted,
-                num_verified=self.num_verified,
-            )
-        self.sent += tokens
+            ending = self._ending(completion.finish_reason)
+        is_rewrite, self.is_rewritten = self.is_rewritten, False
         return Chunk(
             choice=self.choice,
             text=text,
             tokens=tuple(tokens),
             logprobs=tuple(each.logprob for each in new),
             ending=ending,
+            is_rewrite=is_rewrite,
+        )
+
+    def last_chunk(self, completion: Completion) -> Chunk:
+        """Return the end of a completion that is aborted here; it has no more tokens."""
+        return Chunk(
+            choice=self.choice,
+            text=self.reader.finish(completion.text),
+            tokens=(),
+            logprobs=(),
+            ending=self._ending(completion.finish_reason),
+            is_rewrite=self.is_rewritten,
+        )
+
+    def _ending(self, reason: FinishReason) -> Ending:
+        return Ending(
+            reason=reason,
+            num_tokens=len(self.sent),
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            num_verified=self.num_verified,
+            policy_version=self.policy_version,
         )

@@ -51,8 +51,9 @@ class BudgetConstants:
     """Drafts of a probe. Half, double: none."""
     start_gain: float = 1.02
     """Predicted gain over plain decoding to start drafting. Half, double the excess: none."""
-    stop_gain: float = 0.99
-    """Predicted gain below which drafting stops. Half, double its distance from 1: none."""
+    stop_gain: float = 1.0
+    """Predicted gain below which drafting stops. At 0.98 or 0.995: none, but a drafter without
+    proposals then costs that share."""
     decision_steps: int = 48
     """Steps for which a decision holds. Half: none. Double: better +18."""
     short_decision_steps: int = 6
@@ -278,7 +279,9 @@ class BudgetTuner(Tuner):
         self._decided_for, self._age = batch.num_sampled, 0
         forecasts = [self._forecast(drafters, batch) for drafters in self._sets]
         best = max(forecasts, key=lambda forecast: forecast.tokens_per_s)
-        plain = batch.num_sampled / self._costs.plain_s(batch)
+        # The curves are corrected apart, but without nodes both kinds of step compute the same.
+        plain_s = min(self._costs.plain_s(batch), self._costs.verify_s(batch, 0))
+        plain = batch.num_sampled / plain_s
         self._gain = best.tokens_per_s / plain
         self._drafting = self._gain > (c.stop_gain if self._drafting else c.start_gain)
         reason = f"predicted {self._gain:.2f}x of plain decoding at {batch.num_sampled} running"

@@ -197,10 +197,10 @@ class CostModel:
             moved = _moved(_error(timing.seconds, cost.of(timing)), self._num_drafts)
             self.drafts[timing.drafter] = cost.scaled(1 + moved)
             self._num_drafts += 1
-        drafted = bool(outcome.timings)
-        predicted = self.verify_s(batch, nodes) if drafted else self.plain_s(batch)
+        verifies = nodes > 0  # without nodes it computes what a plain step does
+        predicted = self.verify_s(batch, nodes) if verifies else self.plain_s(batch)
         error = _error(outcome.verify_s, predicted)
-        mine, other = (self.verify, self.plain) if drafted else (self.plain, self.verify)
+        mine, other = (self.verify, self.plain) if verifies else (self.plain, self.verify)
         other.scale(mine.correct(batch.num_tokens + nodes, error))
 
     def numbers(self) -> dict[str, Any]:

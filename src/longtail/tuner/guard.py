@@ -6,9 +6,13 @@ requests: drafting that loses in a full batch may well win in its tail.
     a step with drafts   + seconds that plain decoding would take for its tokens - its own seconds
     every step           + 1 % of its seconds
 
-An account is never above the seconds of `_GRANT` plain steps, its initial value. Drafting is paused
-when it is empty, and resumes when it holds `_RESUME` plain steps. So drafting that loses half of
-each step is paused after 16 steps for 200, and past gains pay for no more than the grant.
+The seconds of plain decoding are those of the cost model, corrected in each account by what steps
+without drafted nodes took lately: the model may be wrong by more than drafting gains or loses. So
+one of `_CHECK_EVERY` steps is plain, and of `_CLEAR_CHECK_EVERY` where drafting clearly wins.
+
+An account begins with the seconds of `_INITIAL` plain steps and never holds more than `_MOST`.
+Drafting is paused when it is empty, and resumes when it holds `_RESUME` plain steps. So drafting
+that loses half of each step is paused after 6 steps for 200, and past gains pay for `_MOST` steps.
 """
 
 from dataclasses import dataclass
@@ -19,8 +23,16 @@ from longtail.tuner.records import Batch, Outcome
 
 LOSS_SHARE = 0.01
 """Share of all seconds that drafting may lose."""
-_GRANT, _RESUME = 8, 2
-"""Seconds on an account at most, and from which drafting resumes, in plain steps."""
+_INITIAL, _RESUME, _MOST = 3, 2, 8
+"""Seconds on an account at first, from which drafting resumes, and at most, in plain steps."""
+_CHECK_EVERY, _CLEAR_CHECK_EVERY = 16, 128
+"""Steps with drafted nodes between two without, in which plain decoding is measured."""
+_FEW = 4
+"""Number of measurements below which nothing is clear."""
+_BIAS_CLIP = 2.0
+"""Largest factor between a measurement and the mean of the earlier ones."""
+_BIAS_RATE = 0.1
+"""Least weight of a new measurement of plain decoding."""
 _STALL = 4.0
 """Multiple of its predicted seconds from which a step is a stall of the machine."""
 
@@ -31,7 +43,12 @@ class _Account:
 
     seconds: float
     plain_step_s: float
-    """Predicted seconds of a plain step like the last one."""
+    """Seconds of a plain step like the last one."""
+    bias: float
+    """Mean ratio of measured to predicted seconds of plain steps."""
+    num_measured: int = 0
+    since_measured: int = 0
+    """Number of steps with drafted nodes since the last one without."""
     is_paused: bool = False
     draft_s: float = 0.0
     """Seconds of the steps with drafts since the last pause."""
@@ -39,9 +56,22 @@ class _Account:
     """Predicted seconds of plain decoding for the same tokens."""
     num_drafted: int = 0
 
+    @property
+    def needs_plain_step(self) -> bool:
+        """Whether the last measurement of a plain step is too old."""
+        is_clear = self.seconds >= _MOST * self.plain_step_s and self.num_measured >= _FEW
+        return self.since_measured >= (_CLEAR_CHECK_EVERY if is_clear else _CHECK_EVERY)
+
+    def measure(self, ratio: float) -> None:
+        """Add the ratio of measured to predicted seconds of a plain step."""
+        self.num_measured += 1
+        self.since_measured = 0
+        ratio = min(max(ratio, self.bias / _BIAS_CLIP), self.bias * _BIAS_CLIP)
+        self.bias += (ratio - self.bias) * max(1 / self.num_measured, _BIAS_RATE)
+
     def pay(self, seconds: float) -> None:
         """Add seconds; end a pause when the account holds enough."""
-        self.seconds = min(self.seconds + seconds, _GRANT * self.plain_step_s)
+        self.seconds = min(self.seconds + seconds, _MOST * self.plain_step_s)
         if self.is_paused and self.seconds >= _RESUME * self.plain_step_s:
             self.is_paused = False
             self.draft_s = self.plain_s = 0.0
@@ -60,7 +90,7 @@ class Guard:
     def allows(self, batch: Batch) -> bool:
         """Return whether a step may draft."""
         account = self._accounts.get(_size(batch))
-        return account is None or not account.is_paused
+        return account is None or not (account.is_paused or account.needs_plain_step)
 
     def count_repeat(self) -> None:
         """Count a plain step that is not reported to `learn`, because it repeats the last one."""
@@ -69,14 +99,19 @@ class Guard:
 
     def learn(self, outcome: Outcome) -> str:
         """Judge a step; return the reason if a pause begins after it, else an empty string."""
-        batch, step_s = outcome.batch, self._costs.plain_s(outcome.batch)
-        account = self._accounts.setdefault(_size(batch), _Account(_GRANT * step_s, step_s))
-        self._last, account.plain_step_s = account, step_s
-        took_s = self._without_stall(outcome)
+        batch, took_s = outcome.batch, self._without_stall(outcome)
+        account = self._account(batch)
+        predicted_s = self._costs.plain_s(batch)
+        if not outcome.num_nodes:
+            measured_s = min(outcome.verify_s, took_s)
+            account.measure(measured_s / predicted_s)
+        else:
+            account.since_measured += 1
+        self._last, account.plain_step_s = account, account.bias * predicted_s
         account.pay(LOSS_SHARE * took_s)
         if not outcome.timings:
             return ""
-        plain_s = step_s * outcome.num_emitted / max(batch.num_sampled, 1)
+        plain_s = account.plain_step_s * outcome.num_emitted / max(batch.num_sampled, 1)
         account.pay(plain_s - took_s)
         account.draft_s += took_s
         account.plain_s += plain_s
@@ -89,6 +124,15 @@ class Guard:
             f"{account.num_drafted} steps, at {batch.num_sampled} running: paused until the loss "
             f"is below {LOSS_SHARE:.0%} of the time"
         )
+
+    def _account(self, batch: Batch) -> _Account:
+        """Return the account of a batch; a new one begins with the last one's bias."""
+        found = self._accounts.get(_size(batch))
+        if found is None:
+            bias = 1.0 if self._last is None else self._last.bias
+            step_s = bias * self._costs.plain_s(batch)
+            found = self._accounts[_size(batch)] = _Account(_INITIAL * step_s, step_s, bias)
+        return found
 
     def _without_stall(self, outcome: Outcome) -> float:
         """Return the seconds of a step, or its predicted ones if the machine stalled in it."""

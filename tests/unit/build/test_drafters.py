@@ -32,7 +32,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def opened(names: str, target: Target, *, learns: bool = False) -> list[Drafter]:
-    return list(open_drafters(drafter_names(names, target, learns=learns), target, print))
+    return list(open_drafters(drafter_names(names, target.name, learns=learns), target, print))
 
 
 def test_none_is_no_drafter_and_auto_needs_no_weights(target):
@@ -65,13 +65,13 @@ def test_a_fresh_drafter_is_the_same_each_time(target):
 
 def test_a_fresh_drafter_that_cannot_learn_is_refused(target):
     with pytest.raises(ConfigError, match="has to learn while it is used"):
-        drafter_names("fresh+history", target, learns=False)
+        drafter_names("fresh+history", target.name, learns=False)
 
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_auto_is_the_embedded_models_own_where_it_is_the_target(target, learns):
     mine = replace(target, name="tiny-reasoner")
-    assert drafter_names("auto", mine, learns=learns) == ["tiny-reasoner"]
+    assert drafter_names("auto", mine.name, learns=learns) == ["tiny-reasoner"]
 
 
 def test_names_joined_by_plus_are_as_many_drafters(target):

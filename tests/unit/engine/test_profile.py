@@ -7,7 +7,7 @@ import torch
 
 from longtail.engine import profile
 from longtail.engine.limits import EngineLimits
-from longtail.engine.profile import measure_costs, without_stalls
+from longtail.engine.profile import Profiler, measure_steps, without_stalls
 from longtail.speculation.taps import Taps
 from longtail.tuner.cost import CostModel, TimeCurve
 from support.drafters import RIGHT, ScriptedDrafter
@@ -48,7 +48,7 @@ def test_stalls_apart_from_each_other_are_both_lowered():
 
 def test_a_measured_model_costs_something_and_more_costs_more():
     with unchecked_shapes():
-        costs = measure_costs(tiny_model(), LIMITS, (), None)
+        costs = measure_steps(tiny_model(), LIMITS)
     assert costs.drafts == []
     assert costs.pair_s >= 0
     assert 0 <= costs.node_pair_s <= costs.pair_s
@@ -65,7 +65,9 @@ def test_a_measured_model_costs_something_and_more_costs_more():
 def test_every_drafter_gets_a_cost_and_forgets_the_synthetic_requests():
     drafters = [scripted(Taps()), scripted(Taps(layers=(1,), final=True))]
     known = CostModel(TimeCurve((1, 8), (1e-3, 2e-3)), pair_s=0.0, node_pair_s=0.0)
-    costs = measure_costs(tiny_model(), LIMITS, drafters, known)
+    profiler = Profiler(tiny_model(), LIMITS)
+    profiler.costs = known
+    costs = profiler.measure(drafters)
     assert costs is known  # steps are not measured again
     assert costs.plain.at(8) == pytest.approx(2e-3)
     assert len(costs.drafts) == 2
@@ -75,15 +77,20 @@ def test_every_drafter_gets_a_cost_and_forgets_the_synthetic_requests():
         assert {name for name, _ in drafter.gone} == set(TEXTS)
 
 
-def test_drafts_of_another_set_of_drafters_replace_the_known_ones():
-    known = CostModel(TimeCurve((1, 8), (1e-3, 2e-3)), pair_s=0.0, node_pair_s=0.0)
-    measure_costs(tiny_model(), LIMITS, [scripted(Taps()), scripted(Taps())], known)
-    assert len(measure_costs(tiny_model(), LIMITS, [scripted(Taps())], known).drafts) == 1
+def test_a_drafter_that_returns_keeps_its_corrected_costs():
+    profiler = Profiler(tiny_model(), LIMITS)
+    profiler.costs = CostModel(TimeCurve((1, 8), (1e-3, 2e-3)), pair_s=0.0, node_pair_s=0.0)
+    first, second = scripted(Taps()), scripted(Taps())
+    costs = profiler.measure([first, second])
+    corrected = costs.drafts[1] = costs.drafts[1].scaled(2.0)
+    kept = costs.drafts[0]
+    assert profiler.measure([first]).drafts == [kept]
+    assert profiler.measure([second, first]).drafts == [corrected, kept]
 
 
 @pytest.mark.parametrize(("running", "tokens"), [(1, 1), (1, 3), (3, 3), (4, 4)])
 def test_the_tightest_engine_can_be_measured(running, tokens):
     limits = EngineLimits(max_running=running, max_step_tokens=tokens, max_len=16)
     with unchecked_shapes():
-        costs = measure_costs(tiny_model(), limits, (), None)
+        costs = measure_steps(tiny_model(), limits)
     assert costs.plain.at(1) > 0

@@ -137,7 +137,7 @@ def test_auto_is_the_runs_own_drafter_for_the_run_and_its_checkpoints(
     path, target = run
     for name in (path, path / "checkpoints" / "step_000004"):
         mine = replace(target, name=str(name))
-        (drafter,) = open_drafters(drafter_names("auto", mine, learns=True), mine, print)
+        (drafter,) = open_drafters(drafter_names("auto", mine.name, learns=True), mine, print)
         assert drafter.taps.layers == (0, 1)
-    names = drafter_names("auto", replace(target, name="some-model"), learns=False)
+    names = drafter_names("auto", "some-model", learns=False)
     assert names == ["history"]

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from longtail.engine.engine import RolloutEngine
+from longtail.serve.middleware import Access
 from longtail.serve.server import make_server, running
 from support.serving import (
     LIMITS,
@@ -199,7 +200,8 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(
     limits = dataclasses.replace(LIMITS, max_body_kb=4096)
     tokenizer = byte_level_tokenizer()
     monkeypatch.setattr(type(tokenizer), "encode", never)
-    server = make_server(lambda: make_engine(limits=limits), tokenizer, limits, name=NAME)
+    access = Access(limits=limits)
+    server = make_server(lambda: make_engine(limits=limits), tokenizer, access, name=NAME)
     with live(server) as client:
         answer = client.post(TEXT, json=prompt("a" * 2**20))
     assert answer.status_code == 400

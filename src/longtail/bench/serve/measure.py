@@ -28,6 +28,7 @@ from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data import tiny_task as task
+from longtail.serve.middleware import Access
 from longtail.serve.options import Limits
 from longtail.serve.server import ModelServer, make_server, running
 from longtail.speculation.drafter import Drafter
@@ -63,7 +64,7 @@ class ServedModel:
             engine.speculate(speculation if drafts else None)
             return engine
 
-        return make_server(make_engine, self.tokenizer, limits, name=self.name)
+        return make_server(make_engine, self.tokenizer, Access(limits=limits), name=self.name)
 
     def calls(
         self, temperature: float, max_tokens: int, count: int, *, stream: bool = True

@@ -15,8 +15,9 @@ rollout to measure, with a wait that doubles each time it did not pay.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from longtail.drafter.eagle.loss import expected_accept_len
 from longtail.drafter.training.spot import SpotEnd, SpotReport
@@ -75,6 +76,27 @@ class PayOff:
             return 0.0
         spent_s, self._saved_s = self._saved_s, 0.0
         return spent_s
+
+    def state(self) -> dict[str, Any]:
+        """Return the state, fit for JSON."""
+        return {
+            "points": [[each.num_tokens, each.accept_len] for each in self._points],
+            "num_tokens": self._num_tokens,
+            "tokens_per_s": self._tokens_per_s,
+            "saved_s": self._saved_s,
+            "needed_s": self._needed_s,
+            "wait": self._wait,
+            "left": self._left,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self._points = [
+            LearningPoint(num_tokens=count, accept_len=length) for count, length in state["points"]
+        ]
+        self._num_tokens, self._tokens_per_s = state["num_tokens"], state["tokens_per_s"]
+        self._saved_s, self._needed_s = state["saved_s"], state["needed_s"]
+        self._wait, self._left = state["wait"], state["left"]
 
     def record(self, report: SpotReport) -> None:
         """Add the measurement of a training, if it made one."""

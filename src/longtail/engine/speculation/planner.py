@@ -91,13 +91,16 @@ class DraftPlanner:
         ]
         return PlannedStep(batch, plan, requests[: plan.num_requests])
 
-    def propose(self, step: PlannedStep, noise: Noise | None) -> PlannedStep:
-        """Return the step with each drafter's proposals, cut to the depth that can be used."""
+    def propose(self, step: PlannedStep, noise: Noise | None, began_s: float) -> PlannedStep:
+        """Return the step with each drafter's proposals, cut to the depth that can be used.
+
+        The time since `began_s`, in which drafters observed, is part of the first one's.
+        """
         assert step.plan.strategy is not None, "only a plan that drafts has requests"
         draftable = [each.draftable(self._depth_limit(each)) for each in step.requests]
         proposals: list[list[DraftTree]] = []
         timings: list[DraftTiming] = []
-        started = self._clock.read()
+        started = began_s
         for index in step.plan.drafters:
             found = self._drafters[index].propose(draftable, step.plan.strategy, noise)
             trees = [

@@ -134,7 +134,7 @@ class Speculator:
         if speculation.features and (known is None or known.features is not speculation.features):
             speculation.features.clear()  # the weights may have changed meanwhile
         lookbacks = [drafter.lookback for drafter in self.drafters]
-        self.queue = ObservationQueue(max(lookbacks) if all(lookbacks) else 0)
+        self.queue = ObservationQueue(max(lookbacks, default=1) if all(lookbacks) else 0)
         """Tokens that the drafters have not observed yet."""
         if before.taps == self.taps:
             self.queue.inherit(before.queue)
@@ -169,12 +169,13 @@ class Speculator:
         step = self._step = self._planner.plan(scheduled, spare_tokens)
         if not step.requests or step.plan.strategy is None:
             return scheduled
+        began_s = self._clock.read()  # a plain step needs neither observations nor noise
         self._send_observations()
         depth = step.plan.strategy.depth
         with self.timer.noise:
             noise.prepare([each.active for each in scheduled if each.draws], depth)
         heard = noise.for_drafts(step.requests, depth) if self.speculation.coupled else None
-        self._step = self._planner.propose(step, heard)
+        self._step = self._planner.propose(step, heard, began_s)
         drafts = self._planner.select(self._step, try_grow)
         return [
             Scheduled(

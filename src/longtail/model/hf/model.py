@@ -53,16 +53,30 @@ def load_model(
     tensors, NonFiniteError for NaN or infinity, each with the tensor's name.
     """
     path = Path(path)
-    config = load_config(path)
+    return read_model(load_config(path), path, dtype or stored_dtype(path), device)
+
+
+def read_model(
+    config: ModelConfig, path: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Transformer:
+    """Read the weights of a directory, which need not hold a config.json; see `load_model`."""
     files = check_weights(config, path)  # before sizes from config.json are allocated
+    model = empty_model(config, dtype, device)
+    read_weights(model, path, files)
+    return model
+
+
+def empty_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Transformer:
+    """Return a model whose parameters are allocated but have no values yet."""
     with torch.device("meta"):
         model = Transformer(config)
-    model = model.to(dtype or stored_dtype(path)).to_empty(device=device)
+    model = model.to(dtype).to_empty(device=device)
     if config.tied_embeddings:  # both conversions untie the head
         embedding = model.embedding.weight
         assert isinstance(embedding, torch.nn.Parameter)
         model.head.weight = embedding
-    read_weights(model, path, files)
     return model
 
 

@@ -121,18 +121,26 @@ def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
     return located
 
 
+def hf_rows(model: Transformer) -> dict[str, Tensor]:
+    """Return the rows of the model's parameters by Hugging Face's names; a write changes the model.
+
+    A tied head is left out.
+    """
+    parameters = dict(model.named_parameters())
+    targets: dict[str, Tensor] = {}
+    for name, parts in layout(model.config).items():
+        rows = parameters[name].detach().split_with_sizes([part.shape[0] for part in parts])
+        targets |= {part.name: target for part, target in zip(parts, rows, strict=True)}
+    return targets
+
+
 def read_weights(model: Transformer, path: Path, located: Mapping[str, Path]) -> None:
     """Read the model's parameters from a directory; one tensor of the files is in memory at a time.
 
     `located` is the result of `check_weights`. Raises ConfigError if a tied model has a head that
     differs from its embedding, NonFiniteError for NaN or infinity, each with the tensor's name.
     """
-    table = layout(model.config)
-    parameters = dict(model.named_parameters())
-    targets: dict[str, Tensor] = {}
-    for name, parts in table.items():
-        rows = parameters[name].detach().split_with_sizes([part.shape[0] for part in parts])
-        targets |= {part.name: target for part, target in zip(parts, rows, strict=True)}
+    targets = hf_rows(model)
     for file in sorted(set(located.values())):
         with _open(file) as handle:
             for name, target in targets.items():

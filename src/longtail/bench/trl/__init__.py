@@ -1,0 +1,1 @@
+"""`longtail bench trl`."""

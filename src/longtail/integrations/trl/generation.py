@@ -1,0 +1,56 @@
+"""longtail in place of TRL's `VLLMGeneration`.
+
+The walk over the trainer's parameters (FSDP, ZeRO-3, PEFT) is inherited; everything that calls vLLM
+is replaced.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from trl.generation.vllm_generation import VLLMGeneration
+
+from longtail.integrations.trl import sampling
+from longtail.integrations.trl.seam import TrainerSide
+
+
+class LongtailGeneration(VLLMGeneration):
+    """Generates with the engine of `rollouts`; the other arguments are those of TRL's class."""
+
+    def __init__(self, rollouts: TrainerSide, **settings: Any) -> None:
+        self._rollouts = rollouts
+        super().__init__(**settings)
+
+    def _init_vllm(self) -> None:
+        """Open the engine; called at the end of the inherited constructor."""
+        sampling.refuse_unsupported(self)
+        sampling.sampling_params(self, ())  # refuses before any work
+        session = self._rollouts.open(self)
+        # TRL's loop over tools reads the longest text here.
+        longest = SimpleNamespace(max_model_len=session.policy.max_len)
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=longest))
+
+    def sync_weights(self) -> None:
+        """Copy the trainer's weights into the engine."""
+        parameters: Any = self._iter_named_params  # TRL's has no annotations
+        self._rollouts.session.pull(parameters())
+
+    def generate(
+        self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[Any, Any, Any, Any]:
+        """Return prompts, completions, and the logprob and id of each token."""
+        sampling.refuse_images(images)
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        params = sampling.sampling_params(self, sampling.end_tokens(self.model, tokenizer))
+        with profiler or nullcontext():
+            done = self._rollouts.generate(
+                [tuple(map(int, prompt)) for prompt in prompts],
+                params,
+                is_training=bool(self.model.training),
+            )
+        return (
+            prompts,
+            [list(each.tokens) for each in done],
+            [[[logprob] for logprob in each.logprobs] for each in done],
+            [[[token] for token in each.tokens] for each in done],
+        )

@@ -1,0 +1,134 @@
+"""The trainer's model as the engine holds it: a copy of the weights, and the engine on top.
+
+    trainer's model --parameters by name--> rows of this copy --pack--> engine
+                       (at each change)
+
+The copy is written in place. The engine grows with the longest request so far; its KV is freed
+between two rollouts, so that learner and engine use the same device.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from longtail.build.drafters import Target
+from longtail.drafter.eagle.weights import are_finite
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.engine.report import StepReport
+from longtail.engine.speculation.speculator import Speculation
+from longtail.errors import ConfigError, NonFiniteError
+from longtail.model.hf.weights import hf_rows
+from longtail.types import Completion, PolicyWeights, Request
+
+_HEAD = "lm_head.weight"
+_STEP_TOKENS = 512
+_LENGTH_STEP = 256
+"""Tokens by which the longest text grows; a new engine measures its costs again."""
+
+
+@final
+class Policy:
+    """The weights that generate, and their engine."""
+
+    def __init__(self, target: Target, max_running: int, max_len: int) -> None:
+        self.target = target
+        self.max_len = min(max_len, target.model.config.max_positions)
+        """Most tokens of a prompt and its completion."""
+        self._max_running = max_running
+        self._rows = hf_rows(target.model)
+        self._engine: RolloutEngine | None = None
+        self._running = self._length = 0
+        self._speculation: Speculation | None = None
+        self._measured: Speculation | None = None
+        self.version = 0
+        """Number of pulls."""
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The present engine; there is one after the first `ready`."""
+        assert self._engine is not None, "no request was made"
+        return self._engine
+
+    def pull(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy all parameters, by Hugging Face's names.
+
+        Each is read before the next is taken. Raises ConfigError if they are of another model, and
+        NonFiniteError with the name of a parameter that is not finite.
+        """
+        missing = set(self._rows)
+        with torch.no_grad():
+            for name, tensor in parameters:
+                rows = self._rows.get(name)
+                if rows is None and name == _HEAD:
+                    continue  # tied to the embedding
+                if rows is None or rows.shape != tensor.shape:
+                    expected = "no such parameter" if rows is None else f"{tuple(rows.shape)}"
+                    raise ConfigError(
+                        f"the trainer's parameter {name} has shape {tuple(tensor.shape)}, and "
+                        f"longtail's {self.target.model.config.family} model {expected}; longtail "
+                        "cannot generate with this model"
+                    )
+                if not are_finite({name: tensor.detach()}):
+                    raise NonFiniteError(f"{name} is not finite after {self.version} pulls")
+                rows.copy_(tensor)
+                missing.discard(name)
+        if missing:
+            raise ConfigError(f"the trainer's model lacks {min(missing)}: it is another model")
+        self.version += 1
+        if self._engine is not None:
+            own = dict(self.target.model.named_parameters())  # copied above; the engine packs them
+            self._engine.pull(PolicyWeights(version=self.version, tensors=own))
+
+    def speculate(self, speculation: Speculation, measured: Speculation) -> None:
+        """Use a speculation from the next request on.
+
+        `measured` has all drafters that may join later; a new engine measures their costs.
+        """
+        if speculation is self._speculation:
+            return
+        self._speculation, self._measured = speculation, measured
+        if self._engine is not None:
+            self._engine.speculate(speculation)
+
+    def reset_estimates(self) -> None:
+        """Estimate the gain of drafting anew, since a drafter was changed."""
+        if self._engine is not None:
+            self._engine.reset_estimates()
+
+    def ready(self, requests: Sequence[Request]) -> RolloutEngine:
+        """Return an idle engine with room for the requests; one that is too small is replaced."""
+        longest = max(len(each.prompt_tokens) + each.sampling.max_tokens for each in requests)
+        running = min(len(requests), self._max_running)
+        engine = self._engine
+        if engine is not None and running <= self._running and longest <= self._length:
+            return engine
+        rounded = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+        self._length = max(min(rounded, self.max_len), longest, self._length)
+        self._running = max(running, self._running)
+        limits = EngineLimits(
+            max_running=self._running,
+            max_step_tokens=max(_STEP_TOKENS, self._running),
+            max_len=self._length,
+        )
+        if engine is not None:
+            engine.speculate(None)
+        model, decode = self.target.model, self.target.tokenizer.decode
+        self._engine = RolloutEngine(model, decode, limits, policy_version=self.version)
+        self._engine.speculate(self._measured)
+        if self._speculation is not self._measured:
+            self._engine.speculate(self._speculation)
+        return self._engine
+
+    def generate(
+        self, requests: Sequence[Request], on_step: Callable[[StepReport], None]
+    ) -> list[Completion]:
+        """Return the completions, in the order of the requests."""
+        return self.ready(requests).generate(requests, on_step)
+
+    def sleep(self) -> None:
+        """Free the KV until the next request."""
+        if self._engine is not None:
+            self._engine.sleep()

@@ -1,0 +1,307 @@
+"""`longtail_rollouts`: rollouts of TRL's trainers by longtail's engine, through one of two seams.
+
+class seam      with longtail_rollouts() as rollouts: GRPOTrainer(use_vllm=True, callbacks=...)
+                TRL's class for vLLM is replaced, so its importance sampling, its tools and its
+                environments work as they do with vLLM
+function seam   GRPOTrainer(rollout_func=longtail_rollouts()); nothing is replaced
+"""
+
+import functools
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+
+from longtail.build.drafters import Target, check_names
+from longtail.drafter.formats.layouts import Layout, check
+from longtail.errors import ConfigError
+from longtail.integrations.trl import host
+from longtail.integrations.trl.policy import Policy
+from longtail.integrations.trl.ranks import Ranks
+from longtail.integrations.trl.sampling import end_tokens, refuse_images
+from longtail.integrations.trl.seam import TrainerSide
+from longtail.integrations.trl.session import RolloutCall, Session
+from longtail.integrations.trl.turns import Tokens
+from longtail.model.hf.config import Fields, parse
+from longtail.model.hf.model import empty_model
+from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
+from longtail.programs.drafter_export import rounded, self_check, write_layout
+from longtail.system.device import DTYPES, to_stderr
+from longtail.types import Completion, SamplingParams
+
+host.require_trl()
+
+_CHECKED_PROMPTS, _CHECKED_TOKENS = 4, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """Settings of `longtail_rollouts`."""
+
+    drafter: str = "auto"
+    train: Literal["idle", "never"] = "idle"
+    seed: int | None = None
+    dtype: str | None = None
+    max_running: int = 64
+    resume: str | None = None
+
+
+def longtail_rollouts(
+    drafter: str = "auto",
+    *,
+    train: Literal["idle", "never"] = "idle",
+    seed: int | None = None,
+    dtype: str | None = None,
+    max_running: int = 64,
+    resume: str | None = None,
+) -> "Rollouts":
+    """Return rollouts for one trainer.
+
+    `drafter` is a name as for `--speculation.drafter`: "auto" begins a fresh one, which learns
+    during the run, "none" decodes plainly; texts are the same. `train` "idle": it learns while this
+    process waits for others, or, alone, for at most a tenth of a rollout while that pays. `seed` is
+    that of the noise, by default the trainer's. `dtype` is "float32" or "bfloat16", by default what
+    the trainer computes in. `resume` is a checkpoint of the trainer whose drafter is used, by
+    default the one in its output directory that it resumes from. Raises ConfigError for other
+    values.
+    """
+    check_names(drafter, field="drafter")
+    if train not in ("idle", "never"):
+        raise ConfigError(f"train = {train!r}: give 'idle' or 'never'")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype = {dtype!r}: give one of {', '.join(DTYPES)}, or None")
+    if max_running < 1:
+        raise ConfigError(f"max_running = {max_running}: it must be at least 1")
+    if resume is not None and not Path(resume).is_dir():
+        raise ConfigError(f"resume = {resume!r}: no such directory; give a trainer's checkpoint")
+    return Rollouts(
+        RolloutSettings(
+            drafter=drafter,
+            train=train,
+            seed=seed,
+            dtype=dtype,
+            max_running=max_running,
+            resume=resume,
+        )
+    )
+
+
+@final
+class Rollouts(TrainerSide):
+    """Rollouts for one trainer; a context for the class seam, a function for the other."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        self._settings = settings
+        self._patch = ExitStack()
+        self._session: Session | None = None
+        self._args: Any = None
+        self._state: Any = None
+        self._trainer: Any = None
+        self._generation: Any = None
+        self._pulled_at: int | None = None
+        self._is_restored = False
+
+    # ---- the class seam
+
+    def __enter__(self) -> "Rollouts":
+        """Replace TRL's class for vLLM, for the trainers that are made inside."""
+        from longtail.integrations.trl.generation import LongtailGeneration
+
+        make = functools.partial(LongtailGeneration, self)
+        self._patch.enter_context(host.patched(make, self._before_log))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give TRL its own names back; a trainer that was made inside keeps working."""
+        self._patch.close()
+
+    def callback(self) -> Any:
+        """Return the callback that the trainer needs, as in `callbacks=[rollouts.callback()]`."""
+        from longtail.integrations.trl.callback import RolloutsCallback
+
+        return RolloutsCallback(self)
+
+    def _before_log(self, trainer: Any) -> None:
+        if getattr(getattr(trainer, "vllm_generation", None), "_rollouts", None) is self:
+            self._trainer = trainer
+            self.add_metrics()
+
+    # ---- the function seam
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Generate for TRL's `rollout_func`: one completion of each prompt, in their order."""
+        if self._generation is None:
+            self._bind(trainer)
+        ids, images, _ = trainer._tokenize_prompts(prompts)
+        refuse_images(images)
+        if self._pulled_at != trainer.state.global_step:
+            self._generation.sync_weights()
+            self._pulled_at = trainer.state.global_step
+        found = self._generation.generate(ids, None, trainer.num_generations)
+        prompt_ids, completion_ids, logprobs, _ = found
+        return {
+            "prompt_ids": [list(prompt) for prompt in prompt_ids],
+            "completion_ids": completion_ids,
+            "logprobs": [[each[0] for each in tokens] for tokens in logprobs],
+        }
+
+    def _bind(self, trainer: Any) -> None:
+        """Open the engine for the trainer of the first call."""
+        from longtail.integrations.trl.generation import LongtailGeneration
+
+        if trainer.use_vllm:
+            raise ConfigError(
+                "use_vllm = True with rollout_func: TRL would start vLLM for nothing; set it to "
+                "False, or leave rollout_func out inside `with longtail_rollouts()`"
+            )
+        if self._args is None:  # without the callback; it is added for the steps to come
+            trainer.add_callback(self.callback())
+        self.follow(trainer.args, trainer.state)
+        self._trainer = trainer
+        self._generation = LongtailGeneration(
+            self,
+            model=trainer.model,
+            accelerator=trainer.accelerator,
+            processing_class=trainer.processing_class,
+            max_model_length=trainer.args.vllm_max_model_length,
+            repetition_penalty=trainer.repetition_penalty,
+            temperature=trainer.temperature,
+            top_p=trainer.top_p,
+            top_k=trainer.top_k,
+            min_p=trainer.min_p,
+            max_completion_length=trainer.max_completion_length,
+            generation_kwargs=trainer.args.generation_kwargs,
+        )
+
+    # ---- called by TRL's side of the seams
+
+    @property
+    def session(self) -> Session:
+        """The engine and its drafters, from the trainer's construction on."""
+        if self._session is None:
+            raise ConfigError("no trainer generates with these rollouts yet; make one first")
+        return self._session
+
+    def follow(self, args: Any, state: Any) -> None:
+        """Take the trainer's arguments and the state that it updates."""
+        self._args, self._state = args, state
+
+    def open(self, settings: Any) -> Session:
+        """Open the engine for a `VLLMGeneration`. Raises ConfigError for a second trainer."""
+        if self._session is not None:
+            raise ConfigError(
+                "longtail_rollouts serves one trainer: call it once more for the second one"
+            )
+        if self._args is None:
+            raise ConfigError(
+                "callbacks: the rollouts' callback is missing; give the trainer "
+                "callbacks=[rollouts.callback()]"
+            )
+        own, accelerator = self._settings, settings.accelerator
+        target = _open_target(settings, own.dtype)
+        longest = settings.max_model_length or target.model.config.max_positions
+        ranks = Ranks(accelerator.process_index, accelerator.num_processes, accelerator.device)
+        self._session = Session(
+            Policy(target, own.max_running, longest),
+            ranks,
+            own.drafter,
+            trains=own.train == "idle",
+            log=to_stderr if accelerator.is_main_process else lambda line: None,
+        )
+        return self._session
+
+    def generate(
+        self, prompts: list[Tokens], params: SamplingParams, *, is_training: bool
+    ) -> list[Completion]:
+        """Return one completion of each prompt, in their order."""
+        self._restore()
+        seed, state = self._settings.seed, self._state
+        call = RolloutCall(
+            prompts=tuple(prompts),
+            params=params,
+            seed=self._args.seed if seed is None else seed,
+            step=state.global_step,
+            steps_left=max(state.max_steps - state.global_step, 0),
+            is_training=is_training,
+        )
+        device = self.session.target.model.device.type
+        with torch.autocast(device, enabled=False):  # the engine has its own precision
+            return self.session.generate(call)
+
+    def add_metrics(self) -> None:
+        """Add the metrics of the last rollouts to the trainer's own."""
+        if self._trainer is None or self._session is None:
+            return
+        for name, value in self._session.drain_metrics().items():
+            self._trainer._metrics["train"][name].append(value)
+
+    # ---- the drafter
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the drafter into a checkpoint of the trainer, as its folder `longtail`."""
+        if self._session is not None:
+            self._session.save(checkpoint, self._state.global_step)
+
+    def _restore(self) -> None:
+        """Continue with the drafter of the checkpoint that the trainer resumed from."""
+        if self._is_restored:
+            return
+        self._is_restored = True
+        step, given = self._state.global_step, self._settings.resume
+        if given is not None:
+            if not self.session.restore(Path(given), 2**31):
+                raise ConfigError(f"resume = {given!r}: it holds no drafter of longtail")
+        elif step:
+            named = getattr(self._args, "resume_from_checkpoint", None)
+            places = [Path(self._args.output_dir) / f"checkpoint-{step}"]
+            places += [Path(named)] if isinstance(named, str) else []
+            any(self.session.restore(place, step) for place in places)
+
+    def export(self, path: str | Path, *, to: Layout = "vllm", depth: int = 4) -> Path:
+        """Write the trained drafter in the layout of another engine, after a check of the files.
+
+        Raises ConfigError if there is no trained drafter, or if `path` exists.
+        """
+        out, session = Path(path), self.session
+        loaded = session.drafter()
+        if loaded is None:
+            raise ConfigError(
+                f"drafter = {self._settings.drafter!r}: it has no weights of its own to export"
+            )
+        if out.exists():
+            raise ConfigError(f"{path} exists; remove it or choose another directory")
+        check(to, loaded.layer.config)
+        target, prompts = session.target, session.prompts(_CHECKED_PROMPTS)
+        if not prompts:
+            raise ConfigError("there were no rollouts yet: train first, then export")
+        loaded = rounded(loaded, target.model.dtype)
+        temporary = out.with_name(f".new-{out.name}")
+        try:
+            write_layout(temporary, to, loaded, target, verifier=target.name, depth=depth)
+            self_check(temporary, loaded, target, prompts, _CHECKED_TOKENS)
+            temporary.rename(out)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return out
+
+
+def _open_target(settings: Any, dtype: str | None) -> Target:
+    """Return an empty copy of the trainer's model, with its tokenizer."""
+    model, accelerator = settings.model, settings.accelerator
+    name = str(getattr(model, "name_or_path", "") or model.config._name_or_path or "the policy")
+    inner = getattr(settings.processing_class, "tokenizer", settings.processing_class)
+    tokenizer = Tokenizer(inner, end_tokens(model, inner))
+    config = parse(Fields(model.config.to_dict(), f"the trainer's model {name}"))
+    check_vocabulary(tokenizer, config)
+    known = next(model.parameters()).dtype
+    if dtype is None:
+        is_bf16 = accelerator.mixed_precision == "bf16" or known == torch.bfloat16
+        precision = torch.bfloat16 if is_bf16 else torch.float32
+        precision = torch.float64 if known == torch.float64 else precision
+    else:
+        precision = DTYPES[dtype]
+    empty = empty_model(config, precision, accelerator.device)
+    return Target(model=empty, tokenizer=tokenizer, directory=Path(name), name=name)

@@ -1,0 +1,122 @@
+"""Noise keys of TRL's prompts: one key for each sample of a batch, kept over its turns.
+
+    first turn    prompt                                key = (seed, prompt, step, sample)
+    later turns   prompt, completion, tool result       the key of its first turn
+
+TRL calls its generator once for each turn, with the samples that are not done. Noise is drawn by
+key and position, so a later turn continues the noise of the text before it. `sample` is the place
+in the batch of all processes; so a text does not depend on their number.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from longtail.sampling import noise_key
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One sample of a batch, in one turn.
+
+    Example: Sample(number=3, key=0x5eed, group="9f0c...@5", prompt=(3, 9, 4))
+    """
+
+    number: int
+    """Place in the batch of all processes."""
+    key: int
+    group: str
+    """Name of the prompt and the batch; samples with the same one share the prompt's KV."""
+    prompt: Tokens
+
+    @property
+    def request_id(self) -> str:
+        """Name of the sample's request in this turn."""
+        return f"{self.group}#{self.number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Origin of a batch.
+
+    Example: Batch(seed=0, step=5, is_training=True, first=0)
+    """
+
+    seed: int
+    step: int
+    """Number of the trainer's updates so far."""
+    is_training: bool
+    first: int
+    """Place of this process's first sample in the batch of all processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One call of the generator."""
+
+    samples: tuple[Sample, ...]
+    is_first: bool
+    """Whether this is the first turn of a batch."""
+
+
+@final
+class Turns:
+    """Remembers the texts of the present batch, to find the key of a later turn."""
+
+    def __init__(self) -> None:
+        self._texts: dict[Tokens, list[Sample]] = {}
+        self._step: tuple[int, bool] | None = None
+        self._round = 0
+        """Number of batches before this one between two updates."""
+
+    def begin(self, prompts: Sequence[Tokens], batch: Batch) -> Turn:
+        """Return the samples of a call; all of a later turn extend texts of this batch."""
+        step = (batch.step, batch.is_training)
+        if step != self._step:
+            self._step, self._round = step, 0
+            self._texts.clear()
+        later = self._later(prompts) if self._texts else None
+        if later is not None:
+            return Turn(samples=later, is_first=False)
+        self._round += bool(self._texts)
+        self._texts.clear()
+        samples = (
+            self._sample(prompt, batch, batch.first + index) for index, prompt in enumerate(prompts)
+        )
+        return Turn(samples=tuple(samples), is_first=True)
+
+    def end(self, turn: Turn, completions: Sequence[Tokens]) -> None:
+        """Remember the texts that a later turn may extend; the last token may be left out there."""
+        for sample, tokens in zip(turn.samples, completions, strict=True):
+            self._texts.setdefault((*sample.prompt, *tokens[:-1]), []).append(sample)
+
+    def _sample(self, prompt: Tokens, batch: Batch, number: int) -> Sample:
+        name = _digest(prompt)
+        kind = "train" if batch.is_training else "eval"
+        key = noise_key(batch.seed, "trl", kind, name, batch.step, self._round, number)
+        group = f"{name}@{kind}{batch.step}.{self._round}"
+        return Sample(number=number, key=key, group=group, prompt=prompt)
+
+    def _later(self, prompts: Sequence[Tokens]) -> tuple[Sample, ...] | None:
+        """Return the samples that these prompts continue; None if one continues none."""
+        lengths = sorted({len(text) for text in self._texts}, reverse=True)
+        found = []
+        taken: dict[Tokens, int] = {}
+        for prompt in prompts:
+            text = next((t for n in lengths if (t := prompt[:n]) in self._texts), None)
+            if text is None or len(text) == len(prompt):
+                return None
+            before, count = self._texts[text], taken.get(text, 0)
+            taken[text] = count + 1
+            earlier = before[min(count, len(before) - 1)]
+            group = f"{earlier.group}/{_digest(prompt)}"
+            found.append(replace(earlier, group=group, prompt=prompt))
+        return tuple(found)
+
+
+def _digest(tokens: Tokens) -> str:
+    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=8).hexdigest()

@@ -1,0 +1,11 @@
+"""Coupled drafts and sample-and-match verification inside vLLM, as a plugin.
+
+vLLM loads `plugin.register` in each of its processes (entry point group vllm.general_plugins). It
+changes nothing unless an engine asks for it, by `additional_config={"longtail": {}}` or by the
+environment variable LONGTAIL_VLLM=coupled.
+
+    settings    the record of settings, strictly parsed
+    guards      what cannot be coupled; checks of signatures; replacing functions
+    plugin      entry point, hooks in the front end and in the workers, status
+    v1, v2      the functions that are replaced in each of vLLM's model runners
+"""

@@ -1,0 +1,181 @@
+"""Entry point that vLLM calls in each of its processes, and what runs there when an engine asks.
+
+    front end    EngineArgs.create_engine_config: settings are parsed, features refused, both early
+    worker       WorkerBase.__init__: functions of the model runner are checked and replaced
+
+Imports of vLLM are inside functions: importing this module costs milliseconds, and an engine that
+does not ask runs vLLM's own code. vLLM logs and ignores a plugin that fails to import; `require`
+therefore asks the workers of a started engine whether the functions were replaced.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from longtail.errors import ConfigError
+from longtail.integrations.vllm import guards
+from longtail.integrations.vllm.settings import (
+    KEY,
+    VARIABLE,
+    VllmSettings,
+    requested,
+    speculation,
+)
+
+logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below its own name
+
+RUNNERS = {"v1": "longtail.integrations.vllm.v1", "v2": "longtail.integrations.vllm.v2"}
+"""Module for each of vLLM's model runners; `patches(settings, config)` gives what it replaces."""
+_FRONT_END = "vllm.engine.arg_utils"
+_WORKER = "vllm.v1.worker.worker_base"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """Functions that were replaced in this process.
+
+    Example: Installed(runner="v2", settings=VllmSettings(), replaced=("...rejection_sample",))
+    """
+
+    runner: str
+    """Model runner of vLLM: v1 or v2."""
+    settings: VllmSettings
+    replaced: tuple[str, ...]
+    """Full names of the replaced functions."""
+
+
+class _Process:
+    """State of this process, since vLLM's functions are global to a process, too."""
+
+    installed: Installed | None = None
+    workers: int = 0
+
+
+def register() -> None:
+    """Hook into vLLM; called by vLLM in the front end, the engine core and each worker."""
+    if _FRONT_END in sys.modules:  # a worker needs none of it
+        _hook(_FRONT_END, "EngineArgs", "create_engine_config", _around_create_engine_config)
+    _hook(_WORKER, "WorkerBase", "__init__", _around_worker)
+    worker = _attribute(_WORKER, "WorkerBase")
+    if worker is not None:
+        worker.longtail_status = _status
+
+
+def install(config: Any) -> Installed | None:
+    """Replace the functions of the model runner that `config` chooses; None if it does not ask.
+
+    Raises ConfigError if the engine asks for what is refused, or if an engine in this process
+    asked for something else: the functions are shared by all engines of a process.
+    """
+    settings = requested(getattr(config, "additional_config", None), os.environ)
+    present = _Process.installed
+    if _Process.workers and settings != (present and present.settings):
+        raise ConfigError(
+            f"this process runs a vLLM engine with longtail settings {present and present.settings}"
+            f" already, and the next one asks for {settings}; start it in a process of its own"
+        )
+    _Process.workers += 1
+    if settings is None:
+        return None
+    guards.refuse(config)
+    guards.without_draft_cache(config)
+    if present is not None:
+        return present
+    runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
+    patches = import_module(RUNNERS[runner]).patches(settings, config)
+    guards.replace(patches)
+    _Process.installed = Installed(
+        runner=runner, settings=settings, replaced=tuple(str(patch) for patch in patches)
+    )
+    logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
+    return _Process.installed
+
+
+def require(engine: Any) -> list[dict[str, Any]]:
+    """Return the status of each worker of an LLM; ConfigError unless all have the plugin.
+
+    Example: require(llm)[0]["runner"] == "v2"
+    """
+    try:
+        found = list(engine.collective_rpc("longtail_status"))
+    except Exception as error:  # vLLM wraps a worker's AttributeError in several classes
+        raise ConfigError(
+            "vLLM did not load the plugin longtail in its workers; install longtail in vLLM's "
+            f"environment, and name longtail in VLLM_PLUGINS if that is set ({error})"
+        ) from error
+    if not found or any(status is None for status in found):
+        raise ConfigError(
+            "vLLM loaded the plugin longtail, but this engine did not ask for it; pass "
+            f'additional_config={{"{KEY}": {{}}}} or set LONGTAIL_VLLM=coupled'
+        )
+    return found
+
+
+def prepare(config: Any) -> None:
+    """Check a vllm_config in the front end and write the settings into it, for the workers."""
+    settings = requested(config.additional_config, os.environ)
+    if settings is None:
+        return
+    guards.refuse(config)
+    guards.without_draft_cache(config)
+    if isinstance(config.additional_config, dict):
+        config.additional_config[KEY] = settings.as_dict()
+
+
+def _status(_worker: Any) -> dict[str, Any] | None:
+    """Return what is installed in a worker's process, in plain values; None if nothing is."""
+    return None if _Process.installed is None else asdict(_Process.installed)
+
+
+def _attribute(module: str, name: str) -> Any:
+    """Return an attribute of a module of vLLM; None if it is absent."""
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _hook(module: str, name: str, method: str, around: Callable[..., Any]) -> None:
+    """Wrap a method of vLLM once.
+
+    Where it is missing, ConfigError is raised if the environment asks for the plugin; otherwise it
+    is logged, since the engine may not ask.
+    """
+    owner = _attribute(module, name)
+    stock = owner and getattr(owner, method, None)
+    if stock is None:
+        problem = f"longtail: this vLLM has no {name}.{method} in {module}"
+        if requested(None, os.environ) is not None:
+            raise ConfigError(f"{problem}; use vLLM {guards.TESTED}, or unset {VARIABLE}")
+        logger.warning(problem)
+    elif not hasattr(stock, "longtail_stock"):
+        hooked = around(stock)
+        hooked.longtail_stock = stock
+        setattr(owner, method, hooked)
+
+
+def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = requested(self.additional_config, os.environ) is not None
+        if asked and self.speculative_config is None:
+            self.speculative_config = speculation(os.environ)
+        config = stock(self, *args, **kwargs)
+        prepare(config)
+        return config
+
+    return create_engine_config
+
+
+def _around_worker(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        install(self.vllm_config)
+
+    return init

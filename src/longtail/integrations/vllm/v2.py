@@ -1,0 +1,229 @@
+"""Replacements in vLLM's Model Runner V2: verification, the draw of drafts, truncation.
+
+V2 draws every token by Gumbel-max with noise keyed by the request's seed, the position and the
+token id. Its verification is a probability-ratio test, so it salts the noise of drafts to keep it
+apart from the target's. Here each verified row draws as plain decoding would, a draft stands while
+it equals that draw, and drafts are drawn with the target's noise. So a text is a function of
+logits, sampling parameters and seed, whatever is drafted, and no cache of draft logits is needed.
+
+Known functions: vLLM 0.24, 0.29 and 0.33. Nothing here waits for the device.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longtail.integrations.vllm.guards import Patch, Signature, check, module_of, names
+from longtail.integrations.vllm.settings import VllmSettings
+
+_GPU = "vllm.v1.worker.gpu"
+_REJECTION = Signature(
+    first=names(
+        "target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping",
+        "expanded_idx_mapping", "expanded_local_pos", "temperature", "seed",
+        "num_speculative_steps", "synthetic_conditional_rates", "use_fp64",
+    ),
+    then=(
+        "use_block_verification", "contexts", "watermarking", "watermarking_skip_mask",
+        "watermark_key", "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k",
+    ),
+)  # fmt: skip
+_DRAFT = Signature(
+    first=(
+        ("self",), ("hidden_states",), ("positions", "sample_src_positions"), ("idx_mapping",),
+        ("temperature",), ("seeds",), ("draft_step",), ("draft_logits",),
+    ),
+    then=("spec_step_idx", "num_steps"),
+)  # fmt: skip
+_GUMBEL = Signature(
+    first=names(
+        "logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature"
+    ),
+    then=(
+        "is_drafting", "logits_cache", "logits_cache_col", "logits_cache_source", "use_fp64",
+        "output_processed_logits", "output_processed_logits_col",
+    ),
+)  # fmt: skip
+_TRUNCATION = Signature(first=names("logits", "k", "p"), then=("has_topp_only_rows",))
+_TRUNCATION_KERNEL = Signature(
+    first=names("logits", "k", "p"), then=("mask_value", "has_topp_only_rows")
+)
+
+
+def match(
+    drawn: Tensor, drafted: Tensor, cu_num_logits: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:
+    """Return the draws of each request in a row, and how many of them stand (int32, at least 1).
+
+    `drawn[i]` is the target's draw at row i, `drafted[i]` the token that was fed there; rows from
+    cu_num_logits[r] belong to request r, the first of them without a draft. A draft stands while
+    all before it do and it equals the draw of the row before. Requests may have fewer than `steps`
+    drafts; entries beyond the number that stands are undefined.
+
+    Example: drawn [5, 7, 9], drafted [3, 5, 8], one request: tokens [5, 7, 9], 2 of them stand.
+    """
+    last = max(len(drawn) - 1, 0)
+    column = torch.arange(steps + 1, device=drawn.device)
+    rows = cu_num_logits[:-1, None] + column
+    tokens = drawn[rows.clamp(max=last)]
+    following = drafted[(rows + 1).clamp(max=last)]
+    is_draft = column < (cu_num_logits.diff() - 1)[:, None]
+    stands = (is_draft & (tokens == following)).int().cumprod(1)
+    return tokens, stands.sum(1).add(1).to(torch.int32)
+
+
+def patches(settings: VllmSettings, _config: Any) -> list[Patch]:
+    """Return the replacements for this vLLM; ConfigError if a function is not a known one."""
+    gumbel = module_of(f"{_GPU}.sample.gumbel")
+    rejection = module_of(f"{_GPU}.spec_decode.rejection_sampler")
+    check(rejection, "rejection_sample", _REJECTION)
+    draw = _target_draw(check(gumbel, "gumbel_sample", _GUMBEL))
+    found = [Patch(owner=rejection, name="rejection_sample", replacement=_verification(draw))]
+    if settings.drafts == "coupled":
+        found.append(_drafting(draw))
+    return [*found, *_truncation(), *_without_fused_samplers()]
+
+
+def _target_draw(gumbel_sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return gumbel_sample with the target's noise, also where drafts have a noise of their own."""
+    salted = "is_drafting" in inspect.signature(gumbel_sample).parameters
+    target = {"is_drafting": False} if salted else {}
+
+    def draw(*args: Any, **options: Any) -> Tensor:
+        return gumbel_sample(*args, **target, **options)
+
+    return draw
+
+
+def _verification(draw: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def rejection_sample(  # noqa: PLR0913  (vLLM's signature)
+        target_logits: Tensor,
+        draft_logits: Tensor | None,
+        draft_sampled: Tensor,
+        cu_num_logits: Tensor,
+        pos: Tensor,
+        idx_mapping: Tensor,
+        expanded_idx_mapping: Tensor,
+        expanded_local_pos: Tensor,
+        temperature: Tensor,
+        seed: Tensor,
+        num_speculative_steps: int,
+        synthetic_conditional_rates: Tensor | None = None,
+        use_fp64: bool = False,
+        **_features: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Draw each row as plain decoding would and keep drafts while they match (vLLM calls it).
+
+        `target_logits` have temperature and truncation applied. Features are off: `guards.refuse`.
+        """
+        drawn = draw(
+            target_logits,
+            expanded_idx_mapping,
+            temperature,
+            seed,
+            pos,
+            apply_temperature=False,
+            use_fp64=use_fp64,
+        )
+        return match(drawn, draft_sampled, cu_num_logits, num_speculative_steps)
+
+    return rejection_sample
+
+
+def _drafting(draw: Callable[..., Tensor]) -> Patch:
+    """Return the replacement of sample_draft: drafts are drawn with the target's noise.
+
+    A draw's noise is keyed by the position before the token. Up to 0.24 the argument `positions` is
+    the drafter's row, one before that, except in DFlash, which keeps its own drafts there.
+    """
+    module = module_of(f"{_GPU}.spec_decode.speculator")
+    owner = module.DraftModelSpeculator
+    stock = check(owner, "sample_draft", _DRAFT)
+    ahead = 1 if "positions" in inspect.signature(stock).parameters else 0
+    if ahead:
+        owner = module_of(f"{_GPU}.spec_decode.autoregressive.speculator").AutoRegressiveSpeculator
+    of_step = hasattr(owner, "compute_draft_logits")
+
+    def sample_draft(  # noqa: PLR0913  (vLLM's signature)
+        self: Any,
+        hidden_states: Tensor,
+        positions: Tensor,
+        idx_mapping: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        draft_step: Tensor,
+        draft_logits: Tensor | None,
+        spec_step_idx: int = 0,
+        num_steps: int = 1,
+    ) -> Tensor:
+        """Draw drafts from the drafter's logits with the noise of their positions."""
+        if of_step:
+            logits = self.compute_draft_logits(hidden_states, spec_step_idx)
+        else:
+            logits = self.model.compute_logits(hidden_states)
+        drafts = draw(
+            logits,
+            idx_mapping,
+            temperature,
+            seeds,
+            positions + ahead,
+            apply_temperature=True,
+            use_fp64=self.use_fp64_gumbel,
+        )
+        if of_step:
+            self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
+        return drafts
+
+    return Patch(owner=owner, name="sample_draft", replacement=sample_draft)
+
+
+def _truncation() -> list[Patch]:
+    """Return replacements that truncate by one kernel, whatever the number of rows.
+
+    vLLM chooses between kernels by the number of rows, and they add up top-p in another order. A
+    verified step has more rows than a plain one, so a token at the edge of top-p could survive in
+    one of them only.
+    """
+    kernels = module_of("vllm.v1.sample.ops.topk_topp_triton")
+    kernel = check(kernels, "apply_top_k_top_p_triton", _TRUNCATION_KERNEL)
+    few = getattr(kernels, "_SPLIT_MAX_BATCH", 0)  # rows up to which another kernel serves top-p
+
+    def apply_top_k_top_p(
+        logits: Tensor, k: Tensor | None, p: Tensor | None, **options: Any
+    ) -> Tensor:
+        """Truncate rows by top-k, then top-p (vLLM calls it)."""
+        if k is None and p is None:
+            return logits
+        rows, missing = len(logits), few + 1 - len(logits)
+        if p is None or missing <= 0:
+            return kernel(logits, k, p, **options)
+        k = None if k is None else _padded(k, missing, logits.shape[1])
+        return kernel(_padded(logits, missing, 0), k, _padded(p, missing, 1), **options)[:rows]
+
+    found = []
+    for name in ("states", "sampler"):
+        module = module_of(f"{_GPU}.sample.{name}")
+        check(module, "apply_top_k_top_p", _TRUNCATION)
+        found.append(Patch(owner=module, name="apply_top_k_top_p", replacement=apply_top_k_top_p))
+    return found
+
+
+def _padded(values: Tensor, missing: int, filler: int) -> Tensor:
+    """Return `values` with further rows that hold `filler`."""
+    return torch.cat([values, values.new_full((missing, *values.shape[1:]), filler)])
+
+
+def _without_fused_samplers() -> list[Patch]:
+    """Return replacements that have V2's sampler draw by keyed noise in plain steps, too.
+
+    Fused samplers of FlashInfer and XPU draw truncated rows of requests without a seed by noise of
+    their own. vLLM gives such a request a random seed, which is then the one its text depends on.
+    """
+    sampler = module_of(f"{_GPU}.sample.sampler")
+    names_there = ("flashinfer_sampler_supported", "xpu_sampler_supported")
+    found = [name for name in names_there if hasattr(sampler, name)]
+    check(sampler, names_there[0], Signature(first=()))
+    return [Patch(owner=sampler, name=name, replacement=lambda: False) for name in found]

@@ -1,0 +1,228 @@
+"""TRL's trainers with longtail's engine: texts, metrics, both seams, checkpoints, processes."""
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import longtail
+from longtail.errors import ConfigError
+from support import trl_jobs
+
+pytest.importorskip("trl")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of libraries that are not ours
+]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Any:
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    yield
+    del os.environ["TRL_EXPERIMENTAL_SILENCE"]
+
+
+def train(out: Path, *, drafter: str = "none", trainer: str = "GRPO", **changes: Any) -> Any:
+    """Train with the class seam; return the trainer, the texts and the rollouts."""
+    import trl
+
+    from longtail.integrations.trl import longtail_rollouts
+
+    named = {name: changes.pop(name) for name in ("resume_from",) if name in changes}
+    extra = {name: changes.pop(name) for name in ("peft_config",) if name in changes}
+    recorder = trl_jobs.Recorder()
+    args = trl_jobs.arguments(getattr(trl, f"{trainer}Config"), out, use_vllm=True, **changes)
+    with longtail_rollouts(drafter=drafter) as rollouts:
+        made = getattr(trl, f"{trainer}Trainer")(
+            model=trl_jobs.model(),
+            reward_funcs=recorder,
+            train_dataset=trl_jobs.dataset(),
+            args=args,
+            callbacks=[rollouts.callback()],
+            **extra,
+        )
+        made.train(resume_from_checkpoint=named.get("resume_from"))
+    return made, recorder.texts, rollouts
+
+
+def rows(trainer: Any) -> list[dict[str, Any]]:
+    """Return the logged rows of steps."""
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of three steps without drafts."""
+    return train(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same run with a drafter that begins fresh, saved after two steps."""
+    out = tmp_path_factory.mktemp("drafted")
+    return (*train(out, drafter="auto", save_strategy="steps", save_steps=2), out)
+
+
+def test_texts_and_losses_do_not_depend_on_the_drafter(plain: Any, drafted: Any) -> None:
+    assert plain[1] == drafted[1]
+    assert len(plain[1]) == 3 * trl_jobs.COMPLETIONS
+    assert [row["loss"] for row in rows(plain[0])] == [row["loss"] for row in rows(drafted[0])]
+    assert len({tuple(text) for text in plain[1]}) > trl_jobs.COMPLETIONS
+
+
+def test_the_trainer_computes_the_logprobs_that_the_engine_reported(plain: Any) -> None:
+    for row in rows(plain[0]):
+        assert row["sampling/sampling_logp_difference/mean"] < 1e-5
+        assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_metrics_of_the_rollout_are_in_the_trainers_log(plain: Any, drafted: Any) -> None:
+    for row in rows(plain[0]):
+        assert row["timing_s/gen"] > 0
+        assert row["rollout/generated_tokens"] == row["completions/mean_length"] * 8
+        assert "rollout/spec_accept_length" not in row
+    speculating = [row for row in rows(drafted[0]) if "rollout/spec_accept_length" in row]
+    assert speculating
+    assert all(row["rollout/spec_accept_length"] >= 1 for row in speculating)
+    assert all("drafter/version" in row for row in rows(drafted[0]))
+
+
+def test_trls_own_class_is_back_after_the_context() -> None:
+    import trl.generation.vllm_generation as own
+    import trl.trainer.grpo_trainer as grpo
+    import trl.trainer.rloo_trainer as rloo
+
+    assert grpo.VLLMGeneration is rloo.VLLMGeneration is own.VLLMGeneration
+
+
+def test_a_resumed_run_goes_on_with_its_texts_and_its_drafter(drafted: Any) -> None:
+    _, texts, _, out = drafted
+    checkpoint = out / "checkpoint-2"
+    assert (checkpoint / "longtail").is_dir()
+    again, later, resumed = train(
+        out, drafter="auto", resume_from=str(checkpoint), save_strategy="no"
+    )
+    assert later == texts[2 * trl_jobs.COMPLETIONS :]
+    assert again.state.global_step == 3
+    saved = sorted((checkpoint / "longtail").iterdir())
+    assert [each.name for each in saved] == ["initial", "step_000002"]
+    state = json.loads((saved[1] / "state.json").read_text())
+    assert state["numbers"]["rollouts"] == 2
+    assert resumed.session.drain_metrics() == {}
+
+
+def test_the_function_seam_writes_the_same_texts(plain: Any, tmp_path: Path) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    from longtail.integrations.trl import longtail_rollouts
+
+    recorder = trl_jobs.Recorder()
+    trainer = GRPOTrainer(
+        model=trl_jobs.model(),
+        reward_funcs=recorder,
+        train_dataset=trl_jobs.dataset(),
+        args=trl_jobs.arguments(GRPOConfig, tmp_path, max_steps=1),
+        rollout_func=longtail_rollouts(drafter="history"),
+    )
+    trainer.train()
+    assert recorder.texts == plain[1][: trl_jobs.COMPLETIONS]
+    assert rows(trainer)[0]["timing_s/gen"] > 0
+
+
+def test_rloo_generates_once_for_accumulated_gradients(tmp_path: Path) -> None:
+    half = trl_jobs.COMPLETIONS // 2
+    trainer, texts, _ = train(
+        tmp_path,
+        trainer="RLOO",
+        per_device_train_batch_size=half,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+    )
+    assert len(texts) == trl_jobs.COMPLETIONS
+    assert rows(trainer)[0]["rollout/generated_tokens"] == sum(map(len, texts))
+
+
+def test_an_adapter_is_merged_into_the_weights_that_generate(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer, _, _ = train(tmp_path, peft_config=lora, max_steps=1)
+    for row in rows(trainer):
+        assert row["sampling/sampling_logp_difference/mean"] < 1e-4
+
+
+def test_a_trained_drafter_is_exported(drafted: Any, tmp_path: Path) -> None:
+    _, _, rollouts, _ = drafted
+    place = rollouts.export(tmp_path / "drafter", to="vllm")
+    assert {each.name for each in place.iterdir()} == {"config.json", "model.safetensors"}
+    with pytest.raises(ConfigError, match="exists"):
+        rollouts.export(place)
+
+
+def test_the_trainer_without_the_callback_is_refused(tmp_path: Path) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    from longtail.integrations.trl import longtail_rollouts
+
+    args = trl_jobs.arguments(GRPOConfig, tmp_path, use_vllm=True)
+    made = {"reward_funcs": trl_jobs.Recorder(), "train_dataset": trl_jobs.dataset()}
+    with (
+        longtail_rollouts(),
+        pytest.raises(ConfigError, match=r"callbacks=\[rollouts\.callback\(\)\]"),
+    ):
+        GRPOTrainer(model=trl_jobs.model(), args=args, **made)
+
+
+def test_texts_do_not_depend_on_the_number_of_processes(plain: Any, tmp_path: Path) -> None:
+    """Two processes with gloo, each with half a batch and a drafter that it trains."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sources = Path(longtail.__file__).parents[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, trl_jobs.__file__, str(tmp_path), "2"],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(sources),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "ACCELERATE_USE_CPU": "true",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for each in ranks:
+        _, errors = each.communicate(timeout=240)
+        assert each.returncode == 0, errors[-3000:]
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    half = trl_jobs.COMPLETIONS // 2
+    first = found[0]["texts"][:half] + found[1]["texts"][:half]
+    recorder = trl_jobs.Recorder()
+    recorder.texts = plain[1][: trl_jobs.COMPLETIONS]
+    assert first == recorder.digests()
+    logged = [row for row in found[0]["log"] if "loss" in row]
+    assert all(0 <= row["idle/ratio"] < 1 for row in logged)
+
+
+@pytest.mark.parametrize("name", ["trl_grpo", "trl_tools", "trl_peft"])
+def test_an_example_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    run["main"](str(tmp_path / "out"), steps=2)
+    printed = capsys.readouterr().out
+    assert "timing_s/gen" in printed
+    if name == "trl_tools":
+        assert "tools/call_frequency 0.000" not in printed

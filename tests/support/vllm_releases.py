@@ -1,0 +1,129 @@
+"""Stand-ins for the modules of vLLM's Model Runner V2, with the parameters of three releases.
+
+Parameters are facts of the releases. The draw is Gumbel-max with longtail's noise, keyed as vLLM's
+is: by the request's seed, the position and the token id.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from longtail.sampling import gumbel_noise
+
+GPU = "vllm.v1.worker.gpu"
+_REJECTION = (
+    "target_logits draft_logits draft_sampled cu_num_logits pos idx_mapping expanded_idx_mapping "
+    "expanded_local_pos temperature seed num_speculative_steps synthetic_conditional_rates use_fp64"
+)
+_DRAFT = "self hidden_states {} idx_mapping temperature seeds draft_step draft_logits"
+_GUMBEL = "logits expanded_idx_mapping temperature seed pos apply_temperature"
+PARAMETERS = {
+    "0.24": {
+        "rejection_sample": _REJECTION,
+        "sample_draft": _DRAFT.format("positions"),
+        "gumbel_sample": f"{_GUMBEL} output_processed_logits output_processed_logits_col use_fp64",
+        "apply_top_k_top_p": "logits k p",
+        "apply_top_k_top_p_triton": "logits k p mask_value",
+    },
+    "0.29": {
+        "rejection_sample": f"{_REJECTION} use_block_verification",
+        "sample_draft": _DRAFT.format("sample_src_positions"),
+        "gumbel_sample": f"{_GUMBEL} is_drafting logits_cache logits_cache_col use_fp64",
+        "apply_top_k_top_p": "logits k p",
+        "apply_top_k_top_p_triton": "logits k p mask_value",
+    },
+    "0.33": {
+        "rejection_sample": f"{_REJECTION} use_block_verification contexts watermarking "
+        "watermarking_skip_mask watermark_key fly_window_size fly_entropy_threshold "
+        "fly_entropy_top_k",
+        "sample_draft": _DRAFT.format("sample_src_positions") + " spec_step_idx num_steps",
+        "gumbel_sample": f"{_GUMBEL} is_drafting logits_cache logits_cache_col use_fp64 "
+        "logits_cache_source",
+        "apply_top_k_top_p": "logits k p has_topp_only_rows",
+        "apply_top_k_top_p_triton": "logits k p mask_value has_topp_only_rows",
+    },
+}
+"""Parameters of the functions that are replaced or called, by release."""
+
+
+def function(parameters: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `body` with a signature of these names."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return body(*args, **options)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    listed = [inspect.Parameter(name, kind) for name in parameters.split()]
+    call.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+    return call
+
+
+def draw(logits, requests, temperature, seed, pos, apply_temperature, **options):
+    """Draw as vLLM's gumbel_sample does; drafts of vLLM's own have a salted position."""
+    if options.get("is_drafting"):
+        pos = pos + (1 << 30)
+    heat = temperature[requests][:, None]
+    scores = logits.float() / heat.clamp(min=1e-6) if apply_temperature else logits.float()
+    noise = gumbel_noise(seed[requests], pos.long(), logits.shape[-1])
+    return torch.where(heat == 0, logits.float(), scores + noise).argmax(-1)
+
+
+def untouched(*_args: Any, **_options: Any) -> Any:
+    """Stand for a function of vLLM that must have been replaced."""
+    raise AssertionError("vLLM's own function was called")
+
+
+def module(name: str, **contents: Any) -> ModuleType:
+    """Return a module with these contents."""
+    made = ModuleType(name)
+    vars(made).update(contents)
+    return made
+
+
+def release(monkeypatch: pytest.MonkeyPatch, version: str) -> dict[str, ModuleType]:
+    """Put stand-ins of one release in the place of vLLM's modules and return them by last name."""
+    given = PARAMETERS[version]
+
+    class DraftModelSpeculator:
+        use_fp64_gumbel = False
+        sample_draft = function(given["sample_draft"], untouched)
+
+        if version == "0.33":
+
+            def compute_draft_logits(self, hidden, step):
+                return self.model.compute_logits(hidden)
+
+            def _maybe_predict_acceptance(self, logits, requests, step):
+                self.predicted = len(logits)
+
+    class AutoRegressiveSpeculator(DraftModelSpeculator):
+        pass
+
+    truncate = function(given["apply_top_k_top_p"], untouched)
+    kernel = function(given["apply_top_k_top_p_triton"], lambda logits, *_, **__: logits + 1)
+    sampler = module("sampler", apply_top_k_top_p=truncate, flashinfer_sampler_supported=lambda: 1)
+    made = {
+        f"{GPU}.sample.gumbel": module("g", gumbel_sample=function(given["gumbel_sample"], draw)),
+        f"{GPU}.sample.sampler": sampler,
+        f"{GPU}.sample.states": module("states", apply_top_k_top_p=truncate),
+        f"{GPU}.spec_decode.rejection_sampler": module(
+            "rejection_sampler", rejection_sample=function(given["rejection_sample"], untouched)
+        ),
+        f"{GPU}.spec_decode.speculator": module(
+            "speculator", DraftModelSpeculator=DraftModelSpeculator
+        ),
+        f"{GPU}.spec_decode.autoregressive.speculator": module(
+            "autoregressive", AutoRegressiveSpeculator=AutoRegressiveSpeculator
+        ),
+        "vllm.v1.sample.ops.topk_topp_triton": module("k", apply_top_k_top_p_triton=kernel),
+    }
+    for name, each in made.items():
+        monkeypatch.setitem(sys.modules, name, each)
+    return {
+        name.rsplit(".", 2 if "autoregressive" in name else 1)[1]: m for name, m in made.items()
+    }

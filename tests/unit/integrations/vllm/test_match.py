@@ -1,0 +1,130 @@
+"""Sample and match on plain tensors: texts equal plain decoding, whatever is drafted."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longtail.integrations.vllm import v2
+from longtail.integrations.vllm.settings import VllmSettings
+from support.vllm_releases import PARAMETERS, draw, release
+
+VOCAB, STEPS = 11, 3
+
+
+def by_hand(drawn, drafted, starts):
+    """Return the tokens of each request, by a loop over its rows."""
+    texts = []
+    for start, end in pairwise(starts):
+        text = [drawn[start]]
+        for row in range(start + 1, end):
+            if drafted[row] != text[-1]:
+                break
+            text.append(drawn[row])
+        texts.append(text)
+    return texts
+
+
+def test_match_equals_a_loop_over_requests():
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(50):
+        rows = torch.randint(1, STEPS + 2, (20,), generator=generator)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).to(torch.int32)
+        drawn = torch.randint(0, 3, (int(starts[-1]),), generator=generator)
+        drafted = torch.randint(-1, 3, drawn.shape, generator=generator).to(torch.int32)
+        tokens, count = v2.match(drawn, drafted, starts, STEPS)
+        found = [each[:n] for each, n in zip(tokens.tolist(), count.tolist(), strict=True)]
+        assert found == by_hand(drawn.tolist(), drafted.tolist(), starts.tolist())
+        assert (tokens.dtype, count.dtype) == (torch.int64, torch.int32)
+
+
+def test_no_requests_give_no_tokens():
+    empty = torch.zeros(0, dtype=torch.int64)
+    tokens, count = v2.match(empty, empty, torch.zeros(1, dtype=torch.int32), STEPS)
+    assert tokens.shape == (0, STEPS + 1)
+    assert len(count) == 0
+
+
+@pytest.mark.parametrize("version", PARAMETERS)
+def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, version):
+    modules = release(monkeypatch, version)
+    for patch in v2.patches(VllmSettings(), None):
+        monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
+    generator = torch.Generator().manual_seed(7)
+    requests = 6
+    logits = torch.randn(requests * (STEPS + 1), VOCAB, generator=generator)
+    owners = torch.arange(requests).repeat_interleave(STEPS + 1)
+    places = torch.arange(STEPS + 1).repeat(requests)
+    positions = 40 + 9 * owners + places
+    heat = torch.tensor([0.0, 1.0, 0.7, 1.0, 1.3, 0.0])
+    seeds = torch.randint(0, 2**62, (requests,), generator=generator)
+    plain = draw(logits, owners, heat, seeds, positions, False)
+
+    speculator = modules["speculator" if version != "0.24" else "autoregressive"]
+    owner = getattr(
+        speculator, "DraftModelSpeculator" if version != "0.24" else "AutoRegressiveSpeculator"
+    )()
+    owner.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+    ahead = 1 if version == "0.24" else 0
+    at_one = heat.clamp(max=0) + (heat > 0)  # the logits have their temperature already
+    rows = places < STEPS
+    drafts = owner.sample_draft(
+        logits[rows], positions[rows] - ahead, owners[rows], at_one, seeds, torch.tensor(0), None
+    )
+    assert torch.equal(drafts, plain[rows])  # the drafter knows the target: all drafts stand
+
+    fed = torch.full((requests, STEPS + 1), 3)
+    fed[:, 1:] = drafts.view(requests, STEPS)
+    starts = torch.arange(requests + 1, dtype=torch.int32) * (STEPS + 1)
+    for wrong in (0, 1):
+        tokens, count = modules["rejection_sampler"].rejection_sample(
+            logits, None, (fed + wrong).view(-1), starts, positions, torch.arange(requests),
+            owners, places, heat, seeds, STEPS, None, use_fp64=False,
+        )  # fmt: skip
+        assert count.tolist() == [1 if wrong else STEPS + 1] * requests
+        for each, n, whole in zip(tokens, count, plain.view(requests, -1), strict=True):
+            assert torch.equal(each[:n], whole[:n])
+
+
+def test_drafts_of_0_33_still_feed_the_acceptance_estimate(monkeypatch):
+    modules = release(monkeypatch, "0.33")
+    owner = modules["speculator"].DraftModelSpeculator
+    for patch in v2.patches(VllmSettings(), None):
+        monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
+    speculator = owner()
+    speculator.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+    one = torch.ones(2)
+    speculator.sample_draft(
+        torch.randn(2, VOCAB), one.long(), torch.arange(2), one, one.long(), torch.tensor(0), None
+    )
+    assert speculator.predicted == 2
+
+
+def test_truncation_uses_one_kernel_at_any_number_of_rows(monkeypatch):
+    modules = release(monkeypatch, "0.33")
+    seen = []
+
+    def kernel(logits, k, p, mask_value=0.0, has_topp_only_rows=True):
+        seen.append((len(logits), None if k is None else k.tolist(), p is not None))
+        return logits
+
+    monkeypatch.setattr(modules["topk_topp_triton"], "apply_top_k_top_p_triton", kernel)
+    monkeypatch.setattr(modules["topk_topp_triton"], "_SPLIT_MAX_BATCH", 3, raising=False)
+    for patch in v2.patches(VllmSettings(), None):
+        monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
+    truncate = modules["states"].apply_top_k_top_p
+    logits = torch.randn(2, VOCAB)
+    half, two = torch.full((2,), 0.5), torch.full((2,), 2)
+    assert truncate(logits, None, None) is logits
+    assert torch.equal(truncate(logits, None, half, has_topp_only_rows=True), logits)
+    assert torch.equal(truncate(logits, two, half), logits)
+    assert torch.equal(truncate(logits, two, None), logits)
+    assert seen == [(4, None, True), (4, [2, 2, VOCAB, VOCAB], True), (2, [2, 2], False)]
+
+
+def test_plain_steps_draw_by_keyed_noise_too(monkeypatch):
+    modules = release(monkeypatch, "0.33")
+    for patch in v2.patches(VllmSettings(drafts="match"), None):
+        monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
+    assert modules["sampler"].flashinfer_sampler_supported() is False

@@ -1,0 +1,139 @@
+"""The plugin changes nothing unless asked, refuses early, and says what it did."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from longtail.errors import ConfigError
+from longtail.integrations.vllm import plugin
+from longtail.integrations.vllm.settings import VllmSettings
+from support.vllm_releases import module, release
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """A process with stand-ins of vLLM's front end and worker, and nothing installed."""
+
+    class EngineArgs:
+        def __init__(self, additional_config, speculative_config=None, **config):
+            self.additional_config = additional_config
+            self.speculative_config = speculative_config
+            self.config = config
+
+        def create_engine_config(self):
+            return SimpleNamespace(
+                additional_config=self.additional_config,
+                use_v2_model_runner=True,
+                speculative_config=self.speculative_config and SimpleNamespace(**self.config),
+            )
+
+    class WorkerBase:
+        def __init__(self, vllm_config):
+            self.vllm_config = vllm_config
+
+    monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
+    monkeypatch.setattr(plugin._Process, "installed", None)
+    monkeypatch.setattr(plugin._Process, "workers", 0)
+    made = SimpleNamespace(EngineArgs=EngineArgs, WorkerBase=WorkerBase)
+    for path, name in (("vllm.engine.arg_utils", "EngineArgs"), (plugin._WORKER, "WorkerBase")):
+        monkeypatch.setitem(sys.modules, path, module(path, **{name: getattr(made, name)}))
+    made.modules = release(monkeypatch, "0.33")
+    plugin.register()
+    plugin.register()  # vLLM may load a plugin more than once
+    return made
+
+
+def engine(*workers):
+    def collective_rpc(name):
+        return [getattr(worker, name)() for worker in workers]
+
+    return SimpleNamespace(collective_rpc=collective_rpc)
+
+
+def test_an_engine_that_does_not_ask_runs_vllms_own_functions(process):
+    own = process.modules["rejection_sampler"].rejection_sample
+    config = process.EngineArgs({}, {"method": "eagle3"}).create_engine_config()
+    worker = process.WorkerBase(config)
+    assert config.additional_config == {}
+    assert process.modules["rejection_sampler"].rejection_sample is own
+    with pytest.raises(ConfigError, match="did not ask for it; pass"):
+        plugin.require(engine(worker))
+
+
+def test_an_engine_that_asks_gets_the_functions_and_says_so(process):
+    own = process.modules["rejection_sampler"].rejection_sample
+    given = {"method": "eagle3", "draft_sample_method": "probabilistic"}
+    args = process.EngineArgs({"longtail": {}}, {"method": "eagle3"}, **given)
+    config = args.create_engine_config()
+    assert config.additional_config == {"longtail": VllmSettings().as_dict()}
+    assert config.speculative_config.draft_sample_method == "greedy"
+    worker = process.WorkerBase(vllm_config=config)
+    assert process.modules["rejection_sampler"].rejection_sample is not own
+    (status,) = plugin.require(engine(worker))
+    assert status["runner"] == "v2"
+    assert status["settings"]["drafts"] == "coupled"
+    assert "rejection_sampler.rejection_sample" in status["replaced"]
+
+
+def test_the_variable_reaches_workers_through_the_configuration(process, monkeypatch):
+    monkeypatch.setenv("LONGTAIL_VLLM", "match")
+    monkeypatch.setenv("LONGTAIL_VLLM_SPECULATIVE", '{"method": "ngram"}')
+    args = process.EngineArgs({}, method="ngram")
+    config = args.create_engine_config()
+    assert args.speculative_config == {"method": "ngram"}
+    monkeypatch.delenv("LONGTAIL_VLLM")  # a worker on another machine
+    assert plugin.install(config) == plugin._Process.installed
+    assert plugin._Process.installed.settings == VllmSettings(drafts="match")
+
+
+def test_speculation_of_the_environment_needs_an_engine_that_asks(process, monkeypatch):
+    monkeypatch.setenv("LONGTAIL_VLLM_SPECULATIVE", '{"method": "ngram"}')
+    args = process.EngineArgs({})
+    args.create_engine_config()
+    assert args.speculative_config is None
+
+
+def test_what_cannot_be_coupled_is_refused_in_the_front_end_and_in_the_worker(process):
+    asked = {"longtail": {}}
+    args = process.EngineArgs(asked, {"method": "eagle3"}, rejection_sample_method="block")
+    with pytest.raises(ConfigError, match="rejection_sample_method='block'"):
+        args.create_engine_config()
+    config = SimpleNamespace(
+        additional_config=asked,
+        speculative_config=SimpleNamespace(use_local_argmax_reduction=True),
+    )
+    with pytest.raises(ConfigError, match="use_local_argmax_reduction"):
+        process.WorkerBase(config)
+
+
+def test_one_process_holds_one_choice(process):
+    process.WorkerBase(SimpleNamespace(additional_config={"longtail": {}}, use_v2_model_runner=1))
+    process.WorkerBase(SimpleNamespace(additional_config={"longtail": {}}, use_v2_model_runner=1))
+    with pytest.raises(ConfigError, match="start it in a process of its own"):
+        process.WorkerBase(SimpleNamespace(additional_config={}))
+
+
+def test_workers_without_the_plugin_are_reported(process):
+    with pytest.raises(ConfigError, match="did not load the plugin longtail"):
+        plugin.require(engine(SimpleNamespace()))
+
+
+def test_importing_the_plugin_loads_neither_torch_nor_vllm():
+    code = (
+        "import sys; import longtail.integrations.vllm.plugin; "
+        "print([m for m in ('torch', 'numpy', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_unknown_vllm_is_refused_only_if_the_environment_asks(monkeypatch):
+    monkeypatch.setitem(sys.modules, plugin._WORKER, None)
+    monkeypatch.delitem(sys.modules, plugin._FRONT_END, raising=False)
+    monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
+    plugin.register()
+    monkeypatch.setenv("LONGTAIL_VLLM", "coupled")
+    with pytest.raises(ConfigError, match=r"this vLLM has no WorkerBase\.__init__"):
+        plugin.register()
