@@ -49,7 +49,8 @@ def load(spec: dict[str, Any]) -> Any:
     plugin.register()
     import vllm
 
-    rule, options = spec["rule"], {}
+    rule = spec["rule"]
+    options: dict[str, Any] = {}
     if rule in ("plain", "coupled"):
         rows = spec["block_rows"] or None
         options["additional_config"] = {"longtail": {"block_rows": rows}}

@@ -135,10 +135,11 @@ def load_in_place(
     Modules that belong to `shared`, the target, keep their weights.
     """
     begin, finish = _reloading()
+    load: Any = model.load_weights
     with torch.no_grad(), without_shared(model, shared) as absent:
         begin(model)
         try:
-            model.load_weights(
+            load(
                 (name, tensor)
                 for name, tensor in tensors.items()
                 if not any(name.startswith(f"{each}.") for each in absent)

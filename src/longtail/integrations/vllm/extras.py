@@ -1,4 +1,4 @@
-"""What the plugin adds beside coupled drafts: metrics, and new drafter weights while running.
+"""Additions to coupled drafts: metrics, and new drafter weights while running.
 
 Texts depend on none of it. So a vLLM that a part does not fit runs without the part, and says why.
 """
@@ -21,7 +21,7 @@ def in_front_end() -> None:
 
 
 def in_worker() -> None:
-    """Let the drafter's weights be replaced, once."""
+    """Add the methods that replace the drafter's weights, once."""
     from longtail.integrations.vllm import adopt, transfer
 
     _try("adoption of drafters", lambda: guards.replace(adopt.patches()))

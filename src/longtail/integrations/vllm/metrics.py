@@ -107,7 +107,7 @@ def patches() -> list[Patch]:
 
 
 def record(adopted: Adoption) -> None:
-    """Tell every observer of this process that the engine drafts with new weights."""
+    """Begin to count for a new drafter in every observer of this process."""
     for counts in _all:
         counts.adopt(adopted)
 

@@ -1,4 +1,4 @@
-"""What the vLLM of an environment can do with longtail; run by path in its interpreter.
+"""Abilities of longtail in the vLLM of an environment; run by path in its interpreter.
 
     python -I probe.py FOLDER_OF_LONGTAIL        one JSON object on standard output
 

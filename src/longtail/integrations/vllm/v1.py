@@ -240,8 +240,13 @@ def _drafting(stock: Callable[..., Any]) -> Callable[..., Any]:
     def sample_draft_tokens(self: Any, hidden_states: Any, sampling_metadata: Any) -> Any:
         """Draw the next draft of each request; vLLM's own way where the noise is not known."""
         keys, positions = getattr(self, "longtail_keys", None), getattr(self, "longtail_next", None)
-        is_known = keys is not None and positions is not None and len(keys) == len(positions)
-        if sampling_metadata.all_greedy or not is_known or _numbers_otherwise(self):
+        if (
+            keys is None
+            or positions is None
+            or len(keys) != len(positions)
+            or sampling_metadata.all_greedy
+            or _numbers_otherwise(self)
+        ):
             return stock(self, hidden_states, sampling_metadata)
         logits = self.model.compute_logits(hidden_states)
         entries = torch.arange(logits.shape[-1], device=logits.device)

@@ -141,7 +141,7 @@ def _loading_blocks(stock: Callable[..., None], rows: int) -> Callable[..., None
 
 
 def fix_rows(model: torch.nn.Module, rows: int) -> int:
-    """Have every linear layer of a CPU model multiply blocks of `rows` rows; return their number.
+    """Set every linear layer of a CPU model to blocks of `rows` rows; return their number.
 
     Products of mixtures of experts are not among them.
     """
@@ -158,7 +158,7 @@ def in_blocks(product: Callable[..., Tensor], rows: int) -> Callable[..., Tensor
     def blocks(x: Tensor, weight: Any, bias: Any) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         padded = torch.nn.functional.pad(flat, (0, 0, 0, -len(flat) % rows))
-        results = [product(block, weight, bias) for block in padded.split(rows)]
+        results = [product(block, weight, bias) for block in torch.split(padded, rows)]
         return torch.cat(results)[: len(flat)].view(*x.shape[:-1], -1)
 
     return blocks
