@@ -1,7 +1,7 @@
 """A target with its drafters as vLLM loads them, its prompts, and longtail's own texts."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import longtail
-from longtail.bench.common.foreign import ForeignProcess, Program
+from longtail.bench.common.peers import PeerProcess
 from longtail.bench.vllm.export import METHODS
 from longtail.bench.vllm.options import VllmBenchOptions
 from longtail.build.drafters import Target, read_drafter
@@ -76,16 +76,9 @@ class Subject:
             "max_len": longest,
             "max_running": options.max_running,
             "packages": str(_PACKAGES),
+            "threads": 1,
         }
-        program = Program(
-            name="vllm", path=_WORKER, argument=argument, threads=1, timeout_s=options.timeout
-        )
-        process = ForeignProcess(options.python, program, "--python")
-        try:
-            return Engine(process, process.read()["ready"], self)
-        except BaseException:
-            process.close()
-            raise
+        return Engine(options.python, argument, self)
 
     def own_texts(self, turn: int) -> list[tuple[int, ...]]:
         """Return the texts that longtail's engine writes with the seeds of a turn."""
@@ -99,17 +92,17 @@ class Subject:
         return [each.tokens for each in done]
 
 
-class Engine:
+class Engine(PeerProcess):
     """A running vLLM; `turn` generates for all prompts."""
 
-    def __init__(self, process: ForeignProcess, description: str, subject: Subject) -> None:
-        self._process, self._subject = process, subject
-        self.description = description
+    def __init__(self, python: str, spec: Mapping[str, Any], subject: Subject) -> None:
+        super().__init__(python, _WORKER, "vllm", spec, flag="--python")
+        self._subject = subject
 
     def turn(self, number: int, *, adopt: Path | None = None) -> Reply:
         """Generate with the seeds of a turn; adopt a drafter in the middle if one is given."""
         subject = self._subject
-        answer = self._process.ask(
+        answer = self.ask(
             {
                 "prompts": [list(prompt) for prompt in subject.prompts],
                 "seeds": [seed(number, index) for index in range(len(subject.prompts))],
@@ -121,10 +114,6 @@ class Engine:
         )
         answer["tokens"] = tuple(map(tuple, answer["tokens"]))
         return Reply(**answer)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
 
 
 def seed(turn: int, index: int) -> int:
