@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import guards
+from longtail.integrations.vllm import extras, guards
 from longtail.integrations.vllm.settings import (
     KEY,
     VARIABLE,
@@ -96,6 +96,7 @@ def install(config: Any) -> Installed | None:
     runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
     patches = import_module(RUNNERS[runner]).patches(settings, config)
     guards.replace(patches)
+    extras.in_worker()
     _Process.installed = Installed(
         runner=runner, settings=settings, replaced=tuple(str(patch) for patch in patches)
     )
@@ -127,6 +128,7 @@ def prepare(config: Any) -> None:
     _hook_worker(asked=True)
     if isinstance(config.additional_config, dict):
         config.additional_config[KEY] = settings.as_dict()
+    extras.in_front_end()
 
 
 def _status(_worker: Any) -> dict[str, Any] | None:
