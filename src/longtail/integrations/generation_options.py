@@ -102,7 +102,7 @@ def sampling_of(
         kinds = [index for index, (kind, _) in enumerate(_WARPERS) if type(processor) is kind]
         if isinstance(processor, LogitNormalization):
             continue  # the engine's distribution is normalised
-        if not kinds or kinds[0] < place or getattr(processor, "min_tokens_to_keep", 1) != 1:
+        if not kinds or kinds[0] < place or vars(processor).get("min_tokens_to_keep", 1) != 1:
             raise _refused_processor(processor)
         place, name = kinds[0] + 1, _WARPERS[kinds[0]][1]
         params[name] = getattr(processor, name)

@@ -44,7 +44,7 @@ from longtail.integrations.generation_options import (
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.hf.weights import from_hf, to_hf
+from longtail.model.hf.weights import from_hf, hf_rows
 from longtail.speculation.drafter import Drafter
 from longtail.system.device import to_stderr
 from longtail.tuner.budget import BudgetTuner
@@ -133,7 +133,7 @@ class _Writer:
     ) -> None:
         rows, self._width = input_ids.shape
         longest = requests[0].sampling.max_tokens
-        padding = getattr(config, "_pad_token_tensor", None)
+        padding = vars(config).get("_pad_token_tensor")
         if padding is None and criteria and rows > 1:
             raise ConfigError(
                 "generation_config.pad_token_id = None: rows that end early need a padding token; "
@@ -213,8 +213,9 @@ class _Mirror:
         first = next(model.parameters())
         self.lock = threading.Lock()
         """Held while the engine is used."""
-        self._source = str(getattr(model.config, "_name_or_path", ""))
+        self._source = str(model.config.name_or_path)
         self._model = empty_model(config, first.dtype, first.device)  # filled by the first `pull`
+        self._rows = hf_rows(self._model)
         self._engines = GrowingEngine(
             lambda limits: RolloutEngine(self._model, _no_text, limits),
             _no_text,
@@ -239,9 +240,11 @@ class _Mirror:
         return engine
 
     def _is_stale(self, weights: dict[str, Tensor]) -> bool:
-        """Return whether any weight differs; takes about the time of one decoding step."""
-        own = to_hf(dict(self._model.named_parameters()), self._model.config)
-        return not all(torch.equal(tensor, weights[name].data) for name, tensor in own.items())
+        """Return whether any weight differs; takes the time of a few decoding steps."""
+        return not all(
+            name in weights and torch.equal(rows, weights[name])
+            for name, rows in self._rows.items()
+        )
 
     def _speculation(self, drafter: str) -> Speculation | None:
         """Open drafters; a model directory is needed only by those that read a tokenizer."""

@@ -57,6 +57,8 @@ class PackedAttention(Attention):
     """
 
     def __init__(self, cu_seqlens: Sequence[int]) -> None:
+        self.cu_seqlens = tuple(cu_seqlens)
+        """First token of each sequence, and the number of tokens."""
         lengths = (end - start for start, end in itertools.pairwise(cu_seqlens))
         self._runs = [
             (len(list(run)), length) for length, run in itertools.groupby(lengths) if length

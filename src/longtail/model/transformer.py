@@ -20,7 +20,7 @@ from longtail.model.kernels.choice import select_kernels
 from longtail.model.kernels.decoder import DecoderWeights, LayerWeights, NativeDecoder
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, TorchKernels
-from longtail.model.kernels.training import select_training_kernels
+from longtail.model.kernels.training import embed, select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
 from longtail.speculation.taps import NO_TAPS, Taps
 
@@ -209,6 +209,16 @@ class Transformer(nn.Module):
         """Prepare for training: select fused kernels with gradients where they exist."""
         self._kernels, self._decoder = select_training_kernels(self.dtype, self.device), None
 
+    def hold_casts(self, dtype: torch.dtype | None) -> None:
+        """Convert all matrices for autocast on a CPU, once for many passes; None drops the copies.
+
+        Gradients are then added to the parameters' own, past autograd. Call it again after the
+        weights change.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.hold_cast(dtype)
+
     def pack(self) -> None:
         """Prepare for inference: pack weights, select kernels. Repeat it after weights change."""
         self._kernels = select_kernels(self.dtype, self.device, self.config.head_dim)
@@ -246,7 +256,9 @@ class Transformer(nn.Module):
         recompute: bool = False,
     ) -> DecoderOutput:
         """Run `forward`, and also return the features of `taps`."""
-        stream, delta = self.embedding(tokens), None
+        direct = self.head.cast is not None
+        stream = embed(self.embedding.weight, tokens) if direct else self.embedding(tokens)
+        delta = None
         # Under autocast queries have its dtype; the rotation must not promote them.
         device = stream.device.type
         autocast = torch.is_autocast_enabled(device)
@@ -255,6 +267,7 @@ class Transformer(nn.Module):
         if self._decoder is not None and isinstance(attention, CachedAttention):
             hidden, features = self._decoder.run(stream, rotation, attention, taps)
             return DecoderOutput(hidden=hidden, features=features)
+        attention = self._kernels.attention(attention, dtype)
         context = Context(rotation=rotation, attention=attention, kernels=self._kernels)
         kept: list[Tensor] = []
         for index, layer in enumerate(self.layers):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from longtail.errors import ClusterError, ConfigError, NonFiniteError
+from longtail.model.kernels.training import can_hold_casts
 from longtail.model.transformer import Transformer
 from longtail.rl import recovery
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance, reduce_gradients
@@ -135,8 +136,11 @@ class Learner:
         undo = partial(self.restore, self.state(), self.weights().tensors) if can_undo else None
         try:
             with recovery.undone_on_loss(undo):
+                self._hold_casts()
                 old = [self._old(batch, metrics, on_progress) for batch in batches if several]
                 for index, batch in enumerate(batches):
+                    if index:
+                        self._hold_casts()
                     failure = self._backward(batch, old[index] if old else {}, metrics, on_progress)
                     on_progress(True)
                     self._reduce(batch, failure, metrics)
@@ -149,8 +153,14 @@ class Learner:
                     self._shards.gather()
         finally:
             self._optimizer.discard()  # gradients left by a failure
+            self._model.hold_casts(None)
         self._version += 1
         return metrics.report(self._version, batches)
+
+    def _hold_casts(self) -> None:
+        """Convert the weights for autocast, once until the next update; shards are gathered."""
+        if self._settings.autocast and self._shards is None and can_hold_casts(self._model.device):
+            self._model.hold_casts(torch.bfloat16)
 
     def _assigned(self, batch: TrainBatch) -> tuple[Sequence[int], int]:
         """Return this rank's micro-batches, and its number of extra passes for others' sake."""
@@ -190,7 +200,7 @@ class Learner:
                 failure = failure or loss_error(
                     self._model, output.loss, self._version, f"the loss (micro-batch {index})"
                 )
-            with metrics.timed("update", device):
+            with metrics.timed("backward", device):
                 torch.autograd.backward(output.loss)
             on_progress(False)
         for _ in range(extra):

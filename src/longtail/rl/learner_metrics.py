@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -13,7 +13,7 @@ from longtail.rl.logprobs import TokenScores
 from longtail.rl.loss import LossInputs, LossOutput
 from longtail.types import TrainBatch
 
-Section = Literal["logprob", "update"]
+Section = Literal["logprob", "backward", "update"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,8 @@ class LearnerReport:
     rollout_ratio_max: float
     logprob_seconds: float
     """Seconds of forward passes of the policy, before and during updates, and of the reference."""
+    backward_seconds: float
+    """Seconds of backward passes."""
     update_seconds: float
     """Seconds of backward passes, reductions and optimizer updates."""
 
@@ -95,7 +97,9 @@ class LearnerMetrics:
     num_scored: float = 0.0
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
-    seconds: dict[Section, float] = field(default_factory=lambda: {"logprob": 0.0, "update": 0.0})
+    seconds: dict[Section, float] = field(
+        default_factory=lambda: dict.fromkeys(get_args(Section), 0.0)
+    )
 
     def add(self, inputs: LossInputs, output: LossOutput, scores: TokenScores) -> None:
         """Count one micro-batch."""
@@ -131,7 +135,7 @@ class LearnerMetrics:
         sums = [self.loss, self.entropy, self.clipped, self.capped]
         sums += [self.old_kl, self.reference_kl, self.gap, self.ratio, self.num_scored]
         most = [self.gap_max, self.ratio_max, -self.ratio_min]
-        most += [self.seconds["logprob"], self.seconds["update"]]
+        most += self.seconds.values()
         rows = torch.zeros(group.size, len(sums) + len(most), dtype=torch.float64)
         rows[group.rank] = torch.tensor([*sums, *most], dtype=torch.float64)
         group.all_reduce([rows])  # the other rows are zeros here, so this gathers all rows
@@ -139,7 +143,7 @@ class LearnerMetrics:
         self.loss, self.entropy, self.clipped, self.capped = sums[:4]
         self.old_kl, self.reference_kl, self.gap, self.ratio, self.num_scored = sums[4:]
         self.gap_max, self.ratio_max, self.ratio_min = most[0], most[1], -most[2]
-        self.seconds = {"logprob": most[3], "update": most[4]}
+        self.seconds = dict(zip(self.seconds, most[3:], strict=True))
 
     def report(self, version: int, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Return the means; a step without scored tokens reports zeros and a ratio of 1."""
@@ -167,7 +171,8 @@ class LearnerMetrics:
             rollout_ratio_min=self.ratio_min if scored else 1.0,
             rollout_ratio_max=self.ratio_max if scored else 1.0,
             logprob_seconds=self.seconds["logprob"],
-            update_seconds=self.seconds["update"],
+            backward_seconds=self.seconds["backward"],
+            update_seconds=self.seconds["backward"] + self.seconds["update"],
         )
 
 

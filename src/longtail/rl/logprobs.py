@@ -2,18 +2,21 @@
 
 The rollout engine samples from softmax(logits / temperature), truncated; the policy gradient must
 use the same distribution. Only the hidden states of generated tokens reach the LM head. With a
-large vocabulary the head runs in chunks of rows that the backward pass recomputes, so the whole
-rows x vocab matrix never exists.
+large vocabulary, and under autocast, `model.kernels.scores` scores chunks of rows, so no float32
+rows x vocab matrix ever exists.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import PackedAttention
+from longtail.model.kernels.scores import Head, plan_scores, token_scores
+from longtail.model.kernels.training import ROWS
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import moved
 from longtail.sampling import is_truncated, log_distribution
@@ -65,22 +68,49 @@ def _score(
     max_logits: int,
 ) -> TokenScores:
     rows = packed.loss_mask.nonzero()[:, 0]
-    attention = PackedAttention(packed.cu_seqlens)
-    hidden = model(packed.tokens, packed.positions, attention, recompute=recompute)
+    hidden = _hidden(model, packed, recompute)
     chosen = hidden.index_select(0, rows - 1)  # [generated, hidden]
     targets = packed.tokens.index_select(0, rows)
-    size = max(1, max_logits // model.config.vocab_size)
-    if len(rows) <= size:
-        scores = _score_rows(model, chosen, targets, sampling)
+    head = _head(model)
+    plan = plan_scores(head, max_logits)
+    whole = len(rows) <= plan.chunk and (is_truncated(sampling) or not plan.is_native)
+    if whole or not len(rows):
+        logprobs, entropy = _score_rows(model, chosen, targets, sampling)
+    elif is_truncated(sampling):
+        parts = [
+            checkpoint(_score_rows, model, h, t, sampling, use_reentrant=False)
+            for h, t in zip(
+                torch.split(chosen, plan.chunk), torch.split(targets, plan.chunk), strict=True
+            )
+        ]
+        logprobs, entropy = map(torch.cat, zip(*parts, strict=True))
     else:
-        scores = torch.cat(
-            [
-                checkpoint(_score_rows, model, h, t, sampling, use_reentrant=False)
-                for h, t in zip(torch.split(chosen, size), torch.split(targets, size), strict=True)
-            ],
-            dim=1,
-        )
-    return TokenScores(logprobs=scores[0], entropy=scores[1].detach(), rows=rows)
+        logprobs, entropy = token_scores(chosen, head, targets, sampling.temperature, plan)
+    return TokenScores(logprobs=logprobs, entropy=entropy.detach(), rows=rows)
+
+
+def _hidden(
+    model: Transformer, packed: PackedSequences, recompute: bool
+) -> Float[Tensor, "at_least_tokens hidden"]:
+    """Return the final hidden states, under autocast on a CPU of more tokens than there are.
+
+    The others are one more sequence: products then have a number of rows that suits them.
+    """
+    tokens, positions, ends = packed.tokens, packed.positions, packed.cu_seqlens
+    missing = -packed.num_tokens % ROWS
+    if missing and model.head.cast is not None:
+        tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
+        ends = (*ends, packed.num_tokens + missing)
+    return model(tokens, positions, PackedAttention(ends), recompute=recompute)
+
+
+def _head(model: Transformer) -> Head:
+    """Return the LM head, its products in the dtype of autocast if that is enabled."""
+    weight, cast, device = model.head.weight, model.head.cast, model.device.type
+    if not torch.is_autocast_enabled(device):
+        return Head(weight=weight, computed=weight.detach(), direct=False)
+    computed = weight.detach().to(torch.get_autocast_dtype(device)) if cast is None else cast
+    return Head(weight=weight, computed=computed, direct=cast is not None)
 
 
 def _score_rows(
@@ -88,12 +118,12 @@ def _score_rows(
     hidden: Float[Tensor, "rows hidden"],
     targets: Int[Tensor, "rows"],
     sampling: SamplingParams,
-) -> Float[Tensor, "2 rows"]:
+) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"]]:
     """Return the log-probability of each target, and the entropy of its distribution."""
     logprobs = _log_distribution_with(model.logits(hidden), targets[:, None], sampling)
     with torch.no_grad():
         entropy = torch.special.entr(logprobs.exp()).sum(-1)
-    return torch.stack((logprobs.gather(-1, targets[:, None])[:, 0], entropy))
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
 
 def _log_distribution_with(

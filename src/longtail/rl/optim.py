@@ -108,9 +108,10 @@ class Optimizer:
         rate = scheduled_rate(step, self._settings)
         try:
             norm = self._grad_norm(step)
-            torch.nn.utils.clip_grads_with_norm_(
-                self._parameters.values(), self._settings.max_grad_norm, norm
-            )
+            if float(norm) + 1e-6 > self._settings.max_grad_norm:  # else a product with 1
+                torch.nn.utils.clip_grads_with_norm_(
+                    self._parameters.values(), self._settings.max_grad_norm, norm
+                )
             for group in self._adamw.param_groups:
                 group["lr"] = rate
             self._adamw.step()

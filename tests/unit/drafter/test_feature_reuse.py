@@ -199,3 +199,18 @@ def test_in_float32_the_trained_weights_agree_up_to_rounding() -> None:
         assert (report.num_reused > 0) == reuses
     for name, tensor in states[0].items():
         torch.testing.assert_close(states[1][name], tensor, rtol=0.0, atol=2e-3)
+
+
+def test_a_measured_text_is_computed_once_and_measures_the_same():
+    place = Workplace.at("eagle1")
+    spot = place.spot("eagle1", reuses=False)
+    texts = [Example(tokens=text.tokens, prompt_len=text.prompt_len) for text in place.own[-2:]]
+    packs = pack_texts(texts, 100)
+    trainer = spot._trainer
+    expected = trainer.evaluate(packs, 2)
+    place.num_computed = 0
+    with trainer.reading_once():
+        assert [trainer.evaluate(packs, 2) for _ in range(3)] == [expected] * 3
+    assert place.num_computed == sum(len(text.tokens) for text in texts)
+    assert trainer.evaluate(packs, 2) == expected  # afterwards the target may change
+    assert place.num_computed == 2 * sum(len(text.tokens) for text in texts)

@@ -8,13 +8,14 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 from longtail.errors import ConfigError
 
+PeerT = TypeVar("PeerT", bound="PeerProcess")
 PeerKind = Literal["generate", "vllm"]
 _WORKER = Path(__file__).with_name("peer_worker.py")
 _TIMEOUT_S = 900.0
@@ -47,24 +48,28 @@ class Turn:
     num_tokens: int
 
 
-@final
-class Peer:
-    """A running peer. It inherits this process's CPU pinning, so pin before starting it.
+class PeerProcess:
+    """A program in another process, by JSON lines. It inherits this process's CPU pinning.
 
-    Lifecycle: started (loads, maybe compiles) -> generate* -> close, also by `with`.
+    Lifecycle: started (loads, maybe compiles) -> ask* -> close, also by `with`.
     """
 
-    def __init__(self, python: str, spec: PeerSpec) -> None:
-        """Start it and wait until its model is loaded; a ConfigError shows its last output."""
-        self._kind, self._python = spec.kind, python
+    def __init__(
+        self, python: str, worker: Path, kind: str, spec: Mapping[str, Any], *, flag: str
+    ) -> None:
+        """Start it and wait until its model is loaded; a ConfigError shows its last output.
+
+        `spec` has the number of `threads`; `flag` is the option that named the interpreter.
+        """
+        self._kind, self._python = kind, python
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (see close)
-        threads = str(spec.threads)
+        threads = str(spec["threads"])
         limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         try:
             self._process = subprocess.Popen(
                 # -I: neither this folder nor PYTHONPATH may shadow the peer's modules
-                [python, "-I", str(_WORKER), json.dumps(asdict(spec))],
+                [python, "-I", str(worker), json.dumps(spec)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -74,7 +79,7 @@ class Peer:
         except OSError as error:
             self._log.close()
             raise ConfigError(
-                f"--{spec.kind}-python = {python!r} cannot be started ({error}); name the python "
+                f"{flag} = {python!r} cannot be started ({error}); name the python "
                 "of an environment that has it"
             ) from error
         try:
@@ -83,17 +88,14 @@ class Peer:
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Turn:
-        """Write `new_tokens` tokens after each prompt."""
+    def ask(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one turn and return its answer."""
         assert self._process.stdin is not None
-        turn = {"prompts": [list(prompt) for prompt in prompts], "new_tokens": new_tokens}
         try:
             print(json.dumps(turn), file=self._process.stdin, flush=True)
         except BrokenPipeError:
             raise self._failure("died") from None
-        done = Turn(**self._read())
-        assert done.num_tokens == new_tokens * len(prompts), f"{self._kind} stopped early: {done}"
-        return done
+        return self._read()
 
     def close(self) -> None:
         """Wait for the process to end; kill it if it does not."""
@@ -104,7 +106,7 @@ class Peer:
             self._process.communicate()
         self._log.close()
 
-    def __enter__(self) -> "Peer":
+    def __enter__(self: PeerT) -> PeerT:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,3 +132,20 @@ class Peer:
         return ConfigError(
             f"the {self._kind} process ({self._python}) {what}; its last output:\n{last_lines}"
         )
+
+
+@final
+class Peer(PeerProcess):
+    """A running engine."""
+
+    def __init__(self, python: str, spec: PeerSpec) -> None:
+        """Start it and wait until its model is loaded; a ConfigError shows its last output."""
+        flag = f"--{spec.kind}-python"
+        super().__init__(python, _WORKER, spec.kind, asdict(spec), flag=flag)
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Turn:
+        """Write `new_tokens` tokens after each prompt."""
+        prompts = [list(prompt) for prompt in prompts]
+        done = Turn(**self.ask({"prompts": prompts, "new_tokens": new_tokens}))
+        assert done.num_tokens == new_tokens * len(prompts), f"{self._kind} stopped early: {done}"
+        return done

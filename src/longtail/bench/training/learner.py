@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longtail.bench.common.timing import paired, pin_threads
+from longtail.bench.training import step
 from longtail.bench.training.options import LearnerBenchOptions
 from longtail.bench.training.workload import (
     LAYOUTS,
@@ -26,23 +27,31 @@ from longtail.bench.training.workload import (
     largest_gap,
     print_layouts,
 )
+from longtail.errors import ConfigError
 from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.optim import OptimizerSettings
 
 
 def run(options: LearnerBenchOptions) -> int:
-    """Check the gradients, measure time in turn and memory apart, print the card and JSON."""
+    """Check the gradients, measure time in turn and memory apart, print the card and JSON.
+
+    With a model of the user's own, `bench.training.step` measures its step beside other trainers.
+    """
+    if options.model is not None:
+        return step.run(options)
+    if options.peer_python is not None:
+        raise ConfigError(f"--peer-python = {options.peer_python!r}: it needs --model")
     pin_threads(options.threads)
     gap = gradient_gap(SMALL)
     check_gap(gap, 1e-10)
     work, learner = Workload.of(options), _learner(benchmark_model())
     batches = {layout: work.batch(layout) for layout in LAYOUTS}
 
-    def step(layout: str) -> None:
+    def update(layout: str) -> None:
         learner.step([batches[layout]])
 
-    seconds = paired({name: partial(step, name) for name in LAYOUTS}, repeats=options.repeats)
+    seconds = paired({name: partial(update, name) for name in LAYOUTS}, repeats=options.repeats)
     memory = {layout: _peak_memory_apart(work, layout) for layout in LAYOUTS}
     real = sum(map(len, work.texts()))
     figures = {

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from longtail.bench.common.card import Table, print_card
 from longtail.bench.common.timing import Spread, ratios
-from longtail.bench.training.options import LearnerBenchOptions
+from longtail.bench.training.options import LayoutBenchOptions
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.packing import lay_out, plan
 from longtail.types import MicroBatch, PackedSequences, SamplingParams, TrainBatch
@@ -51,7 +51,7 @@ class Workload:
     """Median length in tokens."""
 
     @staticmethod
-    def of(options: LearnerBenchOptions) -> "Workload":
+    def of(options: LayoutBenchOptions) -> "Workload":
         """Return the workload of the options."""
         return Workload(
             sequences=options.sequences,
@@ -87,10 +87,10 @@ class Workload:
             case "packed_budget":
                 cuts = plan(lengths, self.budget)
             case "padded_budget":
-                cuts = _fill_rows(arrival, lengths, self.budget)
+                cuts = fill_rows(arrival, lengths, self.budget)
             case "padded_sorted":
                 by_length = sorted(arrival, key=lambda i: lengths[i])
-                cuts = _fill_rows(by_length, lengths, self.budget)
+                cuts = fill_rows(by_length, lengths, self.budget)
             case _:
                 raise ValueError(f"layout {layout!r}: it must be one of {', '.join(LAYOUTS)}")
         padded = layout.startswith("padded")
@@ -106,7 +106,7 @@ SMALL = Workload(sequences=8, rows=4, budget=256, threads=1, median=11.0)
 """Workload of the gradient check."""
 
 
-def _fill_rows(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+def fill_rows(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Take sequences in order while rows x longest stays within the budget."""
     cuts: list[list[int]] = []
     for index in order:
@@ -176,7 +176,7 @@ def check_gap(gap: float, tolerance: float) -> None:
 
 def print_layouts(
     work: Workload,
-    options: LearnerBenchOptions,
+    options: LayoutBenchOptions,
     *,
     title: str,
     seconds: Mapping[str, Sequence[float]],

@@ -6,7 +6,8 @@
 A state follows from the weights and the tokens before it, so both ways give the same states.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
@@ -55,12 +56,27 @@ class TargetReader:
     def __init__(self, target: Transformer, layer: EagleLayer, lookup: StateLookup | None) -> None:
         self._target, self._dtype, self._lookup = target, layer.dtype, lookup
         self._recipe, self._taps = layer.config.taps, training_taps(layer.config.taps)
+        self._kept: dict[tuple[int, ...], Tensor] | None = None
+        """States of measured texts by their tokens, in `reading_once`."""
+
+    @contextmanager
+    def reading_once(self) -> Iterator[None]:
+        """Compute a text that is measured several times only once; the target must not change."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
 
     @torch.no_grad()
-    def read(self, packed: PackedSequences, pairs: Pairs) -> Reading:
+    def read(self, packed: PackedSequences, pairs: Pairs, *, is_measured: bool = False) -> Reading:
         """Return the states of all pairs; `packed` is on the target's device."""
         found = self._looked_up(packed)
         states = self._states(packed, found)
+        if is_measured and self._kept is not None:
+            tokens = packed.tokens.tolist()
+            for start, end in pairwise(packed.cu_seqlens):
+                self._kept[tuple(tokens[start:end])] = states[start:end]
         features, final = (self._taps.pick(taps, states) for taps in (self._recipe, _FINAL))
         assert features is not None, "every recipe taps something"
         assert final is not None, "the final state is tapped"
@@ -92,13 +108,16 @@ class TargetReader:
         return torch.cat(rows), num_reused
 
     def _looked_up(self, packed: PackedSequences) -> list[Tensor | None]:
-        if self._lookup is None:
-            return [None] * packed.num_sequences
         tokens, in_loss = packed.tokens.tolist(), packed.loss_mask.tolist()
-        return [
-            self._lookup(tokens[start:end], in_loss[start:end].count(0.0))
-            for start, end in pairwise(packed.cu_seqlens)
-        ]
+        found: list[Tensor | None] = []
+        for start, end in pairwise(packed.cu_seqlens):
+            own, states = tokens[start:end], None
+            if self._kept:
+                states = self._kept.get(tuple(own))
+            if states is None and self._lookup is not None:
+                states = self._lookup(own, in_loss[start:end].count(0.0))
+            found.append(states)
+        return found
 
     def _states(
         self, packed: PackedSequences, found: Sequence[Tensor | None]

@@ -247,7 +247,8 @@ class SpotTrainer:
         check, interval = _StopCheck(stopped), _Interval(self._settings)
         started, base = time.perf_counter(), self._require_base()
         try:
-            reason = self._train(buffer, check, interval, on_measured)
+            with self._trainer.reading_once():
+                reason = self._train(buffer, check, interval, on_measured)
         except NonFiniteError as error:
             _log.warning("spot training: %s; the replica is discarded", error)
             reason, interval.best = SpotEnd.NOT_FINITE, None

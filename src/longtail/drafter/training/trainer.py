@@ -136,6 +136,7 @@ class DrafterTrainer:
         assert size == (0 if draft_ids is None else len(draft_ids)), "one id for each draft token"
         self._layer, self._target, self._settings = layer, target, settings
         self._reader = TargetReader(target, layer, lookup)
+        self.reading_once = self._reader.reading_once
         self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
         self._head = None if head is None else head.to(target.device)
         layer.requires_grad_(True)
@@ -272,7 +273,7 @@ class DrafterTrainer:
             for packed in batch:
                 if stopped():
                     return None
-                sums = self._forward(packed, counts)
+                sums = self._forward(packed, counts, is_measured=True)
                 if sums is not None:
                     scores += sums.scores
         return _report(scores, counts)
@@ -334,7 +335,9 @@ class DrafterTrainer:
                 counts[step] += int((pairs.trained & pairs.exist(step)).sum())
         return counts
 
-    def _forward(self, packed: PackedSequences, counts: Sequence[int]) -> _Sums | None:
+    def _forward(
+        self, packed: PackedSequences, counts: Sequence[int], *, is_measured: bool = False
+    ) -> _Sums | None:
         """Return a micro-batch's part of the batch's sums; None if no row is in the loss."""
         here = moved(packed, self._target.device)
         pairs = Pairs.of(here).for_loss(len(counts))
@@ -346,7 +349,7 @@ class DrafterTrainer:
         in_loss = rows[chosen]
         dtype = self._target.dtype
         with self._autocast(enabled=dtype == torch.float32):  # others compute in their own
-            states = self._reader.read(here, pairs)
+            states = self._reader.read(here, pairs, is_measured=is_measured)
         with self._autocast():
             outputs = unroll(self._layer, states.features, states.embeddings, pairs, len(counts))
             scored = torch.stack([output.scored.index_select(0, chosen) for output in outputs])

@@ -70,6 +70,15 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         self._packed: Product | None = None
+        self.cast: Tensor | None = None
+        """The weight in the dtype of autocast, while it does not change; made by `hold_cast`."""
+
+    def hold_cast(self, dtype: torch.dtype | None) -> None:
+        """Convert the weight for products under autocast on a CPU; None drops the copy.
+
+        Gradients are then added to `weight.grad` directly. Call it again after the weight changes.
+        """
+        self.cast = None if dtype is None else self.weight.detach().to(dtype)
 
     def pack(self, *, batch_invariant: bool = False) -> None:
         """Pack the weight for inference; call it again after the weight has changed.
@@ -91,7 +100,7 @@ class Linear(nn.Module):
         """Return y for a flat list of rows."""
         if self._packed is not None:
             return self._packed(x)
-        return training_product(x, self.weight, self.bias)
+        return training_product(x, self.weight, self.bias, self.cast)
 
 
 def invariant_product(weight: Tensor, bias: Tensor | None) -> Product:

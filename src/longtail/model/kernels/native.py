@@ -26,11 +26,11 @@ from longtail.system.cache import build_once
 _log = logging.getLogger(__name__)
 
 _NAMES = (
-    "common", "kernels", "attention", "vectors", "tiles", "product", "decoder", "draft", "noise",
-    "select", "draws",
+    "common", "kernels", "attention", "vectors", "tiles", "packed", "product", "decoder", "draft",
+    "noise", "select", "draws", "scores",
 )  # fmt: skip
-"""kernels.c includes attention.c, which includes vectors.c and tiles.c; draws.c includes select.c,
-which includes noise.c; all include common.c."""
+"""kernels.c includes packed.c and attention.c, which includes vectors.c and tiles.c; draws.c
+includes select.c, which includes noise.c; all include common.c."""
 _SOURCES = {name: Path(__file__).parent / "cpu" / f"{name}.c" for name in _NAMES}
 _FLAGS = (
     "-O2",
@@ -76,7 +76,11 @@ _UNITS = {
         + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["decoder"])
         + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draft"]),
     ),
-    "draws": (_EXACT, (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draws"])),
+    "draws": (
+        _EXACT,
+        (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draws"])
+        + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["scores"]),
+    ),
 }
 """Flags and text of each unit."""
 _LIBRARY = "kernels.so"
@@ -91,8 +95,20 @@ _SIGNATURES: dict[str, list[Any]] = {
     "store_kv": [_PTR] * 2 + [_INT] + [_PTR] * 2 + [_INT] + [_PTR] * 2 + [_INT] * 2,
     "add_norm_forward": [_PTR] * 5 + [_INT] * 2 + [_FLOAT],
     "add_norm_backward": [_PTR] * 6 + [_INT] * 2 + [_FLOAT],
-    "rotate_backward": [_PTR, _INT] + [_PTR] * 6 + [_INT] * 3 + [_FLOAT],
+    "stream_norm": [_PTR] * 5 + [_INT] * 2 + [_FLOAT],
+    "stream_norm_backward": [_PTR] * 7 + [_INT] * 2 + [_FLOAT],
+    "accumulate": [_PTR] * 2 + [_INT] * 2 + [_THREADS],
+    "rotate_backward": [_PTR, _INT] + [_PTR] * 4 + [_INT] + [_PTR] * 2 + [_INT] * 3 + [_FLOAT],
     "swiglu_backward": [_PTR] * 3 + [_INT] * 2,
+    "attend_packed": [_PTR] * 3 + [_INT, _PTR, _INT] + [_PTR] * 3 + [_INT] * 5 + [_THREADS],
+    "attend_packed_backward": [_PTR] * 3
+    + [_INT, _PTR, _INT]
+    + [_PTR] * 5
+    + [_INT, _PTR]
+    + [_INT] * 5
+    + [_THREADS],
+    "measure_rows": [_PTR] + [_INT] * 3 + [_PTR, _FLOAT] + [_PTR] * 3 + [_THREADS],
+    "grade_rows": [_PTR] + [_INT] * 3 + [_PTR, _FLOAT] + [_PTR] * 2 + [_THREADS],
     "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT] + [_PTR] * 5 + [_INT] * 5 + [_THREADS],
 }
 

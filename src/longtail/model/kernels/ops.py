@@ -119,6 +119,10 @@ class Kernels(abc.ABC):
     ) -> Heads:
         """Attend each token to its visible slots, at most `window` tokens back (0: all)."""
 
+    def attention(self, given: Attention, dtype: torch.dtype) -> Attention:
+        """Return the attention of a pass with queries of `dtype`, faster where there is one."""
+        return given
+
 
 class CachedAttention(Attention):
     """Attention over rows of a contiguous cache; tokens store their keys and values first.

@@ -70,6 +70,7 @@ void NAME(store_kv)(const T *restrict keys, const T *restrict values, int64_t to
 }
 
 #include "attention.c"
+#include "packed.c"
 
 /* ---- Training: the same operations out of place, and their gradients. ---- */
 
@@ -102,18 +103,71 @@ void NAME(add_norm_backward)(const T *restrict stream, const T *restrict weight,
   }
 }
 
+/* The same with a float32 stream beside elements of T: as autocast, without its copies. */
+void NAME(stream_norm)(const float *restrict x, const T *restrict delta,
+                       const float *restrict weight, float *restrict stream, T *restrict normed,
+                       int64_t rows, int64_t size, float eps) {
+  for (int64_t r = 0; r < rows; r++, x += size, stream += size, normed += size) {
+    float sum = 0.0f;
+    if (delta) {
+      for (int64_t i = 0; i < size; i++) stream[i] = x[i] + LOAD(delta[i]);
+      delta += size;
+    } else {
+      memcpy(stream, x, (size_t)size * sizeof(float));
+    }
+    for (int64_t i = 0; i < size; i++) sum += stream[i] * stream[i];
+    const float scale = 1.0f / sqrtf(sum / (float)size + eps);
+    for (int64_t i = 0; i < size; i++) normed[i] = STORE(stream[i] * scale * weight[i]);
+  }
+}
+
+/* Its gradients: `grad` of x, and the same as T for delta, if there is one. */
+void NAME(stream_norm_backward)(const float *restrict stream, const float *restrict weight,
+                                const float *restrict grad_stream, const T *restrict grad_normed,
+                                float *restrict grad, T *restrict grad_delta,
+                                float *restrict grad_weight, int64_t rows, int64_t size,
+                                float eps) {
+  for (int64_t r = 0; r < rows; r++) {
+    const float *s = stream + r * size, *gs = grad_stream + r * size;
+    const T *gn = grad_normed + r * size;
+    float *g = grad + r * size, square = 0.0f, dot = 0.0f;
+    for (int64_t i = 0; i < size; i++) square += s[i] * s[i];
+    for (int64_t i = 0; i < size; i++) dot += weight[i] * LOAD(gn[i]) * s[i];
+    const float scale = 1.0f / sqrtf(square / (float)size + eps);
+    const float pull = scale * scale * scale / (float)size * dot;
+    for (int64_t i = 0; i < size; i++) {
+      g[i] = gs[i] + scale * weight[i] * LOAD(gn[i]) - pull * s[i];
+      grad_weight[i] += LOAD(gn[i]) * s[i] * scale;
+    }
+    for (int64_t i = 0; grad_delta && i < size; i++) grad_delta[r * size + i] = STORE(g[i]);
+  }
+}
+
+/* sum += part, or sum = part. */
+void NAME(accumulate)(float *restrict sum, const T *restrict part, int64_t size, int64_t add,
+                      int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t start = 0; start < size; start += 4096) {
+    const int64_t end = size - start < 4096 ? size : start + 4096;
+    if (add)
+      for (int64_t i = start; i < end; i++) sum[i] += LOAD(part[i]);
+    else
+      for (int64_t i = start; i < end; i++) sum[i] = LOAD(part[i]);
+  }
+}
+
 /* Gradient of `rotate` on `heads` heads that share a norm weight (or have none): the inverse
  * rotation, then the norm as above. The input is the projection before `rotate`, at `stride`. */
 void NAME(rotate_backward)(const T *restrict input, int64_t stride, const T *restrict weight,
                            const float *restrict cos, const float *restrict sin,
-                           const T *restrict grad_out, T *restrict grad_in,
-                           float *restrict grad_weight, int64_t rows, int64_t heads, int64_t dim,
-                           float eps) {
+                           const T *restrict grad_out, int64_t grad_stride,
+                           T *restrict grad_in, float *restrict grad_weight, int64_t rows,
+                           int64_t heads, int64_t dim, float eps) {
   const int64_t half = dim / 2;
   float g[1024];
   for (int64_t r = 0; r < rows; r++, cos += dim, sin += dim)
     for (int64_t h = 0; h < heads; h++) {
-      const T *x = input + r * stride + h * dim, *go = grad_out + (r * heads + h) * dim;
+      const T *x = input + r * stride + h * dim, *go = grad_out + r * grad_stride + h * dim;
       T *gi = grad_in + r * stride + h * dim;
       for (int64_t i = 0; i < half; i++) {
         g[i] = LOAD(go[i]) * cos[i] + LOAD(go[i + half]) * sin[i + half];

@@ -1,0 +1,301 @@
+"""`longtail bench learner --model MODEL`: one step beside its matrix products and other trainers.
+
+    longtail       packed, sequences without an advantage left out, bfloat16 autocast, one update
+    products       its matrix products alone: forward, for inputs, for weights, each once
+    transformers   a plain loop over the same sequences, sorted by length and padded
+    trl            TRL's loss over the whole batch, eight sequences at a time, as it would
+
+Texts are random tokens of heavy-tailed lengths; every second group of eight has an advantage. All
+contestants take turns.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from longtail.bench.common.card import Table, numbers, print_card
+from longtail.bench.common.peers import PeerProcess
+from longtail.bench.common.process import progress
+from longtail.bench.common.timing import Spread, paired, pin_threads, ratios
+from longtail.bench.training.options import LearnerBenchOptions
+from longtail.bench.training.workload import fill_rows
+from longtail.build.models import model_directory
+from longtail.model.hf.model import load_model
+from longtail.model.kernels.linear import Linear
+from longtail.model.kernels.training import ROWS
+from longtail.model.transformer import Transformer
+from longtail.rl.learner import Learner, LearnerSettings
+from longtail.rl.learner_metrics import LearnerReport
+from longtail.rl.optim import OptimizerSettings
+from longtail.rl.packing import pack_rollouts
+from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
+
+_GROUP = 8
+"""Completions of a prompt, and TRL's default number of sequences of a micro-batch."""
+_LONGEST = 512
+_SIGMA = 1.0
+_PARTS = ("forward", "backward", "update")
+_WORKER = Path(__file__).with_name("step_worker.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Texts of one step with their advantages.
+
+    Example: StepBatch(texts=((1, 2, 3), (1, 2)), prompt_len=1, advantages=(1.0, 0.0))
+    """
+
+    texts: Sequence[tuple[int, ...]]
+    prompt_len: int
+    advantages: Sequence[float]
+
+    @property
+    def kept(self) -> list[int]:
+        """Indices of the texts with an advantage."""
+        return [i for i, advantage in enumerate(self.advantages) if advantage]
+
+    def packed(self, budget: int) -> TrainBatch:
+        """Return the batch of the learner."""
+        sampling = SamplingParams(max_tokens=_LONGEST)
+        rollouts = [self._rollout(i) for i in range(len(self.texts))]
+        return pack_rollouts(
+            rollouts, self.advantages, sampling=sampling, budget=budget, keep_idle=False
+        )
+
+    def _rollout(self, index: int) -> Rollout:
+        prompt, ending = (
+            self.texts[index][: self.prompt_len],
+            self.texts[index][self.prompt_len :],
+        )
+        return Rollout(
+            prompt=Prompt(prompt_id=str(index // _GROUP), tokens=prompt, text=""),
+            completion=Completion(
+                request_id=str(index),
+                tokens=ending,
+                logprobs=(-10.0,) * len(ending),
+                text="",
+                finish_reason=FinishReason.STOP,
+                policy_version=0,
+            ),
+            reward=0.0,
+        )
+
+    def turn(self, indices: Sequence[int], batches: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Return the job of `step_worker` for some texts; `batches` index into them."""
+        return {
+            "texts": [list(self.texts[i]) for i in indices],
+            "prompt_lens": [self.prompt_len] * len(indices),
+            "advantages": [self.advantages[i] for i in indices],
+            "batches": [list(members) for members in batches],
+            "num_sequences": len(self.texts),
+        }
+
+
+def make_batch(options: LearnerBenchOptions, vocab_size: int) -> StepBatch:
+    """Return random texts, the same every time."""
+    generator, count = torch.Generator().manual_seed(0), options.completions
+    normal = NormalDist(sigma=_SIGMA)
+    factors = torch.tensor([normal.inv_cdf((i + 0.5) / count) for i in range(count)]).exp()
+    lengths = (factors / factors.mean() * options.mean_tokens).round().clamp(2, _LONGEST).int()
+    order = torch.randperm(count, generator=generator)
+    texts = [
+        tuple(torch.randint(vocab_size, (size,), generator=generator).tolist())
+        for size in (lengths[order] + options.prompt_tokens).tolist()
+    ]
+    advantages = [0.0 if i // _GROUP % 2 else 1.0 if i % 2 else -1.0 for i in range(count)]
+    return StepBatch(texts=texts, prompt_len=options.prompt_tokens, advantages=advantages)
+
+
+@final
+class Products:
+    """The matrix products of a step, with nothing between them."""
+
+    def __init__(self, model: Transformer, batch: TrainBatch) -> None:
+        layers = [m for m in model.modules() if isinstance(m, Linear) and m is not model.head]
+        self._layers = [each.weight.detach().to(torch.bfloat16) for each in layers]
+        self._head = model.head.weight.detach().to(torch.bfloat16)
+        self._rows = [one.packed.num_tokens for one in batch.micro_batches]
+        self._scored = [int(one.packed.loss_mask.sum()) for one in batch.micro_batches]
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations."""
+        inside = sum(weight.numel() for weight in self._layers)
+        return 6.0 * (sum(self._rows) * inside + sum(self._scored) * self._head.numel())
+
+    def run(self) -> None:
+        """Compute each micro-batch: results, gradients of inputs and of weights."""
+        for tokens, scored in zip(self._rows, self._scored, strict=True):
+            for weight in self._layers:
+                self._compute(weight, tokens)
+            self._compute(self._head, scored)
+
+    def _compute(self, weight: Tensor, rows: int) -> None:
+        x, grad = (self._input(rows, size) for size in reversed(weight.shape))
+        torch.mm(x, weight.t())
+        torch.mm(grad, weight)
+        torch.mm(grad.t(), x)
+
+    def _input(self, rows: int, size: int) -> Tensor:
+        """Return numbers of some size, made once; rows as the learner pads them."""
+        rows = -(-rows // ROWS) * ROWS
+        if (rows, size) not in self._inputs:
+            self._inputs[rows, size] = torch.randn(rows, size).to(torch.bfloat16)
+        return self._inputs[rows, size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Turns of all contestants; reports and answers begin with the warm-up."""
+
+    seconds: Mapping[str, Sequence[float]]
+    reports: Sequence[LearnerReport]
+    answers: Mapping[str, Sequence[Mapping[str, float]]]
+    """Answers of `step_worker` by kind."""
+    descriptions: Mapping[str, str]
+
+    @property
+    def parts(self) -> dict[str, dict[str, Spread]]:
+        """Seconds of each part of a step."""
+        ours = self.reports[1:]
+        updates = [each.update_seconds - each.backward_seconds for each in ours]
+        return {
+            "longtail": {
+                "forward": Spread.of([each.logprob_seconds for each in ours]),
+                "backward": Spread.of([each.backward_seconds for each in ours]),
+                "update": Spread.of(updates),
+            },
+            **{
+                kind: {part: Spread.of([each[part] for each in own[1:]]) for part in _PARTS}
+                for kind, own in self.answers.items()
+            },
+        }
+
+
+def run(options: LearnerBenchOptions) -> int:
+    """Measure in turn, print the card and JSON."""
+    assert options.model is not None
+    pin_threads(options.threads)
+    log = progress("learner")
+    directory = model_directory(options.model, log, field="--model")
+    model = load_model(directory, torch.float32)
+    batch = make_batch(options, model.config.vocab_size)
+    packed = batch.packed(options.budget)
+    products = Products(model, packed)
+    optimizer = OptimizerSettings(learning_rate=1e-6)
+    learner = Learner(model, LearnerSettings(autocast=True, optimizer=optimizer))
+    ours: list[LearnerReport] = []
+    functions: dict[str, Callable[[], float | None]] = {
+        "longtail": lambda: ours.append(learner.step([packed])),
+        "products": products.run,
+    }
+    turns = _peer_turns(options, batch)
+    answers: dict[str, list[dict[str, float]]] = {kind: [] for kind in turns}
+    with ExitStack() as stack:
+        descriptions = {}
+        for kind, (python, turn) in turns.items():
+            spec = {"kind": kind, "model_dir": str(directory), "threads": options.threads}
+            log(f"loading {kind}")
+            peer = stack.enter_context(
+                PeerProcess(python, _WORKER, kind, spec, flag="--peer-python")
+            )
+            descriptions[kind] = peer.description
+            functions[kind] = partial(_peer_step, peer, turn, answers[kind])
+        log("measuring")
+        seconds = paired(functions, repeats=options.repeats)
+    measured = Measured(seconds=seconds, reports=ours, answers=answers, descriptions=descriptions)
+    result = _result(options, packed, products, measured)
+    sentence = (
+        f"A step takes {result['over_products']['median']:.2f} times as long as its products "
+        f"alone ({result['products_gflops']:,.0f} GFLOP/s)."
+    )
+    table = _table(options, packed, measured)
+    print_card([table], result, sentences=[sentence], json_only=options.json_only)
+    return 0
+
+
+def _peer_turns(
+    options: LearnerBenchOptions, batch: StepBatch
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return interpreter and job of each other trainer."""
+    by_length = sorted(batch.kept, key=lambda i: len(batch.texts[i]))
+    lengths = [len(batch.texts[i]) for i in by_length]
+    turns = {
+        "transformers": (
+            options.peer_python or sys.executable,
+            batch.turn(by_length, fill_rows(range(len(lengths)), lengths, options.budget)),
+        )
+    }
+    if options.peer_python is not None:
+        whole = range(len(batch.texts))
+        groups = [whole[i : i + _GROUP] for i in range(0, len(whole), _GROUP)]
+        turns["trl"] = (options.peer_python, batch.turn(whole, groups))
+    return turns
+
+
+def _peer_step(
+    peer: PeerProcess, turn: Mapping[str, Any], answers: list[dict[str, float]]
+) -> float:
+    answers.append(peer.ask(turn))
+    return sum(answers[-1][part] for part in _PARTS)
+
+
+def _tokens(packed: TrainBatch) -> tuple[int, int]:
+    """Return the number of tokens, and of those that are scored."""
+    tokens = sum(one.packed.num_tokens for one in packed.micro_batches)
+    return tokens, sum(int(one.packed.loss_mask.sum()) for one in packed.micro_batches)
+
+
+def _table(options: LearnerBenchOptions, packed: TrainBatch, measured: Measured) -> Table:
+    """Return a line for each contestant."""
+    tokens, scored = _tokens(packed)
+    parts, seconds = measured.parts, measured.seconds
+    title = f"learner, {options.model}: {tokens} tokens, {scored} scored"
+    return Table(
+        f"{title}; micro-batches: {len(packed.micro_batches)}",
+        {
+            "": lambda name: name,
+            "step s": lambda name: Spread.of(seconds[name]),
+            "forward s": lambda name: parts.get(name, {}).get("forward"),
+            "backward s": lambda name: parts.get(name, {}).get("backward"),
+            "update s": lambda name: parts.get(name, {}).get("update"),
+            "over longtail": lambda name: ratios(seconds[name], seconds["longtail"]),
+        },
+        list(seconds),
+    )
+
+
+def _result(
+    options: LearnerBenchOptions, packed: TrainBatch, products: Products, measured: Measured
+) -> dict[str, Any]:
+    """Return the JSON."""
+    tokens, scored = _tokens(packed)
+    seconds = measured.seconds
+    over = {name: ratios(own, seconds["longtail"]).numbers() for name, own in seconds.items()}
+    norms = {kind: own[0]["grad_norm"] for kind, own in measured.answers.items()}
+    return {
+        "bench": "learner",
+        "model": options.model,
+        "budget": options.budget,
+        "num_tokens": tokens,
+        "num_scored": scored,
+        "micro_batches": len(packed.micro_batches),
+        "seconds": {name: Spread.of(own).numbers() for name, own in seconds.items()},
+        "parts": {name: numbers(own) for name, own in measured.parts.items()},
+        "over_products": ratios(seconds["longtail"], seconds["products"]).numbers(),
+        "products_share": over["products"],
+        "products_gflops": products.flops / Spread.of(seconds["products"]).median / 1e9,
+        "transformers_ratio": over["transformers"],
+        "trl_ratio": over.get("trl"),
+        "grad_norm": {"longtail": measured.reports[0].grad_norm, **norms},
+        "peers": measured.descriptions,
+    }
