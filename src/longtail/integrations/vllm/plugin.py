@@ -127,7 +127,8 @@ def prepare(config: Any) -> None:
     guards.without_draft_cache(config)
     _hook_worker(asked=True)
     if isinstance(config.additional_config, dict):
-        config.additional_config[KEY] = settings.as_dict()
+        # A copy: the dictionary is the caller's, who may start another engine with it.
+        config.additional_config = {**config.additional_config, KEY: settings.as_dict()}
     extras.in_front_end()
 
 
