@@ -207,8 +207,10 @@ def test_right_padding_empty_prompts_and_too_long_texts_are_refused(model: PreTr
     for mask in (inputs["attention_mask"].flip(1), inputs["attention_mask"] * 0):
         with pytest.raises(ConfigError, match="pad on the left"):
             model.generate(inputs["input_ids"], attention_mask=mask, **options)
-    with pytest.raises(RequestError, match="512 positions"):
-        model.generate(**inputs, **options | {"max_new_tokens": 512})
+    with pytest.raises(RequestError, match="the model has 508 of its 512 positions left"):
+        model.generate(**inputs, **options | {"max_new_tokens": 509})
+    longest = model.generate(**inputs, **options | {"max_new_tokens": 508})
+    assert longest.shape[1] <= 512
 
 
 def test_a_model_with_an_adapter_or_mixed_dtypes_is_refused(
