@@ -82,26 +82,30 @@ def install(config: Any) -> Installed | None:
     settings = requested(getattr(config, "additional_config", None), os.environ)
     present = _Process.installed
     if _Process.workers and settings != (present and present.settings):
+        runs = f"with longtail's {present.settings}" if present else "without longtail"
+        asks = f"{settings}" if settings else "none of it"
         raise ConfigError(
-            f"this process runs a vLLM engine with longtail settings {present and present.settings}"
-            f" already, and the next one asks for {settings}; start it in a process of its own"
+            f"this process runs a vLLM engine {runs}, and the next one asks for {asks}; start it "
+            "in a process of its own"
         )
+    if settings is not None:
+        guards.refuse(config)
+        guards.without_draft_cache(config)
+        _Process.installed = present or _replace(settings, config)
     _Process.workers += 1
-    if settings is None:
-        return None
-    guards.refuse(config)
-    guards.without_draft_cache(config)
-    if present is not None:
-        return present
+    return _Process.installed
+
+
+def _replace(settings: VllmSettings, config: Any) -> Installed:
+    """Replace the functions of the model runner that vLLM will run."""
     runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
     patches = import_module(RUNNERS[runner]).patches(settings, config)
     guards.replace(patches)
     extras.in_worker()
-    _Process.installed = Installed(
+    logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
+    return Installed(
         runner=runner, settings=settings, replaced=tuple(str(patch) for patch in patches)
     )
-    logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
-    return _Process.installed
 
 
 def require(engine: Any) -> list[dict[str, Any]]:
@@ -127,7 +131,8 @@ def prepare(config: Any) -> None:
     guards.without_draft_cache(config)
     _hook_worker(asked=True)
     if isinstance(config.additional_config, dict):
-        config.additional_config[KEY] = settings.as_dict()
+        # A copy: the dictionary is the caller's, who may start another engine with it.
+        config.additional_config = {**config.additional_config, KEY: settings.as_dict()}
     extras.in_front_end()
 
 

@@ -115,6 +115,15 @@ def test_one_process_holds_one_choice(process):
         process.WorkerBase(SimpleNamespace(additional_config={}))
 
 
+def test_an_engine_that_was_refused_can_be_started_with_other_settings(process):
+    asked = {"longtail": {}}
+    wrong = SimpleNamespace(rejection_sample_method="block")
+    with pytest.raises(ConfigError, match="rejection_sample_method"):
+        process.WorkerBase(SimpleNamespace(additional_config=asked, speculative_config=wrong))
+    process.WorkerBase(SimpleNamespace(additional_config=asked, use_v2_model_runner=True))
+    assert plugin._Process.installed.runner == "v2"
+
+
 def test_workers_without_the_plugin_are_reported(process):
     with pytest.raises(ConfigError, match="not active in vLLM's workers"):
         plugin.require(engine(SimpleNamespace()))
