@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.integrations.vllm.guards import Patch, Signature, check, module_of, names
+from longtail.integrations.vllm.guards import Patch, Signature, check, class_of, module_of, names
 from longtail.integrations.vllm.settings import VllmSettings
 
 logger = logging.getLogger("vllm.plugins.longtail")
@@ -38,7 +38,7 @@ def patches(settings: VllmSettings) -> list[Patch]:
         return []
     found = defects()
     if settings.block_rows is not None:
-        runner = module_of("vllm.v1.worker.cpu_model_runner").CPUModelRunner
+        runner = class_of("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
         load = check(runner, "load_model", _LOAD)
         made = _loading_blocks(load, settings.block_rows)
         found.append(Patch(owner=runner, name="load_model", replacement=made))
