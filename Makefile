@@ -76,7 +76,7 @@ test-vllm-%: build/vllm/vllm-%/vllm
 build/vllm/vllm-%/vllm: | install
 	$(BIN)/python -m pip install --quiet --target build/vllm/tools --upgrade \
 		setuptools-rust setuptools-scm
-	PYTHONPATH=build/vllm/tools VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
+	PYTHONPATH=$(abspath build/vllm/tools) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
 		$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation \
 		--no-binary :all: --dest build/vllm vllm==$*
 	tar -xzf build/vllm/vllm-$*.tar.gz -C build/vllm vllm-$*/vllm

@@ -34,7 +34,7 @@ from longtail.build.models import model_directory, model_name
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculation.speculator import Speculation
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, RequestError
 from longtail.integrations.generation_options import (
     extra_criteria,
     prompts_of,
@@ -213,6 +213,7 @@ class _Mirror:
         first = next(model.parameters())
         self.lock = threading.Lock()
         """Held while the engine is used."""
+        self._max_positions = config.max_positions
         self._source = str(model.config.name_or_path)
         self._model = empty_model(config, first.dtype, first.device)  # filled by the first `pull`
         self._rows = hf_rows(self._model)
@@ -228,7 +229,17 @@ class _Mirror:
     def engine(
         self, model: PreTrainedModel, requests: Sequence[Request], drafter: str
     ) -> RolloutEngine:
-        """Return an idle engine with the model's present weights and these drafters."""
+        """Return an idle engine with the model's present weights and these drafters.
+
+        Raises RequestError if a text would not fit into the model's positions.
+        """
+        longest, positions = max(len(each.prompt_tokens) for each in requests), self._max_positions
+        if longest + requests[0].sampling.max_tokens > positions:
+            raise RequestError(
+                f"max_new_tokens = {requests[0].sampling.max_tokens}: after a prompt of {longest} "
+                f"tokens the model has {max(positions - longest, 0)} of its {positions} positions "
+                "left"
+            )
         engine = self._engines.ready(requests)
         weights = _weights(model)
         if self._is_stale(weights):
