@@ -21,6 +21,10 @@ from longtail.run.drafter_store import DrafterStore
 from longtail.sampling import noise_key
 from longtail.types import SamplingParams
 
+PYTHON = os.environ.get("LONGTAIL_VLLM_PYTHON", "")
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="LONGTAIL_VLLM_PYTHON names the python of an environment with vLLM"
+)
 _SCENES = Path(__file__).with_name("scenes.py")
 _NUM_PROMPTS = 14
 DRAFTING = ("eagle1", "draft_model", "cramped", "calls")
@@ -52,7 +56,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     packages = str(Path(longtail.__file__).parent.parent)
     job = paths | {"prompts": prompts, "seeds": seeds, "packages": packages}
     done = subprocess.run(
-        [os.environ["LONGTAIL_VLLM_PYTHON"], "-I", str(_SCENES), json.dumps(job)],
+        [PYTHON, "-I", str(_SCENES), json.dumps(job)],
         capture_output=True,
         text=True,
         timeout=1500,
