@@ -25,7 +25,7 @@ from longtail.integrations.vllm.guards import Patch, Signature, check, class_of,
 from longtail.integrations.vllm.settings import VllmSettings
 
 _PRICED = (8, 40)
-"""Rows of the steps whose price the log tells: 8 requests, plain and with 4 drafts each."""
+"""Rows of steps whose price is logged: 8 requests, plain and with 4 drafts each."""
 _WIDTHS = ("input_size_per_partition", "embedding_dim", "in_features")
 """Attributes that hold the width of a layer's input."""
 logger = logging.getLogger("vllm.plugins.longtail")
