@@ -84,7 +84,7 @@ def _runner(name: str, reason: str, *, is_used: bool) -> Finding:
 
 def _equality(facts: Mapping[str, Any]) -> str:
     if facts["platform"] == "cpu":
-        return "in float32; in bfloat16 with block_rows = 32, a fifth slower"
+        return "in float32; in bfloat16 with block_rows = 32, which is slower"
     return "with VLLM_BATCH_INVARIANT=1; without it drafts change roundings at near-ties"
 
 

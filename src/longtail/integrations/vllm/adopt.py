@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm.guards import Patch, Signature, check, module_of, names
+from longtail.integrations.vllm.guards import Patch, Signature, check, class_of, module_of, names
 from longtail.integrations.vllm.weights import read_weights
 
 METHOD = "longtail_adopt_drafter"
@@ -50,7 +50,7 @@ class Adoption:
 def patches() -> list[Patch]:
     """Return the new method of every worker; ConfigError if this vLLM cannot reload weights."""
     _reloading()
-    worker = module_of("vllm.v1.worker.worker_base").WorkerBase
+    worker = class_of("vllm.v1.worker.worker_base", "WorkerBase")
     check(worker, "get_model", _GET)
     return [Patch(owner=worker, name=METHOD, replacement=adopt_in_worker)]
 

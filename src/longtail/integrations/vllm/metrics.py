@@ -17,7 +17,7 @@ from typing import Any, final
 from weakref import WeakSet
 
 from longtail.integrations.vllm.adopt import METHOD, Adoption, adoption
-from longtail.integrations.vllm.guards import Patch, Signature, check, module_of, names
+from longtail.integrations.vllm.guards import Patch, Signature, check, class_of, names
 
 logger = logging.getLogger("vllm.plugins.longtail")
 _PROM_INIT = Signature(
@@ -88,9 +88,9 @@ _all: WeakSet[Counts] = WeakSet()
 
 def patches() -> list[Patch]:
     """Return the extensions of vLLM's metrics; ConfigError if a function is not a known one."""
-    module = module_of("vllm.v1.spec_decode.metrics")
-    prom, log = module.SpecDecodingProm, module.SpecDecodingLogging
-    sync = module_of("vllm.v1.engine.llm_engine").LLMEngine
+    place = "vllm.v1.spec_decode.metrics"
+    prom, log = class_of(place, "SpecDecodingProm"), class_of(place, "SpecDecodingLogging")
+    sync = class_of("vllm.v1.engine.llm_engine", "LLMEngine")
     found = {
         (prom, "__init__"): _registering(check(prom, "__init__", _PROM_INIT)),
         (prom, "observe"): _exporting(check(prom, "observe", _PROM_OBSERVE)),
@@ -98,7 +98,7 @@ def patches() -> list[Patch]:
         (log, "log"): _logging(check(log, "log", _LOG)),
         (sync, "collective_rpc"): _calling(check(sync, "collective_rpc", _RPC)),
     }
-    serving = module_of("vllm.v1.engine.async_llm").AsyncLLM
+    serving = class_of("vllm.v1.engine.async_llm", "AsyncLLM")
     call = _calling_async(check(serving, "collective_rpc", _RPC))
     found[serving, "collective_rpc"] = call
     return [

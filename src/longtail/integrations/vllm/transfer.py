@@ -14,7 +14,7 @@ from typing import Any
 
 from longtail.errors import ConfigError
 from longtail.integrations.vllm import adopt
-from longtail.integrations.vllm.guards import Signature, check, module_of, names
+from longtail.integrations.vllm.guards import Signature, check, class_of, names
 from longtail.integrations.vllm.weights import read_weights
 
 BACKEND = "longtail"
@@ -37,10 +37,11 @@ class DrafterDirectory:
 
 def check_calls() -> Any:
     """Return vLLM's factory of backends; ConfigError if it has no calls for draft weights."""
-    module = module_of("vllm.distributed.weight_transfer")
-    check(module.WeightTransferEngine, "set_weight_update_target", _TARGET)
-    check(module.WeightTransferEngineFactory, "register_engine", _REGISTER)
-    return module.WeightTransferEngineFactory
+    place = "vllm.distributed.weight_transfer"
+    factory = class_of(place, "WeightTransferEngineFactory")
+    check(class_of(place, "WeightTransferEngine"), "set_weight_update_target", _TARGET)
+    check(factory, "register_engine", _REGISTER)
+    return factory
 
 
 def install() -> None:

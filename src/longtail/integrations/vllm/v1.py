@@ -24,7 +24,15 @@ from torch import Tensor
 
 from longtail.errors import ConfigError
 from longtail.integrations.vllm import v1_cpu
-from longtail.integrations.vllm.guards import TESTED, Patch, Signature, check, module_of, names
+from longtail.integrations.vllm.guards import (
+    TESTED,
+    Patch,
+    Signature,
+    check,
+    class_of,
+    module_of,
+    names,
+)
 from longtail.integrations.vllm.settings import VllmSettings
 from longtail.integrations.vllm.v1_sampling import (
     GREEDY_BELOW,
@@ -73,20 +81,21 @@ _NOISE: ContextVar[StepNoise | None] = ContextVar("longtail_noise", default=None
 
 def patches(settings: VllmSettings, _config: Any) -> list[Patch]:
     """Return the replacements for this vLLM; ConfigError if a function is not a known one."""
-    runner = module_of("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    runner = class_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
     rejection = module_of("vllm.v1.sample.rejection_sampler")
     sampler = module_of("vllm.v1.sample.ops.topk_topp_sampler")
-    check(sampler.TopKTopPSampler, "forward_native", _SAMPLER)
+    row_sampler = class_of(sampler.__name__, "TopKTopPSampler")
+    check(row_sampler, "forward_native", _SAMPLER)
     truncate = check(sampler, "apply_top_k_top_p", _TRUNCATE)
     reject = check(rejection, "rejection_sample", _REJECTION)
     init, sample = check(runner, "__init__", _INIT), check(runner, "_sample", _SAMPLE)
-    proposer = module_of("vllm.v1.spec_decode.llm_base_proposer").SpecDecodeBaseProposer
+    proposer = class_of("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer")
     first_pass = check(proposer, "set_inputs_first_pass", _FIRST_PASS)
     draft = check(proposer, "_sample_draft_tokens", _DRAFT)
     found = [
         Patch(owner=runner, name="__init__", replacement=_construction(init)),
         Patch(owner=runner, name="_sample", replacement=_sampling(sample)),
-        Patch(owner=sampler.TopKTopPSampler, name="__call__", replacement=_row_sampler(truncate)),
+        Patch(owner=row_sampler, name="__call__", replacement=_row_sampler(truncate)),
         Patch(owner=rejection, name="rejection_sample", replacement=_verification(reject)),
     ]
     if settings.drafts == "coupled":

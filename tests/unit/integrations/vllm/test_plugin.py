@@ -36,6 +36,8 @@ def process(monkeypatch):
     monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
     monkeypatch.setattr(plugin._Process, "installed", None)
     monkeypatch.setattr(plugin._Process, "workers", 0)
+    for addition in ("in_front_end", "in_worker"):  # they have tests of their own
+        monkeypatch.setattr(plugin.extras, addition, lambda: None)
     made = SimpleNamespace(EngineArgs=EngineArgs, WorkerBase=WorkerBase)
     for path, name in (("vllm.engine.arg_utils", "EngineArgs"), (plugin._WORKER, "WorkerBase")):
         monkeypatch.setitem(sys.modules, path, module(path, **{name: getattr(made, name)}))
