@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from longtail.integrations.trl import sampling
@@ -20,6 +21,12 @@ class LongtailGeneration(VLLMGeneration):
     def __init__(self, rollouts: TrainerSide, **settings: Any) -> None:
         self._rollouts = rollouts
         super().__init__(**settings)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the trainer, or of its processor."""
+        own = self.processing_class
+        return own.tokenizer if isinstance(own, ProcessorMixin) else own
 
     def _init_vllm(self) -> None:
         """Open the engine; called at the end of the inherited constructor."""
@@ -40,8 +47,7 @@ class LongtailGeneration(VLLMGeneration):
     ) -> tuple[Any, Any, Any, Any]:
         """Return prompts, completions, and the logprob and id of each token."""
         sampling.refuse_images(images)
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        params = sampling.sampling_params(self, sampling.end_tokens(self.model, tokenizer))
+        params = sampling.sampling_params(self, sampling.end_tokens(self.model, self.tokenizer))
         with profiler or nullcontext():
             done = self._rollouts.generate(
                 [tuple(map(int, prompt)) for prompt in prompts],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module, metadata
 from typing import Any
+from unittest import mock
 
 from longtail.errors import ConfigError
 from longtail.system import machine
@@ -91,20 +92,12 @@ def patched(make: Callable[..., Any], before_log: Callable[[Any], None]) -> Iter
     with ExitStack() as stack:
         for where, name in _TRAINERS.items():
             module = import_module(where)
-            stack.enter_context(_replaced(module, _GENERATION_CLASS, make))
+            stack.enter_context(mock.patch.object(module, _GENERATION_CLASS, make))
             trainer = getattr(module, name)
-            stack.enter_context(_replaced(trainer, "log", _logging(trainer.log, before_log)))
+            stack.enter_context(
+                mock.patch.object(trainer, "log", _logging(trainer.log, before_log))
+            )
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _logging(original: Callable[..., Any], before_log: Callable[[Any], None]) -> Any:

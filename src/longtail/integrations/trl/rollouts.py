@@ -103,6 +103,8 @@ class Rollouts(TrainerSide):
         self._state: Any = None
         self._trainer: Any = None
         self._generation: Any = None
+        self._opened: Any = None
+        """The `VLLMGeneration` that the session was opened for."""
         self._pulled_at: int | None = None
         self._is_restored = False
 
@@ -127,7 +129,7 @@ class Rollouts(TrainerSide):
         return RolloutsCallback(self)
 
     def _before_log(self, trainer: Any) -> None:
-        if getattr(getattr(trainer, "vllm_generation", None), "_rollouts", None) is self:
+        if trainer.use_vllm and trainer.vllm_generation is self._opened:
             self._trainer = trainer
             self.add_metrics()
 
@@ -202,7 +204,7 @@ class Rollouts(TrainerSide):
                 "callbacks: the rollouts' callback is missing; give the trainer "
                 "callbacks=[rollouts.callback()]"
             )
-        own, accelerator = self._settings, settings.accelerator
+        own, accelerator, self._opened = self._settings, settings.accelerator, settings
         target = _open_target(settings, own.dtype)
         longest = settings.max_model_length or target.model.config.max_positions
         ranks = Ranks(accelerator.process_index, accelerator.num_processes, accelerator.device)
@@ -257,7 +259,7 @@ class Rollouts(TrainerSide):
             if not self.session.restore(Path(given), 2**31):
                 raise ConfigError(f"resume = {given!r}: it holds no drafter of longtail")
         elif step:
-            named = getattr(self._args, "resume_from_checkpoint", None)
+            named = vars(self._args).get("resume_from_checkpoint")
             places = [Path(self._args.output_dir) / f"checkpoint-{step}"]
             places += [Path(named)] if isinstance(named, str) else []
             any(self.session.restore(place, step) for place in places)
@@ -299,8 +301,7 @@ def _learner_bytes(model: Any) -> int:
 def _open_target(settings: Any, dtype: str | None) -> Target:
     """Return an empty copy of the trainer's model, with its tokenizer."""
     model, accelerator = settings.model, settings.accelerator
-    name = str(getattr(model, "name_or_path", "") or model.config._name_or_path or "the policy")
-    inner = getattr(settings.processing_class, "tokenizer", settings.processing_class)
+    name, inner = str(model.name_or_path or "the policy"), settings.tokenizer
     tokenizer = Tokenizer(inner, end_tokens(model, inner))
     config = parse(Fields(model.config.to_dict(), f"the trainer's model {name}"))
     check_vocabulary(tokenizer, config)

@@ -85,7 +85,7 @@ def refuse_images(images: Any) -> None:
 
 def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end a text: the tokenizer's, then those of the generation config."""
-    listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = None if model.generation_config is None else model.generation_config.eos_token_id
     several = listed if isinstance(listed, list) else [listed]
     found = [tokenizer.eos_token_id, *several]
     return tuple(dict.fromkeys(token for token in found if token is not None))
