@@ -44,7 +44,7 @@ from longtail.integrations.generation_options import (
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.hf.weights import from_hf, hf_rows
+from longtail.model.hf.weights import hf_rows, layout, require_tensors
 from longtail.speculation.drafter import Drafter
 from longtail.system.device import to_stderr
 from longtail.tuner.budget import BudgetTuner
@@ -243,8 +243,9 @@ class _Mirror:
         engine = self._engines.ready(requests)
         weights = _weights(model)
         if self._is_stale(weights):
-            tensors = from_hf(weights, self._model.config)
-            engine.pull(PolicyWeights(version=engine.policy_version + 1, tensors=tensors))
+            self._copy(weights)
+            own = dict(self._model.named_parameters())  # copied already; the engine packs them
+            engine.pull(PolicyWeights(version=engine.policy_version + 1, tensors=own))
         if drafter != self._drafter:
             engine.speculate(self._speculation(drafter))
             self._drafter = drafter
@@ -256,6 +257,14 @@ class _Mirror:
             name in weights and torch.equal(rows, weights[name])
             for name, rows in self._rows.items()
         )
+
+    def _copy(self, weights: dict[str, Tensor]) -> None:
+        """Copy all weights in place, after a check of their names and shapes."""
+        config = self._model.config
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        require_tensors(layout(config), shapes, config, "the model")
+        for name, rows in self._rows.items():
+            rows.copy_(weights[name])
 
     def _speculation(self, drafter: str) -> Speculation | None:
         """Open drafters; a model directory is needed only by those that read a tokenizer."""
