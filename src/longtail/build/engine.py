@@ -95,12 +95,11 @@ class GrowingEngine:
         rounded = min(
             math.ceil(length / self._length_step) * self._length_step, self._max_positions
         )
-        self._running = max(running, self._running)
-        self._length = max(length, rounded, self._length)
+        running, length = max(running, self._running), max(length, rounded, self._length)
         limits = EngineLimits(
-            max_running=self._running,
+            max_running=running,
             max_step_tokens=max(_STEP_TOKENS, self._max_running),
-            max_len=self._length,
+            max_len=length,
         )
         if engine is None:
             self._engine = self._make(limits)
@@ -110,6 +109,7 @@ class GrowingEngine:
             self._engine = RolloutEngine(
                 engine.model, self._decode, limits, policy_version=version, speculation=speculation
             )
+        self._running, self._length = running, length
         return self._engine
 
 

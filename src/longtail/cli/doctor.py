@@ -1,7 +1,7 @@
 """`longtail doctor`: packages, hardware and self checks, with the remedy for what is missing.
 
 Each line is a finding with a level. The exit code is 1 if a finding has level `missing`. Nothing is
-changed.
+changed. With `--vllm` the findings are those of another environment, about longtail in its vLLM.
 """
 
 import argparse
@@ -11,20 +11,19 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from longtail.cli.findings import Finding, fact_of
+from longtail.cli.vllm_findings import vllm_findings
 from longtail.system import listening, machine
-
-Level = Literal["ok", "optional", "missing"]
 
 _PURPOSES = {
     "data": "parquet files and datasets of the hub",
@@ -40,30 +39,9 @@ _PURPOSES = {
 """Use of each extra; its packages are read from the metadata of longtail."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line of the report.
-
-    Example: Finding(part="extra", name="math", level="optional", value="absent",
-                     remedy="pip install 'longtail[math]'")
-    """
-
-    part: str
-    name: str
-    level: Level
-    value: str
-    remedy: str = ""
-
-
-def _fact(part: str, name: str, value: str, remedy: str = "") -> Finding:
-    """Return a finding that is never missing; with a remedy it is optional."""
-    level: Level = "optional" if remedy else "ok"
-    return Finding(part=part, name=name, level=level, value=value, remedy=remedy)
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the findings; return 1 if a required package is missing or a self check failed."""
-    findings = examine(args.run)
+    findings = examine(args.run) if args.vllm is None else vllm_findings(args.vllm)
     healthy = all(finding.level != "missing" for finding in findings)
     if args.json:
         print(json.dumps({"ok": healthy, "findings": [asdict(f) for f in findings]}))
@@ -137,7 +115,7 @@ def _versioned(name: str, version: str, least: str, remedy: str) -> Finding:
 
 
 def _hardware() -> Iterator[Finding]:
-    fact = partial(_fact, "hardware")
+    fact = partial(fact_of, "hardware")
     memory = machine.memory()
     flags = machine.cpu_flags()
     yield fact("processor", machine.cpu_name())
@@ -158,7 +136,7 @@ def _torch_facts() -> Iterator[Finding]:
     from longtail.model.kernels import native
     from longtail.system.device import DTYPES
 
-    fact = partial(_fact, "hardware")
+    fact = partial(fact_of, "hardware")
     yield fact("compute threads", str(torch.get_num_threads()))
     yield fact("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no")  # type: ignore[no-untyped-call]
     yield fact("vector code", torch.backends.cpu.get_cpu_capability())
@@ -281,7 +259,7 @@ def cost_model(run_dir: Path | None) -> Iterator[Finding]:
     from longtail.errors import ConfigError
     from longtail.tuner import cost_file
 
-    fact = partial(_fact, "cost model")
+    fact = partial(fact_of, "cost model")
     try:
         costs = cost_file.load_costs(run_dir / cost_file.FILE)
     except ConfigError as error:
@@ -302,7 +280,7 @@ def cost_model(run_dir: Path | None) -> Iterator[Finding]:
 def sockets(run_dir: Path) -> Iterator[Finding]:
     """Yield the sockets on which the processes of a run listen now."""
 
-    fact = partial(_fact, "listens")
+    fact = partial(fact_of, "listens")
     process = listening.process_of(run_dir)
     if process is None:
         yield fact("run", f"no process uses {run_dir} now")

@@ -34,7 +34,7 @@ from longtail.build.models import model_directory, model_name
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculation.speculator import Speculation
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, RequestError
 from longtail.integrations.generation_options import (
     extra_criteria,
     prompts_of,
@@ -44,7 +44,7 @@ from longtail.integrations.generation_options import (
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.hf.weights import from_hf, hf_rows
+from longtail.model.hf.weights import hf_rows, layout, require_tensors
 from longtail.speculation.drafter import Drafter
 from longtail.system.device import to_stderr
 from longtail.tuner.budget import BudgetTuner
@@ -213,6 +213,7 @@ class _Mirror:
         first = next(model.parameters())
         self.lock = threading.Lock()
         """Held while the engine is used."""
+        self._max_positions = config.max_positions
         self._source = str(model.config.name_or_path)
         self._model = empty_model(config, first.dtype, first.device)  # filled by the first `pull`
         self._rows = hf_rows(self._model)
@@ -228,12 +229,23 @@ class _Mirror:
     def engine(
         self, model: PreTrainedModel, requests: Sequence[Request], drafter: str
     ) -> RolloutEngine:
-        """Return an idle engine with the model's present weights and these drafters."""
+        """Return an idle engine with the model's present weights and these drafters.
+
+        Raises RequestError if a text would not fit into the model's positions.
+        """
+        longest, positions = max(len(each.prompt_tokens) for each in requests), self._max_positions
+        if longest + requests[0].sampling.max_tokens > positions:
+            raise RequestError(
+                f"max_new_tokens = {requests[0].sampling.max_tokens}: after a prompt of {longest} "
+                f"tokens the model has {max(positions - longest, 0)} of its {positions} positions "
+                "left"
+            )
         engine = self._engines.ready(requests)
         weights = _weights(model)
         if self._is_stale(weights):
-            tensors = from_hf(weights, self._model.config)
-            engine.pull(PolicyWeights(version=engine.policy_version + 1, tensors=tensors))
+            self._copy(weights)
+            own = dict(self._model.named_parameters())  # copied already; the engine packs them
+            engine.pull(PolicyWeights(version=engine.policy_version + 1, tensors=own))
         if drafter != self._drafter:
             engine.speculate(self._speculation(drafter))
             self._drafter = drafter
@@ -245,6 +257,14 @@ class _Mirror:
             name in weights and torch.equal(rows, weights[name])
             for name, rows in self._rows.items()
         )
+
+    def _copy(self, weights: dict[str, Tensor]) -> None:
+        """Copy all weights in place, after a check of their names and shapes."""
+        config = self._model.config
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        require_tensors(layout(config), shapes, config, "the model")
+        for name, rows in self._rows.items():
+            rows.copy_(weights[name])
 
     def _speculation(self, drafter: str) -> Speculation | None:
         """Open drafters; a model directory is needed only by those that read a tokenizer."""

@@ -21,6 +21,7 @@ import torch
 from longtail.build.drafters import TINY_REASONER, Target, at_work, read_drafter
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.unroll import Pairs, unroll
+from longtail.drafter.eagle.weights import tensors_digest
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.formats.layout_reader import LayoutReader
 from longtail.drafter.formats.layouts import (
@@ -149,6 +150,7 @@ def write_layout(
     content = to_config(layout, config, dtype, verifier=verifier, depth=depth)
     content[SECTION] |= {"target": asdict(loaded.trained_on), "training": asdict(loaded.training)}
     tensors = to_tensors(layout, loaded.layer, target.model, loaded.draft_ids, loaded.head, dtype)
+    content[SECTION]["digest"] = tensors_digest(tensors)
     write_tensors(tensors, path)
     (path / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -130,7 +130,7 @@ class _ReduceScatter(ReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: object,
-        op: dist.ReduceOp.RedOpType,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
         """Sum before returning; `async_op` is ignored."""

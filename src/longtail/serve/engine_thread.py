@@ -219,7 +219,7 @@ class EngineThread:
         unfinished = [request_id for request_id, _, _ in engine.unfinished()]
         states = [self._states[name] for name in unfinished if name in self._states]
         for request_id in unfinished:
-            engine.abort(request_id)
+            _withdraw(engine, request_id)
         try:
             engine.pull(weights)
             self.policy_version = weights.version
@@ -253,10 +253,7 @@ class EngineThread:
             self._states.pop(request_id, None)
             if engine.is_unfinished(request_id):
                 self._metrics.aborted.inc()
-                try:
-                    engine.abort(request_id)
-                except Exception as error:  # noqa: BLE001 - raised while decoding its text; it is aborted
-                    _log.error("a completion failed while it was aborted", exc_info=error)
+                _withdraw(engine, request_id)
 
     def _step(self, engine: RolloutEngine) -> None:
         report = engine.step()
@@ -323,3 +320,11 @@ class EngineThread:
         assert self._loop is not None, "the loop is set before the thread starts"
         with suppress(RuntimeError):  # the loop is closed, so all callers have gone
             self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+def _withdraw(engine: RolloutEngine, request_id: str) -> None:
+    """Abort a request without using its text."""
+    try:
+        engine.abort(request_id)
+    except Exception as error:  # noqa: BLE001 - raised while decoding its text; it is aborted
+        _log.error("a completion failed while it was aborted", exc_info=error)

@@ -211,7 +211,7 @@ def _sampling(
 ) -> SamplingParams:
     return SamplingParams(
         temperature=1.0 if body.temperature is None else float(body.temperature),
-        top_k=body.top_k or 0,
+        top_k=max(body.top_k or 0, 0),  # -1 keeps every token, too, as in vLLM
         top_p=1.0 if body.top_p is None else float(body.top_p),
         min_p=body.min_p or 0.0,
         max_tokens=max_tokens,

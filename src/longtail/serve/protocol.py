@@ -139,7 +139,7 @@ class _CommonFields(BaseModel):
     model: str
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -155,6 +155,11 @@ class _CommonFields(BaseModel):
     frequency_penalty: Any = None
     repetition_penalty: Any = None
     logit_bias: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    stop_token_ids: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
 
     # Ignored: they do not change the text.
     user: Any = None
@@ -172,7 +177,16 @@ class _CommonFields(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise _field_error("stream_options", "it needs stream = true")
         return _only(
-            self, presence_penalty=0, frequency_penalty=0, repetition_penalty=1.0, logit_bias={}
+            self,
+            presence_penalty=0,
+            frequency_penalty=0,
+            repetition_penalty=1.0,
+            logit_bias={},
+            min_tokens=0,
+            ignore_eos=False,
+            stop_token_ids=[],
+            include_stop_str_in_output=False,
+            skip_special_tokens=True,
         )
 
     @property

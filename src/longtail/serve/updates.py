@@ -5,6 +5,7 @@ before the engine sees it: names, shapes, finite values, and the digests that th
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ class ModelUpdates:
             raise ConfigError(
                 f"directory = {directory!a:.80}: only directories inside that of --rl-dir are read"
             )
-        if not path.is_dir():
+        if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
             raise ConfigError(f"directory = {directory!a:.80}: no such directory in --rl-dir")
         return path
 

@@ -35,6 +35,9 @@ def test_a_prompt_may_be_a_text_or_token_ids_or_several(prompt: Any, read: Any) 
     [
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": []},
         {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
+        {"repetition_penalty": 1.0, "top_k": -1, "min_tokens": 0, "ignore_eos": False},
+        {"stop_token_ids": [], "skip_special_tokens": True, "include_stop_str_in_output": False},
+        {"return_token_ids": True, "return_tokens_as_token_ids": False},
         {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
         {"temperature": None, "top_p": None, "n": None, "stop": None, "seed": None},
         {"stream": None, "max_tokens": None, "logprobs": None, "top_logprobs": 0},
@@ -50,6 +53,13 @@ def test_fields_without_an_effect_are_accepted(more: dict[str, Any]) -> None:
     [
         ("presence_penalty", 0.5),
         ("frequency_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("repetition_penalty", "1.0"),
+        ("min_tokens", 3),
+        ("ignore_eos", True),
+        ("stop_token_ids", [5]),
+        ("top_k", -2),
+        ("return_token_ids", "yes"),
         ("logit_bias", {"5": 1}),
         ("tools", [{"type": "function"}]),
         ("functions", [{}]),

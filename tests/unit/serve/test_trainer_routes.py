@@ -320,6 +320,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(
         ({"directory": "/etc"}, "only directories inside"),
         ({"directory": "link/etc"}, "only directories inside"),
         ({"directory": "a\0b"}, "no"),
+        ({"directory": "a" * 3000}, "no such directory in --rl-dir"),
         ({"directory": "nan", "sha256": good}, "its SHA-256 is"),
         ({"directory": "nan", "sha256": {}}, "sha256 lacks model.safetensors"),
         ({"directory": 3}, "update_info.directory = 3"),

@@ -1,191 +1,55 @@
-"""`longtail bench vllm`: an exported drafter's accept length in vLLM against that in this engine.
+"""`longtail bench vllm`: drafters of longtail in vLLM, in the interpreter of its environment.
 
-    drafter --export--> directory --> vLLM, in its own environment         --> accept length
-       |                                                                            : ratio
-       +--> this engine, with chains as deep and the window that vLLM uses --> accept length
-
-At temperature 0 the acceptance of a chain depends on the drafter alone, so both must agree except
-for what is counted at the end of a text. Counts are compared, not speed.
+export   an exported drafter's accept length in vLLM against that in this engine, greedily
+rules    the same drafter under several rules of drafting, with a temperature
+live     a better drafter adopted in mid-run
 """
 
-import json
-import subprocess
-import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, final
+from dataclasses import asdict
+from typing import Any
 
 from longtail.bench.common.card import Table, print_card
-from longtail.bench.common.process import progress
+from longtail.bench.common.process import pin, pinned, progress
 from longtail.bench.common.timing import pin_threads
+from longtail.bench.vllm import card
+from longtail.bench.vllm.export import ExportBench
+from longtail.bench.vllm.live import measure_live
 from longtail.bench.vllm.options import VllmBenchOptions
-from longtail.build.drafters import at_work, read_drafter
-from longtail.drafter.formats.layouts import engine_window
-from longtail.engine.speculation.speculator import Speculation
-from longtail.errors import ConfigError, LongtailError
-from longtail.programs.drafter_eval import complete
-from longtail.programs.drafter_export import copy_of, rounded, write_layout
+from longtail.bench.vllm.rules import measure_rules
+from longtail.bench.vllm.subject import open_subject
 from longtail.programs.drafter_prompts import open_target, require_prompts
-from longtail.speculation.strategy import Strategy
-from longtail.types import SamplingParams
-
-_WORKER = Path(__file__).with_name("worker.py")
-_METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
-TOLERANCE = 0.05
-"""Largest deviation of the ratio from 1: the engines count the last draft of a text differently."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One exported directory, in this engine and in vLLM."""
-
-    drafter: str
-    layout: str
-    window: int
-    """Window of vLLM, also used here for the comparison; 0: unbounded."""
-    ours: float
-    """Accept length in this engine."""
-    as_trained: float
-    """The same with the drafter's own window."""
-    theirs: float
-    """Accept length in vLLM."""
-    same_texts: float
-    """Share of equal completions."""
-    engine: str
-    num_drafts: int
-
-    @property
-    def ratio(self) -> float:
-        """Accept length in vLLM over that in this engine."""
-        return self.theirs / self.ours
-
-
-_COLUMNS = {
-    "drafter": lambda each: each.drafter,
-    "layout": lambda each: each.layout,
-    "window": lambda each: each.window or "unbounded",
-    "longtail": lambda each: f"{each.ours:.3f}",
-    "vLLM": lambda each: f"{each.theirs:.3f}",
-    "vLLM / longtail": lambda each: f"{each.ratio:.3f}",
-    "same texts": lambda each: f"{each.same_texts:.0%}",
-    "own window": lambda each: f"{each.as_trained:.3f}",
-}
 
 
 def run(options: VllmBenchOptions) -> int:
-    """Compare, print the card, and end with one JSON line; return 1 if they disagree."""
+    """Compare, print the card, and end with one JSON line; return 1 if a promise is broken."""
+    cpus = pin(1)
     pin_threads(1)
-    asked = {**asdict(options), "dtype": "float32", "drafter": options.drafters[0], "seed": 0}
-    words = Namespace(**asked)
+    log = progress("vllm")
+    asked = {**asdict(options), "drafter": options.drafters[0], "seed": 0}
+    words = Namespace(**asked | {"dtype": "float32"})
     target = open_target(words)
     prompts = require_prompts(words, target).tokens
-    bench = _VllmBench(options, target, prompts)
-    found = [each for name in options.drafters for each in bench.compare(name)]
-    result = {
-        "bench": "vllm",
-        "depth": options.depth,
-        "prompts": len(prompts),
-        "max_tokens": options.max_tokens,
-        "compared": [{**asdict(each), "ratio": each.ratio} for each in found],
-    }
-    title = f"Accept length in {found[0].engine} and in longtail: chains of {options.depth}, greedy"
-    print_card([Table(title, _COLUMNS, found)], result, json_only=options.json)
-    return 0 if all(abs(each.ratio - 1) <= TOLERANCE for each in found) else 1
-
-
-@final
-class _VllmBench:
-    """One target with its prompts."""
-
-    def __init__(
-        self, options: VllmBenchOptions, target: Any, prompts: Sequence[tuple[int, ...]]
-    ) -> None:
-        self._options, self._target, self._prompts = options, target, prompts
-        self._log = progress("vllm")
-
-    def compare(self, name: str) -> list[Comparison]:
-        """Export in each layout that vLLM loads, and draft for the same prompts in both engines."""
-        target, dtype = self._target, self._target.model.dtype
-        loaded = read_drafter(name, target, self._log, dtype)
-        if loaded is None:
-            raise ConfigError(f"--drafters: {name} has no EAGLE layer to export")
-        loaded = rounded(loaded, dtype)
-        config, found = loaded.layer.config, []
-        as_trained, texts = self._ours(loaded, config.window)
-        for layout in ("vllm", "speculators") if config.recipe == "eagle3" else ("vllm",):
-            self._log(f"{name}, layout {layout}")
-            window, ours = engine_window(layout, config), as_trained
-            if window != config.window:
-                ours = self._ours(loaded, window)[0]
-            with tempfile.TemporaryDirectory() as place:
-                directory = Path(place) / "drafter"
-                write_layout(
-                    directory,
-                    layout,
-                    loaded,
-                    target,
-                    verifier=str(target.directory),
-                    depth=self._options.depth,
-                )
-                theirs = self._theirs(directory, _METHODS[config.recipe])
-            same = sum(a == tuple(b) for a, b in zip(texts, theirs["tokens"], strict=True))
-            found.append(
-                Comparison(
-                    drafter=name,
-                    layout=layout,
-                    window=window,
-                    ours=ours,
-                    as_trained=as_trained,
-                    theirs=1 + theirs["num_accepted"] / max(theirs["num_drafts"], 1),
-                    same_texts=same / len(texts),
-                    engine=theirs["engine"],
-                    num_drafts=theirs["num_drafts"],
-                )
-            )
-        return found
-
-    def _ours(self, loaded: Any, window: int) -> tuple[float, list[tuple[int, ...]]]:
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=self._options.max_tokens,
-            stop_token_ids=self._target.tokenizer.eos_ids,
-        )
-        drafter = at_work(copy_of(loaded), self._target, window=window)
-        fixed = Speculation.fixed(drafter, Strategy(depth=self._options.depth))
-        completions, acceptance = complete(self._target, self._prompts, sampling, fixed)
-        return acceptance.overall.mean, [each.tokens for each in completions]
-
-    def _theirs(self, drafter: Path, method: str) -> dict[str, Any]:
-        """Run vLLM in a process of the given interpreter."""
-        options = self._options
-        job = {
-            "target": str(self._target.directory),
-            "drafter": str(drafter),
-            "method": method,
-            "depth": options.depth,
-            "dtype": "float32",
-            "prompts": [list(prompt) for prompt in self._prompts],
-            "max_tokens": options.max_tokens,
-            "stop_token_ids": list(self._target.tokenizer.eos_ids),
-            "max_len": max(map(len, self._prompts)) + options.max_tokens + options.depth + 1,
-        }
-        try:
-            done = subprocess.run(
-                [options.python, "-I", str(_WORKER)],  # -I: our modules must not shadow vLLM's
-                input=json.dumps(job),
-                capture_output=True,
-                text=True,
-                timeout=options.timeout,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(
-                f"--python = {options.python!r}: vLLM cannot be run ({error}); name the python of "
-                "an environment that has it, or raise --timeout"
-            ) from error
-        if done.returncode:
-            last_lines = "\n".join(done.stderr.splitlines()[-12:])
-            raise LongtailError(f"vLLM ended with exit code {done.returncode}:\n{last_lines}")
-        answered: dict[str, Any] = json.loads(done.stdout)
-        return answered
+    tables: list[Table] = []
+    result: dict[str, Any] = card.settings(options, len(prompts))
+    kept = True
+    if "export" in options.parts:
+        bench = ExportBench(options, target, prompts)
+        found = [each for name in options.drafters for each in bench.compare(name)]
+        tables.append(bench.table(found))
+        result["compared"] = [{**asdict(each), "ratio": each.ratio} for each in found]
+        kept = bench.agree(found)
+    if {"rules", "live"} & set(options.parts):
+        with open_subject(options, target, prompts, log) as subject:
+            if "rules" in options.parts:
+                rules = measure_rules(subject, options, log)
+                tables.append(card.rules_table(rules, subject, options, pinned(cpus)))
+                result |= card.rules_json(rules)
+                kept &= card.is_equal(rules.differing_share, options)
+            if "live" in options.parts:
+                live = measure_live(subject, options, log)
+                tables.append(card.live_table(live, options))
+                result |= card.live_json(live)
+                kept &= card.is_equal(live.differing_share, options)
+    print_card(tables, result, json_only=options.json)
+    return 0 if kept else 1

@@ -36,12 +36,7 @@ class DrafterWeights:
     @property
     def digest(self) -> str:
         """SHA-256 over names, dtypes, shapes and bytes, sorted by name."""
-        digest = hashlib.sha256()
-        for name in sorted(self.tensors):
-            tensor = self.tensors[name].detach().cpu()
-            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return tensors_digest(self.tensors)
 
     def has_parameters_of(self, other: "DrafterWeights") -> bool:
         """Return whether only the draft vocabulary may differ."""
@@ -50,6 +45,16 @@ class DrafterWeights:
             name in other.tensors and torch.equal(each, other.tensors[name])
             for name, each in mine.items()
         )
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 over names, dtypes, shapes and bytes, sorted by name."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu()
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def copy_parameters(

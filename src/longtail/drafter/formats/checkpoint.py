@@ -207,6 +207,29 @@ def load_drafter(
     )
 
 
+def load_unbound(path: Path) -> LoadedDrafter:
+    """Read a drafter without its target, whose shape the description holds, as stored.
+
+    Raises ConfigError if it is malformed.
+    """
+    description = _read(path)
+    try:
+        trained_on = dict(description["target"])
+        shape = _shape(trained_on.pop("shape"))
+        assert shape is not None, "a description has the target's shape"
+        config = _config(description, shape)
+        found, training = TargetIdentity(**trained_on), read_record(description["training"])
+    except _MALFORMED as error:
+        raise _malformed(path, error) from error
+    tensors = _tensors(path)
+    draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
+    _require_draft_ids(path, config, draft_ids)
+    layer = _layer(path, config, tensors).to(next(iter(tensors.values())).dtype)
+    return LoadedDrafter(
+        layer=layer, draft_ids=draft_ids, head=head, trained_on=found, training=training
+    )
+
+
 def _malformed(path: Path, error: Exception) -> ConfigError:
     said = " ".join(repr(error).split())
     return ConfigError(f"{path / DESCRIPTION} is malformed ({said:.300}): {_REMEDY}")

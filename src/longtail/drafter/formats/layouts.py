@@ -103,6 +103,21 @@ def check(layout: Layout, config: EagleConfig) -> None:
         )
 
 
+def layer_tensors(layout: Layout, layer: EagleLayer, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the layer's own tensors in a layout, with `feature_scale` folded into `fc`."""
+    config = layer.config
+    state = {name: p.detach().cpu() for name, p in layer.named_parameters()}
+    state["fc.weight"] = state["fc.weight"] * config.feature_scale
+    prefix = "midlayer" if config.recipe == "eagle3" and layout != "speculators" else "layers.0"
+    return {
+        part.name: rows.to(dtype)
+        for name, group in parts(config, prefix).items()
+        for part, rows in zip(
+            group, state[name].split_with_sizes([part.shape[0] for part in group]), strict=True
+        )
+    }
+
+
 def to_tensors(
     layout: Layout,
     layer: EagleLayer,
@@ -118,16 +133,7 @@ def to_tensors(
     config = layer.config
     check(layout, config)
     eagle3 = config.recipe == "eagle3"
-    state = {name: p.detach().cpu() for name, p in layer.named_parameters()}
-    state["fc.weight"] = state["fc.weight"] * config.feature_scale
-    prefix = "midlayer" if eagle3 and layout != "speculators" else "layers.0"
-    tensors = {
-        part.name: rows.to(dtype)
-        for name, group in parts(config, prefix).items()
-        for part, rows in zip(
-            group, state[name].split_with_sizes([part.shape[0] for part in group]), strict=True
-        )
-    }
+    tensors = layer_tensors(layout, layer, dtype)
     if not eagle3 and layout == "sglang":  # its fc has a bias, random unless loaded
         tensors["fc.bias"] = torch.zeros(config.target.hidden_size, dtype=dtype)
     if layout in ("speculators", "hf"):

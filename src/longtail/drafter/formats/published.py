@@ -80,7 +80,7 @@ class Published:
 
 def is_published(path: Path) -> bool:
     """Return whether a directory holds a drafter in a layout of the engines."""
-    return any(_plain(name) == "fc.weight" for name in tensor_names(path))
+    return any(plain_name(name) == "fc.weight" for name in tensor_names(path))
 
 
 def load_published(
@@ -98,7 +98,7 @@ def load_published(
     continue. Raises ConfigError with the name of the tensor or field that does not fit.
     """
     fields = read_fields(path)
-    tensors = {_plain(each): tensor for each, tensor in read_tensors(path).items()}
+    tensors = {plain_name(each): tensor for each, tensor in read_tensors(path).items()}
     found = translate(fields, tensors, target.config, options)
     _require_embedding(fields, found.embedding, target)
     layer = EagleLayer(_scaled(found.config, target, tokenizer))
@@ -123,7 +123,7 @@ def translate(
     target: ModelConfig,
     options: ImportOptions = DEFAULT_OPTIONS,
 ) -> Published:
-    """Translate config.json and tensors (named as by `_plain`) to ours."""
+    """Translate config.json and tensors (named as by `plain_name`) to ours."""
     outer = fields
     if fields.get("speculators_model_type") is not None:
         fields = Fields(
@@ -152,7 +152,8 @@ def translate(
     )
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return the name of a tensor without the prefixes in which the layouts differ."""
     return name.removeprefix("model.").replace("midlayer.", f"{_PREFIX}.", 1)
 
 

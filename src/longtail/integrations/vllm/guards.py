@@ -85,6 +85,14 @@ def module_of(path: str) -> Any:
         raise ConfigError(f"this vLLM has no module {path}; {_REMEDY}") from error
 
 
+def class_of(path: str, name: str) -> Any:
+    """Return a class in a module of vLLM; ConfigError if this vLLM has none of that name."""
+    found = getattr(module_of(path), name, None)
+    if found is None:
+        raise ConfigError(f"this vLLM has no {name} in {path}; {_REMEDY}")
+    return found
+
+
 def replace(patches: Iterable[Patch]) -> Callable[[], None]:
     """Replace all functions and return a function that puts the former ones back."""
     former: list[tuple[Any, str, bool, Any]] = []

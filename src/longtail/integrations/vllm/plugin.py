@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import guards
+from longtail.integrations.vllm import extras, guards
 from longtail.integrations.vllm.settings import (
     KEY,
     VARIABLE,
@@ -33,6 +33,11 @@ RUNNERS = {"v1": "longtail.integrations.vllm.v1", "v2": "longtail.integrations.v
 """Module for each of vLLM's model runners; `patches(settings, config)` gives what it replaces."""
 _FRONT_END = "vllm.engine.arg_utils"
 _WORKER = "vllm.v1.worker.worker_base"
+_NOT_ACTIVE = (
+    "the plugin longtail is not active in vLLM's workers; install longtail in vLLM's environment, "
+    "name it in VLLM_PLUGINS if that is set, and have the engine ask for it: "
+    f'additional_config={{"{KEY}": {{}}}} or {VARIABLE}=coupled'
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +62,15 @@ class _Process:
 
 
 def register() -> None:
-    """Hook into vLLM; called by vLLM in the front end, the engine core and each worker."""
-    if _FRONT_END in sys.modules:  # a worker needs none of it
-        _hook(_FRONT_END, "EngineArgs", "create_engine_config", _around_create_engine_config)
-    _hook(_WORKER, "WorkerBase", "__init__", _around_worker)
-    worker = _attribute(_WORKER, "WorkerBase")
-    if worker is not None:
-        worker.longtail_status = _status
+    """Hook into vLLM; called by vLLM in the front end, the engine core and each worker.
+
+    Nothing of vLLM is imported for it: a front end whose engine asks hooks the worker later.
+    """
+    asked = requested(None, os.environ) is not None
+    if _FRONT_END in sys.modules:
+        _hook(_FRONT_END, "EngineArgs", "create_engine_config", _around_create_engine_config, asked)
+    if asked or _WORKER in sys.modules:
+        _hook_worker(asked)
 
 
 def install(config: Any) -> Installed | None:
@@ -75,25 +82,30 @@ def install(config: Any) -> Installed | None:
     settings = requested(getattr(config, "additional_config", None), os.environ)
     present = _Process.installed
     if _Process.workers and settings != (present and present.settings):
+        runs = f"with longtail's {present.settings}" if present else "without longtail"
+        asks = f"{settings}" if settings else "none of it"
         raise ConfigError(
-            f"this process runs a vLLM engine with longtail settings {present and present.settings}"
-            f" already, and the next one asks for {settings}; start it in a process of its own"
+            f"this process runs a vLLM engine {runs}, and the next one asks for {asks}; start it "
+            "in a process of its own"
         )
+    if settings is not None:
+        guards.refuse(config)
+        guards.without_draft_cache(config)
+        _Process.installed = present or _replace(settings, config)
     _Process.workers += 1
-    if settings is None:
-        return None
-    guards.refuse(config)
-    guards.without_draft_cache(config)
-    if present is not None:
-        return present
+    return _Process.installed
+
+
+def _replace(settings: VllmSettings, config: Any) -> Installed:
+    """Replace the functions of the model runner that vLLM will run."""
     runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
     patches = import_module(RUNNERS[runner]).patches(settings, config)
     guards.replace(patches)
-    _Process.installed = Installed(
+    extras.in_worker()
+    logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
+    return Installed(
         runner=runner, settings=settings, replaced=tuple(str(patch) for patch in patches)
     )
-    logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
-    return _Process.installed
 
 
 def require(engine: Any) -> list[dict[str, Any]]:
@@ -104,15 +116,9 @@ def require(engine: Any) -> list[dict[str, Any]]:
     try:
         found = list(engine.collective_rpc("longtail_status"))
     except Exception as error:  # vLLM wraps a worker's AttributeError in several classes
-        raise ConfigError(
-            "vLLM did not load the plugin longtail in its workers; install longtail in vLLM's "
-            f"environment, and name longtail in VLLM_PLUGINS if that is set ({error})"
-        ) from error
+        raise ConfigError(f"{_NOT_ACTIVE} ({error})") from error
     if not found or any(status is None for status in found):
-        raise ConfigError(
-            "vLLM loaded the plugin longtail, but this engine did not ask for it; pass "
-            f'additional_config={{"{KEY}": {{}}}} or set LONGTAIL_VLLM=coupled'
-        )
+        raise ConfigError(_NOT_ACTIVE)
     return found
 
 
@@ -123,8 +129,11 @@ def prepare(config: Any) -> None:
         return
     guards.refuse(config)
     guards.without_draft_cache(config)
+    _hook_worker(asked=True)
     if isinstance(config.additional_config, dict):
-        config.additional_config[KEY] = settings.as_dict()
+        # A copy: the dictionary is the caller's, who may start another engine with it.
+        config.additional_config = {**config.additional_config, KEY: settings.as_dict()}
+    extras.in_front_end()
 
 
 def _status(_worker: Any) -> dict[str, Any] | None:
@@ -140,17 +149,25 @@ def _attribute(module: str, name: str) -> Any:
         return None
 
 
-def _hook(module: str, name: str, method: str, around: Callable[..., Any]) -> None:
+def _hook_worker(asked: bool) -> None:
+    """Wrap the constructor of vLLM's workers, and give them `longtail_status` for `require`."""
+    _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked)
+    worker = _attribute(_WORKER, "WorkerBase")
+    if worker is not None:
+        worker.longtail_status = _status
+
+
+def _hook(module: str, name: str, method: str, around: Callable[..., Any], asked: bool) -> None:
     """Wrap a method of vLLM once.
 
-    Where it is missing, ConfigError is raised if the environment asks for the plugin; otherwise it
-    is logged, since the engine may not ask.
+    Where it is missing, ConfigError is raised if the plugin is asked for; otherwise it is logged,
+    since the engine may not ask.
     """
     owner = _attribute(module, name)
     stock = owner and getattr(owner, method, None)
     if stock is None:
         problem = f"longtail: this vLLM has no {name}.{method} in {module}"
-        if requested(None, os.environ) is not None:
+        if asked:
             raise ConfigError(f"{problem}; use vLLM {guards.TESTED}, or unset {VARIABLE}")
         logger.warning(problem)
     elif not hasattr(stock, "longtail_stock"):

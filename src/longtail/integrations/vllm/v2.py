@@ -142,8 +142,8 @@ def _drafting(draw: Callable[..., Tensor]) -> Patch:
     module = module_of(f"{_GPU}.spec_decode.speculator")
     owner = module.DraftModelSpeculator
     stock = check(owner, "sample_draft", _DRAFT)
-    ahead = 1 if "positions" in inspect.signature(stock).parameters else 0
-    if ahead:
+    behind = "positions" in inspect.signature(stock).parameters
+    if behind:
         owner = module_of(f"{_GPU}.spec_decode.autoregressive.speculator").AutoRegressiveSpeculator
     of_step = hasattr(owner, "compute_draft_logits")
 
@@ -169,7 +169,7 @@ def _drafting(draw: Callable[..., Tensor]) -> Patch:
             idx_mapping,
             temperature,
             seeds,
-            positions + ahead,
+            positions + 1 if behind else positions,
             apply_temperature=True,
             use_fp64=self.use_fp64_gumbel,
         )

@@ -205,6 +205,26 @@ def tensor_names(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a directory without reading it. Raises ConfigError."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(path):
+        with _open(file) as handle:
+            shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+    return shapes
+
+
+def read_head(path: Path) -> Tensor:
+    """Read the head of a model, or the embedding that serves as one. Raises ConfigError."""
+    for name in (_HEAD, _EMBEDDING):
+        for file in _weight_files(path):
+            with _open(file) as handle:
+                if name in handle.keys():  # noqa: SIM118
+                    head: Tensor = handle.get_tensor(name)
+                    return head
+    raise ConfigError(f"{path} holds neither {_HEAD} nor {_EMBEDDING}: give a model's directory")
+
+
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write one model.safetensors with tensors of any dtype."""
     from safetensors.torch import save_file

@@ -10,6 +10,7 @@ from longtail.integrations.vllm.guards import (
     Patch,
     Signature,
     check,
+    module_of,
     names,
     problems,
     refuse,
@@ -35,6 +36,13 @@ def test_known_parameters_pass_and_others_are_refused_by_name():
         check(module("there", f=function("a b e", lambda: 1)), "f", known)
     with pytest.raises(ConfigError, match="this vLLM has no f in there"):
         check(module("there"), "f", known)
+
+
+def test_a_missing_module_is_named_and_another_missing_package_is_not_hidden(monkeypatch):
+    with pytest.raises(ConfigError, match=r"this vLLM has no module no_such_package\.module"):
+        module_of("no_such_package.module")
+    release(monkeypatch, "0.29")
+    assert module_of("vllm.v1.worker.gpu.sample.gumbel").gumbel_sample
 
 
 def test_all_functions_are_put_back():

@@ -36,6 +36,8 @@ def process(monkeypatch):
     monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
     monkeypatch.setattr(plugin._Process, "installed", None)
     monkeypatch.setattr(plugin._Process, "workers", 0)
+    for addition in ("in_front_end", "in_worker"):  # they have tests of their own
+        monkeypatch.setattr(plugin.extras, addition, lambda: None)
     made = SimpleNamespace(EngineArgs=EngineArgs, WorkerBase=WorkerBase)
     for path, name in (("vllm.engine.arg_utils", "EngineArgs"), (plugin._WORKER, "WorkerBase")):
         monkeypatch.setitem(sys.modules, path, module(path, **{name: getattr(made, name)}))
@@ -58,7 +60,7 @@ def test_an_engine_that_does_not_ask_runs_vllms_own_functions(process):
     worker = process.WorkerBase(config)
     assert config.additional_config == {}
     assert process.modules["rejection_sampler"].rejection_sample is own
-    with pytest.raises(ConfigError, match="did not ask for it; pass"):
+    with pytest.raises(ConfigError, match="not active in vLLM's workers"):
         plugin.require(engine(worker))
 
 
@@ -115,9 +117,26 @@ def test_one_process_holds_one_choice(process):
         process.WorkerBase(SimpleNamespace(additional_config={}))
 
 
+def test_an_engine_that_was_refused_can_be_started_with_other_settings(process):
+    asked = {"longtail": {}}
+    wrong = SimpleNamespace(rejection_sample_method="block")
+    with pytest.raises(ConfigError, match="rejection_sample_method"):
+        process.WorkerBase(SimpleNamespace(additional_config=asked, speculative_config=wrong))
+    process.WorkerBase(SimpleNamespace(additional_config=asked, use_v2_model_runner=True))
+    assert plugin._Process.installed.runner == "v2"
+
+
 def test_workers_without_the_plugin_are_reported(process):
-    with pytest.raises(ConfigError, match="did not load the plugin longtail"):
+    with pytest.raises(ConfigError, match="not active in vLLM's workers"):
         plugin.require(engine(SimpleNamespace()))
+
+
+def test_a_front_end_imports_nothing_of_the_worker_until_an_engine_asks(process, monkeypatch):
+    monkeypatch.delitem(sys.modules, plugin._WORKER)
+    plugin.register()
+    process.EngineArgs({}).create_engine_config()
+    with pytest.raises(ConfigError, match=r"this vLLM has no WorkerBase\.__init__"):
+        process.EngineArgs({"longtail": {}}).create_engine_config()
 
 
 def test_importing_the_plugin_loads_neither_torch_nor_vllm():

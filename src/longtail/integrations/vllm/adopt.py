@@ -1,0 +1,175 @@
+"""New drafter weights in a running vLLM, between two steps.
+
+    adopt_drafter(llm, "runs/first/drafter")            vllm.LLM
+    await adopt_drafter_async(engine, "better")         AsyncLLM
+    POST /collective_rpc {"method": "longtail_adopt_drafter", "args": ["better"]}     the server
+
+Texts do not change: the drafter decides only which drafts are verified. Each worker reads and
+checks the files itself, so the path must be readable there. Modules that the drafter shares with
+the target are out of reach while the weights are loaded. Requests may be running; their drafts read
+keys and values of the old drafter until these have left its window.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longtail.errors import ConfigError
+from longtail.integrations.vllm.guards import Patch, Signature, check, class_of, module_of, names
+from longtail.integrations.vllm.weights import read_weights
+
+METHOD = "longtail_adopt_drafter"
+"""Method that every worker has, for `collective_rpc`."""
+_BEGIN = Signature(first=names("model"))
+_FINISH = Signature(first=names("model", "model_config"))
+_GET = Signature(first=names("self"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """A drafter that all workers have adopted.
+
+    Example: Adoption(digest="3fa9...", seconds=0.03, version=4, source="runs/a/drafter")
+    """
+
+    digest: str
+    """SHA-256 of the tensors."""
+    seconds: float
+    """Time that the slowest worker took, reading included."""
+    version: int | None
+    """Version of a run's publisher; None for other directories."""
+    source: str
+
+
+def patches() -> list[Patch]:
+    """Return the new method of every worker; ConfigError if this vLLM cannot reload weights."""
+    _reloading()
+    worker = class_of("vllm.v1.worker.worker_base", "WorkerBase")
+    check(worker, "get_model", _GET)
+    return [Patch(owner=worker, name=METHOD, replacement=adopt_in_worker)]
+
+
+def _reloading() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return vLLM's functions before and after weights are loaded into a packed model."""
+    module = module_of("vllm.model_executor.model_loader.reload.layerwise")
+    return (
+        check(module, "initialize_layerwise_reload", _BEGIN),
+        check(module, "finalize_layerwise_processing", _FINISH),
+    )
+
+
+def adopt_drafter(llm: Any, path: Path | str, *, digest: str | None = None) -> Adoption:
+    """Give a `vllm.LLM` new drafter weights, with this digest if one is given.
+
+    Raises ConfigError, before anything is changed, if they do not fit the drafter of the engine.
+    """
+    return adoption(llm.collective_rpc(METHOD, args=(str(path), digest)))
+
+
+async def adopt_drafter_async(
+    engine: Any, path: Path | str, *, digest: str | None = None
+) -> Adoption:
+    """Give an `AsyncLLM` new drafter weights, as `adopt_drafter`."""
+    return adoption(await engine.collective_rpc(METHOD, args=(str(path), digest)))
+
+
+def adoption(answers: list[Mapping[str, Any]]) -> Adoption:
+    """Return the adoption that all workers report."""
+    slowest = max(answers, key=lambda each: each["seconds"])
+    return Adoption(**slowest)
+
+
+# ---- in the worker
+
+
+def adopt_in_worker(worker: Any, path: str, digest: str | None = None) -> dict[str, Any]:
+    """Read, check and load new weights; return an `Adoption` as a dictionary."""
+    started = time.perf_counter()
+    speculation = worker.vllm_config.speculative_config
+    model = draft_model(worker.model_runner)
+    if speculation is None or model is None:
+        raise ConfigError(
+            "this vLLM has no drafter whose weights could be replaced: start it with a "
+            "speculative_config that names one"
+        )
+    found = read_weights(
+        Path(path),
+        Path(speculation.draft_model_config.model),
+        Path(worker.vllm_config.model_config.model),
+        digest or None,
+    )
+    with _configured(worker.vllm_config):
+        load_in_place(
+            model,
+            speculation.draft_model_config,
+            found.tensors,
+            shared=worker.model_runner.get_model(),
+        )
+    return {
+        "digest": found.digest,
+        "seconds": time.perf_counter() - started,
+        "version": found.version,
+        "source": found.source,
+    }
+
+
+def draft_model(runner: Any) -> Any:
+    """Return the module of the drafter, of either model runner; None without one."""
+    if hasattr(runner, "get_draft_model"):
+        return runner.get_draft_model()
+    holder = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    return getattr(holder, "model", None)
+
+
+def load_in_place(
+    model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor], *, shared: nn.Module
+) -> None:
+    """Load tensors into a model whose weights vLLM has packed already.
+
+    Modules that belong to `shared`, the target, keep their weights.
+    """
+    begin, finish = _reloading()
+    load: Any = model.load_weights
+    with torch.no_grad(), without_shared(model, shared) as absent:
+        begin(model)
+        try:
+            load(
+                (name, tensor)
+                for name, tensor in tensors.items()
+                if not any(name.startswith(f"{each}.") for each in absent)
+            )
+        finally:
+            finish(model, model_config)
+
+
+@contextmanager
+def without_shared(model: nn.Module, target: nn.Module) -> Iterator[list[str]]:
+    """Take the target's modules out of a drafter for a while; yield their last names."""
+    theirs = set(target.modules())
+    taken: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(model.modules()):
+        if parent in theirs:
+            continue
+        for name, child in list(parent.named_children()):
+            if child in theirs:
+                taken.append((parent, name, child))
+                setattr(parent, name, nn.Identity())
+    try:
+        yield [name for _, name, _ in taken]
+    finally:
+        for parent, name, child in taken:
+            setattr(parent, name, child)
+
+
+@contextmanager
+def _configured(vllm_config: Any) -> Iterator[None]:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config):
+        yield

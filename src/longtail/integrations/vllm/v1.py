@@ -1,0 +1,275 @@
+"""Keyed noise in vLLM's V1 model runner, which its CPU wheels run (known functions: vLLM 0.32).
+
+    GPUModelRunner._sample                        which key and position belong to which row
+      TopKTopPSampler(...)                        plain and bonus rows: drawn with keyed noise
+      rejection_sample(...)                       draft rows: drawn likewise, drafts by equality
+    SpecDecodeBaseProposer.set_inputs_first_pass  position of each request's first draft
+      _sample_draft_tokens                        drafts drawn with the noise of the target
+
+Penalties, truncation, processors and logprobs stay vLLM's; a step in which all requests are greedy
+runs vLLM's own code. The noise is longtail's own: with its keys as seeds, vLLM writes the texts of
+longtail's engine where both compute the same logits.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from longtail.errors import ConfigError
+from longtail.integrations.vllm import v1_cpu
+from longtail.integrations.vllm.guards import (
+    TESTED,
+    Patch,
+    Signature,
+    check,
+    class_of,
+    module_of,
+    names,
+)
+from longtail.integrations.vllm.settings import VllmSettings
+from longtail.integrations.vllm.v1_sampling import (
+    GREEDY_BELOW,
+    draw,
+    draw_drafts,
+    match,
+    request_key,
+)
+
+_INIT = Signature(first=names("self", "vllm_config", "device"))
+_SAMPLE = Signature(first=names("self", "logits", "spec_decode_metadata"))
+_SAMPLER = Signature(first=names("self", "logits", "generators", "k", "p"))
+_TRUNCATE = Signature(first=names("logits", "k", "p"))
+_REJECTION = Signature(
+    first=names(
+        "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens",
+        "draft_probs", "target_logits", "bonus_token_ids", "sampling_metadata",
+    ),
+    then=("synthetic_mode", "synthetic_conditional_rates", "use_fp64_gumbel"),
+)  # fmt: skip
+_FIRST_PASS = Signature(
+    first=names(
+        "self", "target_token_ids", "next_token_ids", "target_positions", "target_hidden_states",
+        "token_indices_to_sample", "cad", "num_rejected_tokens_gpu",
+    )
+)  # fmt: skip
+_DRAFT = Signature(first=names("self", "hidden_states", "sampling_metadata"))
+_READ = ("positions", "query_start_loc", "input_batch", "requests", "sampler", "device")
+"""Attributes of a model runner that are read in every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNoise:
+    """Keys and positions of one step, in batch order."""
+
+    keys: Int[Tensor, "requests"]
+    last: Int[Tensor, "requests"]
+    """Position of the token that each request's last row draws."""
+    num_drafts: Int[Tensor, "requests"] | None = None
+    drafted: Int[Tensor, "drafts"] | None = None
+    """Positions of the drafts, in the order of their rows."""
+
+
+_NOISE: ContextVar[StepNoise | None] = ContextVar("longtail_noise", default=None)
+
+
+def patches(settings: VllmSettings, _config: Any) -> list[Patch]:
+    """Return the replacements for this vLLM; ConfigError if a function is not a known one."""
+    runner = class_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
+    rejection = module_of("vllm.v1.sample.rejection_sampler")
+    sampler = module_of("vllm.v1.sample.ops.topk_topp_sampler")
+    row_sampler = class_of(sampler.__name__, "TopKTopPSampler")
+    check(row_sampler, "forward_native", _SAMPLER)
+    truncate = check(sampler, "apply_top_k_top_p", _TRUNCATE)
+    reject = check(rejection, "rejection_sample", _REJECTION)
+    init, sample = check(runner, "__init__", _INIT), check(runner, "_sample", _SAMPLE)
+    proposer = class_of("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer")
+    first_pass = check(proposer, "set_inputs_first_pass", _FIRST_PASS)
+    draft = check(proposer, "_sample_draft_tokens", _DRAFT)
+    found = [
+        Patch(owner=runner, name="__init__", replacement=_construction(init)),
+        Patch(owner=runner, name="_sample", replacement=_sampling(sample)),
+        Patch(owner=row_sampler, name="__call__", replacement=_row_sampler(truncate)),
+        Patch(owner=rejection, name="rejection_sample", replacement=_verification(reject)),
+    ]
+    if settings.drafts == "coupled":
+        found += [
+            Patch(owner=proposer, name="set_inputs_first_pass", replacement=_first(first_pass)),
+            Patch(owner=proposer, name="_sample_draft_tokens", replacement=_drafting(draft)),
+        ]
+    return [*found, *v1_cpu.patches(settings)]
+
+
+# ---- the runner
+
+
+def _construction(stock: Callable[..., None]) -> Callable[..., None]:
+    @wraps(stock)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        """Construct the runner and check that it has what is read in every step."""
+        stock(self, *args, **options)
+        if absent := [name for name in _READ if not hasattr(self, name)]:
+            raise ConfigError(
+                f"longtail in vLLM: the model runner of this vLLM has no {', '.join(absent)}; "
+                f"use vLLM {TESTED}, or start it without longtail"
+            )
+
+    return init
+
+
+def _sampling(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        """Sample a step with its noise at hand."""
+        if self.input_batch.sampling_metadata.all_greedy:
+            return stock(self, logits, spec_decode_metadata)
+        noise = step_noise(self, spec_decode_metadata)
+        if getattr(self, "drafter", None) is not None:
+            self.drafter.longtail_keys = noise.keys
+        with _drawing(noise):
+            return stock(self, logits, spec_decode_metadata)
+
+    return sample
+
+
+@contextmanager
+def _drawing(noise: StepNoise) -> Iterator[None]:
+    token = _NOISE.set(noise)
+    try:
+        yield
+    finally:
+        _NOISE.reset(token)
+
+
+def step_noise(runner: Any, spec_decode_metadata: Any) -> StepNoise:
+    """Return the noise of a step. The row at position p draws the token at p + 1."""
+    keys = _request_keys(runner)
+    if spec_decode_metadata is None:
+        ends = runner.query_start_loc.gpu[1 : len(keys) + 1].long() - 1
+        return StepNoise(keys=keys, last=runner.positions[ends] + 1)
+    drawn = runner.positions[spec_decode_metadata.logits_indices.long()] + 1
+    return StepNoise(
+        keys=keys,
+        last=drawn[spec_decode_metadata.bonus_logits_indices.long()],
+        num_drafts=torch.tensor(spec_decode_metadata.num_draft_tokens).to(keys.device),
+        drafted=drawn[spec_decode_metadata.target_logits_indices.long()],
+    )
+
+
+def _request_keys(runner: Any) -> Int[Tensor, "requests"]:
+    """Return the key of each request in batch order; a preempted request keeps its key."""
+    keys = []
+    for name in runner.input_batch.req_ids:
+        state = runner.requests[name]
+        if not hasattr(state, "longtail_key"):
+            state.longtail_key = request_key(name, getattr(state.sampling_params, "seed", None))
+        keys.append(state.longtail_key)
+    return torch.tensor(keys, dtype=torch.int64).to(runner.device, non_blocking=True)
+
+
+# ---- the samplers
+
+
+def _row_sampler(truncate: Callable[..., Tensor]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        """Draw plain rows and bonus rows, one per request, with the step's noise."""
+        noise = _NOISE.get()
+        if noise is None:
+            return torch.nn.Module.__call__(self, *args, **options)
+        logits, _, k, p = args
+        logits = truncate(logits, k, p)
+        kept = None
+        if self.logprobs_mode == "processed_logits":
+            kept = logits
+        elif self.logprobs_mode == "processed_logprobs":
+            kept = logits.log_softmax(-1, dtype=torch.float32)
+        return draw(logits, noise.keys, noise.last), kept
+
+    return call
+
+
+def _verification(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(stock)
+    def rejection_sample(  # noqa: PLR0913  (vLLM's signature)
+        draft_token_ids: Tensor,
+        num_draft_tokens: list[int],
+        max_spec_len: int,
+        cu_num_draft_tokens: Tensor,
+        draft_probs: Tensor | None,
+        target_logits: Tensor,
+        bonus_token_ids: Tensor,
+        sampling_metadata: Any,
+        *rest: Any,
+        **features: Any,
+    ) -> Tensor:
+        """Draw the rows that hold drafts, and keep the drafts that equal their draws."""
+        noise = _NOISE.get()
+        if noise is None or noise.num_drafts is None or noise.drafted is None:
+            return stock(
+                draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs,
+                target_logits, bonus_token_ids, sampling_metadata, *rest, **features,
+            )  # fmt: skip
+        keys = noise.keys.repeat_interleave(noise.num_drafts)
+        drawn = draw(target_logits, keys, noise.drafted)
+        if not sampling_metadata.all_random:
+            is_greedy = sampling_metadata.temperature < GREEDY_BELOW
+            greedy = is_greedy.repeat_interleave(noise.num_drafts)
+            drawn = torch.where(greedy, target_logits.argmax(-1), drawn)
+        return match(drawn, draft_token_ids, num_draft_tokens, bonus_token_ids, max_spec_len)
+
+    return rejection_sample
+
+
+# ---- the drafter
+
+
+def _first(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def set_inputs_first_pass(self: Any, *args: Any, **options: Any) -> Any:
+        """Note the position of each request's first draft.
+
+        EAGLE reads token p + 1 at position p and drafts token p + 2; a draft model reads token p.
+        """
+        tokens, rows, metadata = stock(self, *args, **options)
+        at = self.mrope_positions[0] if self.uses_mrope else self.positions
+        self.longtail_next = at[rows.long()] + (2 if self.pass_hidden_states_to_model else 1)
+        return tokens, rows, metadata
+
+    return set_inputs_first_pass
+
+
+def _drafting(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def sample_draft_tokens(self: Any, hidden_states: Any, sampling_metadata: Any) -> Any:
+        """Draw the next draft of each request; vLLM's own way where the noise is not known."""
+        keys, positions = getattr(self, "longtail_keys", None), getattr(self, "longtail_next", None)
+        if (
+            keys is None
+            or positions is None
+            or len(keys) != len(positions)
+            or sampling_metadata.all_greedy
+            or _numbers_otherwise(self)
+        ):
+            return stock(self, hidden_states, sampling_metadata)
+        logits = self.model.compute_logits(hidden_states)
+        entries = torch.arange(logits.shape[-1], device=logits.device)
+        offsets = getattr(self.model, "draft_id_to_target_id", None)
+        if offsets is not None:  # only the drafted tokens need noise, under their target ids
+            entries = torch.arange(len(offsets), device=logits.device) + offsets
+            logits = logits[:, entries]
+        temperature = sampling_metadata.temperature[: len(logits)]
+        self.longtail_next = positions + 1
+        return draw_drafts(logits, temperature, keys, positions, entries), None
+
+    return sample_draft_tokens
+
+
+def _numbers_otherwise(drafter: Any) -> bool:
+    """Return whether rows or tokens of a drafter are not one per request and the target's."""
+    return drafter.parallel_drafting or getattr(drafter, "use_heterogeneous_vocab", False)

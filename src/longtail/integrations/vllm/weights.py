@@ -1,0 +1,157 @@
+"""New weights for a drafter that vLLM runs, read from disk and checked before anything changes.
+
+    a directory in vLLM's layout        as `longtail drafter export --to vllm` writes it
+    a drafter directory                 drafter.json and drafter.safetensors
+    the drafter folder of a run         the newest complete step, sealed by SHA-256; or one step
+
+The tensors must have the names and shapes of the drafter that the engine started with. A digest of
+the caller, or that of config.json, must be that of the tensors.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longtail.drafter.eagle.weights import DRAFT_IDS, load_parameters, tensors_digest
+from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_unbound
+from longtail.drafter.formats.layouts import SECTION, layer_tensors
+from longtail.drafter.formats.published import plain_name
+from longtail.errors import CheckpointError, ConfigError
+from longtail.model.hf.model import read_fields
+from longtail.model.hf.weights import read_head, read_tensors, tensor_names, tensor_shapes
+from longtail.run.checkpoint import step_of
+from longtail.run.drafter_store import INITIAL, DrafterStore, run_drafters
+
+_OF_THE_TARGET = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
+"""Tensors that an update may leave as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWeights:
+    """Tensors of a drafter, named as vLLM's loader reads them.
+
+    Example: DraftWeights(tensors={"fc.weight": ...}, digest="3fa9...", source="runs/a/drafter",
+                          version=4)
+    """
+
+    tensors: Mapping[str, Tensor]
+    digest: str
+    """SHA-256 of the tensors as they were stored."""
+    source: str
+    version: int | None = None
+    """Version of the publisher of a run; None for other directories."""
+
+
+def read_weights(
+    path: Path, running: Path, target: Path, digest: str | None = None
+) -> DraftWeights:
+    """Read new weights for the drafter in `running`, whose target is in `target`.
+
+    Raises ConfigError, or NonFiniteError with a tensor's name, if they cannot be adopted.
+    """
+    if run_drafters(path) is not None or is_drafter(path):
+        found = _of_longtail(path, running, target)
+    elif tensor_names(path):
+        found = _of_engine(path)
+    else:
+        raise ConfigError(
+            f"drafter {path}: it holds no weights; give a directory of `longtail drafter export "
+            "--to vllm`, or the drafter folder of a run"
+        )
+    if digest is not None and found.digest != digest:
+        raise ConfigError(
+            f"drafter {path}: its digest is {found.digest}, not {digest}: copy it again"
+        )
+    _require_same_shapes(path, found.tensors, running)
+    return found
+
+
+def _of_engine(path: Path) -> DraftWeights:
+    tensors = read_tensors(path)
+    digest = tensors_digest(tensors)
+    section: Mapping[str, Any] = {}
+    if (path / "config.json").is_file():
+        section = read_fields(path).section(SECTION).everything()
+    if (written := section.get("digest", digest)) != digest:
+        raise ConfigError(
+            f"drafter {path}: its digest is {digest}, config.json says {written}: copy it again"
+        )
+    return DraftWeights(tensors=tensors, digest=digest, source=str(path))
+
+
+# ---- longtail's own files
+
+
+def _of_longtail(path: Path, running: Path, target: Path) -> DraftWeights:
+    loaded, version = _load(path)
+    stored = {name: parameter.detach() for name, parameter in loaded.layer.named_parameters()}
+    if loaded.draft_ids is not None:
+        stored[DRAFT_IDS] = loaded.draft_ids
+    tensors = layer_tensors("vllm", loaded.layer, loaded.layer.dtype)
+    if loaded.layer.config.recipe == "eagle3":
+        tensors |= _vocabulary(loaded, running, target)
+    return DraftWeights(
+        tensors=tensors, digest=tensors_digest(stored), source=str(path), version=version
+    )
+
+
+def _load(path: Path) -> tuple[LoadedDrafter, int | None]:
+    """Read a drafter and the version of its publisher."""
+    place = run_drafters(path)
+    if place is None:
+        return load_unbound(path), None
+    loaded = load_unbound(place / INITIAL)
+    step = step_of(path)
+    state = None
+    if path.name != INITIAL:
+        state = DrafterStore(place).load(sys.maxsize if step is None else step)
+    if state is None:
+        return loaded, 0
+    tensors = state.drafter()
+    try:
+        load_parameters(loaded.layer, tensors)
+    except CheckpointError as error:
+        raise ConfigError(f"drafter {path}: {error}; give the folder of one run") from error
+    ids = tensors.get(DRAFT_IDS, loaded.draft_ids)
+    return replace(loaded, draft_ids=ids), int(state.numbers["version"])
+
+
+def _vocabulary(loaded: LoadedDrafter, running: Path, target: Path) -> dict[str, Tensor]:
+    """Return head and ids of the draft vocabulary if they differ from those in the engine."""
+    tensors: dict[str, Tensor] = {}
+    if loaded.head is not None:
+        tensors["lm_head.weight"] = loaded.head
+    ids = loaded.draft_ids
+    if ids is None:
+        return tensors
+    offsets = ids - torch.arange(len(ids))
+    if torch.equal(read_tensors(running).get("d2t", torch.empty(0)).to(offsets), offsets):
+        return tensors
+    tensors["d2t"] = offsets
+    if loaded.head is None:
+        tensors["lm_head.weight"] = read_head(target)[ids]
+    return tensors
+
+
+# ---- checks
+
+
+def _require_same_shapes(path: Path, tensors: Mapping[str, Tensor], running: Path) -> None:
+    """Raise ConfigError unless the drafter in the engine has these tensors."""
+    if not running.is_dir():  # a name of the hub: vLLM's loader checks names and shapes
+        return
+    mine = {plain_name(name): shape for name, shape in tensor_shapes(running).items()}
+    new = {plain_name(name): tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(mine | new):
+        if name not in new and name in _OF_THE_TARGET:
+            continue
+        if mine.get(name) != new.get(name) and not (name in _OF_THE_TARGET and name not in mine):
+            raise ConfigError(
+                f"drafter {path}: {name} has shape {new.get(name)}, the drafter of the engine "
+                f"({running}) has {mine.get(name)}: give a drafter trained from that one"
+            )

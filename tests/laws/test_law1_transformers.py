@@ -1,0 +1,97 @@
+"""Law 1 through transformers' `generate`: its rows, whatever is drafted, and the seed's samples.
+
+The reference is transformers itself where it is greedy, and an engine that decodes plainly where it
+samples. Float64, so the law is exact.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from longtail.build.engine import completion_key
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.limits import EngineLimits
+from longtail.integrations import transformers as ours
+from longtail.integrations.transformers import generate
+from longtail.model.transformer import Family
+from longtail.types import Request, SamplingParams
+from support.hf_models import EOS, PAD, batch, opened, sampled
+from support.tiny_models import tiny_model, tiny_tokenizer
+
+PROMPTS = ("3+4=", "12", "a longer one ", "12")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> PreTrainedModel:
+    return opened(directory)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_greedy_rows_are_those_of_transformers(directory: Path, family: Family) -> None:
+    model = opened(directory, family)
+    options = dict(do_sample=False, max_new_tokens=40, pad_token_id=PAD)
+    batches = [batch(*PROMPTS), batch(PROMPTS[0])]
+    expected = [model.generate(**each, **options) for each in batches]
+    for drafter in ("none", "history") if family == "qwen3" else ("none",):
+        options |= dict(custom_generate=generate, drafter=drafter)
+        for inputs, rows in zip(batches, expected, strict=True):
+            assert torch.equal(model.generate(**inputs, **options), rows)
+
+
+@pytest.mark.slow
+def test_a_sample_depends_on_its_seed_and_index_and_on_no_drafter_or_neighbour(
+    model: PreTrainedModel,
+) -> None:
+    rows = sampled(model, *PROMPTS)
+    assert rows == sampled(model, *PROMPTS, drafter="history")
+    assert rows[1] != rows[3]  # the second sample of the same prompt
+    assert rows[:2] == sampled(model, *PROMPTS[:2])
+    assert [rows[1], rows[3]] == sampled(model, "12", num_return_sequences=2)
+    assert rows != sampled(model, *PROMPTS, seed=4)
+
+
+def test_a_sample_is_the_text_that_the_engine_writes_for_the_seed(model: PreTrainedModel) -> None:
+    limits = EngineLimits(max_running=2, max_step_tokens=64, max_len=128)
+    engine = RolloutEngine(tiny_model(dtype=torch.float64), tiny_tokenizer().decode, limits)
+    sampling = SamplingParams(
+        temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, max_tokens=24, stop_token_ids=(EOS,)
+    )
+    tokens = tiny_tokenizer().encode("3+4=")
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt_tokens=tokens,
+            noise_key=completion_key(3, index),
+            sampling=sampling,
+        )
+        for index in range(2)
+    ]
+    expected = [list(each.tokens) for each in engine.generate(requests)]
+    options = dict(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, num_return_sequences=2)
+    assert sampled(model, "3+4=", **options) == expected
+
+
+@pytest.mark.slow
+def test_changed_weights_are_pulled_into_the_same_engine(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    real = ours.empty_model
+    monkeypatch.setattr(ours, "empty_model", lambda *args: made.append(args) or real(*args))
+    model = opened(directory)
+    before = sampled(model, *PROMPTS, drafter="history")
+    assert sampled(model, *PROMPTS, drafter="history") == before
+    for parameter in model.parameters():
+        parameter.data.mul_(1.05)  # changes no version counter
+    options = dict(do_sample=False, max_new_tokens=30, pad_token_id=PAD)
+    found = model.generate(**batch(*PROMPTS), **options, custom_generate=generate)
+    assert torch.equal(found, model.generate(**batch(*PROMPTS), **options))
+    assert sampled(model, *PROMPTS, drafter="history") != before
+    assert len(made) == 1

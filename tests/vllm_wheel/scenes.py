@@ -1,0 +1,193 @@
+"""Engines of a vLLM wheel, one after the other in one process; run by path in its environment.
+
+    python -I scenes.py {"target": DIR, "eagle1": DIR, "eagle3": DIR, "better": DIR, "run": DIR,
+                         "packages": DIR, "prompts": [[1, 2]], "seeds": [7]}
+
+One JSON object on standard output: the texts of every scene, and what it counted.
+"""
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+MAX_TOKENS, DEPTH = 48, 4
+
+
+def main(job: dict[str, Any]) -> None:
+    """Run all scenes."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    sys.path.append(job["packages"])
+    from longtail.integrations.vllm import plugin
+
+    plugin.register()
+    scenes: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "plain": plain, "eagle3": eagle3, "eagle1": eagle1, "draft_model": draft_model,
+        "cramped": cramped, "live": live, "calls": calls,
+    }  # fmt: skip
+    found = {}
+    for name, scene in scenes.items():
+        print(f"scene {name}", file=sys.stderr, flush=True)
+        try:
+            found[name] = scene(job)
+        except Exception as error:  # noqa: BLE001  (the other scenes are played)
+            found[name] = {"failed": f"{type(error).__name__}: {error}"}
+        gc.collect()
+    print(json.dumps(found), file=replies, flush=True)
+
+
+@contextmanager
+def engine(job: dict[str, Any], drafter: str | None, **options: Any) -> Iterator[Any]:
+    """Start vLLM with coupled drafts, or none."""
+    import vllm
+
+    from longtail.integrations.vllm.plugin import require
+
+    if drafter is not None:
+        method = {"eagle1": "eagle", "target": "draft_model"}.get(drafter, "eagle3")
+        options["speculative_config"] = {
+            "method": method,
+            "model": job[drafter],
+            "num_speculative_tokens": DEPTH,
+        }
+    llm = vllm.LLM(
+        model=job["target"],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        enforce_eager=True,
+        disable_log_stats=False,
+        seed=0,
+        additional_config={"longtail": {}},
+        **options,
+    )
+    assert require(llm)[0]["runner"] == "v1"
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+def params(job: dict[str, Any]) -> list[Any]:
+    """Return parameters of every kind: temperatures, truncations, penalties, short texts."""
+    import vllm
+
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 12},
+        {"temperature": 1.0, "presence_penalty": 0.5},
+        {"temperature": 1.0, "max_tokens": 2},
+        {"temperature": 0.7, "top_k": 5, "max_tokens": 2},
+    ]
+    return [
+        vllm.SamplingParams(
+            seed=seed,
+            detokenize=False,
+            ignore_eos=True,
+            logprobs=0,
+            **{"max_tokens": MAX_TOKENS, **kinds[index % len(kinds)]},
+        )
+        for index, seed in enumerate(job["seeds"])
+    ]
+
+
+def texts(job: dict[str, Any], llm: Any, *, backwards: bool = False) -> dict[str, Any]:
+    """Generate for all prompts; return tokens, logprobs and vLLM's counts."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    pairs = list(zip(prompts, params(job), strict=True))
+    if backwards:
+        pairs.reverse()
+    done = llm.generate([a for a, _ in pairs], [b for _, b in pairs], use_tqdm=False)
+    outputs = [each.outputs[0] for each in (reversed(done) if backwards else done)]
+    return {
+        "tokens": [list(each.token_ids) for each in outputs],
+        "logprobs": [
+            [next(iter(row.values())).logprob for row in each.logprobs] for each in outputs
+        ],
+        "metrics": {
+            each.name: each.value
+            for each in llm.get_metrics()
+            if each.name.startswith(("vllm:longtail", "vllm:spec_decode_num", "vllm:num_preempt"))
+            and hasattr(each, "value")
+        },
+    }
+
+
+def plain(job: dict[str, Any]) -> Any:
+    """Keyed noise without drafts."""
+    with engine(job, None, enable_prefix_caching=False) as llm:
+        return texts(job, llm)
+
+
+def eagle3(job: dict[str, Any]) -> Any:
+    """EAGLE-3 with a prefix cache, twice, the second time in reverse order."""
+    with engine(job, "eagle3", enable_prefix_caching=True) as llm:
+        return [texts(job, llm), texts(job, llm, backwards=True)]
+
+
+def eagle1(job: dict[str, Any]) -> Any:
+    """EAGLE-1."""
+    with engine(job, "eagle1") as llm:
+        return texts(job, llm)
+
+
+def draft_model(job: dict[str, Any]) -> Any:
+    """A draft model, which is the target itself."""
+    with engine(job, "target") as llm:
+        return texts(job, llm)
+
+
+def cramped(job: dict[str, Any]) -> Any:
+    """So few blocks of keys and values that requests are preempted."""
+    with engine(job, "eagle3", num_gpu_blocks_override=120, block_size=16) as llm:
+        return texts(job, llm)
+
+
+def live(job: dict[str, Any]) -> Any:
+    """Adopt an exported drafter, then the newest of a run; refuse what does not fit."""
+    from longtail.integrations.vllm.adopt import adopt_drafter
+
+    found: dict[str, Any] = {}
+    with engine(job, "worse") as llm:
+        found["before"] = texts(job, llm)
+        first = adopt_drafter(llm, job["eagle3"])
+        found["after"] = texts(job, llm)
+        found["refused"] = refused(lambda: adopt_drafter(llm, job["eagle1"]))
+        found["other_digest"] = refused(lambda: adopt_drafter(llm, job["eagle3"], digest="00"))
+        found["still"] = texts(job, llm)
+        second = adopt_drafter(llm, job["run"])
+        found["of_run"] = texts(job, llm)
+        found["adopted"] = [[each.digest, each.version] for each in (first, second)]
+    return found
+
+
+def calls(job: dict[str, Any]) -> Any:
+    """Adopt an exported drafter by vLLM's own calls for draft weights."""
+    options = {"weight_transfer_config": {"backend": "longtail"}}
+    with engine(job, "worse", **options) as llm:
+        llm.init_weight_transfer_engine({"init_info": {}})
+        llm.start_draft_weight_update()
+        llm.update_weights({"update_info": {"path": job["eagle3"]}})
+        llm.finish_weight_update()
+        return texts(job, llm)
+
+
+def refused(act: Callable[[], object]) -> str:
+    """Return the message of an error."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001  (vLLM wraps errors of workers)
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

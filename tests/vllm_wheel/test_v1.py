@@ -1,0 +1,128 @@
+"""Laws of coupled drafts in a real vLLM that runs its V1 model runner on the CPU."""
+
+import json
+import os
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import longtail
+from longtail.build.drafters import read_drafter
+from longtail.cluster.group import DrafterState
+from longtail.drafter.eagle.weights import copy_parameters, with_prefix
+from longtail.programs.drafter_eval import complete
+from longtail.programs.drafter_export import copy_of, write_layout
+from longtail.programs.drafter_prompts import open_target, require_prompts
+from longtail.run.drafter_store import DrafterStore
+from longtail.sampling import noise_key
+from longtail.types import SamplingParams
+
+PYTHON = os.environ.get("LONGTAIL_VLLM_PYTHON", "")
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="LONGTAIL_VLLM_PYTHON names the python of an environment with vLLM"
+)
+_SCENES = Path(__file__).with_name("scenes.py")
+_NUM_PROMPTS = 14
+DRAFTING = ("eagle1", "draft_model", "cramped", "calls")
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Play all scenes once; `own` are the texts of longtail's engine at temperature 1."""
+    root = tmp_path_factory.mktemp("wheel")
+    asked = Namespace(
+        target="tiny-reasoner", drafter="history", prompts=None, dtype="float32", n=_NUM_PROMPTS,
+        max_tokens=48, seed=0,
+    )  # fmt: skip
+    target = open_target(asked)
+    prompts = require_prompts(asked, target).tokens
+    paths = {"target": str(target.directory)}
+    for recipe in ("eagle1", "eagle3"):
+        loaded = read_drafter(f"tiny-reasoner:{recipe}", target, print, torch.float32)
+        assert loaded is not None
+        if recipe == "eagle3":
+            worse = copy_of(loaded)
+            worse.layer.initialize(torch.Generator().manual_seed(0))
+            _write(root / "worse", worse, target)
+            _publish(root / "run", worse, loaded)
+            paths |= {"worse": str(root / "worse"), "run": str(root / "run" / "drafter")}
+        _write(root / recipe, loaded, target)
+        paths[recipe] = str(root / recipe)
+    seeds = [noise_key(0, "drafter eval", index) for index in range(_NUM_PROMPTS)]
+    packages = str(Path(longtail.__file__).parent.parent)
+    job = paths | {"prompts": prompts, "seeds": seeds, "packages": packages}
+    done = subprocess.run(
+        [PYTHON, "-I", str(_SCENES), json.dumps(job)],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    own = complete(target, prompts, SamplingParams(max_tokens=48), None)[0]
+    return {**json.loads(done.stdout), "own": [list(each.tokens) for each in own]}
+
+
+def _write(path: Path, loaded: Any, target: Any) -> None:
+    loaded = copy_of(loaded)
+    loaded.layer.fold()
+    write_layout(path, "vllm", loaded, target, verifier="tiny", depth=4)
+
+
+def _publish(run: Path, first: Any, newest: Any) -> None:
+    """Write the drafter folder of a run that began with `first` and published `newest`."""
+    first.save(run / "drafter" / "initial")
+    tensors = with_prefix("drafter/", copy_parameters(newest.layer, newest.draft_ids))
+    store = DrafterStore(run / "drafter")
+    store.save(3, DrafterState(tensors=tensors, numbers={"version": 5}))
+    store.wait()
+
+
+@pytest.mark.parametrize("scene", DRAFTING)
+def test_texts_do_not_depend_on_drafts(played: dict[str, Any], scene: str) -> None:
+    assert played[scene]["tokens"] == played["plain"]["tokens"]
+    assert played[scene]["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_texts_do_not_depend_on_order_or_the_prefix_cache(played: dict[str, Any]) -> None:
+    for turn in played["eagle3"]:
+        assert turn["tokens"] == played["plain"]["tokens"]
+
+
+def test_logprobs_are_those_of_plain_decoding(played: dict[str, Any]) -> None:
+    for plain, drafted in zip(
+        played["plain"]["logprobs"], played["eagle3"][0]["logprobs"], strict=True
+    ):
+        assert plain == pytest.approx(drafted, abs=1e-4)
+
+
+def test_vllm_writes_the_texts_of_longtails_engine(played: dict[str, Any]) -> None:
+    ours = [played["own"][index] for index in range(0, _NUM_PROMPTS, 7)]
+    theirs = [played["plain"]["tokens"][index] for index in range(0, _NUM_PROMPTS, 7)]
+    assert ours == theirs
+
+
+def test_preempted_requests_keep_their_texts(played: dict[str, Any]) -> None:
+    assert played["cramped"]["metrics"]["vllm:num_preemptions"] > 0
+
+
+def test_a_drafter_is_adopted_while_running(played: dict[str, Any]) -> None:
+    live = played["live"]
+    for turn in ("before", "after", "still", "of_run"):
+        assert live[turn]["tokens"] == played["plain"]["tokens"]
+    after, of_run = (live[turn]["metrics"] for turn in ("still", "of_run"))
+    lengths = [metrics["vllm:longtail_accept_length"] for metrics in (after, of_run)]
+    assert lengths[0] > 2 * live["before"]["metrics"]["vllm:longtail_accept_length"]
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.05)
+    assert (after, of_run) == (after | {"vllm:longtail_drafter_adoptions": 1}, of_run)
+    assert of_run["vllm:longtail_drafter_adoptions"] == 2
+    assert [version for _, version in live["adopted"]] == [None, 5]
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(played: dict[str, Any]) -> None:
+    live = played["live"]
+    assert "give a drafter trained from that one" in live["refused"]
+    assert "not 00: copy it again" in live["other_digest"]
