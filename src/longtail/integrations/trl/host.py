@@ -15,7 +15,7 @@ from typing import Any
 from longtail.errors import ConfigError
 from longtail.system import machine
 
-WORKING = "trl>=1.8,<=1.16"
+WORKING = "trl>=1.11,<=1.16"
 """Versions that were run with this module."""
 _GENERATION = "trl.generation.vllm_generation"
 _TRAINERS = {

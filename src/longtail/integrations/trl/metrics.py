@@ -21,7 +21,7 @@ class SessionMetrics:
 
     def add_rollout(self) -> None:
         """Count a batch of this process."""
-        self._ranks.add("rollouts", 1)
+        self._ranks.add("rollouts", 1.0)
 
     def add(self, report: RolloutReport, gen_s: float) -> None:
         """Add a turn of the batch."""

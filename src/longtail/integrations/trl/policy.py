@@ -33,11 +33,13 @@ _LENGTH_STEP = 256
 class Policy:
     """The weights that generate, and their engine."""
 
-    def __init__(self, target: Target, max_running: int, max_len: int) -> None:
+    def __init__(
+        self, target: Target, max_running: int, max_len: int, reserved_bytes: int = 0
+    ) -> None:
         self.target = target
         self.max_len = min(max_len, target.model.config.max_positions)
         """Most tokens of a prompt and its completion."""
-        self._max_running = max_running
+        self._max_running, self._reserved_bytes = max_running, reserved_bytes
         self._rows = hf_rows(target.model)
         self._engine: RolloutEngine | None = None
         self._running = self._length = 0
@@ -112,6 +114,7 @@ class Policy:
             max_running=self._running,
             max_step_tokens=max(_STEP_TOKENS, self._running),
             max_len=self._length,
+            reserved_bytes=self._reserved_bytes,
         )
         if engine is not None:
             engine.speculate(None)

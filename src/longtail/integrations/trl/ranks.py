@@ -30,7 +30,7 @@ class Ranks:
             store = distributed_c10d._get_default_store()
             self._store = distributed_c10d.PrefixStore("longtail", store)
 
-    def add(self, name: str, number: float) -> None:
+    def add(self, name: str, number: float | int) -> None:
         """Add to a sum, to a millionth."""
         parts = round(number * _MICRO)
         if self._store is None:

@@ -34,6 +34,8 @@ from longtail.types import Completion, SamplingParams
 
 host.require_trl()
 
+_LEARNER_BYTES = 12
+"""Bytes of a trained parameter: its gradient and AdamW's two moments, in float32."""
 _CHECKED_PROMPTS, _CHECKED_TOKENS = 4, 128
 
 
@@ -205,7 +207,7 @@ class Rollouts(TrainerSide):
         longest = settings.max_model_length or target.model.config.max_positions
         ranks = Ranks(accelerator.process_index, accelerator.num_processes, accelerator.device)
         self._session = Session(
-            Policy(target, own.max_running, longest),
+            Policy(target, own.max_running, longest, _learner_bytes(settings.model)),
             ranks,
             own.drafter,
             trains=own.train == "idle",
@@ -286,6 +288,12 @@ class Rollouts(TrainerSide):
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return out
+
+
+def _learner_bytes(model: Any) -> int:
+    """Return the bytes that the trainer allocates at its first update, after the KV of a GPU."""
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    return trained * _LEARNER_BYTES
 
 
 def _open_target(settings: Any, dtype: str | None) -> Target:

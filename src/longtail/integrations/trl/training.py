@@ -104,7 +104,7 @@ class DrafterTraining:
     def end_share(self) -> None:
         """Count this process as done with its share of the rollout; each must call it."""
         self._num_done += 1
-        self._ranks.add("done", 1)
+        self._ranks.add("done", 1.0)
 
     def train_waiting(self) -> float:
         """Train until all processes are done with their share; return the seconds of waiting."""

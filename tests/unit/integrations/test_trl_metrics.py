@@ -1,0 +1,98 @@
+"""Metrics of a trainer's rollouts, sums over processes, and the figures of `longtail bench trl`."""
+
+import pytest
+import torch
+
+from longtail.bench.trl.run import Arm, compare
+from longtail.cluster.drafter.payoff import PayOff
+from longtail.engine.report import RolloutReport
+from longtail.integrations.trl.metrics import SessionMetrics
+from longtail.integrations.trl.ranks import Ranks
+
+
+def report(*, generated: int, drafted: int, accepted: int, verified: int) -> RolloutReport:
+    return RolloutReport(
+        seconds=1.0,
+        engine_s=1.0,
+        forward_s=0.5,
+        sample_s=0.1,
+        num_steps=10,
+        num_generated=generated,
+        num_computed=generated,
+        num_drafted=drafted,
+        num_accepted=accepted,
+        num_verified=verified,
+        draft_s=0.0,
+        draft_forward_s=0.0,
+        tuner_s=0.0,
+        max_running=4,
+        running_s=4.0,
+    )
+
+
+def test_metrics_are_means_of_the_rollouts_since_the_last_log() -> None:
+    metrics = SessionMetrics(Ranks(0, 1, torch.device("cpu")))
+    assert metrics.drain() == {}
+    for seconds in (2.0, 4.0):
+        metrics.add_rollout()
+        metrics.add(report(generated=30, drafted=20, accepted=6, verified=10), seconds)
+    found = metrics.drain()
+    assert found["timing_s/gen"] == pytest.approx(3.0)
+    assert found["rollout/generated_tokens"] == pytest.approx(30.0)
+    assert found["rollout/tokens_per_s"] == pytest.approx(10.0)
+    assert found["rollout/spec_accept_length"] == pytest.approx(1.6)
+    assert found["rollout/spec_accept_rate"] == pytest.approx(0.3)
+    assert "idle/ratio" not in found
+    assert metrics.drain() == {}
+
+
+def test_the_turns_of_a_batch_are_one_rollout() -> None:
+    metrics = SessionMetrics(Ranks(0, 1, torch.device("cpu")))
+    metrics.add_rollout()
+    for _ in range(2):
+        metrics.add(report(generated=5, drafted=0, accepted=0, verified=0), 1.0)
+    found = metrics.drain()
+    assert found["timing_s/gen"] == pytest.approx(2.0)
+    assert found["rollout/generated_tokens"] == pytest.approx(10.0)
+    assert "rollout/spec_accept_length" not in found
+
+
+def test_the_rule_of_training_alone_goes_on_from_its_saved_state() -> None:
+    saved = {
+        "points": [[100, 1.5], [200, 1.7]],
+        "num_tokens": 220,
+        "tokens_per_s": 50.0,
+        "saved_s": 0.5,
+        "needed_s": 1.0,
+        "wait": 4,
+        "left": 2,
+    }
+    rule = PayOff()
+    assert rule.state() != saved
+    rule.restore(saved)
+    assert rule.state() == saved
+
+
+def test_figures_of_the_bench_compare_common_steps() -> None:
+    def step(gen_s: float, texts: list[str], gap: float | None) -> dict[str, object]:
+        return {
+            "gen_s": gen_s,
+            "step_s": gen_s + 10,
+            "texts": texts,
+            "tokens": 5,
+            "logprob_gap": gap,
+        }
+
+    found = compare(
+        {
+            "trl": Arm("trl", [step(50.0, ["x"], None)]),
+            "none": Arm("none", [step(10.0, ["a"], 1e-7), step(8.0, ["b"], 2e-7)]),
+            "auto": Arm("auto", [step(5.0, ["a"], 1e-7), step(4.0, ["c"], 3e-7)]),
+        }
+    )
+    assert found["generation_ratio"] == 10.0
+    assert found["step_ratio"] == 4.0
+    assert found["drafter_ratio"] == 2.0
+    assert found["differing_share"] == 0.5
+    assert found["logprob_gap"] == 3e-7
+    assert all("texts" not in each for arm in found["arms"].values() for each in arm)
