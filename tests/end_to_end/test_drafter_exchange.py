@@ -262,8 +262,15 @@ def test_a_real_vllm_accepts_an_exported_drafter_as_often_as_we_do(tmp_path: Pat
     loaded.layer.config = replace(loaded.layer.config, draft_vocab_size=len(ids))
     replace(loaded, draft_ids=ids).save(tmp_path / "reduced")
     said = say(
-        *("bench", "vllm", "--python", os.environ["LONGTAIL_VLLM_PYTHON"], "--n", "4"),
-        *("--max-tokens", "128", "--drafters", f"tiny-reasoner:eagle1,{tmp_path / 'reduced'}"),
+        *("bench", "vllm", "--python", os.environ["LONGTAIL_VLLM_PYTHON"], "--parts", "export"),
+        *(
+            "--n",
+            "4",
+            "--max-tokens",
+            "128",
+            "--drafters",
+            f"tiny-reasoner:eagle1,{tmp_path / 'reduced'}",
+        ),
     )
     assert said.code == 0, said.err
     compared = json.loads(said.out.splitlines()[-1])["compared"]
@@ -274,7 +281,7 @@ def test_a_real_vllm_accepts_an_exported_drafter_as_often_as_we_do(tmp_path: Pat
 def test_a_python_without_vllm_is_named_with_its_last_words(workshop: Workshop, tmp_path: Path):
     words = ("--target", str(workshop.model), "--prompts", str(workshop.prompts), "--n", "1")
     words += ("--drafters", str(workshop.path / "drafter"), "--max-tokens", "4")
-    said = say("bench", "vllm", "--python", str(tmp_path / "python"), *words)
+    said = say("bench", "vllm", "--python", str(tmp_path / "python"), "--parts", "export", *words)
     assert said.code == 2
     assert "--python" in said.err
 
@@ -287,7 +294,7 @@ def test_accept_lengths_that_disagree_are_a_failure(workshop, tmp_path, accepted
     fake.chmod(0o755)
     words = ("--target", str(workshop.model), "--prompts", str(workshop.prompts), "--n", "1")
     words += ("--drafters", str(workshop.path / "drafter"), "--max-tokens", "8")
-    said = say("bench", "vllm", "--python", str(fake), *words)
+    said = say("bench", "vllm", "--python", str(fake), "--parts", "export", *words)
     assert said.code == code, said.err
     asked = json.loads((tmp_path / "asked").read_text())
     assert (asked["method"], asked["depth"], asked["max_tokens"]) == ("eagle3", 4, 8)

@@ -47,10 +47,11 @@ def test_greedy_rows_are_those_of_transformers(directory: Path, family: Family) 
 
 @pytest.mark.slow
 def test_a_sample_depends_on_its_seed_and_index_and_on_no_drafter_or_neighbour(
-    model: PreTrainedModel,
+    model: PreTrainedModel, directory: Path
 ) -> None:
     rows = sampled(model, *PROMPTS)
-    assert rows == sampled(model, *PROMPTS, drafter="history")
+    for drafter in ("history", f"{directory / 'qwen3'}+history"):
+        assert rows == sampled(model, *PROMPTS, drafter=drafter)
     assert rows[1] != rows[3]  # the second sample of the same prompt
     assert rows[:2] == sampled(model, *PROMPTS[:2])
     assert [rows[1], rows[3]] == sampled(model, "12", num_return_sequences=2)

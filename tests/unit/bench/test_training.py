@@ -1,12 +1,16 @@
 """The benchmarks of training: every layout does the same work."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from longtail.bench.training import drafter, learner
-from longtail.bench.training.options import DrafterBenchOptions
+from longtail.bench.training import drafter, learner, step
+from longtail.bench.training.options import DrafterBenchOptions, LearnerBenchOptions
 from longtail.bench.training.workload import LAYOUTS, PROMPT_LEN, Workload
+from longtail.errors import ConfigError
+from longtail.model.hf.model import save_model
+from support.tiny_models import tiny_model
 
 SMALL = Workload(sequences=8, rows=3, budget=120, threads=1, median=11.0)
 
@@ -31,6 +35,40 @@ def test_the_last_line_of_the_drafter_benchmark_is_json_with_the_ratio(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["packed_ratio"] > 0
     assert set(result["samples_per_second"]) == set(LAYOUTS)
+
+
+@pytest.mark.slow
+def test_a_step_of_a_model_makes_the_gradient_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tiny_model("llama"), tmp_path)
+    options = LearnerBenchOptions(
+        model=str(tmp_path), completions=16, mean_tokens=10, prompt_tokens=4, repeats=1, budget=64
+    )
+    assert learner.run(options) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["over_products"]["median"] > 1
+    assert result["transformers_ratio"]["median"] > 0
+    norms = result["grad_norm"]
+    assert norms["longtail"] == pytest.approx(norms["transformers"], rel=0.1)
+
+
+def test_another_trainer_needs_a_model() -> None:
+    with pytest.raises(ConfigError, match="--peer-python"):
+        learner.run(LearnerBenchOptions(peer_python="python"))
+
+
+def test_the_products_of_a_step_are_counted() -> None:
+    options = LearnerBenchOptions(completions=16, mean_tokens=10, prompt_tokens=4)
+    model = tiny_model("llama")
+    batch = step.make_batch(options, model.config.vocab_size)
+    packed = batch.packed(64)
+    assert sorted(batch.kept) == list(range(8)), "the second group of eight has no advantage"
+    products = step.Products(model, packed)
+    inside = sum(p.numel() for n, p in model.named_parameters() if "layers" in n and p.dim() == 2)
+    tokens = sum(len(batch.texts[i]) for i in batch.kept)
+    head = model.head.weight.numel()
+    assert products.flops == 6 * (tokens * inside + (tokens - 4 * 8) * head)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

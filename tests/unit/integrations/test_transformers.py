@@ -105,8 +105,7 @@ def test_right_padding_empty_prompts_and_too_long_texts_are_refused(model: PreTr
             model.generate(inputs["input_ids"], attention_mask=mask, **options)
     with pytest.raises(RequestError, match="the model has 508 of its 512 positions left"):
         model.generate(**inputs, **options | {"max_new_tokens": 509})
-    longest = model.generate(**inputs, **options | {"max_new_tokens": 508})
-    assert longest.shape[1] <= 512
+    assert model.generate(**inputs, **options).shape == (2, 8)
 
 
 def test_a_model_with_an_adapter_or_mixed_dtypes_is_refused(

@@ -11,7 +11,9 @@ from safetensors.torch import load, save
 
 from longtail.errors import CheckpointError, ConfigError, NonFiniteError
 from longtail.model.attention import PackedAttention
+from longtail.model.kernels import native
 from longtail.model.transformer import Transformer
+from longtail.rl import learner as learner_module
 from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.logprobs import score
 from longtail.rl.loss import LOSSES
@@ -307,6 +309,33 @@ def test_autocast_comes_close_to_float32(family, recompute):
     assert F.cosine_similarity(moved, also, dim=0) > 0.98
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_weights_converted_once_an_update_give_the_update_of_autocast(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(native, "functions", lambda dtype: None)
+    both = pack_mini_batches(
+        rollouts(tiny_model()), ADVANTAGES, sampling=SAMPLING, budget=12, mini_batches=2
+    )
+    learners = []
+    for holds in (True, False):
+        monkeypatch.setattr(learner_module, "can_hold_casts", lambda device, holds=holds: holds)
+        learners.append(learner(tiny_model(), autocast=True))
+        learners[-1].step(both)
+        learners[-1].step(both)
+    start = dict(tiny_model().named_parameters())
+    moved, also = (
+        torch.cat([(tensors(one)[n] - start[n].detach()).flatten() for n in start])
+        for one in learners
+    )
+    # The second update of a step uses the weights of the first; stale ones would be far off.
+    assert F.cosine_similarity(moved, also, dim=0) > 0.999
+    assert float((moved - also).norm()) < 0.03 * float(also.norm())
+    model = tiny_model()
+    learner(model, autocast=True).step(both)
+    assert model.head.cast is None
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.slow
 def test_a_resumed_learner_goes_on_bit_for_bit():
     settings = LearnerSettings(
@@ -340,7 +369,7 @@ def test_a_resumed_learner_goes_on_bit_for_bit():
     assert resumed.version == 2
     report = resumed.step([batches[2]])
     assert_same_weights(through, resumed)
-    times = {"logprob_seconds": 0.0, "update_seconds": 0.0}
+    times = {"logprob_seconds": 0.0, "backward_seconds": 0.0, "update_seconds": 0.0}
     assert replace(report, **times) == replace(expected, **times)
 
 

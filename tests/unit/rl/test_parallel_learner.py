@@ -25,7 +25,7 @@ from support.tiny_models import tiny_model
 Copy = tuple[dict[str, int], dict[str, np.ndarray], dict[str, np.ndarray]]
 """Numbers, moments and weights as numpy arrays."""
 STEPS = (Plan(seed=1), Plan(seed=2), Plan(seed=3))
-SECONDS = ("logprob_seconds", "update_seconds")
+SECONDS = ("logprob_seconds", "backward_seconds", "update_seconds")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from support.rank_processes import (
 Arrays = dict[str, np.ndarray]
 SHARDED = replace(SETTINGS, sharding="full")
 STEPS = (Plan(seed=1), Plan(seed=2), Plan(seed=3))
-SECONDS = ("logprob_seconds", "update_seconds")
+SECONDS = ("logprob_seconds", "backward_seconds", "update_seconds")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ apart from the target's. Here each verified row draws as plain decoding would, a
 it equals that draw, and drafts are drawn with the target's noise. So a text is a function of
 logits, sampling parameters and seed, whatever is drafted, and no cache of draft logits is needed.
 
-Known functions: vLLM 0.24, 0.29 and 0.33. Nothing here waits for the device.
+Known functions: vLLM 0.24 to 0.33. Nothing here waits for the device.
 """
 
 import inspect
@@ -136,8 +136,8 @@ def _verification(draw: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Te
 def _drafting(draw: Callable[..., Tensor]) -> Patch:
     """Return the replacement of sample_draft: drafts are drawn with the target's noise.
 
-    A draw's noise is keyed by the position before the token. Up to 0.24 the argument `positions` is
-    the drafter's row, one before that, except in DFlash, which keeps its own drafts there.
+    A draw's noise is keyed by the position before the token. Up to 0.28 the argument `positions` is
+    the drafter's row, one before that; DFlash and several MTP modules keep vLLM's drafts there.
     """
     module = module_of(f"{_GPU}.spec_decode.speculator")
     owner = module.DraftModelSpeculator
@@ -146,6 +146,7 @@ def _drafting(draw: Callable[..., Tensor]) -> Patch:
     if behind:
         owner = module_of(f"{_GPU}.spec_decode.autoregressive.speculator").AutoRegressiveSpeculator
     of_step = hasattr(owner, "compute_draft_logits")
+    estimated = hasattr(owner, "_maybe_predict_acceptance")
 
     def sample_draft(  # noqa: PLR0913  (vLLM's signature)
         self: Any,
@@ -173,7 +174,7 @@ def _drafting(draw: Callable[..., Tensor]) -> Patch:
             apply_temperature=True,
             use_fp64=self.use_fp64_gumbel,
         )
-        if of_step:
+        if estimated:
             self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         return drafts
 

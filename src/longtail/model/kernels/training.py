@@ -264,7 +264,7 @@ class _CastProduct(torch.autograd.Function):
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         rows, padded = len(grad), _padded(grad)
         if for_weight:
-            part = _onednn(padded.t(), _padded(x).t(), None)
+            part = padded.t() @ _padded(x)  # _onednn would copy both
             WeightGradient(ctx.weight, direct=True).add(part)
         return (
             _onednn(padded, copy.t(), None)[:rows] if for_x else None,

@@ -74,11 +74,24 @@ LT_INLINE lt_vec lt_power(lt_vec x) {
   return (lt_vec)((n + 127) << 23) * LT_EXP2(f);
 }
 
+/* The highest and the sum of all lanes. */
+LT_INLINE float lt_top_lane(lt_vec v) {
+#pragma GCC unroll 4
+  for (int step = 0; step < 4; step++) v = lt_max(lt_half(v, v, step, 0), lt_half(v, v, step, 1));
+  return v[0];
+}
+LT_INLINE float lt_lane_sum(lt_vec v) {
+#pragma GCC unroll 4
+  for (int step = 0; step < 4; step++) v = lt_fold(v, v, step);
+  return v[0];
+}
+
 /* Weights of a tile's scores, in place: exp(score - log sum), 0 where the row does not see the key.
  * `logs` is given (backward), or with `sums` computed (forward: weights are relative to the highest
  * score, and `sums` are their sums). */
 static void lt_tile_weights(float *scores, int64_t row_size, lt_sequence s, int64_t first,
                             float *logs, float *sums) {
+  const lt_index lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t from = lt_vectors_from(s, first) * LT_LANES, to = lt_vectors_to(first) * LT_LANES;
   for (int64_t i = 0; i < LT_ROWS; i++, scores += row_size) {
     const int64_t row = first + i, low = row < s.window ? 0 : row - s.window + 1;
@@ -87,23 +100,20 @@ static void lt_tile_weights(float *scores, int64_t row_size, lt_sequence s, int6
       if (sums) logs[i] = 0.0f, sums[i] = 1.0f;
       continue;
     }
-    for (int64_t k = from; k < low; k++) scores[k] = -INFINITY;
-    for (int64_t k = row + 1; k < to; k++) scores[k] = -INFINITY;
-    lt_vec top = (lt_vec){0} + (sums ? scores[low] : logs[i]), sum = {0};
-    if (sums) {
-      for (int64_t k = from; k < to; k += LT_LANES) top = lt_max(*(lt_vec *)(scores + k), top);
-      float highest = top[0];
-      for (int j = 1; j < LT_LANES; j++) highest = top[j] > highest ? top[j] : highest;
-      top = (lt_vec){0} + highest;
+    lt_vec top = (lt_vec){0} - INFINITY, sum = {0};
+    for (int64_t k = from; k < to; k += LT_LANES) { /* the first and the last ones are cut */
+      const lt_index seen =
+          (lt_index)(lane <= (int32_t)(row - k)) & (lt_index)(lane >= (int32_t)(low - k));
+      lt_vec *at = (lt_vec *)(scores + k);
+      *at = lt_select(seen, *at, (lt_vec){0} - INFINITY);
+      top = lt_max(*at, top);
     }
+    top = (lt_vec){0} + (sums ? lt_top_lane(top) : logs[i]);
     for (int64_t k = from; k < to; k += LT_LANES) {
       const lt_vec weight = lt_power((*(lt_vec *)(scores + k) - top) * LT_LOG2E);
       *(lt_vec *)(scores + k) = weight, sum += weight;
     }
-    if (!sums) continue;
-    sums[i] = 0.0f;
-    for (int j = 0; j < LT_LANES; j++) sums[i] += sum[j];
-    logs[i] = top[0] + logf(sums[i]);
+    if (sums) sums[i] = lt_lane_sum(sum), logs[i] = top[0] + logf(sums[i]);
   }
 }
 #endif
@@ -157,8 +167,9 @@ static void NAME(packed_head)(const T *queries, int64_t stride, const float *col
       lt_tile_weights(scores, s.padded, s, start + t, log_sums, totals);
       NAME(packed_sums)(scores, values, s, start + t, sums);
       for (int64_t i = 0; i < LT_ROWS && t + i < count; i++) {
-        T *at = out + (start + t + i) * out_stride;
-        for (int64_t d = 0; d < s.dim; d++) at[d] = STORE(sums[i * s.dim + d] / totals[i]);
+        T *restrict at = out + (start + t + i) * out_stride;
+        const float share = 1.0f / totals[i];
+        for (int64_t d = 0; d < s.dim; d++) at[d] = STORE(sums[i * s.dim + d] * share);
         logs[(start + t + i) * log_stride] = log_sums[i];
       }
     }
@@ -224,8 +235,7 @@ static void NAME(packed_grads)(NAME(packed_block) *b, const float *keys, const f
     lt_vec sums = {0};
     for (int64_t k = from; k < to; k += LT_LANES)
       sums = lt_fma(*(lt_vec *)(w + k), *(lt_vec *)(g + k), sums);
-    float sum = 0.0f;
-    for (int j = 0; j < LT_LANES; j++) sum += sums[j];
+    const float sum = lt_lane_sum(sums);
     for (int64_t k = from; k < to; k++) g[k] = w[k] * (g[k] - sum);
     for (int64_t k = begin; k < from; k++) w[k] = g[k] = 0.0f; /* rows before this one saw them */
   }
