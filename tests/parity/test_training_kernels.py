@@ -9,14 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.model.attention import PackedAttention
-from longtail.model.kernels import native
-from longtail.model.kernels import training as training_kernels
+from longtail.model.kernels import native, products
 from longtail.model.kernels.ops import Kernels, TorchKernels
-from longtail.model.kernels.training import (
-    NativeTrainingKernels,
-    select_training_kernels,
-    training_product,
-)
+from longtail.model.kernels.products import training_product
+from longtail.model.kernels.training import NativeTrainingKernels, select_training_kernels
 from longtail.model.rope import Rope, RopeConfig
 from longtail.model.transformer import Transformer
 from support.tiny_models import tiny_model
@@ -208,7 +204,7 @@ def test_kernels_under_autocast_are_compiled_for_few_numbers_of_rows(
     rows_seen: list[int] = []
     made = F.linear
     monkeypatch.setattr(
-        training_kernels.F,
+        products.F,
         "linear",
         lambda x, *others: rows_seen.append(len(x)) or made(x, *others),
     )
@@ -227,10 +223,10 @@ def test_kernels_under_autocast_are_compiled_for_few_numbers_of_rows(
 def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner meets another number of tokens in every micro-batch; what is compiled is kept."""
     shapes: list[torch.Size] = []
-    made = training_kernels._onednn
-    monkeypatch.setattr(training_kernels, "_prefers_onednn", lambda: True)
+    made = products._onednn
+    monkeypatch.setattr(products, "_prefers_onednn", lambda: True)
     monkeypatch.setattr(
-        training_kernels, "_onednn", lambda x, *others: shapes.append(x.shape) or made(x, *others)
+        products, "_onednn", lambda x, *others: shapes.append(x.shape) or made(x, *others)
     )
     for rows in (1, 2, 77, 128, 129, 255, 256):
         x, weight = tensors(0, (rows, 8), (5, 8))

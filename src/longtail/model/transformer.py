@@ -20,7 +20,8 @@ from longtail.model.kernels.choice import select_kernels
 from longtail.model.kernels.decoder import DecoderWeights, LayerWeights, NativeDecoder
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, TorchKernels
-from longtail.model.kernels.training import embed, select_training_kernels
+from longtail.model.kernels.products import embed
+from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
 from longtail.speculation.taps import NO_TAPS, Taps
 

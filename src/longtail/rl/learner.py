@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from longtail.errors import ClusterError, ConfigError, NonFiniteError
-from longtail.model.kernels.training import can_hold_casts
+from longtail.model.kernels.products import can_hold_casts
 from longtail.model.transformer import Transformer
 from longtail.rl import recovery
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance, reduce_gradients

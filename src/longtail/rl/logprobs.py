@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import PackedAttention
+from longtail.model.kernels.products import ROWS
 from longtail.model.kernels.scores import Head, plan_scores, token_scores
-from longtail.model.kernels.training import ROWS
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import moved
 from longtail.sampling import is_truncated, log_distribution

@@ -30,7 +30,7 @@ from longtail.bench.training.workload import fill_rows
 from longtail.build.models import model_directory
 from longtail.model.hf.model import load_model
 from longtail.model.kernels.linear import Linear
-from longtail.model.kernels.training import ROWS
+from longtail.model.kernels.products import ROWS
 from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.learner_metrics import LearnerReport

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.model.kernels import native
-from longtail.model.kernels.training import training_product
+from longtail.model.kernels.products import training_product
 
 Product = Callable[[Tensor], Tensor]
 

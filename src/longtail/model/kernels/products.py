@@ -1,0 +1,211 @@
+"""Products for training on a CPU, by the fastest library, and gradients of weights in place.
+
+Products use oneDNN unless the processor is Intel's: PyTorch uses MKL for float32, which uses only
+half of the vector width on AMD.
+"""
+
+from functools import cache
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longtail.model.kernels import native
+from longtail.system import machine
+
+ROWS = 128
+"""oneDNN products have a multiple of this number of rows, or a smaller power of two."""
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Return the address of a dense tensor for a C kernel; None for none."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "kernels read dense tensors"
+    return tensor.data_ptr()
+
+
+def apply(operation: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Return `operation.apply(...)`, whose type torch does not declare."""
+    return operation.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+def _sum_into(total: Tensor, part: Tensor, *, add: bool) -> None:
+    """Add a part to a total, or write it there."""
+    functions = native.functions(part.dtype) if total.device.type == "cpu" else None
+    if functions is not None and total.dtype == torch.float32:
+        functions["accumulate"](
+            pointer(total), pointer(part), total.numel(), add, torch.get_num_threads()
+        )
+    elif add:
+        total.add_(part)
+    else:
+        total.copy_(part)
+
+
+@final
+class WeightGradient:
+    """The gradient of a weight that is computed in parts, in another dtype.
+
+    Added `direct`ly to `weight.grad` it is read and written once; autograd would convert a copy,
+    and add that.
+    """
+
+    def __init__(self, weight: Tensor, *, direct: bool) -> None:
+        self.is_first = not direct or weight.grad is None
+        """Whether parts are written, not added."""
+        if direct:
+            if weight.grad is None:
+                weight.grad = torch.empty_like(weight)
+            self._total, self.returned = weight.grad, None
+        else:
+            self._total = self.returned = torch.empty_like(weight)
+
+    def add(self, part: Tensor, rows: slice = slice(None)) -> None:
+        """Add the gradient of some rows; the first parts must cover all of them."""
+        _sum_into(self._total[rows], part, add=not self.is_first)
+
+
+@final
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)  # x is kept by others, too; a padded copy is not
+        return _onednn(_padded(x), weight, bias)[: len(x)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        rows, padded = len(grad), _padded(grad)
+        return (
+            _onednn(padded, weight.t(), None)[:rows] if for_x else None,
+            _onednn(padded.t(), _padded(x).t(), None) if for_weight else None,
+            grad.sum(0) if for_bias else None,
+        )
+
+
+class _CastProduct(torch.autograd.Function):
+    """A product with a copy of the weight in the dtype of autocast, which is made once a step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor) -> Tensor:
+        x = x.to(copy.dtype)
+        ctx.save_for_backward(x, copy)
+        ctx.weight, ctx.bias_dtype = weight, None if bias is None else bias.dtype
+        bias = None if bias is None else bias.to(copy.dtype)
+        return _onednn(_padded(x), copy, bias)[: len(x)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, copy = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        rows, padded = len(grad), _padded(grad)
+        if for_weight:
+            part = padded.t() @ _padded(x)  # _onednn would copy both
+            WeightGradient(ctx.weight, direct=True).add(part)
+        return (
+            _onednn(padded, copy.t(), None)[:rows] if for_x else None,
+            None,
+            grad.sum(0, dtype=ctx.bias_dtype) if for_bias else None,
+            None,
+        )
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a weight, whose gradient is added to `weight.grad` without a dense copy of it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.weight = weight
+        return weight.index_select(0, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        (tokens,) = ctx.saved_tensors
+        weight = ctx.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, tokens, grad)
+        return None, None
+
+
+def embed(weight: Tensor, tokens: Tensor) -> Tensor:
+    """Return the rows of `tokens`; the gradient is added to `weight.grad` itself."""
+    result: Tensor = apply(_Embedding, weight, tokens)
+    return result
+
+
+def padded_rows(rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "more_rows columns"]:
+    """Pad rows for oneDNN's products on a CPU; others stay as they are."""
+    return _padded(rows) if rows.device.type == "cpu" and rows.dtype != torch.float64 else rows
+
+
+def multiply(
+    x: Float[Tensor, "rows inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    out: Float[Tensor, "rows outputs"],
+) -> None:
+    """Write x W^T to `out`, by the fastest library."""
+    if x.device.type == "cpu" and x.dtype == torch.float32 and _prefers_onednn():
+        out.copy_(_onednn(x, weight, None))
+    else:
+        torch.mm(x, weight.t(), out=out)
+
+
+def _padded(rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "more_rows columns"]:
+    """Pad rows with zeros, because oneDNN compiles and keeps a kernel per number of rows.
+
+    Example: 16 rows stay 16, 17 become 32, 129 become 256
+    """
+    few = len(rows) < ROWS
+    missing = (1 << (len(rows) - 1).bit_length()) - len(rows) if few else -len(rows) % ROWS
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _onednn(
+    x: Float[Tensor, "rows inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, "outputs"] | None,
+) -> Float[Tensor, "rows outputs"]:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@cache
+def _prefers_onednn() -> bool:
+    return torch._C._has_mkldnn and machine.cpu_vendor() != "GenuineIntel"
+
+
+def can_hold_casts(device: torch.device) -> bool:
+    """Whether products under autocast can use copies of the weights: oneDNN in bfloat16."""
+    return (
+        device.type == "cpu"
+        and torch._C._has_mkldnn
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def training_product(
+    x: Float[Tensor, "rows inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, "outputs"] | None,
+    copy: Float[Tensor, "outputs inputs"] | None = None,
+) -> Float[Tensor, "rows outputs"]:
+    """Return x W^T + bias, for float32 rows on a CPU by the fastest library.
+
+    `copy` is the weight in the dtype of autocast; with it the gradient is added to `weight.grad`.
+    """
+    if copy is not None and len(x) and torch.is_autocast_enabled("cpu"):
+        return apply(_CastProduct, x, weight, bias, copy)
+    if x.device.type != "cpu" or weight.dtype != torch.float32 or not len(x):
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled("cpu"):  # always oneDNN
+        return F.linear(_padded(x), weight, bias)[: len(x)]
+    return apply(_Product, x, weight, bias) if _prefers_onednn() else F.linear(x, weight, bias)
