@@ -50,7 +50,7 @@ def maker(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param and not torch._C._has_mkldnn:
         pytest.skip("this PyTorch has no oneDNN")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_kernels, "_prefers_onednn", lambda: request.param)
+        patch.setattr(products, "_prefers_onednn", lambda: request.param)
         yield
 
 

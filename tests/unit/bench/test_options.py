@@ -113,7 +113,7 @@ def test_each_benchmark_refuses_an_impossible_option_by_name(words: str, message
         parse(*words.split())
 
 
-@pytest.mark.parametrize("name", sorted({*BENCHES} - {"vllm", "learner", "drafter"}))
+@pytest.mark.parametrize("name", sorted({*BENCHES} - {"vllm", "trl", "learner", "drafter"}))
 def test_quick_is_accepted(name: str) -> None:
     assert parse(name, "--quick", *(["--device", "cpu"] if name == "gpu" else [])).quick
 
