@@ -89,7 +89,10 @@ class Outcome:
     """Number of verified nodes."""
     num_accepted: int
     verify_s: float
-    """Seconds of the step without `timings`."""
+    """Seconds of the step without `timings` and `catch_up_s`."""
+    catch_up_s: float = 0.0
+    """Seconds in which drafters observed the tokens since they last drafted. They count for the
+    guard, and not for the costs of drafts: drafting step by step has none."""
     num_expected: float = 0.0
     """Expected number of accepted nodes: the sum of the verified nodes' probabilities."""
 
@@ -101,4 +104,4 @@ class Outcome:
     @property
     def seconds(self) -> float:
         """Seconds of the step."""
-        return self.verify_s + sum(timing.seconds for timing in self.timings)
+        return self.verify_s + self.catch_up_s + sum(timing.seconds for timing in self.timings)

@@ -52,6 +52,7 @@ class StepFeedback:
             batch=self.step.batch,
             plan=self.step.plan,
             timings=self.step.timings,
+            catch_up_s=self.step.catch_up_s,
             num_drafts=len(self.drafts),
             num_nodes=sum(draft.size for draft in self.drafts),
             num_accepted=sum(len(each.path) for each in self.accepted.values()),
@@ -91,7 +92,7 @@ class FeedbackLoop:
         drafted = [each for each in scheduled if each.draft.size]
         verified = tuple(_verified(each, accepted[each.active.request_id]) for each in drafted)
         drafts_s = sum(timing.seconds for timing in step.timings)
-        verify_s = self._clock.read() - drafts_s - self._exposed_s
+        verify_s = self._clock.read() - drafts_s - step.catch_up_s - self._exposed_s
         drafts = [each.draft for each in drafted]
         self._pending = StepFeedback(step, drafts, accepted, verify_s)
         return verified

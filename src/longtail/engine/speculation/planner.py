@@ -33,6 +33,8 @@ class PlannedStep:
     proposals: Sequence[Sequence[DraftTree]] = ()
     """Trees by drafter of the plan, then by request."""
     timings: tuple[DraftTiming, ...] = ()
+    catch_up_s: float = 0.0
+    """Seconds in which drafters observed the tokens of several steps, after a pause of drafting."""
 
 
 @final

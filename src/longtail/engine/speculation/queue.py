@@ -78,6 +78,10 @@ class ObservationQueue:
         self._most = min(lookback or _STEPS, _STEPS)
         self._num_bytes = 0
 
+    def __len__(self) -> int:
+        """Return the number of steps to observe."""
+        return len(self._steps)
+
     def add(self, step: Computed) -> None:
         """Append a step."""
         self._steps.append(step)

@@ -9,7 +9,7 @@ decoding changes no KV and recomputes nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from jaxtyping import Float
@@ -169,9 +169,12 @@ class Speculator:
         step = self._step = self._planner.plan(scheduled, spare_tokens)
         if not step.requests or step.plan.strategy is None:
             return scheduled
-        began_s = self._clock.read()  # a plain step needs neither observations nor noise
+        depth, missed = step.plan.strategy.depth, len(self.queue) > 1
+        began_s = self._clock.read()
         self._send_observations()
-        depth = step.plan.strategy.depth
+        if missed:  # the cost of a pause, and not of the drafts
+            began_s, first_s = self._clock.read(), began_s
+            step = replace(step, catch_up_s=began_s - first_s)
         with self.timer.noise:
             noise.prepare([each.active for each in scheduled if each.draws], depth)
         heard = noise.for_drafts(step.requests, depth) if self.speculation.coupled else None
