@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MINUTES ?= 10
 
-.PHONY: help install quickstart test test-fast test-min test-vllm coverage fuzz chaos lint format bench docs clean
+.PHONY: help install quickstart test test-fast test-min test-vllm coverage fuzz chaos lint format bench docs dist smoke \
+	clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -23,6 +24,8 @@ help:
 	@echo "make format       ruff's formatter, in place"
 	@echo "make bench        every benchmark"
 	@echo "make docs         write docs/cli.md anew from the command line's own help"
+	@echo "make dist         wheel and source distribution, in dist/"
+	@echo "make smoke        the wheel in a fresh environment: generate with and without a C compiler"
 	@echo "make clean        remove the environment and caches; runs/ stays"
 
 install: $(STAMP)
@@ -128,6 +131,16 @@ bench: install
 
 docs: install
 	$(BIN)/python -m longtail.cli.docs docs/cli.md
+
+# In an environment of its own, with the newest setuptools that pyproject.toml admits.
+dist: install
+	rm -rf dist build/lib src/longtail.egg-info
+	$(BIN)/python -m build --outdir dist
+
+# DEPENDENCIES=.venv/bin/python takes the dependencies of an environment that is there instead of
+# installing them (2.5 GB).
+smoke: dist
+	$(BIN)/python tests/package/smoke.py dist/*.whl $(if $(DEPENDENCIES),--dependencies $(DEPENDENCIES))
 
 clean:
 	rm -rf $(VENV) $(VENV)-min .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage build dist
