@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MINUTES ?= 10
 
-.PHONY: help install quickstart test test-fast test-min test-vllm coverage fuzz chaos lint format bench docs site figures clean
+.PHONY: help install quickstart test test-fast test-min test-vllm coverage fuzz chaos lint format bench docs site figures \
+	dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -25,6 +26,8 @@ help:
 	@echo "make docs         write the generated pages anew: command line, configuration, metrics"
 	@echo "make site         build docs/ as a site in build/site, with warnings as errors"
 	@echo "make figures      draw the pages' pictures anew from the cards in benchmarks/"
+	@echo "make dist         wheel and source distribution, in dist/"
+	@echo "make smoke        the wheel in a fresh environment: generate with and without a C compiler"
 	@echo "make clean        remove the environment and caches; runs/ stays"
 
 install: $(STAMP)
@@ -136,6 +139,16 @@ site: install
 
 figures: install
 	$(BIN)/python benchmarks/figures.py
+
+# In an environment of its own, with the newest setuptools that pyproject.toml admits.
+dist: install
+	rm -rf dist build/lib src/longtail.egg-info
+	$(BIN)/python -m build --outdir dist
+
+# DEPENDENCIES=.venv/bin/python takes the dependencies of an environment that is there instead of
+# installing them (2.5 GB).
+smoke: dist
+	$(BIN)/python tests/package/smoke.py dist/*.whl $(if $(DEPENDENCIES),--dependencies $(DEPENDENCIES))
 
 clean:
 	rm -rf $(VENV) $(VENV)-min .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage build dist
