@@ -6,18 +6,13 @@ The name of a file says which page it is.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from longtail.cli import main as cli
 from longtail.cli import parsers as cli_parsers
-from longtail.config import files
-from longtail.config.drafter import DrafterTrainConfig
-from longtail.config.rl import RunConfig
-from longtail.config.sft import SftConfig
+from longtail.config.tables import tables
 from longtail.run.metric_table import TABLE
 
 _COMMANDS = """\
@@ -69,46 +64,31 @@ def commands() -> str:
 
 def configuration() -> str:
     """Return the page of all fields of the three configurations."""
-    models: Mapping[str, type[BaseModel]] = {
-        "longtail train": RunConfig,
-        "longtail sft": SftConfig,
-        "longtail drafter train": DrafterTrainConfig,
-    }
     parts = [_CONFIGURATION]
-    for command, model in models.items():
+    for command, sections in tables().items():
         parts.append(f"## {command}\n")
-        parts += _sections(files.fields_of(model))
+        for section, fields in sections.items():
+            lines = [f"### `[{section}]`\n", "| key | default | meaning |", "|---|---|---|"]
+            lines += [
+                f"| `{field.key}` | {_default(field.default)} | {_cell(field.text)} |"
+                for field in fields
+            ]
+            parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
-def _sections(fields: Mapping[str, FieldInfo]) -> Iterator[str]:
-    """Yield the table of each section."""
-    sections: dict[str, list[tuple[str, FieldInfo]]] = {}
-    for name, info in fields.items():
-        section, _, key = name.partition(".")
-        sections.setdefault(section, []).append((key, info))
-    for section, rows in sections.items():
-        lines = [f"### `[{section}]`\n", "| key | default | meaning |", "|---|---|---|"]
-        lines += [
-            f"| `{key}` | {_default(info)} | {_cell(info.description or '')} |"
-            for key, info in rows
-        ]
-        yield "\n".join(lines) + "\n"
-
-
-def _default(info: FieldInfo) -> str:
+def _default(value: object) -> str:
     """Return a default as TOML has it; a field without a value is left out of a file."""
-    match info.get_default(call_default_factory=True, validated_data={}):
+    match value:
         case None:
             return "unset"
-        case bool(value):
+        case bool():
             return f"`{str(value).lower()}`"
-        case str(value):
+        case str():
             return f'`"{value}"`'
-        case tuple(values) | list(values):
-            return f"`{list(values)}`"
-        case value:
-            return f"`{value}`"
+        case tuple() | list():
+            return f"`{list(value)}`"
+    return f"`{value}`"
 
 
 def _cell(text: str) -> str:
