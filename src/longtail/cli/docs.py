@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-
 from longtail.cli import main as cli
 from longtail.cli import parsers as cli_parsers
 from longtail.config.tables import tables

@@ -21,7 +21,7 @@ _COMMANDS: Mapping[str, type[BaseModel]] = {
 class DocumentedField:
     """A field of a section.
 
-    Example: DocumentedField(key="steps", default=100, text="Number of rollout-and-update steps ...")
+    Example: DocumentedField(key="steps", default=100, text="Number of ...")
     """
 
     key: str
