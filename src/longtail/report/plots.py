@@ -6,7 +6,7 @@ names beside what they name instead of legends, and one palette.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from longtail.errors import ConfigError
 from longtail.system.machine import pip_install
@@ -19,7 +19,6 @@ __all__ = ["Axes", "Figure", "blank", "frame", "label_lines", "write"]
 
 INK = "#727d89"
 """Text and axes: a contrast of about 4 to 1 on white and on GitHub's black."""
-GRID = "#8b949e"
 BLUE, ORANGE, PURPLE, TEAL = "#3f7fc1", "#dd8a1c", "#8c66c2", "#1c9a88"
 RED, GREEN, GREY, PINK = "#d2505c", "#4a9d4f", "#8b949e", "#c9609f"
 PALETTE = (BLUE, ORANGE, TEAL, PURPLE, RED, GREEN, PINK, GREY)
@@ -41,10 +40,9 @@ def blank(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained", facecolor="none")
 
 
-def frame(panel: "Axes", *, grid: str = "y") -> None:
-    """Leave only the axes that carry numbers, and a faint grid; "" draws none."""
-    if grid:
-        panel.grid(axis=grid, color=GRID, alpha=0.3, linewidth=0.6)
+def frame(panel: "Axes", *, grid: Literal["x", "y"] = "y") -> None:
+    """Leave only the left and the lower axis, and a faint grid."""
+    panel.grid(axis=grid, color=GREY, alpha=0.3, linewidth=0.6)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
 
