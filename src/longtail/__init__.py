@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from longtail.loop import train
     from longtail.types import Completion, SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+"""Version of the package; pyproject.toml and `longtail --version` read it here."""
 
 __all__ = [
     "Completion",

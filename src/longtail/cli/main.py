@@ -9,8 +9,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 
+from longtail import __version__
 from longtail.bench.common.options import OVERRIDES, split_overrides
 from longtail.bench.registry import BENCHES
 from longtail.cli import parsers as cli_parsers
@@ -94,7 +95,7 @@ def _dispatch(words: list[str]) -> int:
             print(summary())
             return 0
         case ["--version", *_]:
-            print(f"longtail {metadata.version('longtail')}")
+            print(f"longtail {__version__}")
             return 0
         case ["drafter" | "bench" as group, *rest]:
             return _dispatch_group(group, rest)

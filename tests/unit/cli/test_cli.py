@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import longtail
 from longtail import api
 from longtail.build.drafters import Target
 from longtail.cli import generate
@@ -62,7 +63,7 @@ def test_the_installed_command_is_this_one() -> None:
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == "longtail 0.1.0\n"
+    assert capsys.readouterr().out == f"longtail {longtail.__version__}\n"
 
 
 def test_every_verb_has_a_line_in_the_summary() -> None:

@@ -113,6 +113,9 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 
 
+_NO_COMPILER = "no C compiler: install one (Debian: apt-get install gcc libc6-dev)"
+
+
 def unavailable_because() -> str | None:
     """Return the reason why native kernels are unavailable; None if they are available."""
     if os.environ.get("LONGTAIL_NATIVE") == "0":
@@ -120,11 +123,26 @@ def unavailable_because() -> str | None:
     if platform.system() != "Linux":
         return f"they are built on Linux only, this is {platform.system()}"
     if shutil.which("cc") is None:
-        return "no C compiler: install one (Debian: apt-get install gcc libc6-dev)"
+        return _NO_COMPILER
     return None
 
 
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+def _available() -> ctypes.CDLL | None:
+    """Return the loaded kernels; None, with one warning, if there is no compiler or it fails."""
+    why = unavailable_because()
+    if why is None:
+        return _library()
+    if why == _NO_COMPILER:
+        _warn_once()
+    return None
+
+
+@functools.cache
+def _warn_once() -> None:
+    _log.warning("PyTorch's slower operations are used, there is %s", _NO_COMPILER)
 
 
 @functools.cache
@@ -137,7 +155,7 @@ def _library() -> ctypes.CDLL | None:
 @functools.cache
 def layout(dtype: torch.dtype) -> Layout | None:
     """Return the weight layout of product.c for a dtype; None if it does not run here."""
-    loaded = None if unavailable_because() is not None else _library()
+    loaded = _available()
     if loaded is None or dtype not in _SUFFIXES:
         return None
     if dtype == torch.float32:
@@ -182,7 +200,7 @@ def decoder(dtype: torch.dtype) -> Callable[..., None] | None:
 @functools.cache
 def draws(dtype: torch.dtype) -> Callable[..., None] | None:
     """Return the sampling of rows by draws.c; None if there is none or it cannot be built."""
-    loaded = None if unavailable_because() is not None else _library()
+    loaded = _available()
     if dtype not in _SUFFIXES or loaded is None:
         return None
     function = loaded[f"draw_rows_{_SUFFIXES[dtype]}"]
@@ -194,7 +212,7 @@ def draws(dtype: torch.dtype) -> Callable[..., None] | None:
 @functools.cache
 def functions(dtype: torch.dtype) -> Mapping[str, Callable[..., None]] | None:
     """Return the kernels of a dtype by name; None if there are none or they cannot be built."""
-    loaded = None if unavailable_because() is not None else _library()
+    loaded = _available()
     if dtype not in _SUFFIXES or loaded is None:
         return None
     found: dict[str, Callable[..., None]] = {}

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Train a drafter for a published model on texts that the model writes, and export it for vLLM.
+#
+#     bash examples/drafter_for_vllm.sh [MODEL [OUT [PROMPTS [OPTION ...]]]]
+#
+# MODEL      a hub id, a directory, a .gguf file, smollm2 (the default) or tiny-reasoner
+# OUT        directory of the run (runs/smollm2-drafter); the export is written to OUT-vllm
+# PROMPTS    what the drafter shall be good at, as data.source (reasoning_gym:chain_sum)
+# OPTION     further options of `longtail drafter train`, as --train.steps=20
+#
+# The budget is small: 256 texts. A drafter of the recipe eagle1 learns most of what they hold by two
+# regressions (train.fit_tokens), and needs few gradient steps after that. vLLM gives such a drafter
+# the whole text to attend to, hence window 0. More texts and steps make a better drafter.
+set -euo pipefail
+model=${1:-smollm2} out=${2:-runs/smollm2-drafter} prompts=${3:-reasoning_gym:chain_sum}
+shift $(($# < 3 ? $# : 3))
+
+longtail drafter train --target.path "$model" --run.dir "$out" \
+  --data.source "$prompts" --data.size 256 --data.max_tokens 256 --data.heldout_size 16 \
+  --drafter.recipe eagle1 --drafter.window 0 \
+  --train.fit_tokens 32768 --train.matrix_rate 0.001 --train.steps 60 "$@"
+
+longtail drafter export "$out" --to vllm --out "$out-vllm" --n 8 --max-tokens 256
+
+echo "To serve it, in vLLM's environment:"
+echo "  vllm serve MODEL --speculative-config '{\"method\": \"eagle\", \"model\": \"$out-vllm\", \"num_speculative_tokens\": 4}'"

@@ -1,0 +1,122 @@
+"""Install a wheel in a fresh environment outside the checkout and use it as a stranger does.
+
+    python tests/package/smoke.py dist/longtail-0.2.0-py3-none-any.whl [--dependencies PYTHON]
+
+Checks version and help, `longtail doctor`, and `longtail generate tiny-reasoner` twice: with native
+kernels compiled by that installation, and on a PATH without a C compiler, where PyTorch takes over
+with a warning. Without `--dependencies` pip installs everything from its index, and the
+tiny reasoner is trained in a fresh cache. With it the dependencies are those of another environment
+and the tiny reasoner is that of your cache, which takes seconds.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+GENERATE = ("generate", "tiny-reasoner", "--prompt", "How many steps from 6 to 1?", "--threads=1")
+SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+MISSING_COMPILER = "there is no C compiler"
+
+
+class FailedError(Exception):
+    """A check that failed, with the output of its command."""
+
+
+class Place:
+    """A fresh environment in a folder of its own, with caches of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bin = folder / "venv" / "bin"
+        venv.create(folder / "venv", with_pip=True)
+
+    def run(self, *words: str, cache: str | None = None, path: str | None = None) -> str:
+        """Run a program of the environment; return its output or raise FailedError."""
+        kept = {name: os.environ[name] for name in os.environ if not name.startswith("PYTHON")}
+        kept |= {"COLUMNS": "160", "PATH": path or f"{self.bin}:{os.environ['PATH']}"}
+        if cache is not None:
+            kept["LONGTAIL_CACHE"] = cache
+        started = time.perf_counter()
+        done = subprocess.run(
+            [str(self.bin / words[0]), *words[1:]],
+            cwd=self.folder,
+            env=kept,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        shown = " ".join(words[:4])
+        print(f"{time.perf_counter() - started:6.1f} s  {shown}", flush=True)
+        if done.returncode:
+            raise FailedError(f"{shown} ended with {done.returncode}:\n{done.stdout}")
+        return done.stdout
+
+
+def check(holds: bool, what: str, output: str) -> None:
+    """Raise FailedError unless a condition holds."""
+    if not holds:
+        raise FailedError(f"expected {what}; the output was:\n{output}")
+
+
+def install(place: Place, wheel: Path, dependencies: str | None) -> None:
+    """Install the wheel, and its dependencies unless an environment has them."""
+    pip = ("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    if dependencies is None:
+        pins = Path(__file__).parents[2] / "constraints-dev.txt"
+        place.run(*pip, "-c", str(pins), str(wheel))
+        return
+    place.run(*pip, "--no-deps", "--no-index", str(wheel))
+    asked = subprocess.run([dependencies, "-c", SITE], capture_output=True, text=True, check=True)
+    own = Path(place.run("python", "-c", SITE).strip())
+    (own / "dependencies.pth").write_text(asked.stdout)
+
+
+def use(place: Place, wheel: Path, cache: str | None) -> None:
+    """Run the installed commands. `cache` holds the tiny reasoner; None: that of the user."""
+    version = wheel.name.split("-")[1]
+    where = place.run("python", "-c", "import longtail; print(longtail.__file__)")
+    check(where.startswith(str(place.folder)), "the package of the wheel", where)
+    said = place.run("longtail", "--version")
+    check(said == f"longtail {version}\n", f"version {version}", said)
+    said = place.run("longtail", "--help")
+    check("verbs:" in said, "the list of verbs", said)
+    kernels = str(place.folder / "kernels")  # empty, so that this installation compiles them
+    said = place.run("longtail", "doctor", cache=kernels)
+    check("built here" in said and "not ready" not in said, "kernels that were compiled", said)
+    compiled = list(Path(kernels).rglob("kernels.so"))
+    check(len(compiled) == 1, "one compiled library", str(compiled))
+    said = place.run("longtail", *GENERATE, cache=cache)
+    check("tokens/s" in said and MISSING_COMPILER not in said, "a text by native kernels", said)
+    said = place.run("longtail", *GENERATE, cache=cache, path=str(place.bin))
+    check("tokens/s" in said and MISSING_COMPILER in said, "a text and a warning", said)
+    said = place.run("longtail", "doctor", cache=cache, path=str(place.bin))
+    check("no C compiler: install one" in said, "the remedy for a missing compiler", said)
+
+
+def main() -> int:
+    """Run all checks; return 1 if one fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--dependencies", metavar="PYTHON", help="environment to take them from")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="longtail-smoke-") as folder:
+        try:
+            place = Place(Path(folder).resolve())
+            install(place, options.wheel.resolve(), options.dependencies)
+            cache = None if options.dependencies else str(place.folder / "cache")
+            use(place, options.wheel, cache)
+        except FailedError as failure:
+            print(failure, file=sys.stderr)
+            return 1
+    print("the wheel works")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
