@@ -1,4 +1,4 @@
-"""The server of the page: what it answers, to whom, and with which headers."""
+"""Answers of the page's server: to whom, and with which headers."""
 
 from argparse import Namespace
 from collections.abc import Iterator

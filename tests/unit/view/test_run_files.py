@@ -1,4 +1,4 @@
-"""What a page gets from the files of a run, whole, damaged, growing and long."""
+"""Data of a page from the files of a run: whole, damaged, growing and long ones."""
 
 import json
 import random
