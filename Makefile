@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MINUTES ?= 10
 
-.PHONY: help install quickstart test test-fast test-min test-vllm coverage fuzz chaos lint format bench docs dist smoke \
-	clean
+.PHONY: help install quickstart test test-fast test-min test-vllm coverage fuzz chaos lint format bench docs site figures \
+	dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -23,7 +23,9 @@ help:
 	@echo "make lint         ruff, import-linter and mypy"
 	@echo "make format       ruff's formatter, in place"
 	@echo "make bench        every benchmark"
-	@echo "make docs         write docs/cli.md anew from the command line's own help"
+	@echo "make docs         write the generated pages anew: command line, configuration, metrics"
+	@echo "make site         build docs/ as a site in build/site, with warnings as errors"
+	@echo "make figures      draw the pages' pictures anew from the cards in benchmarks/"
 	@echo "make dist         wheel and source distribution, in dist/"
 	@echo "make smoke        the wheel in a fresh environment: generate with and without a C compiler"
 	@echo "make clean        remove the environment and caches; runs/ stays"
@@ -130,7 +132,13 @@ bench: install
 	$(BIN)/longtail bench e2e
 
 docs: install
-	$(BIN)/python -m longtail.cli.docs docs/cli.md
+	$(BIN)/python -m longtail.cli.docs docs/cli.md docs/configuration.md docs/metrics.md
+
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+figures: install
+	$(BIN)/python benchmarks/figures.py
 
 # In an environment of its own, with the newest setuptools that pyproject.toml admits.
 dist: install

@@ -9,8 +9,9 @@ Idle utilization is the share of spot training in the time that workers do not g
 Stop latency (st) is the time with a worker in SPOT and none generating: the step waits for it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from longtail.cluster.states import State, StateInterval
 
@@ -80,6 +81,33 @@ class Timeline:
             ]
         return Timeline(
             spans=tuple(spans), marks=tuple(marks), begin_s=interval.begin_s, end_s=interval.end_s
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the timeline as JSON values; it begins at 0 s.
+
+        Example: {"end_s": 3.0, "spans": [[0, "generating", 0.0, 3.0]], "marks": [[0, 2.5, "..."]]}
+        """
+        spans = [
+            [each.worker, each.state.value, each.begin_s - self.begin_s, each.end_s - self.begin_s]
+            for each in self.spans
+        ]
+        marks = [[each.worker, each.at_s - self.begin_s, each.name] for each in self.marks]
+        return {"end_s": self.end_s - self.begin_s, "spans": spans, "marks": marks}
+
+    @staticmethod
+    def of_json(row: Mapping[str, Any]) -> "Timeline":
+        """Restore what `as_json` returned."""
+        return Timeline(
+            spans=tuple(
+                Span(worker=worker, state=State(state), begin_s=begin_s, end_s=end_s)
+                for worker, state, begin_s, end_s in row["spans"]
+            ),
+            marks=tuple(
+                Mark(worker=worker, at_s=at_s, name=name) for worker, at_s, name in row["marks"]
+            ),
+            begin_s=0.0,
+            end_s=row["end_s"],
         )
 
     @property

@@ -24,7 +24,7 @@ from longtail.engine.speculation.acceptance import POSITIONS, Acceptance
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.programs.drafter_prompts import open_target, require_prompts
-from longtail.report.plots import blank, write
+from longtail.report.plots import PALETTE, blank, frame, write
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
@@ -241,8 +241,9 @@ def plot(found: Sequence[Measurement], path: Path, *, title: str) -> None:
     bars, depths, positions = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
     for index, each in enumerate(found):
         label = f"T {each.temperature:g}, {each.shape}, {each.noise}"
-        style = {"color": f"C{index}", "linestyle": "-" if each.coupled else "--"}
-        bars.barh(label, each.acceptance.overall.mean, color=f"C{index}")
+        color = PALETTE[index % len(PALETTE)]
+        style = {"color": color, "linestyle": "-" if each.coupled else "--"}
+        bars.barh(label, each.acceptance.overall.mean, color=color)
         rates = each.acceptance.rates()
         depths.plot(range(1, len(rates) + 1), rates, marker="o", **style)
         by_position = zip(POSITIONS, each.acceptance.by_position(), strict=True)
@@ -254,6 +255,9 @@ def plot(found: Sequence[Measurement], path: Path, *, title: str) -> None:
     positions.set(
         title="accept length by position", xlabel="generated tokens before", ylim=(1, None)
     )
+    for panel in (depths, positions):
+        frame(panel)
+    frame(bars, grid="x")
     figure.suptitle(title)
     write(figure, path)
 

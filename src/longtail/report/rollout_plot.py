@@ -7,13 +7,25 @@ the mean, a band for minimum and maximum. `engine.rollout_log` describes the dat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from longtail.engine.rollout_log import RolloutSeries, accept_lengths
-from longtail.report.plots import blank, write
+from longtail.report.plots import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    TEAL,
+    TITLE,
+    blank,
+    frame,
+    write,
+)
 from longtail.run.metrics import Number
 
 if TYPE_CHECKING:
@@ -25,8 +37,6 @@ _SMOOTH = 9
 """Number of slices in a moving average."""
 _MANY = 60
 """Number of switches beyond which their lines are thin, because they would cover the plot."""
-_RUNNING, _NODES, _ACCEPT = "#3b6ea8", "#7a5195", "#1b7f79"
-_ON, _OFF, _PLAIN = "#2e9e4f", "#d1495b", "#f0b64a"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,51 +80,39 @@ def plain_share(series: RolloutSeries) -> float:
 
 
 def draw(series: RolloutSeries, path: Path, *, title: str = "One rollout") -> None:
-    """Draw a rollout into a PNG. Raises ConfigError if matplotlib is not installed."""
+    """Draw a rollout as PNG or SVG. Raises ConfigError if matplotlib is not installed."""
     slices = _sliced(series)
-    figure = blank(11.0, 7.6)
+    figure = blank(11.0, 7.2)
     panels = running, nodes, accept = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 1.15))
     means = slices.mean(series.running)
-    running.stairs(means, slices.edges, fill=True, color=_RUNNING, alpha=0.14)
-    running.stairs(means, slices.edges, color=_RUNNING, linewidth=1.4, baseline=None)
-    running.set_title("Running requests", **_TITLE)
+    running.stairs(means, slices.edges, fill=True, color=BLUE, alpha=0.2)
+    running.stairs(means, slices.edges, color=BLUE, linewidth=1.6, baseline=None)
+    running.set_title("Running requests", color=BLUE, fontweight="bold", **TITLE)
     running.set_ylabel("requests")
-    _band(nodes, slices, series.nodes, _NODES)
-    nodes.set_title("Draft tokens verified in each engine step", **_TITLE)
-    nodes.set_ylabel("tokens per step")
+    _band(nodes, slices, series.nodes)
     _accepted(accept, series, slices)
+    for panel in panels:
+        frame(panel)
+        panel.margins(x=0)
+    running.set_ylim(0, 1.12 * max(series.running))
+    nodes.set_ylim(0, 1.12 * max(*series.nodes, 1))
     _shade_plain(panels, series, slices)
     _mark_switches(panels, series)
-    for panel in panels:
-        panel.grid(axis="y", color="#dddddd", linewidth=0.6)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.margins(x=0)
-    running.set_ylim(0, 1.08 * max(series.running))
-    nodes.set_ylim(0, 1.08 * max(*series.nodes, 1))
     accept.set_xlabel("seconds since the rollout began")
-    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-    handles, labels = running.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=12.5, fontweight="bold", x=0.01, ha="left", parse_math=False)
     write(figure, path)
 
 
-_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5}
-_BESIDE_TITLE: dict[str, Any] = {
-    "loc": "lower right", "bbox_to_anchor": (1.0, 0.98), "ncols": 2, "fontsize": 8.5,
-    "frameon": False, "borderpad": 0.2,
-}  # fmt: skip
-
-
-def _band(axis: "Axes", slices: _Slices, values: Sequence[Number], color: str) -> None:
+def _band(axis: "Axes", slices: _Slices, values: Sequence[Number]) -> None:
     """Draw the mean of each slice over the band from its minimum to its maximum."""
     low, high = slices.least(values), slices.greatest(values)
     if (high > low).any():
-        axis.stairs(high, slices.edges, baseline=low, fill=True, color=color, alpha=0.2,
-                    label="minimum to maximum")  # fmt: skip
+        axis.stairs(high, slices.edges, baseline=low, fill=True, color=PURPLE, alpha=0.28)
     means = slices.mean(values)
-    axis.stairs(means, slices.edges, color=color, linewidth=1.4, baseline=None, label="mean")
-    axis.legend(**_BESIDE_TITLE)
+    axis.stairs(means, slices.edges, color=PURPLE, linewidth=1.6, baseline=None)
+    title = "Draft tokens verified in each engine step: mean, and minimum to maximum"
+    axis.set_title(title, color=PURPLE, fontweight="bold", **TITLE)
+    axis.set_ylabel("tokens per step")
 
 
 def _accepted(axis: "Axes", series: RolloutSeries, slices: _Slices) -> None:
@@ -122,36 +120,47 @@ def _accepted(axis: "Axes", series: RolloutSeries, slices: _Slices) -> None:
     lengths = accept_lengths(series)
     means, most = slices.mean(lengths), slices.greatest(lengths)
     middles = (slices.edges[1:] + slices.edges[:-1]) / 2
-    axis.vlines(middles, slices.least(lengths), most, color=_ACCEPT, alpha=0.18, linewidth=1.2)
-    axis.scatter(middles, means, s=9, color=_ACCEPT, alpha=0.7, linewidths=0, label="mean, range")
+    axis.vlines(middles, slices.least(lengths), most, color=TEAL, alpha=0.25, linewidth=1.2)
+    axis.scatter(middles, means, s=9, color=TEAL, alpha=0.6, linewidths=0)
     window = np.ones(min(_SMOOTH, len(means)))
     held = np.convolve(np.ones(len(means)), window, mode="same")
     smooth = np.convolve(means, window, mode="same") / held
-    axis.plot(middles, smooth, color="#0b3d3a", linewidth=1.6, label="moving average")
-    axis.set_title("Accept length: tokens per drafted request and step (plain: 1)", **_TITLE)
+    axis.plot(middles, smooth, color=TEAL, linewidth=2.2)
+    title = "Accept length: tokens per drafted request and step, with its moving average"
+    axis.set_title(title, color=TEAL, fontweight="bold", **TITLE)
     axis.set_ylabel("tokens per step")
     axis.set_ylim(0.8, max(1.08 * float(most.max()), 2.2))
-    axis.legend(**_BESIDE_TITLE)
+    axis.axhline(1.0, color=INK, linewidth=0.9, linestyle=":")
+    axis.annotate(
+        "plain decoding: 1", (1, 1), xycoords=("axes fraction", "data"), xytext=(-3, 2),
+        textcoords="offset points", ha="right", va="bottom", fontsize=8,
+    )  # fmt: skip
 
 
 def _shade_plain(panels: Sequence["Axes"], series: RolloutSeries, slices: _Slices) -> None:
-    """Shade the slices in which most steps decoded plainly."""
+    """Shade the slices in which most steps decoded plainly, and name the first."""
     plain = slices.mean([float(not drafts) for drafts in series.drafts]) > 0.5
     turns = np.flatnonzero(np.diff(plain.astype(np.int8), prepend=0, append=0)).tolist()
     edges = slices.edges.tolist()
     between = zip(turns[::2], turns[1::2], strict=True)
     spans = [(edges[begin], edges[end] - edges[begin]) for begin, end in between]
-    label = f"plain decoding ({plain_share(series):.0%} of the time)"
-    for panel in panels if spans else ():
+    if not spans:
+        return
+    for panel in panels:
         panel.broken_barh(
-            spans, (0, 1), transform=panel.get_xaxis_transform(), facecolor=_PLAIN, alpha=0.22,
-            linewidth=0, zorder=0, label=label,
+            spans, (0, 1), transform=panel.get_xaxis_transform(), facecolor=ORANGE, alpha=0.25,
+            linewidth=0, zorder=0,
         )  # fmt: skip
+    panels[1].annotate(
+        f"shaded: plain decoding, {plain_share(series):.0%} of the time", (0.995, 0.9),
+        xycoords="axes fraction", ha="right", color=ORANGE, fontsize=9, fontweight="bold",
+    )  # fmt: skip
 
 
 def _mark_switches(panels: Sequence["Axes"], series: RolloutSeries) -> None:
-    """Draw a vertical line at each switch between drafting and plain decoding."""
-    for drafts, color, label in ((True, _ON, "switched to drafting"), (False, _OFF, "to plain")):
+    """Draw a vertical line at each switch between drafting and plain decoding, and count them."""
+    place = 0.9
+    for drafts, color, label in ((True, GREEN, "to drafting"), (False, RED, "to plain decoding")):
         times = [series.begin_of(i) for i, switch in series.switches if switch.drafts is drafts]
         if not times:
             continue
@@ -159,5 +168,10 @@ def _mark_switches(panels: Sequence["Axes"], series: RolloutSeries) -> None:
         for panel in panels:
             panel.vlines(
                 times, 0, 1, transform=panel.get_xaxis_transform(), color=color, linewidth=width,
-                alpha=0.9, linestyle="--", label=f"{label} ({len(times)}x)",
+                alpha=0.9, linestyle="--",
             )  # fmt: skip
+        panels[0].annotate(
+            f"dashed: switched {label}, {len(times)}x", (0.995, place), xycoords="axes fraction",
+            ha="right", color=color, fontsize=9, fontweight="bold",
+        )  # fmt: skip
+        place -= 0.14

@@ -1,88 +1,78 @@
 """Plot of training steps: one bar per worker over time, coloured by the worker's state.
 
-Steps to compare are panels above each other that share a time axis; each step begins at 0.
-`cluster.timeline` describes the data.
+Steps to compare are panels above each other that share a time axis; each step begins at 0. A state
+is named on its longest bar that has room. `cluster.timeline` describes the data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from longtail.cluster.states import State
-from longtail.cluster.timeline import Timeline
-from longtail.report.plots import blank, write
+from longtail.cluster.timeline import Span, Timeline
+from longtail.report.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, TITLE, blank, write
 
 if TYPE_CHECKING:
-    from longtail.report.plots import Axes
+    from longtail.report.plots import Axes, Figure
 
 _LOOKS = {
-    State.GENERATING: ("#3b6ea8", "generates completions"),
-    State.IDLE: ("#e4e7eb", "idle"),
-    State.SPOT: ("#f0a830", "trains the drafter (spot)"),
-    State.LEARNING: ("#7a5195", "trains the policy"),
-    State.STARTING: ("#b9d8c2", "starts"),
-    State.DEAD: ("#d1495b", "lost"),
+    State.GENERATING: (BLUE, "generates"),
+    State.IDLE: (GREY, "idle"),
+    State.SPOT: (ORANGE, "trains the drafter"),
+    State.LEARNING: (PURPLE, "learns"),
+    State.STARTING: (GREEN, "starts"),
+    State.DEAD: (RED, "lost"),
 }
+_FAINT = 0.3
+"""Opacity of the bars of idle workers."""
+_WIDTH = 11.0
 _BAR = 0.78
 """Height of a bar, as a share of its row."""
-_ROW, _LEAST, _MOST = 0.34, 1.3, 5.0
+_ROW, _LEAST, _MOST = 0.42, 1.0, 5.0
 """Height of a worker's row and of a panel (least, most), in inches."""
-_NUMBERED = 9
-"""Largest number of mark names that the legend lists."""
-_INK = "#1c2530"
-_END: dict[str, Any] = {"color": _INK, "linewidth": 1.2, "linestyle": ":"}
-_EVENT: dict[str, Any] = {"color": _INK, "marker": "v", "markersize": 5}
+_LETTER = 0.095
+"""Width of a letter of a name, in inches; names are left out where they do not fit."""
+_LEGIBLE = 0.19
+"""Least height of a row with a name, in inches."""
+_NAMED = 3
+"""Largest number of kinds of events that are named where they happen."""
 
 
 def draw(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
-    """Draw labelled steps into a PNG. Raises ConfigError if matplotlib is not installed."""
+    """Draw labelled steps as PNG or SVG. Raises ConfigError if matplotlib is not installed."""
     heights = [min(max(_ROW * len(timeline.workers), _LEAST), _MOST) for _, timeline in timelines]
-    figure = blank(11.0, 1.5 + sum(heights) + 0.55 * len(heights))
+    figure = blank(_WIDTH, 0.8 + sum(heights) + 0.42 * len(heights))
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
-    panels = grid[:, 0]
-    longest_s = max(timeline.end_s - timeline.begin_s for _, timeline in timelines)
-    names = list(dict.fromkeys(mark.name for _, timeline in timelines for mark in timeline.marks))
-    numbers = {name: number for number, name in enumerate(names, start=1)}
-    for panel, (label, timeline) in zip(panels, timelines, strict=True):
+    longest_s = max(timeline.end_s - timeline.begin_s for _, timeline in timelines) or 1.0
+    named: set[State] = set()
+    for panel, height, (label, timeline) in zip(grid[:, 0], heights, timelines, strict=True):
+        per_second = 0.88 * _WIDTH / longest_s
         _bars(panel, timeline)
-        _marks(panel, timeline, numbers if len(numbers) <= _NUMBERED else {})
+        if height / max(len(timeline.workers), 1) > _LEGIBLE:
+            named |= _name_states(panel, timeline, per_second)
+        _marks(panel, timeline, per_second)
         _frame(panel, timeline)
-        title = _title(label, timeline, timelines[0])
-        panel.set_title(title, loc="left", fontsize=10.5, parse_math=False)
-    panels[0].set_xlim(0, 1.02 * longest_s or 1.0)
-    panels[-1].set_xlabel("seconds since the step began")
-    figure.suptitle(
-        "State of each worker in a training step", fontsize=13, fontweight="bold", x=0.01,
-        ha="left",
-    )  # fmt: skip
+        title = _title(label, timeline, timelines[0][1])
+        panel.set_title(title, parse_math=False, fontweight="bold", **TITLE)
+    grid[0, 0].set_xlim(0, 1.01 * longest_s)
+    grid[-1, 0].set_xlabel("seconds since the step began")
     found = {span.state for _, timeline in timelines for span in timeline.spans}
-    looks = [look for state, look in _LOOKS.items() if state in found]
-    key = panels[0]
-    handles = [key.broken_barh([], (0, 0), color=color, label=label) for color, label in looks]
-    handles += key.plot([], [], label="end of the step", **_END)
-    events = [f"{number}: {name}" for name, number in numbers.items()]
-    for event in events if len(events) <= _NUMBERED else [f"{len(events)} kinds of events"]:
-        handles += key.plot([], [], linestyle="", label=event, **_EVENT)
-    legend = figure.legend(
-        handles=handles, loc="outside lower left", ncols=4, frameon=False, fontsize=9
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    _name_others(figure, [_LOOKS[state] for state in _LOOKS if state in found - named])
     write(figure, path)
 
 
-def _title(label: str, timeline: Timeline, reference: tuple[str, Timeline]) -> str:
+def _title(label: str, timeline: Timeline, first: Timeline) -> str:
     """Return a panel's title: seconds, speed relative to the first step, shares of states."""
     step_s = timeline.end_s - timeline.begin_s
     seconds = timeline.seconds().values()
     whole = sum(sum(each.values()) for each in seconds)
     shares = {state: sum(each[state] for each in seconds) / (whole or 1.0) for state in State}
-    name, first = reference
     first_s = first.end_s - first.begin_s
     compared = step_s and timeline is not first
-    times = f" ({first_s / step_s:.2f}x as fast as {name})" if compared else ""
-    spot = f", {shares[State.SPOT]:.0%} spot" if shares[State.SPOT] else ""
-    return f"{label}: {step_s:.2f} s{times}; workers' time: {shares[State.IDLE]:.0%} idle{spot}"
+    times = f", {first_s / step_s:.2f}x as fast" if compared else ""
+    spot = f", {shares[State.SPOT]:.0%} training the drafter" if shares[State.SPOT] else ""
+    idle = f"{shares[State.IDLE]:.0%} of the workers' time idle{spot}"
+    return f"{label}: {step_s:.2f} s{times}; {idle}"
 
 
 def _bars(panel: "Axes", timeline: Timeline) -> None:
@@ -93,23 +83,59 @@ def _bars(panel: "Axes", timeline: Timeline) -> None:
                 for span in timeline.spans
                 if span.worker == worker and span.state is state
             ]
-            panel.broken_barh(spans, (row - _BAR / 2, _BAR), facecolor=color, linewidth=0)
+            opacity = _FAINT if state is State.IDLE else 1.0
+            panel.broken_barh(
+                spans, (row - _BAR / 2, _BAR), facecolor=color, alpha=opacity, linewidth=0
+            )
 
 
-def _marks(panel: "Axes", timeline: Timeline, numbers: Mapping[str, int]) -> None:
-    """Draw marks as ticks on the worker's bar; the first mark of a name gets its number."""
+def _name_states(panel: "Axes", timeline: Timeline, per_second: float) -> set[State]:
+    """Write each state's name on its longest bar that has room; return the named states."""
     rows = {worker: row for row, worker in enumerate(timeline.workers)}
-    named: set[str] = set()
+    named = set()
+    for state, (_, name) in _LOOKS.items():
+        span = _longest(span for span in timeline.spans if span.state is state)
+        if span is None or span.seconds * per_second < _LETTER * len(name):
+            continue
+        middle = (span.begin_s + span.end_s) / 2 - timeline.begin_s
+        color = INK if state is State.IDLE else "white"
+        panel.text(
+            middle, rows[span.worker], name, ha="center", va="center", color=color, fontsize=9.5,
+            fontweight="bold",
+        )  # fmt: skip
+        named.add(state)
+    return named
+
+
+def _longest(spans: Iterable[Span]) -> Span | None:
+    return max(spans, key=lambda span: span.seconds, default=None)
+
+
+def _name_others(figure: "Figure", looks: Sequence[tuple[str, str]]) -> None:
+    """List the states that have no bar with room for their names."""
+    if not looks:
+        return
+    panel = figure.axes[0]
+    handles = [panel.broken_barh([], (0, 0), color=color, label=name) for color, name in looks]
+    figure.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=9)
+
+
+def _marks(panel: "Axes", timeline: Timeline, per_second: float) -> None:
+    """Draw marks as ticks over the worker's bar, and name the first of each kind if few."""
+    rows = {worker: row for row, worker in enumerate(timeline.workers)}
+    kinds = list(dict.fromkeys(mark.name for mark in timeline.marks))
+    named: set[str] = set() if len(kinds) <= _NAMED else set(kinds)
     for mark in sorted(timeline.marks, key=lambda mark: mark.at_s):
         at, top = mark.at_s - timeline.begin_s, rows[mark.worker] - _BAR / 2
-        panel.vlines(at, top, top + _BAR, color=_INK, linewidth=1.2)
-        panel.plot([at], [top], clip_on=False, **_EVENT)
-        if mark.name in numbers and mark.name not in named:
+        panel.vlines(at, top, top + _BAR, color="white", linewidth=1.4)
+        panel.plot([at], [top], clip_on=False, color=INK, marker="v", markersize=5)
+        if mark.name not in named:
             named.add(mark.name)
+            left = (timeline.end_s - mark.at_s) * per_second < _LETTER * len(mark.name)
             panel.annotate(
-                str(numbers[mark.name]), (at, top + _BAR / 2), xytext=(5, 0),
-                textcoords="offset points", va="center", fontsize=8, color=_INK,
-                bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "linewidth": 0},
+                mark.name, (at, top + _BAR), xytext=(-5 if left else 5, 4), fontsize=8,
+                textcoords="offset points", va="bottom", ha="right" if left else "left",
+                color="white", parse_math=False,
             )  # fmt: skip
 
 
@@ -125,5 +151,5 @@ def _frame(panel: "Axes", timeline: Timeline) -> None:
     panel.locator_params(axis="y", nbins=12, integer=True)
     panel.yaxis.set_major_formatter(name)
     panel.tick_params(axis="y", length=0)
-    panel.axvline(timeline.end_s - timeline.begin_s, **_END)
+    panel.axvline(timeline.end_s - timeline.begin_s, color=INK, linewidth=1.2, linestyle=":")
     panel.spines[["top", "right", "left"]].set_visible(False)

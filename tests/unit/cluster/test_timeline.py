@@ -1,5 +1,7 @@
 """Timelines: the spans of the changes, and the metrics of a step."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,3 +120,12 @@ def test_idle_utilization_is_zero_without_idle_time() -> None:
     assert drawn("GGLL", "GGLL").metrics()["cluster/idle_utilization"] == 0.0
     empty = Timeline(spans=(), marks=(), begin_s=1.0, end_s=1.0)
     assert set(empty.metrics().values()) == {0.0}
+
+
+@given(pictures)
+def test_a_timeline_is_restored_from_json_and_begins_at_zero(workers: list[str]) -> None:
+    timeline = drawn(*workers)
+    row = json.loads(json.dumps(timeline.as_json()))
+    restored = Timeline.of_json(row)
+    assert restored.as_json() == row
+    assert restored.metrics() == pytest.approx(timeline.metrics())

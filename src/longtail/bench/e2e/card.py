@@ -176,6 +176,9 @@ def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
         "step_s": columns(found, "timing_s/step"),
         "rollout_s": columns(found, "timing_s/rollout"),
         "idle_share": {name: _idle_share(each) for name, each in found.items()},
+        "last_step": {
+            name: each.timeline.as_json() for name, each in found.items() if each.timeline
+        },
     }
 
 

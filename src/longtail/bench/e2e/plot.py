@@ -3,35 +3,53 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from longtail.report.plots import blank, write
+from longtail.report.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    blank,
+    frame,
+    label_lines,
+    write,
+)
 
-_COLORS = {
-    "history": "#8a94a0",
-    "frozen": "#3b6ea8",
-    "serial": "#7a5195",
-    "spot": "#f0a830",
-    "cold": "#d1495b",
-    "unplaced": "#6a994e",
+_LOOKS = {
+    "history": (GREY, "history"),
+    "frozen": (BLUE, "trained before, frozen"),
+    "serial": (PURPLE, "trained after rollouts"),
+    "spot": (ORANGE, "trained by idle workers"),
+    "cold": (RED, "fresh, trained by idle workers"),
+    "unplaced": (GREEN, "unplaced"),
 }
 
 
 def draw_curves(
     by_arm: Mapping[str, Sequence[float]], path: Path, *, switch_step: int | None = None
 ) -> None:
-    """Write a PNG; ConfigError where matplotlib is not installed."""
-    figure = blank(9.0, 4.0)
-    axes = figure.subplots()
-    for name, color in _COLORS.items():
-        if name in by_arm:
-            steps = range(1, len(by_arm[name]) + 1)
-            axes.plot(steps, by_arm[name], label=name, color=color, marker="o", markersize=3)
+    """Write a PNG or SVG; ConfigError where matplotlib is not installed."""
+    figure = blank(11.0, 3.9)
+    panel = figure.subplots()
+    ends = []
+    for arm, (color, name) in _LOOKS.items():
+        if lengths := by_arm.get(arm):
+            steps = range(1, len(lengths) + 1)
+            panel.plot(steps, lengths, color=color, linewidth=2, marker="o", markersize=3.5)
+            ends.append((name, color, float(len(lengths)), lengths[-1]))
+    panel.set_xlabel("training step")
+    panel.set_title("accept length: tokens per verify step", loc="left", fontsize=10.5)
+    panel.locator_params(axis="x", integer=True)
+    panel.set_ylim(bottom=1.0)
+    panel.margins(x=0.02)
+    frame(panel)
     if switch_step is not None:
-        axes.axvline(switch_step - 0.5, color="#1c2530", linestyle=":", label="another task")
-    axes.set_xlabel("training step")
-    axes.set_ylabel("accept length")
-    axes.locator_params(axis="x", integer=True)
-    axes.set_ylim(bottom=1.0)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=7, loc="upper left", bbox_to_anchor=(0, 1.12))
+        panel.axvline(switch_step - 0.5, color=INK, linestyle=":")
+        panel.annotate(
+            "another task", (switch_step - 0.5, 1), xycoords=("data", "axes fraction"),
+            xytext=(4, -10), textcoords="offset points", fontsize=9,
+        )  # fmt: skip
+    label_lines(panel, ends)
     write(figure, path)

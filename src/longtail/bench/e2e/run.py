@@ -30,7 +30,8 @@ def run(options: E2eBenchOptions) -> int:
         json_only=options.json,
     )
     if options.plot is not None:
-        pictured = [(name, found[name].timeline) for name in ("off", "spot") if name in found]
+        labels = {"off": "Without drafting", "spot": "With longtail"}
+        pictured = [(labels[name], found[name].timeline) for name in labels if name in found]
         draw([(name, line) for name, line in pictured if line is not None], Path(options.plot))
     if options.curves is not None:
         curves = {name: each.column(ACCEPT) for name, each in found.items()}
