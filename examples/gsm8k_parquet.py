@@ -8,6 +8,7 @@ downloaded. GSM8K itself: FILE is its train split, MODEL one that knows arithmet
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,7 +35,7 @@ def write_sample(path: Path, size: int = 64) -> Path:
 
 
 def main(
-    file: str = "", model: str = "tiny-reasoner", run_dir: str = "runs/gsm8k", *, steps: int = 4
+    file: str = "", model: str = "tiny-reasoner", run_dir: str = "runs/gsm8k", **run: Any
 ) -> int:
     """Train for a few steps and return the exit code."""
     source = Path(file) if file else write_sample(Path(run_dir).with_suffix(".parquet"))
@@ -45,7 +46,7 @@ def main(
             "reward": {"name": "last_number"},  # the completion's last number is the answer's
             "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 256},
             "learner": {"learning_rate": 3e-4 if model == "tiny-reasoner" else 1e-6},
-            "run": {"dir": run_dir, "steps": steps},
+            "run": {"dir": run_dir, "steps": 4, **run},
         }
     )
     return train(config)

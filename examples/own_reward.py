@@ -24,7 +24,7 @@ def short_answer(completions: list[Any], answer: list[str], **_: Any) -> list[fl
     return rewards
 
 
-def main(run_dir: str = "runs/own-reward", *, steps: int = 4) -> int:
+def main(run_dir: str = "runs/own-reward", **run: Any) -> int:
     """Train the tiny reasoner for a few steps and return the exit code."""
     config = RunConfig.model_validate(
         {
@@ -32,7 +32,7 @@ def main(run_dir: str = "runs/own-reward", *, steps: int = 4) -> int:
             "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 256},
             "learner": {"learning_rate": 3e-4},  # 1.6M parameters; large models want 1e-6
             "data": {"heldout_size": 8},
-            "run": {"dir": run_dir, "steps": steps},
+            "run": {"dir": run_dir, "steps": 4, **run},
         }
     )
     return train(config)

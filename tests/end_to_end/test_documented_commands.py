@@ -4,14 +4,17 @@
 are shortened by further options. Benchmarks and servers are not started: their words are parsed.
 """
 
+import ast
 import re
 import runpy
 import shlex
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import longtail
 from end_to_end.workshop import Workshop, build, save_untaught, say, write_lines
 from longtail.cli import parsers
 
@@ -112,3 +115,39 @@ def test_the_python_of_the_readme_runs(
     script.write_text(block.replace("tiny-reasoner", str(place / "MODEL")))
     runpy.run_path(str(script))
     assert capsys.readouterr().out.strip()
+
+
+API = python_blocks(ROOT / "docs" / "api.md")
+TRL, VLLM = "from trl import", "from vllm import"
+
+
+def test_the_page_of_the_api_names_every_public_name() -> None:
+    named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "api.md").read_text(encoding="utf-8")))
+    assert set(longtail.__all__) <= named
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of TRL
+@pytest.mark.parametrize("number", [n for n, block in enumerate(API) if VLLM not in block])
+def test_the_python_of_the_page_of_the_api_runs(
+    number: int, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if TRL in API[number]:
+        pytest.importorskip("trl")
+        monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.chdir(place)
+    script = tmp_path / f"block{number}.py"
+    script.write_text(API[number].replace("tiny-reasoner", str(place / "MODEL")))
+    runpy.run_path(str(script))
+
+
+def test_the_python_for_vllm_imports_names_that_exist() -> None:
+    (block,) = [block for block in API if VLLM in block]
+    ours = [
+        (node.module, each.name)
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("longtail.")
+        for each in node.names
+    ]
+    assert len(ours) == 2
+    assert all(callable(vars(import_module(str(module)))[name]) for module, name in ours)

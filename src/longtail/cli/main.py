@@ -31,6 +31,7 @@ verbs:
   serve      serve a model or the newest checkpoint of a run with the OpenAI HTTP API
   bench      measure engine, speculation, tuner, learner, drafter, serving or whole runs
   report     write one page about a run: its summary, rollouts and drafting decisions
+  view       show runs on a live web page: rewards, workers, drafts and rollouts to read
   doctor     check packages, hardware and kernels, and print a remedy for what is missing
 
 Run `longtail VERB --help` for options, `longtail --version` for the version.
@@ -41,6 +42,7 @@ _PROGRAMS = {
     "generate": "cli.generate",
     "serve": "serve.command",
     "report": "report.page",
+    "view": "view.command",
     "doctor": "cli.doctor",
     "drafter eval": "programs.drafter_eval",
     "drafter export": "programs.drafter_export",

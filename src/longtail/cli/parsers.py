@@ -36,6 +36,7 @@ def parsers() -> dict[str, Callable[[], Parser]]:
         "serve": _serve,
         **{f"bench {name}": partial(_bench, name) for name in BENCHES},
         "report": _report,
+        "view": _view,
         "doctor": _doctor,
     }
 
@@ -279,6 +280,14 @@ def _report() -> Parser:
     add(
         "--step", metavar="N", type=int, help="training step of the rollout to show (default: last)"
     )
+    return parser
+
+
+def _view() -> Parser:
+    from longtail.view import options
+
+    parser = _parser("view", "Show runs on a live web page, while they continue or afterwards.")
+    options.add_arguments(parser)
     return parser
 
 

@@ -105,7 +105,7 @@ class TraceFile:
         with self._path.open("rb") as old, temporary.open("wb") as new:
             new.write(_BEGIN)
             for line in old:
-                event = _event_of(line)
+                event = event_of(line)
                 if event and event["args"]["step"] <= last_step:
                     new.write(line)
                     self._record(event)
@@ -126,7 +126,7 @@ class TraceFile:
         )
 
 
-def _event_of(line: bytes) -> dict[str, Any]:
+def event_of(line: bytes) -> dict[str, Any]:
     """Return the event of a line; {} for the bracket, and for a torn or damaged line."""
     if not line.endswith(b"},\n"):
         return {}

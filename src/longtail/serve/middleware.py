@@ -5,7 +5,6 @@ import hmac
 import time
 from dataclasses import dataclass
 from typing import final
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -13,8 +12,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longtail.serve.metrics import ServeMetrics
-from longtail.serve.options import Limits, is_loopback
+from longtail.serve.options import Limits
 from longtail.serve.protocol import APIError
+from longtail.system.addresses import is_loopback_header
 
 CONTROL_ROUTES = (
     "/pause",
@@ -90,7 +90,7 @@ class AccessMiddleware:
             _require_bearer(headers, self._admin, "the server's admin token")
         elif self._key is not None:
             _require_bearer(headers, self._key, "the server's API key")
-        if self._key is None and "host" in headers and not _is_loopback_host(headers["host"]):
+        if self._key is None and "host" in headers and not is_loopback_header(headers["host"]):
             raise APIError(
                 403, "without an API key this server answers to localhost and 127.0.0.1 only"
             )
@@ -150,10 +150,3 @@ def _require_bearer(headers: Headers, secret: str, what: str) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-
-
-def _is_loopback_host(host: str) -> bool:
-    try:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False

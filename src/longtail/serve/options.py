@@ -1,15 +1,13 @@
 """Options of `longtail serve`, checked, without torch."""
 
 import argparse
-import ipaddress
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from longtail.errors import ConfigError
+from longtail.system.addresses import is_loopback, read_secret
 
 KEY_VARIABLE, ADMIN_VARIABLE = "LONGTAIL_API_KEY", "LONGTAIL_ADMIN_TOKEN"
-_MIN_KEY_LEN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +143,7 @@ def read_options(args: argparse.Namespace) -> ServeOptions:
     name = args.name or Path(args.model).resolve().name
     if not name.isprintable():
         raise ConfigError(f"--name = {name!a}: give a name that can be printed")
-    api_key = _secret(args.api_key_file, KEY_VARIABLE, "--api-key-file", "an API key")
+    api_key = read_secret(args.api_key_file, KEY_VARIABLE, "--api-key-file", "an API key")
     if api_key is None and not is_loopback(args.host):
         raise ConfigError(
             f"--host = {args.host!r} is reached from other machines, so an API key is needed: set "
@@ -178,39 +176,10 @@ def _admin_token(args: argparse.Namespace, api_key: str | None) -> str | None:
     if not Path(args.rl_dir).is_dir():
         raise ConfigError(f"--rl-dir = {args.rl_dir!r}: no such directory")
     file = args.admin_token_file
-    token = _secret(file, ADMIN_VARIABLE, "--admin-token-file", "an admin token")
+    token = read_secret(file, ADMIN_VARIABLE, "--admin-token-file", "an admin token")
     if token is None and api_key is not None:
         raise ConfigError(
             "--rl-dir with an API key: those who have the key could change the weights; set "
             f"${ADMIN_VARIABLE} or give --admin-token-file"
         )
     return token
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is this machine's own, without a name lookup."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _secret(file: str | None, variable: str, option: str, what: str) -> str | None:
-    """Read a secret from a file or the environment, where other processes cannot see it."""
-    if file is not None:
-        try:
-            key, source = Path(file).read_text(encoding="utf-8").strip(), f"{option} {file}"
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{option} = {file!r} cannot be read ({error})") from error
-    elif variable in os.environ:
-        key, source = os.environ[variable].strip(), f"${variable}"
-    else:
-        return None
-    if len(key) < _MIN_KEY_LEN or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(
-            f"{source}: {what} has at least {_MIN_KEY_LEN} printable ASCII characters, no "
-            'blanks; make one: python -c "import secrets; print(secrets.token_urlsafe(32))"'
-        )
-    return key

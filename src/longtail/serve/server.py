@@ -18,13 +18,14 @@ from longtail.build.engine import open_engine, open_model
 from longtail.build.models import model_directory
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.errors import ConfigError, UnavailableError
+from longtail.errors import UnavailableError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.serve.app import make_app
 from longtail.serve.middleware import Access
 from longtail.serve.options import ServeOptions
 from longtail.serve.service import Service
 from longtail.serve.updates import ModelUpdates
+from longtail.system.addresses import bind, url
 from longtail.system.device import set_threads, to_stderr
 from longtail.system.interrupt import Interruption
 
@@ -44,12 +45,11 @@ class ModelServer:
 
 def run(options: ServeOptions) -> int:
     """Load the model and serve it until a signal arrives."""
-    with _bind(options.host, options.port) as sock:  # a port in use is reported before loading
+    with bind(options.host, options.port) as sock:  # a port in use is reported before loading
         set_threads(options.threads)
         server = load_server(options)
-        host = f"[{options.host}]" if ":" in options.host else options.host
         sock.listen()  # clients may connect as soon as the next line is printed
-        address = f"http://{host}:{sock.getsockname()[1]}/v1"
+        address = f"{url(options.host, sock)}/v1"
         # uvicorn takes all signals but SIGHUP while it runs, and passes them on at the end.
         with Interruption() as interruption:
             print(f"serving {options.name} at {address}", flush=True)
@@ -116,7 +116,7 @@ def make_server(
 @contextmanager
 def running(server: ModelServer, *, drain_s: float = 5.0) -> Iterator[int]:
     """Serve in a thread, on a free port of this machine, and yield the port."""
-    with _bind("127.0.0.1", 0) as sock:
+    with bind("127.0.0.1", 0) as sock:
         http = _http_server(server, drain_s)
         serving = _serve(server, sock, drain_s, http)
         thread = threading.Thread(target=asyncio.run, args=(serving,), name="longtail-http")
@@ -164,23 +164,3 @@ async def _serve(
         await asyncio.sleep(_POLL_S)
     await server.service.drain(0.0 if http.force_exit else drain_s)
     await serving
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"--host = {host!r} is no address of this machine ({error})") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"--host = {host!r}, --port = {port}: cannot be bound ({error.strerror}); is another "
-            "server running there? --port 0 takes any free port"
-        ) from error
-    return sock

@@ -1,0 +1,1 @@
+"""`longtail view`: a live web page beside a running or finished run, made from its files."""

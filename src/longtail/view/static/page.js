@@ -1,0 +1,165 @@
+// The page: loads the runs' data, follows their files, and wires the panels.
+import { el, fill, known, num, percent, seconds } from "/static/format.js";
+import { ByStep, closest } from "/static/by_step.js";
+import { OfStep } from "/static/of_step.js";
+import { Reader } from "/static/reader.js";
+
+const $ = (id) => document.getElementById(id);
+const state = { runs: [], views: [], chosen: 0, step: null, follows: true, zoom: null, line: null, latest: 0 };
+
+async function get(path) {
+  const response = await fetch(path, { credentials: "same-origin" });
+  return response.ok ? response.json() : null;
+}
+
+const path = (run, step, rest = "") => `/api/runs/${run}/steps/${step}${rest}`;
+
+const byStep = new ByStep($("by-step"), { pick: (step) => pick(step), zoom: (range) => zoom(range), move: (count) => move(count), scale: (factor) => scale(factor) });
+const ofStep = new OfStep($("of-step"), {
+  chooseLine: (line) => { state.line = line; loadStep(); },
+  loadTimeline: (run, begin, end) => get(path(run.index, run.step, `/timeline?begin=${begin}&end=${end}`)),
+});
+const reader = new Reader($("rows"), $("text"), $("order"), (index) => get(path(state.chosen, state.step, `/rollouts/${index}`)));
+
+// ---- the runs
+
+function runCards() {
+  const cards = state.runs.map((run, index) => {
+    const view = state.views[index];
+    const newest = (name) => view.columns[name]?.findLast(known);
+    const heldOut = view.held_out;
+    const first = heldOut[0]?.[1], lastHeldOut = heldOut.at(-1)?.[1];
+    const facts = [
+      ["held-out reward", heldOut.length > 1 ? `${num(first)} \u2192 ${num(lastHeldOut)}` : num(first)],
+      ["reward", num(newest("reward/mean"))],
+      ["accept length", num(newest("speculation/accept_length"))],
+      ["step", seconds(newest("timing_s/step"))],
+      ["idle time used", percent(newest("cluster/idle_utilization"))],
+    ].filter(([, value]) => value !== "\u2013");
+    const steps = run.steps ? `step ${num(run.step)} of ${num(run.steps)}` : `step ${num(run.step)}`;
+    const time = known(run.seconds) && run.state === "finished" ? ` in ${seconds(run.seconds)}` : "";
+    const about = [run.settings.model, run.settings.workers ? `${run.settings.workers} worker${run.settings.workers === 1 ? "" : "s"}` : "", run.settings.drafter ? `drafter ${run.settings.drafter}` : ""].filter(Boolean).join(", ");
+    const name = el("h2", {}, el("i", { class: `swatch run-${index}` }), run.name);
+    return el("section", { class: "run", "aria-label": `run ${run.name}` }, name,
+      el("p", { class: "state" }, el("b", { class: run.state }, run.state), `, ${steps}${time}`, el("span", { class: "soft" }, ` ${about}`)),
+      el("dl", { class: "figures" }, ...facts.map(([label, value]) => el("div", {}, el("dt", {}, label), el("dd", {}, value)))));
+  });
+  fill($("runs"), ...cards);
+  document.title = `${state.runs.map((run) => run.name).join(", ")} \u2013 longtail view`;
+}
+
+function chooser() {
+  const box = $("chosen-run");
+  box.hidden = state.runs.length < 2;
+  const options = state.runs.map((run, index) => el("label", {}, el("input", { type: "radio", name: "run", value: index, checked: index === state.chosen, onchange: () => { state.chosen = index; state.line = null; drawSteps(); loadStep(); } }), ` ${run.name}`));
+  fill(box, el("legend", {}, "details of"), ...options);
+}
+
+async function refresh(changed) {
+  const [runs, ...views] = await Promise.all([get("/api/runs"), ...changed.map((run) => get(overviewPath(run)))]);
+  if (!runs) return;
+  const isFirst = !state.runs.length;
+  state.runs = runs;
+  changed.forEach((run, place) => { if (views[place]) state.views[run] = views[place]; });
+  if (isFirst) chooser();
+  runCards();
+  const newest = state.views[state.chosen]?.last;
+  const isBehind = state.follows && known(newest) && newest !== state.step;
+  if (isBehind) state.step = newest;
+  drawSteps();
+  const touched = isFirst || isBehind || state.step === newest;
+  if (touched && known(state.step)) await loadStep();
+  document.body.dataset.steps = state.views.map((view) => view.num_steps).join(" ");
+}
+
+function overviewPath(run) {
+  const query = state.zoom ? `?first=${Math.floor(state.zoom[0])}&last=${Math.ceil(state.zoom[1])}` : "";
+  return `/api/runs/${run}/overview${query}`;
+}
+
+// ---- over the steps
+
+function drawSteps() {
+  const runs = state.runs.map((run, index) => ({ index, name: run.name, view: state.views[index] })).filter((run) => run.view?.columns.step.length);
+  const isEmpty = !runs.some((run) => run.index === state.chosen);
+  $("by-step").hidden = isEmpty;
+  $("step").hidden = isEmpty;
+  const waiting = state.runs.length ? "No step is in metrics.jsonl yet; the page follows the run." : "";
+  const stride = Math.max(1, ...runs.map((run) => run.view.stride));
+  const joined = stride > 1 ? `points join ${stride} steps; ` : "";
+  fill($("zoom"), isEmpty ? waiting : state.zoom ? `${joined}steps ${Math.ceil(state.zoom[0])} to ${Math.floor(state.zoom[1])}, press 0 to see all` : joined.replace("; ", ""));
+  if (isEmpty) return;
+  byStep.show({ runs, chosen: state.chosen, step: state.step, range: state.zoom });
+}
+
+async function zoom(range) {
+  const view = state.views[state.chosen];
+  if (range && view) {
+    const low = Math.max(Math.min(range[0], range[1]), view.first), high = Math.min(Math.max(range[0], range[1]), view.last);
+    if (high - low < 2) return;
+    state.zoom = low <= view.first && high >= view.last ? null : [low, high];
+  } else state.zoom = null;
+  const views = await Promise.all(state.runs.map((_, run) => get(overviewPath(run))));
+  views.forEach((found, run) => { if (found) state.views[run] = found; });
+  drawSteps();
+}
+
+function scale(factor) {
+  const view = state.views[state.chosen];
+  const [low, high] = state.zoom ?? [view.first, view.last];
+  const middle = Math.min(Math.max(state.step, low), high);
+  const half = Math.max((factor * (high - low)) / 2, 1);
+  zoom([middle - half, middle + half]);
+}
+
+// ---- one step
+
+function pick(step) {
+  const view = state.views[state.chosen];
+  if (!view || !known(view.last)) return;
+  state.step = Math.round(Math.min(Math.max(step, view.first), view.last));
+  state.follows = state.step === view.last;
+  drawSteps();
+  loadStep();
+}
+
+function move(count) {
+  const view = state.views[state.chosen];
+  if (!view || state.step === null) return;
+  const steps = view.columns.step;
+  const stride = view.stride > 1 ? closest(steps, state.step + count * view.stride) : state.step + count;
+  pick(Number.isFinite(count) ? stride : count < 0 ? view.first : view.last);
+}
+
+async function loadStep() {
+  const request = ++state.latest;
+  const { step, chosen } = state;
+  $("step-number").value = step;
+  $("step-title").textContent = `Step ${num(step)}`;
+  $("follow").checked = state.follows;
+  const line = state.line === null ? "" : `?line=${state.line}`;
+  const [rows, ...found] = await Promise.all([get(path(chosen, step, "/rollouts")), ...state.runs.map((_, run) => get(path(run, step, run === chosen ? line : "")))]);
+  if (request !== state.latest) return;
+  const runs = state.runs.map((run, index) => ({ index, name: run.name, data: found[index] })).filter((run) => run.data);
+  if (!runs.some((run) => run.index === chosen)) return;
+  ofStep.show(runs, chosen);
+  reader.show(rows ?? { rows: [], num: 0 }, state.runs[chosen].settings.keeps_rollouts);
+  document.body.dataset.step = step;
+}
+
+$("previous").addEventListener("click", () => pick(state.step - 1));
+$("next").addEventListener("click", () => pick(state.step + 1));
+$("step-number").addEventListener("change", (event) => pick(Number(event.target.value)));
+$("follow").addEventListener("change", (event) => {
+  state.follows = event.target.checked;
+  if (state.follows && known(state.views[state.chosen]?.last)) { pick(state.views[state.chosen].last); }
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawSteps(); if (known(state.step)) loadStep(); });
+
+// ---- following
+
+let working = Promise.resolve();
+const events = new EventSource("/events");
+events.addEventListener("open", () => { $("connection").textContent = "live"; $("connection").className = "live"; });
+events.addEventListener("error", () => { $("connection").textContent = "connection lost, trying again"; $("connection").className = "lost"; });
+events.addEventListener("changed", (event) => { working = working.then(() => refresh(JSON.parse(event.data))); });

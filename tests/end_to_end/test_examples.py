@@ -1,0 +1,170 @@
+"""The examples run as a user runs them, for less time; those of TRL are in test_trl.py."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from end_to_end.workshop import Workshop, build, say
+from house.tree import ROOT
+
+EXAMPLES = ROOT / "examples"
+RUNNING = ("test_examples.py", "test_transformers_example.py", "test_trl.py")
+"""Files of this folder that run examples."""
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return build(tmp_path_factory.mktemp("examples"))
+
+
+def run(place: Path, *words: str) -> str:
+    """Run a program in a folder, with this longtail first on every path; return its output."""
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        words,
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_table_names_every_example_and_every_example_is_run() -> None:
+    table = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
+    assert set(re.findall(r"\]\(([\w.]+)\)", table)) == names
+    running = "".join((Path(__file__).parent / name).read_text() for name in RUNNING)
+    assert not [name for name in names if f'"{Path(name).stem}' not in running]
+
+
+@pytest.mark.slow
+def test_the_engine_answers_in_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "engine.py"))
+    assert capsys.readouterr().out.count(" tokens, ") == 2
+    code = (EXAMPLES / "engine.py").read_text().rpartition('"""')[2]
+    assert len(code.strip().splitlines()) <= 10
+
+
+@pytest.mark.slow
+def test_a_reward_in_the_example_grades_the_completions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)  # as Python does for a script
+    main = runpy.run_path(str(EXAMPLES / "own_reward.py"))["main"]
+    assert main(str(tmp_path / "run"), steps=1, threads=1) == 0
+    rewards = [row["reward"] for row in lines(tmp_path / "run" / "rollouts.jsonl")]
+    assert len(rewards) == 16
+    assert all(reward == 0 or 1 < reward < 1.5 for reward in rewards)
+    assert any(rewards)
+    (row,) = lines(tmp_path / "run" / "metrics.jsonl")
+    assert row["reward/failures"] == 0
+
+
+@pytest.mark.slow
+def test_a_parquet_file_in_the_columns_of_gsm8k_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main = runpy.run_path(str(EXAMPLES / "gsm8k_parquet.py"))["main"]
+    assert main(steps=1, threads=1) == 0
+    assert Path("runs/gsm8k.parquet").exists()
+    (row,) = lines(Path("runs/gsm8k/metrics.jsonl"))
+    assert row["reward/mean"] > 0
+    assert row["reward/failures"] == 0
+
+
+@pytest.mark.slow
+def test_the_curriculum_of_the_example_has_tasks_and_levels(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shop.path)
+    said = say(
+        "train",
+        str(EXAMPLES / "curriculum.toml"),
+        f"--model.path={shop.model}",
+        "--run.dir=curriculum",
+        "--run.steps=1",
+        "--run.threads=1",
+        "--data.heldout_size=8",
+        "--rollout.prompts_per_step=4",
+        "--rollout.group_size=2",
+        "--rollout.max_tokens=8",
+        "--rollout.dtype=float32",
+        "--learner.autocast=false",
+    )
+    assert said.code == 0, said.err
+    (row,) = shop.metrics("curriculum")
+    assert row["task/chain_sum/level"] == 0
+    assert {"task/gcd/reward", "task/chain_sum/reward"} & row.keys()
+
+
+@pytest.mark.slow
+def test_a_drafter_is_trained_and_exported_for_vllm(shop: Workshop) -> None:
+    run(
+        shop.path,
+        "bash",
+        str(EXAMPLES / "drafter_for_vllm.sh"),
+        *(str(shop.model), "drafter", str(shop.prompts)),
+        *("--train.steps=1", "--data.max_tokens=8", "--data.heldout_size=2", "--run.threads=1"),
+    )
+    exported = {path.name for path in (shop.path / "drafter-vllm").iterdir()}
+    assert {"config.json", "model.safetensors", "README.md"} <= exported
+    card = (shop.path / "drafter-vllm" / "README.md").read_text()
+    assert '"method": "eagle"' in card
+
+
+@pytest.mark.slow
+def test_the_notebook_plots_a_run(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    said = shop.train("plotted", "--run.steps=2")
+    assert said.code == 0, said.err
+    monkeypatch.setenv("RUN", str(shop.path / "plotted"))
+    notebook = json.loads((EXAMPLES / "plot_run.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    script = tmp_path / "cells.py"
+    script.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
+    drawn: dict[str, Any] = runpy.run_path(str(script))
+    figures = [plt.figure(number) for number in plt.get_fignums()]
+    titles = [axes.get_title() for figure in figures for axes in figure.axes]
+    plt.close("all")
+    assert titles == [
+        *("Mean reward", "Length of completions", "Completions of all steps"),
+        *("Seconds of a step", "Accept length", "Step 2"),
+    ]
+    assert [row["step"] for row in drawn["metrics"]] == [1, 2]
+
+
+def test_the_notebook_holds_no_outputs_and_no_paths_of_a_machine() -> None:
+    text = (EXAMPLES / "plot_run.ipynb").read_text(encoding="utf-8")
+    notebook = json.loads(text)
+    assert notebook["nbformat"] == 4
+    for cell in notebook["cells"]:
+        assert cell.get("outputs", []) == []
+        assert cell.get("execution_count") is None
+    assert "/home/" not in text
+    assert "/work/" not in text
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
