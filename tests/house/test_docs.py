@@ -75,7 +75,7 @@ def test_a_page_names_only_options_that_exist(page: Path) -> None:
     fields = [
         n for n in named if n.partition(".")[0] in sections and n.partition(".")[2] not in suffixes
     ]
-    modules = {"data.source", *map(module_name, SOURCES)}
+    modules = {"data.source", "model.generate", *map(module_name, SOURCES)}
     assert {name for name in fields if name not in known} <= modules
 
 

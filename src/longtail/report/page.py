@@ -253,7 +253,7 @@ main { max-width: 1080px; margin: 0 auto; padding: 24px 20px 48px; }
 h1 { font-size: 24px; margin: 0 0 12px; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 32px 0 8px; }
 figure { margin: 0; }
-img { width: 100%; height: auto; background: #fff; border-radius: 6px; }
+img { width: 100%; height: auto; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 8px 0; }
 th, td { text-align: left; vertical-align: top; padding: 4px 18px 4px 0;
