@@ -170,7 +170,7 @@ function chosenMark(step) {
 
 function versionMarks(runs, chosen) {
   const run = runs.find((each) => each.index === chosen);
-  return run.view.versions.map(([x, version]) => ({ x, text: `v${version}`, color: color("--soft"), dash: true }));
+  return run.view.versions.map(([x, version]) => ({ x, text: `v${version}`, color: color("--soft"), dash: true, sparse: true }));
 }
 
 const wide = (x, least = 0) => [x[0] - least, Math.max(x.at(-1) + least, x[0] + 1)];

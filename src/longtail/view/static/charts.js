@@ -73,7 +73,7 @@ function markPlugin(options) {
           ctx.fillStyle = color("--plain");
           ctx.fillRect(a, bbox.top, b - a, bbox.height);
         }
-        for (const mark of options.marks || []) {
+        for (const mark of shown(options.marks, plot)) {
           const x = Math.round(plot.valToPos(mark.x, "x", true));
           ctx.strokeStyle = mark.color;
           ctx.lineWidth = (mark.width || 1) * scale;
@@ -87,7 +87,7 @@ function markPlugin(options) {
         ctx.save();
         let end = 0;
         ctx.font = `${11 * scale}px system-ui, sans-serif`;
-        for (const mark of options.marks || []) {
+        for (const mark of shown(options.marks, plot)) {
           const width = mark.text ? ctx.measureText(mark.text).width : 0;
           const x = plot.valToPos(mark.x, "x", true);
           const left = Math.min(Math.max(x - width / 2, 0), ctx.canvas.width - width);
@@ -105,6 +105,19 @@ function markPlugin(options) {
       },
     },
   };
+}
+
+// Marks with a text leave out those for which there is no room.
+function shown(marks, plot) {
+  const room = 34 * devicePixelRatio;
+  let end = -Infinity;
+  return (marks || []).filter((mark) => {
+    if (!mark.sparse) return true;
+    const x = plot.valToPos(mark.x, "x", true);
+    if (x - end < room) return false;
+    end = x;
+    return true;
+  });
 }
 
 function textWidth(texts) {

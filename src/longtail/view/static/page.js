@@ -108,8 +108,9 @@ function scale(factor) {
   const view = state.views[state.chosen];
   const [low, high] = state.zoom ?? [view.first, view.last];
   const middle = Math.min(Math.max(state.step, low), high);
-  const half = Math.max((factor * (high - low)) / 2, 1);
-  zoom([middle - half, middle + half]);
+  const length = Math.min(Math.max(factor * (high - low), 2), view.last - view.first);
+  const begin = Math.min(Math.max(middle - length / 2, view.first), view.last - length);
+  zoom([begin, begin + length]);
 }
 
 // ---- one step

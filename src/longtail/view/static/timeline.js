@@ -127,7 +127,7 @@ export class Timeline {
         }
       }
       const bottom = top + run.workers.length * rowHeight;
-      this.marks(parts, run, rows, height, x, [LEFT, width]);
+      this.marks(parts, run, { rows, height, top, x, left: LEFT, right: width });
       const stop = x(run.end_s - run.shift);
       if (several && stop > LEFT && stop < width) parts.push(svg("line", { x1: stop, x2: stop, y1: top - 4, y2: bottom, class: "end" }));
       top = bottom + (several ? 10 : 2);
@@ -141,15 +141,15 @@ export class Timeline {
     drawing.addEventListener("dblclick", () => this.zoom(null));
   }
 
-  marks(parts, run, rows, height, x, [left, right]) {
+  marks(parts, run, { rows, height, top, x, left, right }) {
     let free = -Infinity;
     for (const [worker, when, name] of run.marks) {
       const place = x(when - run.shift), y = rows.get(worker);
       if (place < left || place > right || y === undefined) continue;
-      parts.push(svg("path", { d: `M${place - 4},${y - 5}h8l-4,5zV${y + height}`, class: "mark" }, svg("title", {}, `${name} at ${num(when - run.shift)} s`)));
+      parts.push(svg("path", { d: `M${place - 4},${top - 6}h8l-4,5zV${y + height}`, class: "mark" }, svg("title", {}, `${name} at ${num(when - run.shift)} s`)));
       const room = name.length * 6 + 10;
       const start = place + room > right ? place - room : place + 7;
-      if (start > free) parts.push(svg("text", { x: start, y: y - 5, class: "event" }, name));
+      if (start > free) parts.push(svg("text", { x: start, y: top - 5, class: "event" }, name));
       free = Math.max(free, start + room);
     }
   }
