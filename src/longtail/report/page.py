@@ -268,6 +268,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 8
 th, td { text-align: left; vertical-align: top; padding: 4px 18px 4px 0;
   border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
+td:first-child { white-space: nowrap; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(280px, 1fr)); gap: 20px; }
 svg { width: 100%; height: auto; }
 polyline { fill: none; stroke: var(--mark); stroke-width: 2; stroke-linejoin: round; }
