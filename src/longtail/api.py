@@ -18,7 +18,13 @@ from typing import Any, final
 import torch
 
 from longtail.build.drafters import Target, check_names, read_drafter
-from longtail.build.engine import GrowingEngine, completion_key, open_engine, open_model
+from longtail.build.engine import (
+    GrowingEngine,
+    GrowingLimits,
+    completion_key,
+    open_engine,
+    open_model,
+)
 from longtail.build.models import model_directory
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import Piece, StepReport
@@ -68,7 +74,7 @@ class Engine:
         self._engines = GrowingEngine(
             lambda limits: open_engine(self._open(), limits, drafter),
             self.tokenizer.decode,
-            max_running,
+            GrowingLimits(max_running),
         )
 
     def encode(self, prompt: PromptInput, max_tokens: int) -> tuple[int, ...]:

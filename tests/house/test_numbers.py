@@ -40,9 +40,45 @@ def test_each_ratio_in_the_readme_is_that_of_a_card() -> None:
     assert not [ratio for ratio in stated if ratio not in known]
 
 
+NO_GAIN = {
+    "README.md": "no gain yet",
+    "docs/start.md": "does not pay yet",
+    "docs/comparison.md": "gains nothing",
+    "docs/benchmarks.md": "gains nothing on this run yet",
+}
+"""Words about SmolLM2-135M that must go when its card shows a gain."""
+
+
+@pytest.mark.parametrize("page", NO_GAIN)
+def test_a_page_denies_a_gain_of_smollm2_exactly_while_its_card_has_none(page: str) -> None:
+    speedup = Claim(card="e2e_smollm2", path="step_speedup.cold.median", pages=()).value
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert (NO_GAIN[page] in text) is (speedup < 1.02), f"{page}: a step is {speedup:.2f}x as fast"
+
+
 def test_the_readme_fits_ninety_lines_and_has_one_picture() -> None:
     assert len(README.splitlines()) <= 90
     assert README.count("![") == 1
+
+
+def test_the_page_of_benchmarks_links_every_card() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    cards = {path.stem for path in (ROOT / "benchmarks").glob("*.json")}
+    assert cards == {
+        stem for stem in cards if re.search(rf"\.\./benchmarks/{stem}\.(txt|json)\)", page)
+    }
+
+
+def test_each_cell_of_the_comparison_has_a_source() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    tables, _, sources = page.partition("## Sources")
+    rows = [line.strip("|").split("|") for line in tables.splitlines() if line.count("|") == 9]
+    cells = [(row[0], cell.strip()) for row in rows for cell in row[1:] if row[0].strip(" -")]
+    unsourced = [(row, cell) for row, cell in cells if "](" not in cell and "][" not in cell]
+    assert {cell for _, cell in unsourced} <= {"-"}
+    for number in set(re.findall(r"\]\[(\d+)\]", tables)):
+        assert f"\n[{number}]: https://" in sources
+        assert re.search(rf"\[{number}\] \| .* \| .*20\d\d \|", sources), f"no date of {number}"
 
 
 def _labels(picture: Path) -> list[str]:

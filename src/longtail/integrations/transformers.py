@@ -29,7 +29,7 @@ from longtail.build.drafters import (
     drafter_names,
     open_drafters,
 )
-from longtail.build.engine import GrowingEngine, completion_key
+from longtail.build.engine import GrowingEngine, GrowingLimits, completion_key
 from longtail.build.models import model_directory, model_name
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
@@ -220,9 +220,9 @@ class _Mirror:
         self._engines = GrowingEngine(
             lambda limits: RolloutEngine(self._model, _no_text, limits),
             _no_text,
-            _MAX_RUNNING,
-            length_step=_LENGTH_STEP,
-            max_positions=config.max_positions,
+            GrowingLimits(
+                _MAX_RUNNING, length_step=_LENGTH_STEP, max_positions=config.max_positions
+            ),
         )
         self._drafter = NONE
 

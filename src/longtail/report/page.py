@@ -17,6 +17,7 @@ from longtail.engine.rollout_log import LoggedRollout, read_rollout
 from longtail.errors import CheckpointError, ConfigError, LongtailError
 from longtail.report.rollout_plot import draw, plain_share
 from longtail.run import summary
+from longtail.run.metric_table import describe
 from longtail.run.metrics import Number
 from longtail.run.summary import read_metrics, read_summary
 from longtail.system.device import to_stderr
@@ -185,7 +186,7 @@ def _history(directory: Path) -> str:
         ("rollout time", "timing_s/rollout", "{:.1f} s"),
         ("accept length", "speculation/accept_length", "{:.2f}"),
     ]
-    drawn = [_chart(title, _points(rows, name), form) for title, name, form in charts]
+    drawn = [_chart(title, name, _points(rows, name), form) for title, name, form in charts]
     return f'<h2>Training steps</h2><div class="charts">{"".join(drawn)}</div>'
 
 
@@ -205,8 +206,11 @@ def _points(rows: Iterable[Mapping[str, Number | None]], name: str) -> list[tupl
     ]
 
 
-def _chart(title: str, points: Sequence[tuple[int, float]], form: str) -> str:
-    """Return a line chart, captioned with its first and last value and its range."""
+def _chart(title: str, name: str, points: Sequence[tuple[int, float]], form: str) -> str:
+    """Return a line chart, captioned with its first and last value and its range.
+
+    Its tooltip is the description of the metric `name`.
+    """
     if not points:
         return ""
     steps, values = [step for step, _ in points], [value for _, value in points]
@@ -222,9 +226,14 @@ def _chart(title: str, points: Sequence[tuple[int, float]], form: str) -> str:
     )
     return (
         f'<figure class="chart"><svg viewBox="-4 -6 {_WIDE + 8} {_HIGH + 12}" role="img" '
-        f'aria-label="{caption}"><path class="frame" d="M0,0V{_HIGH}H{_WIDE}"/>'
+        f'aria-label="{caption}">{_tooltip(name)}<path class="frame" d="M0,0V{_HIGH}H{_WIDE}"/>'
         f'<polyline points="{line}"/></svg><figcaption>{caption}</figcaption></figure>'
     )
+
+
+def _tooltip(name: str) -> str:
+    metric = describe(name)
+    return "" if metric is None else f"<title>{_text(f'{name}: {metric.text}')}</title>"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, heads: bool = False) -> str:
@@ -259,6 +268,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 8
 th, td { text-align: left; vertical-align: top; padding: 4px 18px 4px 0;
   border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
+td:first-child { white-space: nowrap; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(280px, 1fr)); gap: 20px; }
 svg { width: 100%; height: auto; }
 polyline { fill: none; stroke: var(--mark); stroke-width: 2; stroke-linejoin: round; }

@@ -4,7 +4,7 @@ Steps to compare are panels above each other that share a time axis; each step b
 is named on its longest bar that has room. `cluster.timeline` describes the data.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,10 +47,11 @@ def draw(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
     named: set[State] = set()
     for panel, height, (label, timeline) in zip(grid[:, 0], heights, timelines, strict=True):
         per_second = 0.88 * _WIDTH / longest_s
+        legible = height / max(len(timeline.workers), 1) > _LEGIBLE
         _bars(panel, timeline)
-        if height / max(len(timeline.workers), 1) > _LEGIBLE:
+        if legible:
             named |= _name_states(panel, timeline, per_second)
-        _marks(panel, timeline, per_second)
+        _marks(panel, timeline, per_second, _NAMED if legible else 0)
         _frame(panel, timeline)
         title = _title(label, timeline, timelines[0][1])
         panel.set_title(title, parse_math=False, fontweight="bold", **TITLE)
@@ -90,25 +91,30 @@ def _bars(panel: "Axes", timeline: Timeline) -> None:
 
 
 def _name_states(panel: "Axes", timeline: Timeline, per_second: float) -> set[State]:
-    """Write each state's name on its longest bar that has room; return the named states."""
+    """Write each state's name on its longest bar with room, best one without an event; return them.
+
+    `per_second` is the length of a second, in inches.
+    """
     rows = {worker: row for row, worker in enumerate(timeline.workers)}
+
+    def room(span: Span) -> tuple[bool, float]:
+        at = [mark.at_s for mark in timeline.marks if mark.worker == span.worker]
+        return not any(span.begin_s <= each <= span.end_s for each in at), span.seconds
+
     named = set()
     for state, (_, name) in _LOOKS.items():
-        span = _longest(span for span in timeline.spans if span.state is state)
-        if span is None or span.seconds * per_second < _LETTER * len(name):
+        least_s = _LETTER * len(name) / per_second
+        wide = [each for each in timeline.spans if each.state is state and each.seconds >= least_s]
+        if not wide:
             continue
+        span = max(wide, key=room)
         middle = (span.begin_s + span.end_s) / 2 - timeline.begin_s
-        color = INK if state is State.IDLE else "white"
         panel.text(
-            middle, rows[span.worker], name, ha="center", va="center", color=color, fontsize=9.5,
-            fontweight="bold",
+            middle, rows[span.worker], name, ha="center", va="center", fontsize=9.5,
+            color=INK if state is State.IDLE else "white", fontweight="bold",
         )  # fmt: skip
         named.add(state)
     return named
-
-
-def _longest(spans: Iterable[Span]) -> Span | None:
-    return max(spans, key=lambda span: span.seconds, default=None)
 
 
 def _name_others(figure: "Figure", looks: Sequence[tuple[str, str]]) -> None:
@@ -120,11 +126,11 @@ def _name_others(figure: "Figure", looks: Sequence[tuple[str, str]]) -> None:
     figure.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=9)
 
 
-def _marks(panel: "Axes", timeline: Timeline, per_second: float) -> None:
-    """Draw marks as ticks over the worker's bar, and name the first of each kind if few."""
+def _marks(panel: "Axes", timeline: Timeline, per_second: float, most_named: int) -> None:
+    """Draw events as ticks over the worker's bar; up to `most_named` kinds have their names."""
     rows = {worker: row for row, worker in enumerate(timeline.workers)}
     kinds = list(dict.fromkeys(mark.name for mark in timeline.marks))
-    named: set[str] = set() if len(kinds) <= _NAMED else set(kinds)
+    named: set[str] = set() if len(kinds) <= most_named else set(kinds)
     for mark in sorted(timeline.marks, key=lambda mark: mark.at_s):
         at, top = mark.at_s - timeline.begin_s, rows[mark.worker] - _BAR / 2
         panel.vlines(at, top, top + _BAR, color="white", linewidth=1.4)

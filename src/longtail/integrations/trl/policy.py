@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from longtail.build.drafters import Target
+from longtail.build.engine import GrowingLimits
 from longtail.drafter.eagle.weights import are_finite
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, NonFiniteError
@@ -24,7 +24,6 @@ from longtail.model.hf.weights import hf_rows
 from longtail.types import Completion, PolicyWeights, Request
 
 _HEAD = "lm_head.weight"
-_STEP_TOKENS = 512
 _LENGTH_STEP = 256
 """Tokens by which the longest text grows; a new engine measures its costs again."""
 
@@ -39,10 +38,14 @@ class Policy:
         self.target = target
         self.max_len = min(max_len, target.model.config.max_positions)
         """Most tokens of a prompt and its completion."""
-        self._max_running, self._reserved_bytes = max_running, reserved_bytes
+        self._limits = GrowingLimits(
+            max_running,
+            length_step=_LENGTH_STEP,
+            max_positions=self.max_len,
+            reserved_bytes=reserved_bytes,
+        )
         self._rows = hf_rows(target.model)
         self._engine: RolloutEngine | None = None
-        self._running = self._length = 0
         self._speculation: Speculation | None = None
         self._measured: Speculation | None = None
         self.version = 0
@@ -102,20 +105,10 @@ class Policy:
 
     def ready(self, requests: Sequence[Request]) -> RolloutEngine:
         """Return an idle engine with room for the requests; one that is too small is replaced."""
-        longest = max(len(each.prompt_tokens) + each.sampling.max_tokens for each in requests)
-        running = min(len(requests), self._max_running)
-        engine = self._engine
-        if engine is not None and running <= self._running and longest <= self._length:
+        limits, engine = self._limits.grown(requests), self._engine
+        if limits is None:
+            assert engine is not None, "the first request needs room"
             return engine
-        rounded = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
-        self._length = max(min(rounded, self.max_len), longest, self._length)
-        self._running = max(running, self._running)
-        limits = EngineLimits(
-            max_running=self._running,
-            max_step_tokens=max(_STEP_TOKENS, self._running),
-            max_len=self._length,
-            reserved_bytes=self._reserved_bytes,
-        )
         if engine is not None:
             engine.speculate(None)
         model, decode = self.target.model, self.target.tokenizer.decode

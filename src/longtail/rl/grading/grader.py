@@ -27,7 +27,8 @@ from typing import Any, Final
 
 from longtail.errors import GradingError, LongtailError
 from longtail.rl.grading.answers import checked_number
-from longtail.rl.grading.reward import GradingTask, Reward, resolve_reward
+from longtail.rl.grading.interface import GradingTask, Reward
+from longtail.rl.grading.reward import resolve_reward
 from longtail.rl.grading.supervisor import supervise_from_here
 
 LENGTH = struct.Struct("!I")

@@ -1,11 +1,9 @@
-"""Rewards: pure functions from one completion to one number.
+"""The rewards and their names; each implements `Reward`.
 
-Owns the interface `Reward`, its implementations and their names. It runs in grader processes, so it
-imports neither torch nor `longtail.types`; `longtail.rl.grading.pool` owns the processes, their
-time limits and failures.
+They run in grader processes, so this module imports neither torch nor `longtail.types`;
+`longtail.rl.grading.pool` owns the processes, their time limits and failures.
 """
 
-import abc
 import difflib
 import importlib
 import logging
@@ -13,7 +11,6 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, final
 
@@ -26,46 +23,7 @@ from longtail.rl.grading.answers import (
     tagged_answer,
     whole_number,
 )
-
-Messages = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradingTask:
-    """Input of a reward: a prompt and a completion, without tensors.
-
-    Example: GradingTask(prompt="6*7=", text="It is #### 42", tokens=(5, 1), data={"answer": "42"})
-    """
-
-    prompt: str | Messages
-    """Prompt of the source, before the chat template: text, or chat messages."""
-    text: str
-    """Decoded completion."""
-    tokens: tuple[int, ...]
-    data: Mapping[str, Any] = field(default_factory=dict)
-    """Row of the source; `answer` is the reference answer."""
-
-
-class Reward(abc.ABC):
-    """Grades one completion; an error means that the completion has no reward."""
-
-    @abc.abstractmethod
-    def grade(self, task: GradingTask) -> float:
-        """Return a finite number; raise `GradingError` (or any error) if there is none."""
-
-    def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
-        """Return a reward, or the reason why there is none, for each completion of a prompt.
-
-        An error that is raised means that no completion has a reward.
-        """
-        return [self.grade(task) for task in tasks]
-
-    @abc.abstractmethod
-    def check(self, data: Mapping[str, Any]) -> None:
-        """Raise `GradingError` (or any error) if no completion of this row can be graded.
-
-        `data` has at least the columns that `required_columns` names.
-        """
+from longtail.rl.grading.interface import GradingTask, Messages, Reward
 
 
 def _reference(data: Mapping[str, Any], reward_name: str) -> str:
