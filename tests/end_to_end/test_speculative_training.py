@@ -84,6 +84,8 @@ def test_what_speculation_did_is_kept_once_a_step_however_often_a_run_is_resumed
     assert workshop.train("logged", "--run.steps=3", *words).code == 0
     rows = read_lines(path)
     assert [row["step"] for row in rows if row["kind"] == "training"] == [1, 2, 3]
+    drafts = read_lines(path.with_name("drafts.jsonl"))
+    assert [row["step"] for row in drafts] == [1, 2, 3]
     # Before the first step and after the last; that after the second step was cut back.
     assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [1, 4]
     sittings = [row["step"] for row in rows if row["costs"] is not None]

@@ -19,7 +19,10 @@ workers = 2
 [run]
 steps = {steps}
 """
-FILES = ("metrics.jsonl", "trace.json", "rollouts.jsonl", "speculation.jsonl", "drafter.jsonl")
+FILES = (
+    "metrics.jsonl", "trace.json", "rollouts.jsonl", "drafts.jsonl", "speculation.jsonl",
+    "drafter.jsonl",
+)  # fmt: skip
 
 
 def metrics_row(step: int) -> dict[str, float | None]:
@@ -98,6 +101,11 @@ def rollout_rows(step: int, num: int = 4) -> list[dict[str, Any]]:
     ]
 
 
+def drafts_row(step: int) -> dict[str, Any]:
+    """Drafted characters: "step" of the first completion, nothing of the others."""
+    return {"step": step, "drafted": {rollout_rows(step)[0]["request_id"]: [0, 4, 6, 6]}}
+
+
 def speculation_row(step: int, worker: int = 0, num: int = 60) -> dict[str, Any]:
     """A rollout of 60 engine steps that drafts from the 20th on."""
     drafts = [0 if index < 20 else 2 for index in range(num)]
@@ -137,6 +145,7 @@ def append_steps(directory: Path, first: int, last: int, *, size: int = 60) -> N
         rows = {
             "rollouts.jsonl": rollout_rows(step),
             "speculation.jsonl": [speculation_row(step, worker, size) for worker in (1, 0)],
+            "drafts.jsonl": [drafts_row(step)],
             "drafter.jsonl": [decision_row(step)],
             "metrics.jsonl": [metrics_row(step)],
         }

@@ -1,7 +1,7 @@
 """Records that travel between a worker and the process that coordinates the workers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,8 @@ class ShardResult:
     """The cost model after the shard, as JSON numbers."""
     initial_costs: Mapping[str, Any] | None
     """The cost model before the worker's first shard; None for later shards."""
+    drafted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Begin, end, begin, end, ... of accepted drafts by request, in characters of its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,12 @@ class RolloutResult:
         ]
 
     @property
+    def drafted(self) -> dict[str, tuple[int, ...]]:
+        """Accepted drafts by request, in characters of its text."""
+        shards = [shard.value().drafted for shard in self.shards]
+        return {name: places for drafted in shards for name, places in drafted.items()}
+
+    @property
     def costs(self) -> CostModel | None:
         """Cost model of the worker that was done last."""
         numbers = self.shards[-1].value().costs

@@ -26,6 +26,7 @@ from longtail.drafter.eagle.weights import DrafterWeights, are_finite
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.spot import Replica, SpotReport, SpotTrainer
+from longtail.engine.drafted_text import AcceptedSpans
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport
 from longtail.engine.rollout_log import RolloutLog
@@ -121,6 +122,7 @@ class Worker:
     def generate(self, requests: Sequence[Request]) -> ShardResult:
         """Generate all completions. Raises Stopped; then the requests are aborted."""
         engine, meter, log = self._components.engine, RolloutMeter(), RolloutLog()
+        accepted = AcceptedSpans()
         is_first, self._has_generated = not self._has_generated, True
         initial = engine.costs.numbers() if is_first and engine.costs is not None else None
         self._shard = _Shard({request.request_id: request for request in requests}, [])
@@ -129,6 +131,7 @@ class Worker:
         def on_step(step: StepReport) -> None:
             meter.add(step)
             log.add(step)
+            accepted.add(step)
             self._on_step(step)
             self._take_offers()
 
@@ -145,6 +148,7 @@ class Worker:
             series=log.series(),
             costs=None if costs is None else costs.numbers(),
             initial_costs=initial,
+            drafted=accepted.characters(completions, self._components.tokenizer.decode),
         )
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:

@@ -177,10 +177,11 @@ class RunSection(CommonRunSection):
     steps: Count = 100
     """Number of rollout-and-update steps, those before a resume included."""
     save_rollouts: bool = True
-    """Whether every graded completion is appended to rollouts.jsonl."""
+    """Whether every graded completion is appended to rollouts.jsonl, and what of it was drafted to
+    drafts.jsonl."""
     speculation_mb: Amount = 256
-    """Most size of speculation.jsonl in MiB, which records what every engine step drafted; beyond
-    it the oldest rollouts are left out. 0 is unlimited."""
+    """Most size of speculation.jsonl in MiB, which records what every engine step drafted, and of
+    drafts.jsonl; beyond it the oldest rollouts are left out. 0 is unlimited."""
 
 
 class RunConfig(Section):

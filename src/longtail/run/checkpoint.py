@@ -59,8 +59,8 @@ _MAY_DIFFER = frozenset(
 
 CONFIG_FILE = "config.toml"
 _LOGS = (
-    "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "drafter.jsonl", "trace.json",
-    "summary.json", "cost.json", "rollout.png", "report.html",
+    "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "drafts.jsonl", "drafter.jsonl",
+    "trace.json", "summary.json", "cost.json", "rollout.png", "report.html",
 )  # fmt: skip
 _FOLDERS = ("checkpoints", "drafter", "tensorboard")
 UNWRITABLE = (OSError, SafetensorError)  # a failed write of tensors

@@ -1,7 +1,9 @@
 """Log files of a run: metrics.jsonl, rollouts.jsonl, and those of speculation and the cluster.
 
 speculation.jsonl (`engine.rollout_log`) gets a line per rollout and worker; its oldest lines are
-dropped beyond `run.speculation_mb`. cost.json (`tuner.cost_file`) holds the newest cost model.
+dropped beyond `run.speculation_mb`. drafts.jsonl has the drafted characters of each text, bounded
+alike; rollouts.jsonl does not, because the same texts may be drafted otherwise.
+cost.json (`tuner.cost_file`) holds the newest cost model.
 trace.json (`cluster.timeline`) has the states of the workers, drafter.jsonl the decisions about a
 drafter in training.
 
@@ -24,7 +26,7 @@ from longtail.run.metrics import JsonLines, open_writers
 from longtail.run.step_metrics import StepRecord, rollout_row
 from longtail.tuner import cost_file
 
-DRAFTER_FILE = "drafter.jsonl"
+DRAFTER_FILE, DRAFTS_FILE = "drafter.jsonl", "drafts.jsonl"
 
 
 class RunLogger:
@@ -44,6 +46,9 @@ class RunLogger:
         self._speculation: JsonLines | None = None
         if (directory / rollout_log.FILE).exists():  # cut back even if the run drafts no more
             self._speculation = self._open_speculation(last_step)
+        self._drafts: JsonLines | None = None
+        if (directory / DRAFTS_FILE).exists():
+            self._drafts = self._open_drafts(last_step)
         self._drafter: JsonLines | None = None
         if (directory / DRAFTER_FILE).exists():
             self._drafter = JsonLines(directory / DRAFTER_FILE, last_step=last_step)
@@ -55,6 +60,8 @@ class RunLogger:
             self.log(each.rollout.logged(step, TRAINING))
         for rollout in record.rollouts if self._keeps_rollouts else ():
             self._rollouts.write(step, rollout_row(rollout))
+        if self._keeps_rollouts and record.series is not None:
+            self._write_drafts(step, record)
         if (costs := record.rounds[-1].rollout.costs) is not None:
             cost_file.save_costs(self._directory / cost_file.FILE, costs)
         self._metrics.write(step, metrics)
@@ -65,6 +72,18 @@ class RunLogger:
             if self._speculation is None:
                 self._speculation = self._open_speculation(rollout.step)
             self._speculation.write(rollout.step, rollout.as_json())
+
+    def _write_drafts(self, step: int, record: StepRecord) -> None:
+        """Write which characters of the step's texts were drafted."""
+        if self._drafts is None:
+            self._drafts = self._open_drafts(step)
+        parts = [each.rollout.drafted for each in record.rounds]
+        drafted = {name: places for part in parts for name, places in part.items()}
+        self._drafts.write(step, {"drafted": drafted})
+
+    def _open_drafts(self, last_step: int | None) -> JsonLines:
+        path = self._directory / DRAFTS_FILE
+        return JsonLines(path, last_step=last_step, most_bytes=self._max_bytes)
 
     def _open_speculation(self, last_step: int | None) -> JsonLines:
         path = self._directory / rollout_log.FILE
@@ -84,6 +103,7 @@ class RunLogger:
 
     def close(self) -> None:
         """Close all files."""
-        for file in (self._metrics, self._rollouts, self._trace, self._speculation, self._drafter):
+        drafts = (self._speculation, self._drafts, self._drafter)
+        for file in (self._metrics, self._rollouts, self._trace, *drafts):
             if file is not None:
                 file.close()

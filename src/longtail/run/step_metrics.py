@@ -168,5 +168,6 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "num_tokens": len(completion.tokens),
         "finish_reason": completion.finish_reason.value,
         "logprob": sum(completion.logprobs),
+        "prompt": rollout.prompt.text,
         "text": completion.text,
     }

@@ -103,7 +103,7 @@ def _drafted(directory: Path, step: int, request_id: object, length: int) -> lis
     for line in lines_of(directory / DRAFTS, step, step_of_row):
         spans = row_of(line).get("drafted")
         if isinstance(spans, dict) and isinstance(request_id, str):
-            found = spans.get(request_id, found)
+            found = spans.get(request_id, [])  # a text without accepted drafts has no entry
     if not isinstance(found, list):
         return None
     places = [int(place) for place in numbers(found) if 0 <= place <= length]

@@ -76,6 +76,26 @@ def test_an_offer_older_than_the_served_drafter_is_ignored(worker, asked):
     assert [verdict.version for verdict in worker.drain_verdicts()] == [3]
 
 
+def test_accepted_drafts_are_reported_in_characters_of_the_texts(workshop):
+    """The target itself drafts, so all its drafts are accepted."""
+    words = (f"--speculation.drafter={workshop.model}", "--speculation.tuner=fixed")
+    components = make_components(workshop, *words, "--speculation.depth=3")
+    worker = Worker(components)
+    worker.publish()
+    sampling = SamplingParams(max_tokens=24)
+    request = Request(request_id="a", prompt_tokens=(5, 6), noise_key=1, sampling=sampling)
+    result = worker.generate([request])
+    assert result.series is not None
+    assert sum(result.series.accepted) > 10
+    places, (completion,) = result.drafted["a"], result.completions
+    decode = components.tokenizer.decode
+    # Every token of this tokenizer is one character or none, so tokens and characters agree.
+    assert {len(decode([token])) for token in completion.tokens} <= {0, 1}
+    drafted = sum(end - begin for begin, end in zip(places[::2], places[1::2], strict=True))
+    assert len(completion.text) / 2 < drafted <= sum(result.series.accepted)
+    assert list(places) == sorted(places)
+
+
 def test_the_newest_of_several_offers_is_adopted_in_any_order(worker, asked):
     for version in (4, 6, 5):
         worker.offer(offer(worker, version, 1.0 + version / 100))

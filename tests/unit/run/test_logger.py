@@ -47,11 +47,17 @@ def _record(
     *rollouts: Rollout,
     series: RolloutSeries | None = None,
     costs: Mapping[str, Any] | None = None,
+    drafted: Mapping[str, tuple[int, ...]] | None = None,
 ) -> StepRecord:
     """Return the records of a step of one worker."""
     report = RolloutReport(**{each.name: each.type(0) for each in fields(RolloutReport)})
     shard = ShardResult(
-        completions=(), report=report, series=series, costs=costs, initial_costs=None
+        completions=(),
+        report=report,
+        series=series,
+        costs=costs,
+        initial_costs=None,
+        drafted=drafted or {},
     )
     rollout = RolloutResult(
         completions=(),
@@ -89,6 +95,7 @@ def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path: Path) -
         "num_tokens": 2,
         "finish_reason": "stop",
         "logprob": -0.75,
+        "prompt": "?",
         "text": "42",
     }
 
@@ -115,6 +122,16 @@ def test_a_resumed_run_drops_the_lines_after_its_checkpoint(
     resumed.close()
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert [line["step"] for line in _lines(tmp_path / name)] == kept
+
+
+def test_drafted_characters_stand_apart_from_the_texts(tmp_path: Path) -> None:
+    for directory, drafted in (("a", {}), ("b", {"p@0#0": (0, 2)})):
+        logger = RunLogger(RunConfig(), tmp_path / directory, last_step=None)
+        logger.write(1, {}, _record(ROLLOUT, series=SERIES, drafted=drafted))
+        logger.close()
+    assert _lines(tmp_path / "b" / "drafts.jsonl") == [{"step": 1, "drafted": {"p@0#0": [0, 2]}}]
+    texts = [(tmp_path / directory / "rollouts.jsonl").read_bytes() for directory in "ab"]
+    assert texts[0] == texts[1]
 
 
 def test_a_run_without_speculation_has_none_of_its_files(tmp_path: Path) -> None:

@@ -180,5 +180,6 @@ def test_a_row_of_rollouts_has_text_ids_version_and_reward() -> None:
         "num_tokens": 3,
         "finish_reason": "length",
         "logprob": -1.5,
+        "prompt": P.text,
         "text": "xxx",
     }

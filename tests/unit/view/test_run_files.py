@@ -59,7 +59,8 @@ def test_a_page_gets_the_runs_own_numbers(run: Path) -> None:
     assert step["metrics"]["reward/mean"] == pytest.approx(metrics_row(2)["reward/mean"], rel=1e-6)
     text = found["texts"][1]
     assert text["prompt"] == "What is 2 + 0?"
-    assert text["drafted"] is None
+    assert text["drafted"] == [0, 4, 6, 6]
+    assert found["texts"][2]["drafted"] == []
     assert found["texts"][0] is None
     assert found["texts"][3] is None
 
@@ -75,6 +76,16 @@ def test_a_rollout_is_joined_in_slices_with_its_totals(run: Path) -> None:
     assert rollout["mean_accept_length"] == 3
     assert rollout["plain_time_share"] == pytest.approx(1 / 3)
     assert rollout["switches"] == [[2, True, row["switches"][0][2], 40]]
+
+
+def test_drafted_characters_that_do_not_fit_the_text_are_left_out(run: Path) -> None:
+    name = "task/2/0#0"
+    for places in ([0], [4, 2], [0, 9999], [0, "x"], {"0": 4}, None):
+        row = {"step": 2, "drafted": {name: places}}
+        (run / "drafts.jsonl").write_text(json.dumps(row) + "\n")
+        assert RunFiles(run, "run").rollout(2, 0)["drafted"] is None
+    (run / "drafts.jsonl").unlink()
+    assert RunFiles(run, "run").rollout(2, 0)["drafted"] is None
 
 
 def test_a_summary_adds_the_last_held_out_reward(run: Path) -> None:
