@@ -468,3 +468,17 @@ def test_the_engine_writes_the_same_with_and_without_native_kernels(monkeypatch)
     for (_, one), (_, other) in zip(fast, plain, strict=True):
         # Float32 roundings of logits up to 5, over some dozen operations.
         assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_a_missing_compiler_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("LONGTAIL_NATIVE", raising=False)
+    monkeypatch.setattr(native.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    native._warn_once.cache_clear()
+    for dtype in (*DTYPES, *DTYPES):
+        assert native.functions.__wrapped__(dtype) is None
+        assert native.layout.__wrapped__(dtype) is None
+    (record,) = caplog.records
+    assert "no C compiler: install one" in record.getMessage()

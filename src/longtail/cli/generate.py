@@ -7,12 +7,12 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from longtail.api import Engine, PromptInput, TextStream
-from longtail.engine.report import Piece
+from longtail.engine.report import Piece, StepReport
 from longtail.engine.speculation.acceptance import Acceptance, AcceptLength
 from longtail.errors import ConfigError, RequestError
 from longtail.system.device import set_threads
@@ -45,24 +45,28 @@ def run(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
     )
     prompt = _prompt(engine, args)
-    acceptance = Acceptance()
-    started = time.perf_counter()
+    meter = _Meter()
     if args.n == 1 and not args.json:
-        stream = engine.stream(
-            prompt, params, seed=args.seed, on_step=lambda step: acceptance.add(step.verified)
-        )
+        stream = engine.stream(prompt, params, seed=args.seed, on_step=meter.add)
         completions = [_print_stream(stream, colour=_colours(args.show_drafts))]
     else:
-        completions = engine.generate(
-            [prompt],
-            params,
-            n=args.n,
-            seed=args.seed,
-            on_step=lambda step: acceptance.add(step.verified),
-        )
+        completions = engine.generate([prompt], params, n=args.n, seed=args.seed, on_step=meter.add)
         _print(completions, as_json=args.json)
-    _summarize(completions, time.perf_counter() - started, acceptance.overall)
+    _summarize(completions, meter.seconds, meter.acceptance.overall)
     return 0
+
+
+@dataclass
+class _Meter:
+    """Seconds and acceptance of engine steps, without the reading of weights."""
+
+    seconds: float = 0.0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    def add(self, step: StepReport) -> None:
+        """Add a step."""
+        self.seconds += step.step_s
+        self.acceptance.add(step.verified)
 
 
 def _prompt(engine: Engine, args: argparse.Namespace) -> PromptInput:
@@ -122,6 +126,6 @@ def _summarize(completions: Sequence[Completion], seconds: float, accepted: Acce
     tokens = sum(len(completion.tokens) for completion in completions)
     reasons = Counter(completion.finish_reason.value for completion in completions)
     endings = ", ".join(f"{reason} x{count}" for reason, count in sorted(reasons.items()))
-    speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
+    speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"
     drafts = f"; accept length {accepted.mean:.2f}" if accepted.num_verified else ""
     print(f"{speed}; finished by {endings}{drafts}", file=sys.stderr)
