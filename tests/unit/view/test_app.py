@@ -1,5 +1,9 @@
 """Answers of the page's server: to whom, and with which headers."""
 
+import re
+import signal
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,3 +132,20 @@ def test_a_token_opens_the_page_to_other_machines(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LONGTAIL_VIEW_TOKEN", TOKEN)
     given = Namespace(runs=["r"], host="0.0.0.0", port=0, token_file=None)
     assert read_options(given).token == TOKEN
+
+
+@pytest.mark.slow
+def test_the_command_serves_without_torch_until_a_signal(directory: Path) -> None:
+    code = (
+        "import sys; from longtail.cli.main import main; "
+        "code = main(sys.argv[1:]); sys.exit(3 if 'torch' in sys.modules else code)"
+    )
+    words = [sys.executable, "-c", code, "view", str(directory), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        url = re.search(r"http://127\.0\.0\.1:\d+", run.stdout.readline())
+        assert url is not None
+        with httpx.stream("GET", f"{url[0]}/events") as events:  # an open page does not hold it up
+            assert next(events.iter_lines()) == "event: changed"
+            run.send_signal(signal.SIGTERM)
+            assert run.wait() == 0

@@ -91,7 +91,7 @@ export class ByStep {
         if (!values.some(known)) continue;
         const ink = runColor(index);
         tables.push([points.map((point) => point[0]), values]);
-        series.push({ color: ink, width: curve.strong ? 2.25 : 1.25, dash: curve.dash, points: { show: curve.points || points.length <= 40, size: curve.points ? 7 : 4, fill: ink } });
+        series.push({ color: ink, width: curve.strong ? 2.25 : 1.25, dash: curve.dash, points: { show: Boolean(curve.points) || points.length <= 40, size: curve.points ? 7 : 4, fill: ink } });
         const text = several ? name : `${curve.name} ${num(last(values))}`;
         const end = points.findLast((point) => known(point[1]))[0];
         if (!several || curve.strong) labels.push({ value: last(values), x: end, text, short: several ? name : curve.name, color: ink });

@@ -24,7 +24,7 @@ export class OfStep {
     this.decisions = new Panel("panel-decisions", "The drafter in the step", "");
     this.metrics = new Panel("panel-metrics", "All metrics of the step", "");
     host.append(this.rollout.node, grid);
-    grid.append(this.lengths.node, this.decisions.node, this.metrics.node);
+    grid.append(this.lengths.node, el("div", { class: "column" }, this.decisions.node, this.metrics.node));
   }
 
   // runs: [{index, name, data}], chosen: index of the run whose rollout is shown

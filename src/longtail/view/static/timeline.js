@@ -14,7 +14,9 @@ export class Timeline {
     this.plot = el("div", { class: "plot timeline", tabindex: 0, role: "group", "aria-labelledby": "panel-timeline-title", onkeydown: (event) => this.key(event) });
     this.all = el("button", { type: "button", class: "small", onclick: () => this.zoom(null) }, "whole step");
     this.before = el("button", { type: "button", class: "small", onclick: () => this.zoom([this.earliest, this.whole[1]]) }, "with what came before");
-    fill(this.panel.body, this.plot, el("p", { class: "buttons" }, this.all, this.before));
+    const touch = [["\u2212", "-", "zoom out"], ["+", "+", "zoom in"], ["\u2190", "ArrowLeft", "earlier"], ["\u2192", "ArrowRight", "later"]]
+      .map(([sign, key, label]) => el("button", { type: "button", class: "small touch", "aria-label": label, onclick: () => this.press(key) }, sign));
+    fill(this.panel.body, this.plot, el("p", { class: "buttons" }, ...touch, this.all, this.before));
     host.append(this.panel.node);
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
@@ -71,16 +73,20 @@ export class Timeline {
   }
 
   key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || !this.press(event.key)) return;
+    event.preventDefault();
+  }
+
+  press(key) {
     const [begin, end] = this.window ?? this.whole;
     const middle = (begin + end) / 2, half = (end - begin) / 2;
-    const shift = { ArrowLeft: -0.5, ArrowRight: 0.5 }[event.key];
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const shift = { ArrowLeft: -0.5, ArrowRight: 0.5 }[key];
     if (shift) this.zoom([begin + shift * half, end + shift * half]);
-    else if (event.key === "+" || event.key === "=") this.zoom([middle - half / 2, middle + half / 2]);
-    else if (event.key === "-") this.zoom([middle - 2 * half, middle + 2 * half]);
-    else if (event.key === "0" || event.key === "Escape") this.zoom(null);
-    else return;
-    event.preventDefault();
+    else if (key === "+" || key === "=") this.zoom([middle - half / 2, middle + half / 2]);
+    else if (key === "-") this.zoom([middle - 2 * half, middle + 2 * half]);
+    else if (key === "0" || key === "Escape") this.zoom(null);
+    else return false;
+    return true;
   }
 
   async zoom(window) {
