@@ -17,6 +17,7 @@ from typing import Any, Literal, final
 from torch import Tensor
 
 from longtail.cluster import tasks
+from longtail.cluster.drafter.idle import IdleTraining
 from longtail.cluster.drafter.payoff import SHARE, PayOff
 from longtail.cluster.drafter.probe import Probe
 from longtail.cluster.drafter.publisher import Decision, Publisher
@@ -107,7 +108,7 @@ class WorkerGroup:
         self._publisher: Publisher | None = None
         self._spot: SpotCoordinator | None = None
         """Texts and replicas of the last rollout, until `offer_drafter`."""
-        self._payoff = PayOff()
+        self._payoff, self._idle_training = PayOff(), IdleTraining()
         self._train_s = 0.0
         """Seconds to train after the last rollout."""
         self._num_trained = 0
@@ -135,6 +136,8 @@ class WorkerGroup:
         if spot is not None:
             self._spot, self._train_s = spot, self._serial_s(step, result)
             self._marks += spot.marks
+            trained_s = sum((report.seconds for report in result.spots), 0.0)
+            self._idle_training.record(trained_s, self._pool.size * result.stop_s)
         return result
 
     def abandon(self) -> None:
@@ -288,7 +291,7 @@ class WorkerGroup:
             self._publisher,
             self._buffer,
             step=step,
-            trains_idle=self._settings.training == "spot",
+            trains_idle=self._settings.training == "spot" and self._idle_training.wants(),
             log=self._log,
         )
 
