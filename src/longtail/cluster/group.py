@@ -137,7 +137,8 @@ class WorkerGroup:
             self._spot, self._train_s = spot, self._serial_s(step, result)
             self._marks += spot.marks
             trained_s = sum((report.seconds for report in result.spots), 0.0)
-            self._idle_training.record(trained_s, self._pool.size * result.stop_s)
+            waited_s, rollout_s = self._pool.size * result.stop_s, self._pool.size * result.seconds
+            self._idle_training.record(trained_s, waited_s, rollout_s)
         return result
 
     def abandon(self) -> None:

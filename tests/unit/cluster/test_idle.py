@@ -9,7 +9,7 @@ def trials(idle: IdleTraining, num_rollouts: int, trained_s: float, waited_s: fl
     for number in range(num_rollouts):
         if idle.wants():
             found.append(number)
-            idle.record(trained_s, waited_s)
+            idle.record(trained_s, waited_s, rollout_s=4.0)
     return found
 
 
@@ -29,3 +29,7 @@ def test_a_tail_that_grows_is_found_and_used_from_then_on():
 
 def test_a_rollout_in_which_no_worker_was_idle_says_nothing():
     assert trials(IdleTraining(), 5, trained_s=0.0, waited_s=0.0) == [0, 1, 2, 3, 4]
+
+
+def test_a_stop_that_takes_a_hundredth_of_the_rollout_is_free():
+    assert trials(IdleTraining(), 4, trained_s=0.01, waited_s=0.04) == [0, 1, 2, 3]

@@ -1,14 +1,17 @@
 """Whether idle workers train the drafter in a rollout, or are idle too briefly for it.
 
-Training is stopped between two micro-batches, and the step waits for that. Where workers are idle
-for about as long, training costs more than it can bring: then it is tried again only after 1, 2, 4,
-... rollouts. So N rollouts of that kind have about log2(N) + N / 16 trials.
+Training is stopped between two micro-batches, and the step waits for that. Where this takes more
+than 1 % of a rollout, and workers are idle for about as long, training costs more than it brings.
+Then it is tried again only after 1, 2, 4, ... rollouts, so that N rollouts of that kind have about
+log2(N) + N / 16 trials.
 """
 
 from typing import final
 
 _LEAST = 3.0
 """Least seconds of training for each second in which a worker waits for its stop."""
+_FREE = 0.01
+"""Share of a rollout that a stop may always take."""
 _MAX_WAIT = 16
 
 
@@ -27,11 +30,11 @@ class IdleTraining:
             return False
         return True
 
-    def record(self, trained_s: float, waited_s: float) -> None:
-        """Record the seconds of all workers in which they trained, and waited for the stop."""
+    def record(self, trained_s: float, waited_s: float, rollout_s: float) -> None:
+        """Record a rollout's seconds, summed over workers: of training, of its stop, of all."""
         if trained_s <= 0.0:
             return
-        if trained_s >= _LEAST * waited_s:
+        if waited_s <= _FREE * rollout_s or trained_s >= _LEAST * waited_s:
             self._wait = 1
             return
         self._left, self._wait = self._wait, min(2 * self._wait, _MAX_WAIT)
