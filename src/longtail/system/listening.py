@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,12 +96,14 @@ def _address(digits: str, family_: socket.AddressFamily) -> str:
 def _sockets(pid: int) -> Iterator[str]:
     """Yield the inodes of a process's sockets."""
     try:
-        for entry in (_PROC / str(pid) / "fd").iterdir():
+        entries = list((_PROC / str(pid) / "fd").iterdir())
+    except OSError:  # the process has ended or is another user's
+        return
+    for entry in entries:
+        with suppress(OSError):  # closed since
             target = os.readlink(entry)
             if target.startswith("socket:["):
                 yield target[8:-1]
-    except OSError:  # the process has ended or is another user's
-        return
 
 
 def _program(pid: int) -> str:
