@@ -9,10 +9,15 @@ import re
 import runpy
 import shlex
 import shutil
+from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 import longtail
 from end_to_end.workshop import Workshop, build, save_untaught, say, write_lines
@@ -110,22 +115,40 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def own_imports(blocks: list[str]) -> list[tuple[str, str]]:
-    """Return module and name of everything that the blocks import from longtail."""
-    return [
-        (str(node.module), each.name)
-        for block in blocks
-        for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("longtail.")
-        for each in node.names
-    ]
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of TRL
+def test_the_python_of_the_readme_runs(
+    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a small model in place of the names that a reader fills in."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.chdir(tmp_path)
+    trl = pytest.importorskip("trl")
+    sizes = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4}
+    small = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1, **sizes}
+    monkeypatch.setattr(trl, "GRPOConfig", partial(trl.GRPOConfig, **small))
+    model = AutoModelForCausalLM.from_pretrained(place / "MODEL")
+    engines: list[Mapping[str, object]] = []
+    filled_in = {
+        "model": str(place / "MODEL"),
+        "reward": lambda completions, **_: [float(len(text)) for text in completions],
+        "data": Dataset.from_list([{"prompt": "say 1"}, {"prompt": "say 2"}]),
+        "LLM": lambda _, **settings: engines.append(settings),
+    }
+    trained, served, generated = python_blocks(ROOT / "README.md")
+    run_block(trained, tmp_path, filled_in)
+    run_block(served, tmp_path, filled_in)
+    (settings,) = engines
+    assert settings["additional_config"] == {"longtail": {}}
+    prompt = torch.tensor([[1, 2, 3]])
+    model.generation_config.max_new_tokens = 8
+    run_block(generated, tmp_path, {"model": model, "inputs": {"input_ids": prompt}})
 
 
-def test_the_python_of_the_readme_imports_names_that_exist() -> None:
-    """The pages that it leads to hold the same lines in examples that run."""
-    found = own_imports(python_blocks(ROOT / "README.md"))
-    assert len(found) == 2
-    assert all(callable(getattr(import_module(module), name)) for module, name in found)
+def run_block(block: str, folder: Path, names: Mapping[str, object]) -> None:
+    script = folder / "block.py"
+    script.write_text(block)
+    runpy.run_path(str(script), init_globals=dict(names))
 
 
 API = python_blocks(ROOT / "docs" / "api.md")
@@ -147,12 +170,16 @@ def test_the_python_of_the_page_of_the_api_runs(
         pytest.importorskip("trl")
         monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.chdir(place)
-    script = tmp_path / f"block{number}.py"
-    script.write_text(API[number].replace("tiny-reasoner", str(place / "MODEL")))
-    runpy.run_path(str(script))
+    run_block(API[number].replace("tiny-reasoner", str(place / "MODEL")), tmp_path, {})
 
 
 def test_the_python_for_vllm_imports_names_that_exist() -> None:
-    found = own_imports([block for block in API if VLLM in block])
-    assert len(found) == 2
-    assert all(callable(vars(import_module(module))[name]) for module, name in found)
+    (block,) = [block for block in API if VLLM in block]
+    ours = [
+        (node.module, each.name)
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("longtail.")
+        for each in node.names
+    ]
+    assert len(ours) == 2
+    assert all(callable(vars(import_module(str(module)))[name]) for module, name in ours)

@@ -1,5 +1,7 @@
 """Messages to a worker: they take effect between two steps, and only if they are new."""
 
+from dataclasses import replace
+
 import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
@@ -82,18 +84,21 @@ def test_accepted_drafts_are_reported_in_characters_of_the_texts(workshop):
     components = make_components(workshop, *words, "--speculation.depth=3")
     worker = Worker(components)
     worker.publish()
+    speculation = components.engine.speculation
+    assert speculation is not None
+    # The guard measures time, and on a busy machine it would pause drafting.
+    components.engine.speculate(replace(speculation, guarded=False))
     sampling = SamplingParams(max_tokens=24)
     request = Request(request_id="a", prompt_tokens=(5, 6), noise_key=1, sampling=sampling)
     result = worker.generate([request])
     assert result.series is not None
-    accepted = sum(result.series.accepted)
-    assert accepted >= 3, "the first verified chain; the guard may end drafting on a busy machine"
+    assert sum(result.series.accepted) > 10
     places, (completion,) = result.drafted["a"], result.completions
     decode = components.tokenizer.decode
     # Every token of this tokenizer is one character or none, so tokens and characters agree.
     assert {len(decode([token])) for token in completion.tokens} <= {0, 1}
     drafted = sum(end - begin for begin, end in zip(places[::2], places[1::2], strict=True))
-    assert 0 < drafted <= accepted
+    assert len(completion.text) / 2 < drafted <= sum(result.series.accepted)
     assert list(places) == sorted(places)
 
 
