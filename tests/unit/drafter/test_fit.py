@@ -17,6 +17,8 @@ from longtail.types import PackedSequences
 from support.tiny_models import tiny_model
 
 _FIT = 120
+_LONG = TrainerSettings(unroll_steps=2, fit_tokens=10**6)
+"""A start that does not end in a test."""
 SETTINGS = TrainerSettings(
     unroll_steps=2, fit_tokens=_FIT, optimizer=OptimizerSettings(learning_rate=1e-3)
 )
@@ -69,10 +71,19 @@ def test_gradient_steps_follow_when_the_tokens_of_the_start_are_read() -> None:
     assert trainer.steps == 4
 
 
+def test_a_solution_is_made_when_the_rows_have_doubled() -> None:
+    trainer = _trainer(_LONG)
+    fitted = []
+    for number in range(20):
+        trainer.step(_batch(number))  # 68 rows, after the solution for all before
+        fitted.append(trainer.num_fitted)
+    assert sorted({*fitted}) == [0, 4 * 68, 8 * 68, 16 * 68]
+
+
 def test_a_stopped_start_changes_nothing() -> None:
-    whole, cut = _trainer(), _trainer()
+    whole, cut = _trainer(_LONG), _trainer(_LONG)
     for trainer in (whole, cut):
-        trainer.step(_batch(0))
+        trainer.step(_batch(0, 20))  # enough rows for a solution, with which the next step begins
     whole.step(_batch(1))
     before = cut.tensors()
     assert cut.try_step(_batch(1), lambda: True) is None
