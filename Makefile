@@ -40,8 +40,10 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	@touch $@
 
 quickstart: install
+	$(BIN)/longtail sft quickstart
 	$(BIN)/longtail train quickstart
-	$(BIN)/longtail bench e2e --arms off,spot --steps 3 --plot runs/quickstart/tail.png
+	$(BIN)/longtail bench e2e quickstart --model.path=runs/quickstart --drafter runs/quickstart \
+		--rollout.prompts_per_step=4 --arms off,spot --steps 2 --plot runs/quickstart/tail.png
 
 # One OpenMP thread for each of two test processes. A process that has no test left takes over half
 # of the other's, so tests of one file mostly stay together and share their fixtures.

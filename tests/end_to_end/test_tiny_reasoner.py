@@ -23,7 +23,7 @@ def test_the_tiny_reasoner_is_trained_on_its_own_task_with_its_own_reward(
     run = Workshop(path=tmp_path)
     said = say(
         "train",
-        "quickstart",
+        "tiny",
         f"--model.path={model}",
         f"--run.dir={tmp_path / 'run'}",
         "--run.steps=2",

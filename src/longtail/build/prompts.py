@@ -20,10 +20,8 @@ from longtail.rl.data.prompts import (
     make_prompts,
     system_first,
 )
-from longtail.rl.data.sources import Row, load_rows
+from longtail.rl.data.sources import EMBEDDED, HELDOUT, Row, load_rows
 from longtail.rl.grading.references import Check, gradable
-
-TINY_REASONER = "tiny-reasoner"
 
 
 def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldOut:
@@ -51,8 +49,8 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldO
         return prepare(load_rows(source, size, seed, field=field), source)
 
     heldout = data.heldout
-    if heldout is None and data.source == TINY_REASONER:
-        heldout = f"{TINY_REASONER}:heldout"  # disjoint by construction
+    if heldout is None and data.source in EMBEDDED:
+        heldout = data.source + HELDOUT  # disjoint by construction
     none = PromptSet(source=data.source, prompts=(), rows=())
     if data.tasks:
         rows = _mixture(data, seed)

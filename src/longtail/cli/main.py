@@ -140,7 +140,7 @@ def _run_configured(command: str, words: list[str]) -> int:
 
     own, overrides = _split(words)
     args = cli_parsers.parsers()[command]().parse_args(own)
-    path = files.locate(args.run) if args.run else None
+    path = files.locate(args.run, command) if args.run else None
     config = files.resolve(cli_parsers.config_class(command), path, overrides)
     if not args.dry_run:
         module, _, name = _CONFIGURED_PROGRAMS[command].rpartition(".")

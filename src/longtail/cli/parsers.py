@@ -78,10 +78,12 @@ def _option(parser: Any, flag: str, default: Any, text: str, metavar: str | None
     )
 
 
-def _configured(verb: str, description: str, run: str = "TOML file", more: str = "") -> Parser:
+def _configured(verb: str, description: str, more: str = "") -> Parser:
     """Build the parser of a verb whose options are its configuration."""
     from longtail.config import files
 
+    known = ", ".join(files.recipes(verb))
+    run = f"TOML file or recipe ({known})" if known else "TOML file"
     parser = _parser(
         verb,
         description,
@@ -98,12 +100,9 @@ def _configured(verb: str, description: str, run: str = "TOML file", more: str =
 
 
 def _train() -> Parser:
-    from longtail.config import files
-
     return _configured(
         "train",
         "Train a policy with reinforcement learning. A run that was stopped is resumed.",
-        run=f"TOML file or recipe ({', '.join(files.recipes())})",
         more=", with an estimate of memory,",
     )
 

@@ -44,18 +44,19 @@ class _Draft:
     problems: list[str] = field(default_factory=list)
 
 
-def recipes() -> tuple[str, ...]:
-    """Return the names of the run files in the package."""
-    files = (resources.files("longtail") / "recipes").iterdir()
+def recipes(command: str = "train") -> tuple[str, ...]:
+    """Return the names of the package's run files for a command; there may be none."""
+    folder = resources.files("longtail") / "recipes" / command
+    files = folder.iterdir() if folder.is_dir() else ()
     return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
 
 
-def locate(name: str) -> Path:
-    """Return the run file `name`: an existing path, or else a recipe of the package."""
+def locate(name: str, command: str = "train") -> Path:
+    """Return the run file `name`: an existing path, or else a recipe for the command."""
     path = Path(name)
-    if name not in recipes() or os.path.isfile(name):
+    if name not in recipes(command) or os.path.isfile(name):
         return path
-    return Path(str(resources.files("longtail") / "recipes" / f"{name}.toml"))
+    return Path(str(resources.files("longtail") / "recipes" / command / f"{name}.toml"))
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -124,7 +125,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = ", ".join(recipes())
+        known = "; ".join(f"{each}: {', '.join(recipes(each))}" for each in ("train", "sft"))
         raise ConfigError(
             f"{path}: no such file; give the path of a TOML run file, or a recipe's name ({known})"
         ) from None

@@ -24,8 +24,8 @@ class SftDataSection(Section):
     """Prompts with the completions to imitate."""
 
     source: Name = "tiny-reasoner"
-    """`tiny-reasoner`, a .jsonl or .parquet file, or `hf:NAME_OR_DIR[:SPLIT]`; a row holds a prompt
-    and a completion, or one list of chat messages whose last is the completion."""
+    """A .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]`, `running_sums` or `tiny-reasoner`; a row
+    holds a prompt and a completion, or one list of chat messages whose last is the completion."""
     size: Generated = 8192
     """Number of examples of a generated source; files give all their rows."""
     prompt_column: Name | None = None

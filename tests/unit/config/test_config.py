@@ -366,3 +366,9 @@ def test_a_configuration_cannot_be_changed() -> None:
 @pytest.mark.parametrize("name", configfile.recipes())
 def test_every_recipe_of_the_package_loads(name: str) -> None:
     assert load(configfile.locate(name)).run.dir == f"runs/{name}"
+
+
+@pytest.mark.parametrize("name", configfile.recipes("sft"))
+def test_every_recipe_of_sft_makes_the_model_of_the_run_of_that_name(name: str) -> None:
+    start = configfile.resolve(SftConfig, configfile.locate(name, "sft"), ())
+    assert load(configfile.locate(name)).model.path == start.run.dir

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from longtail.errors import ConfigError, DataError
-from longtail.rl.data.sources import load_rows, source_label
+from longtail.rl.data.sources import EMBEDDED, load_rows, source_label
 
 pa = pytest.importorskip("pyarrow")
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -258,13 +258,14 @@ def test_an_unknown_reasoning_gym_task_suggests_the_nearest():
         load("reasoning_gym:basic_aritmetic")
 
 
-def test_the_embedded_task_never_shows_a_held_out_problem_in_training():
-    train = load("tiny-reasoner", size=50)
-    heldout = load("tiny-reasoner:heldout", size=50)
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_an_embedded_task_never_shows_a_held_out_problem_in_training(name):
+    train = load(name, size=50)
+    heldout = load(f"{name}:heldout", size=50)
     assert len(train) == len(heldout) == 50
     shown = {json.dumps(row["prompt"]) for row in train}
     assert shown.isdisjoint(json.dumps(row["prompt"]) for row in heldout)
-    assert load("tiny-reasoner", size=50) == train != load("tiny-reasoner", size=50, seed=1)
+    assert load(name, size=50) == train != load(name, size=50, seed=1)
 
 
 @pytest.mark.parametrize(

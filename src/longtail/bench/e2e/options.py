@@ -116,7 +116,7 @@ class E2eBenchOptions:
 
     @property
     def tiny_words(self) -> tuple[str, ...]:
-        """Configuration of all arms without RUN, on top of the quickstart's recipe.
+        """Configuration of all arms without RUN, on top of the recipe `tiny`.
 
         `max_running` is the share of a worker and one group: many arms share this machine's memory.
         """

@@ -144,7 +144,7 @@ def _no_trained_drafter(own: config.RunConfig) -> str | None:
 
 
 def _tiny_plan(options: E2eBenchOptions, place: Path, overrides: Sequence[str]) -> Plan:
-    """Return the arms of the quickstart's configuration."""
+    """Return the arms of the configuration `tiny`."""
     small = model_directory(TINY_REASONER)
     words: tuple[str, ...] = (*options.tiny_words, *overrides)
     if options.drafter:
@@ -156,7 +156,7 @@ def _tiny_plan(options: E2eBenchOptions, place: Path, overrides: Sequence[str]) 
         words = (f"--data.source={write_prompts(place, options)}", *words)
 
     return Plan(
-        arms=_configurations(configfile.locate("quickstart"), options.arm_names, words, place),
+        arms=_configurations(configfile.locate("tiny"), options.arm_names, words, place),
         setting=Setting(
             model=options.model,
             workers=options.workers,

@@ -5,7 +5,7 @@ numbers of running requests, in turns; every text is compared. Three models:
 
 With --model it is a model of the user's own, with its prompts, history and a given drafter.
 
-    tiny   the quickstart's reasoner after its warm start
+    tiny   the tiny reasoner after its warm start
     100m   the same function in a shape of 100M parameters (`bench.common.grown`): its speed is that
            of the large shape, its text and acceptance are those of the small one
     text   a model of ordinary text, the sources of Python's library (`bench.common.textmodel`)

@@ -7,7 +7,8 @@ package is imported only by the source that needs it.
     hf:NAME[:SPLIT]                        a hub dataset; NAME is owner/name[/configuration]
     hf:DIRECTORY[:SPLIT]                   saved by `save_to_disk`, or a folder of data files
     reasoning_gym:TASK                     `size` problems drawn from `seed`
-    tiny-reasoner | tiny-reasoner:heldout  `size` problems drawn from `seed`; disjoint sets
+    running_sums | tiny-reasoner           `size` problems drawn from `seed`
+    NAME:heldout                           the same of these two; shares no problem with NAME
 """
 
 import difflib
@@ -22,8 +23,10 @@ from longtail.system.strict_json import MAX_DEPTH, parse_json
 
 Row = Mapping[str, Any]
 
-GENERATED = ("tiny-reasoner", "tiny-reasoner:heldout")
-"""Sources that need neither a file nor a package."""
+HELDOUT = ":heldout"
+EMBEDDED = ("running_sums", "tiny-reasoner")
+"""Sources that need neither a file nor a package; each has held-out problems, too."""
+GENERATED = (*EMBEDDED, *(name + HELDOUT for name in EMBEDDED))
 
 _JSONS = (".json", ".jsonl")
 _TEXTS = (*_JSONS, ".csv")
@@ -42,7 +45,7 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
     suffix = Path(source).suffix
     rows: list[Row]
     if source in GENERATED:
-        rows = _tiny_reasoner(source, size, seed)
+        rows = _embedded(source, size, seed)
     elif colon and kind == "hf":
         rows = _hf(rest, where=where)
     elif colon and kind == "reasoning_gym":
@@ -56,7 +59,7 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise DataError(
             f"{where}: unknown kind of source{hint}; expected a .jsonl or .parquet file, "
-            f"hf:NAME_OR_DIR[:SPLIT], reasoning_gym:TASK or tiny-reasoner"
+            f"hf:NAME_OR_DIR[:SPLIT], reasoning_gym:TASK, {' or '.join(EMBEDDED)}"
         )
     if not rows:
         raise DataError(f"{where}: it holds no rows")
@@ -261,10 +264,15 @@ def _reasoning_gym(task: str, size: int, seed: int, *, where: str) -> list[Row]:
     ]
 
 
-def _tiny_reasoner(source: str, size: int, seed: int) -> list[Row]:
-    from longtail.rl.data.tiny_task import problems
+def _embedded(source: str, size: int, seed: int) -> list[Row]:
+    heldout = source.endswith(HELDOUT)
+    if source.removesuffix(HELDOUT) == "running_sums":
+        from longtail.rl.data import sum_task
 
-    return list(problems(size, seed, "heldout" if source.endswith(":heldout") else "train"))
+        return list(sum_task.problems(size, seed, heldout=heldout))
+    from longtail.rl.data import tiny_task
+
+    return list(tiny_task.problems(size, seed, "heldout" if heldout else "train"))
 
 
 def import_extra(module: str, *, extra: str, where: str) -> Any:
