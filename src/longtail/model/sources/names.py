@@ -47,8 +47,9 @@ def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
     is_run = name.startswith(_RUNS) and "@" not in name
     if not is_run and hub.is_hub_id(name):
         return hub.model(name, where, log)
+    remedy = "; the run of the recipe quickstart is made by: longtail sft quickstart"
     raise ConfigError(
         f"{where}: no such directory{meant(name, _NAMES)}; give the directory of a model or run, "
         f"a hub id (owner/name), a .gguf file, {smollm2.NAME} or tiny-reasoner"
-        + ("; the run of the recipe quickstart is made by: longtail sft quickstart" * is_run)
+        f"{remedy if is_run else ''}"
     )

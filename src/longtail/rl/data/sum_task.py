@@ -1,8 +1,9 @@
 """The embedded task `running_sums`: add several numbers, one at a time, in writing.
 
-A text is as long as its sum has terms, and the number of terms is log-normal: texts keep their long
-tail while a model learns. A wrong line makes the answer wrong, so care pays more in long texts. It
-owns problems and worked solutions; pure Python, no model, no tokenizer.
+A worked text is as long as its sum has terms, and the number of terms is log-normal: texts have a
+long tail. As in the training data of a base model, most solutions answer at once. Supervised
+learning reproduces both kinds; reinforcement learning finds that working step by step pays. It owns
+problems and solutions; pure Python, no model, no tokenizer.
 """
 
 import math
@@ -24,7 +25,7 @@ _HELDOUT_SHARE = 4
 
 
 def problems(size: int, seed: int, *, heldout: bool) -> list[dict[str, Any]]:
-    """Draw problems with worked solutions; a hash of the prompt tells which are held out.
+    """Draw problems with worked solutions; those held out are found by a hash of the prompt.
 
     Example row: {"prompt": "Add 6 + 8 + 2", "answer": "16",
                   "completion": "6 + 8 = 14\\n14 + 2 = 16\\nThe sum is 16."}
