@@ -11,19 +11,19 @@ as a whole: the same noise keys give the same texts.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, final
 
 from longtail.cluster import tasks
 from longtail.cluster.drafter.publisher import Publisher
-from longtail.cluster.placement import PromptGroup, place
+from longtail.cluster.placement import PromptGroup, part_sizes, place
 from longtail.cluster.pool import TaskResult
 from longtail.cluster.records import Progress, ShardResult
 from longtail.cluster.spot import SpotCoordinator
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.worker import Stopped, Worker
-from longtail.drafter.training.spot import SpotReport
+from longtail.drafter.training.replica import SpotReport
 from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
 from longtail.tuner.cost import CostModel
@@ -208,16 +208,12 @@ class RolloutCoordinator:
 def _shards(
     requests: Sequence[Request], expected: Mapping[str, float], num_workers: int
 ) -> list[list[Request]]:
-    """Place the requests, those of a group together; one shard for each worker that has any."""
-    sizes = [len(list(group)) for _, group in groupby(requests, key=_group)]
-    firsts = [0, *accumulate(sizes)][:-1]
-    groups = [
-        PromptGroup(size=size, expected=expected.get(requests[first].group_id))
-        for first, size in zip(firsts, sizes, strict=True)
-    ]
-    placed = place(groups, num_workers)
+    """Place the requests, in parts of groups; one shard for each worker that has any."""
+    parts = []
+    for _, members in groupby(requests, key=lambda each: each.group_id or each.request_id):
+        group = list(members)
+        length = expected.get(group[0].group_id)
+        sizes = part_sizes(len(group), len(group[0].prompt_tokens), length, num_workers)
+        parts += [PromptGroup(size=size, expected=length) for size in sizes]
+    placed = place(parts, num_workers)
     return [[requests[index] for index in shard] for shard in placed if shard]
-
-
-def _group(request: Request) -> str:
-    return request.group_id or request.request_id

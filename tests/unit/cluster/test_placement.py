@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.placement import LengthHistory, PromptGroup, place
+from longtail.cluster.placement import LengthHistory, PromptGroup, part_sizes, place
 
 expectations = st.one_of(st.none(), st.integers(1, 4000).map(float))
 group_lists = st.lists(
@@ -21,7 +21,46 @@ def group_of(groups: list[PromptGroup]) -> list[int]:
     return [index for index, group in enumerate(groups) for _ in range(group.size)]
 
 
-def test_the_example_of_the_docstring_is_placed_as_shown() -> None:
+def test_the_figure_of_the_docstring_is_placed_as_shown() -> None:
+    expected = (900.0, 30.0, 200.0, 50.0)
+    sizes = [part_sizes(4, 2, tokens, 2) for tokens in expected]
+    groups = [
+        PromptGroup(size=size, expected=tokens)
+        for tokens, parts in zip(expected, sizes, strict=True)
+        for size in parts
+    ]
+    assert place(groups, 2) == [[0, 1, 8, 9, 12, 13, 4, 5], [2, 3, 10, 11, 14, 15, 6, 7]]
+
+
+@given(st.integers(1, 64), st.integers(0, 4000), expectations, st.integers(1, 200))
+def test_parts_of_a_group_are_even_and_no_more_than_workers(
+    size: int, prompt_len: int, expected: float | None, workers: int
+) -> None:
+    sizes = part_sizes(size, prompt_len, expected, workers)
+    assert sum(sizes) == size
+    assert 1 <= len(sizes) <= min(size, workers)
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 64), st.integers(0, 4000), st.integers(1, 4000), st.integers(1, 200))
+def test_a_part_computes_a_prompt_only_for_four_times_its_tokens(
+    size: int, prompt_len: int, expected: int, workers: int
+) -> None:
+    sizes = part_sizes(size, prompt_len, float(expected), workers)
+    most = min(size, workers)
+    assert len(sizes) == 1 or prompt_len <= 0.25 * expected * min(sizes)
+    if len(sizes) < most:  # one part more would break the bound
+        assert prompt_len > 0.25 * expected * (size // (len(sizes) + 1))
+
+
+def test_a_group_of_unknown_length_has_a_part_for_each_worker() -> None:
+    assert part_sizes(8, 4000, None, 3) == [3, 3, 2]
+    assert part_sizes(8, 100, 600.0, 16) == [1] * 8
+    assert part_sizes(8, 100, 150.0, 16) == [4, 4]
+
+
+def test_two_groups_of_two_lengths_are_placed_whole() -> None:
     groups = [PromptGroup(size=2, expected=tokens) for tokens in (900.0, 30.0, 200.0, 50.0)]
     assert place(groups, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
