@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.drafter.eagle.unroll import Pairs
-from longtail.drafter.training.spot import SpotEnd
+from longtail.drafter.training.replica import SpotEnd
 from longtail.drafter.training.texts import pack_texts
 from longtail.rl.data.examples import Example
 from support.spot_training import SETTINGS, SpotSetup, counting, same, stop_at
@@ -20,6 +20,8 @@ from support.spot_training import SETTINGS, SpotSetup, counting, same, stop_at
 NUM_STEPS = 4
 LEARNING = (None, 0.02)
 """Matrices by AdamW, and by Muon."""
+_NUM_CHUNKS = 1
+"""Chunks in which the rows of these micro-batches are scored."""
 
 
 def _packed():
@@ -34,6 +36,18 @@ def _after(room: SpotSetup, num_steps: int) -> Callable[[], bool]:
     return lambda: room.spot._trainer.steps >= num_steps
 
 
+def _asked(room: SpotSetup, act: Callable[[Callable[[], bool]], object]) -> list[int]:
+    """Return the number of begun passes at each call of `stopped`, which is never true."""
+    before, passes = room.num_passes, list[int]()
+
+    def stopped() -> bool:
+        passes.append(room.num_passes - before)
+        return False
+
+    act(stopped)
+    return passes
+
+
 def _passes_more(room: SpotSetup, count: int) -> Callable[[], bool]:
     """Stop after `count` more micro-batches."""
     limit = room.num_passes + count
@@ -42,29 +56,37 @@ def _passes_more(room: SpotSetup, count: int) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("matrix_rate", LEARNING)
 def test_an_update_stopped_anywhere_has_not_begun(matrix_rate) -> None:
-    """Asked before each micro-batch and before the update: at none of these anything is kept."""
-    stopped, whole = (SpotSetup(matrix_rate=matrix_rate) for _ in range(2))
+    """Asked before each micro-batch, in it and before the update: nowhere anything is kept."""
+    stopped, whole, asked = (SpotSetup(matrix_rate=matrix_rate) for _ in range(3))
     batch = _packed()
-    for room in (stopped, whole):
+    for room in (stopped, whole, asked):
         room.spot._trainer.step(batch)  # so that there are moments to lose
-    for call in range(len(batch) + 1):
+    passes = _asked(asked, lambda stopped: asked.spot._trainer.try_step(batch, stopped))
+    learned = [packed for packed in batch if Pairs.of(packed).trained.any()]
+    layers = len(asked.target.layers)
+    # before every micro-batch and the update; in one with a loss before each layer, before the
+    # drafter's pass and before each chunk of rows that are scored
+    assert len(passes) == len(batch) + 1 + len(learned) * (layers + 1 + _NUM_CHUNKS)
+    for call, begun in enumerate(passes):
         before = stopped.num_passes
         assert stopped.spot._trainer.try_step(batch, stop_at(call)) is None
-        passes = sum(bool(Pairs.of(packed).trained.any()) for packed in batch[:call])
-        assert stopped.num_passes - before == passes
+        assert stopped.num_passes - before == begun
         assert same(stopped.tensors(), whole.tensors())
         assert stopped.spot._trainer.steps == 1
         assert all(p.grad is None for p in stopped.layer.parameters())
-    report = stopped.spot._trainer.try_step(batch, stop_at(len(batch) + 1))
+    report = stopped.spot._trainer.try_step(batch, stop_at(len(passes)))
     assert report == whole.spot._trainer.step(batch)
     assert same(stopped.tensors(), whole.tensors())
 
 
 def test_a_measurement_stopped_anywhere_says_nothing() -> None:
-    trainer, batch = SpotSetup().spot._trainer, _packed()
-    for call in range(len(batch)):
+    room, batch = SpotSetup(), _packed()
+    trainer = room.spot._trainer
+    calls = len(_asked(room, lambda stopped: trainer.try_evaluate(batch, stopped)))
+    assert calls > len(batch)
+    for call in range(calls):
         assert trainer.try_evaluate(batch, stop_at(call)) is None
-    assert trainer.try_evaluate(batch, stop_at(len(batch))) == trainer.evaluate(batch)
+    assert trainer.try_evaluate(batch, stop_at(calls)) == trainer.evaluate(batch)
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
-from longtail.drafter.training.spot import Replica, SpotSettings, SpotTrainer
+from longtail.drafter.training.replica import Replica
+from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import TrainerSettings
 from longtail.model.transformer import Transformer

@@ -162,7 +162,7 @@ def make_drafting(
             settings,
             draft_ids=loaded.draft_ids,
             head=loaded.head,
-            lookup=None if features is None else features.find,
+            store=features,
         ),
         served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer, renewable_ids)),
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),

@@ -19,7 +19,7 @@ from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.timeline import Mark
 from longtail.cluster.worker import Worker
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
-from longtail.drafter.training.spot import Replica, SpotEnd, SpotReport
+from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.types import Completion, Request
 
 POLL_S = 1.0

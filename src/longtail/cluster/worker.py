@@ -25,7 +25,8 @@ from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.weights import DrafterWeights, are_finite
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
-from longtail.drafter.training.spot import Replica, SpotReport, SpotTrainer
+from longtail.drafter.training.replica import Replica, SpotReport
+from longtail.drafter.training.spot import SpotTrainer
 from longtail.engine.drafted_text import AcceptedSpans
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport

@@ -28,8 +28,9 @@ from longtail.drafter.formats.checkpoint import (
     load_drafter,
     save_drafter,
 )
+from longtail.drafter.training.depths import DepthReport
 from longtail.drafter.training.texts import TextBatches, pack_texts
-from longtail.drafter.training.trainer import DepthReport, DrafterTrainer, TrainerSettings
+from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.engine.report import StepReport
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config, load_model

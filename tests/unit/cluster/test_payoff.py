@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longtail.cluster.drafter.payoff import SHARE, PayOff, rollout_s
-from longtail.drafter.training.spot import Replica, SpotEnd, SpotReport
+from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 

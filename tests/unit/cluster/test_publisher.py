@@ -12,7 +12,7 @@ from longtail.cluster.drafter.offers import Verdict
 from longtail.cluster.drafter.publisher import MIN_GAIN, Publisher
 from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
-from longtail.drafter.training.spot import Replica
+from longtail.drafter.training.replica import Replica
 from support.fake_worker import drafter
 
 

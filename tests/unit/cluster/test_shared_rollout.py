@@ -13,7 +13,7 @@ from longtail.cluster.spot import POLL_S
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import STOP_S
 from longtail.cluster.timeline import Span
-from longtail.drafter.training.spot import SpotEnd
+from longtail.drafter.training.replica import SpotEnd
 from longtail.errors import ClusterError
 from longtail.system.interrupt import Interrupted
 from support.fake_worker import HANG_S, READY_S, Fault, SpotScript, text

@@ -8,7 +8,7 @@ import torch
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.spot import OFFER_S
-from longtail.drafter.training.spot import SpotEnd
+from longtail.drafter.training.replica import SpotEnd
 from support.fake_worker import QUALITY, FakeWorker, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 

@@ -12,7 +12,7 @@ from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import load
 from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import TextSnapshot
-from longtail.drafter.training.spot import SpotReport
+from longtail.drafter.training.replica import SpotReport
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.limits import EngineLimits
 from longtail.rl.learner import Learner

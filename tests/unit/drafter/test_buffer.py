@@ -176,6 +176,30 @@ def test_a_pass_draws_every_text_once_and_a_batch_holds_none_twice() -> None:
     assert len({tuple(one) for one in passes}) == 4  # each pass has its own order
 
 
+def test_preferred_texts_come_first_in_each_pass_and_in_a_measurement() -> None:
+    numbers, held = _learned(23), _held()[:4]
+    liked = {*numbers[3:17:2], held[0], held[2]}
+    buffer = _buffer([_snapshot(n, 9) for n in (*numbers, *held)])
+    buffer.prefer(lambda tokens, prompt_len: tokens[0] // FAR in liked and prompt_len == PROMPT_LEN)
+    first = liked & set(numbers)
+    for _ in range(3):
+        drawn = [_numbers(buffer.batch(9))[0] for _ in numbers]
+        assert set(drawn) == set(numbers)
+        assert set(drawn[: len(first)]) == first
+    assert set(_numbers(buffer.heldout(18))) == {held[0], held[2]}
+    buffer.prefer(lambda tokens, _: tokens[0] // FAR not in liked)
+    assert set(_numbers(buffer.heldout(18))) == {held[1], held[3]}
+
+
+def test_a_window_names_its_text_and_place() -> None:
+    number = _learned(1)[0]
+    buffer, whole = _buffer([_snapshot(number, 30)]), _snapshot(number, 30).tokens
+    for _ in range(20):
+        (window,) = buffer.batch(10)
+        assert window.text == Example(tokens=whole, prompt_len=PROMPT_LEN)
+        assert window.tokens == whole[window.start : window.start + 10]
+
+
 def test_draws_depend_on_seed_and_texts_but_not_on_their_order() -> None:
     texts = [_snapshot(n, 9 + n % 7) for n in range(40)]
     one, same, other = _buffer(texts), _buffer(texts[::-1]), _buffer(texts, seed=2)

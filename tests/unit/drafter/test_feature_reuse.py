@@ -1,5 +1,6 @@
 """Training on an engine's features equals training with a pass of the target."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -7,13 +8,15 @@ import torch
 from torch import Tensor
 
 from longtail.drafter.eagle.fresh import fresh_drafter
-from longtail.drafter.eagle.layer import EagleConfig, Recipe
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.reader import TargetReader, training_taps
-from longtail.drafter.training.spot import Replica, SpotReport, SpotTrainer
+from longtail.drafter.training.replica import Replica, SpotReport
+from longtail.drafter.training.spot import SpotTrainer
 from longtail.drafter.training.texts import pack_texts
+from longtail.drafter.training.trainer import DrafterTrainer
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.features import FeatureStore
@@ -65,15 +68,36 @@ class Workplace:
     def _count(self, _: object, inputs: tuple[Tensor, ...]) -> None:
         self.num_computed += len(inputs[0])
 
-    def spot(self, recipe: Recipe, *, reuses: bool) -> SpotTrainer:
+    @property
+    def short(self) -> list[TextSnapshot]:
+        """Texts that are not cut, so that the target computes what the engine did."""
+        return [text for text in self.own if len(text.tokens) <= SETTINGS.tokens_per_micro_batch]
+
+    def layer(self, recipe: Recipe) -> EagleLayer:
         sample = pack_texts([Example(tokens=counting(1, 40).tokens, prompt_len=3)], 100)[0]
         generator = torch.Generator().manual_seed(3)
         layer = fresh_drafter(eagle(recipe, self.target), self.target, sample, generator)
-        layer.to(self.target.dtype)
-        lookup = self.store.find if reuses else None
-        spot = SpotTrainer(layer, self.target, SETTINGS, lookup=lookup)
+        return layer.to(self.target.dtype)
+
+    def spot(self, recipe: Recipe, *, reuses: bool) -> SpotTrainer:
+        """Return a trainer that draws the texts of the store first, in both cases."""
+        layer, store = self.layer(recipe), self.store if reuses else Forgetful(self.store)
+        spot = SpotTrainer(layer, self.target, SETTINGS, store=store)
         spot.begin(DrafterWeights(version=1, tensors=copy_parameters(layer)))
         return spot
+
+
+@dataclass
+class Forgetful:
+    """A store that has texts but does not find them."""
+
+    store: FeatureStore
+
+    def has(self, tokens: Sequence[int], prompt_len: int) -> bool:
+        return self.store.has(tokens, prompt_len)
+
+    def find(self, tokens: Sequence[int], prompt_len: int) -> None:
+        assert len(tokens) >= prompt_len
 
 
 def write(engine: RolloutEngine, step: int) -> list[TextSnapshot]:
@@ -112,9 +136,9 @@ def train(
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 def test_training_with_reused_features_equals_training_without(recipe: Recipe) -> None:
-    """Weights, moments and measurements agree, also for windows and texts of other engines."""
+    """Weights, moments and measurements agree, also for windows of texts of other engines."""
     place = Workplace.at(recipe)
-    texts = [*place.own, *(counting(n, 9 + n) for n in range(12))]
+    texts = [*place.short, *(counting(n, 9 + 3 * n) for n in range(12))]
     assert max(len(text.tokens) for text in texts) > SETTINGS.tokens_per_micro_batch
     reports, replicas, states, passes = [], [], [], []
     for reuses in (False, True):
@@ -141,12 +165,14 @@ def test_training_with_reused_features_equals_training_without(recipe: Recipe) -
 @pytest.mark.slow
 def test_the_target_computes_only_texts_that_were_not_kept() -> None:
     place = Workplace.at("eagle3")
-    spot = place.spot("eagle3", reuses=True)
+    trainer = DrafterTrainer(
+        place.layer("eagle3"), place.target, SETTINGS.trainer, lookup=place.store.find
+    )
     own = [Example(tokens=t.tokens, prompt_len=t.prompt_len) for t in place.own]
     others = [Example(tokens=counting(n, 12).tokens, prompt_len=3) for n in range(3)]
     for texts, missing in ((own[-4:], 0), ([*own[-4:], *others], 36), (others, 36)):
         before = place.num_computed
-        report = spot._trainer.step(pack_texts(texts, 1000))
+        report = trainer.step(pack_texts(texts, 1000))
         assert place.num_computed - before == missing
         learned_anew = sum(len(text.tokens) - 3 for text in texts if text in others)
         assert report.num_trained - report.num_reused == learned_anew
@@ -175,6 +201,22 @@ def test_states_are_the_same_whether_reused_or_computed(recipe: Recipe) -> None:
     assert torch.equal(kept.after[last].isnan().all(1), kept.reused[last])
 
 
+def test_a_window_has_the_states_of_its_whole_text() -> None:
+    place = Workplace.at("eagle1")
+    spot, buffer = place.spot("eagle1", reuses=True), buffer_of(*place.own)
+    reader = TargetReader(place.target, spot._trainer.layer, None)
+    cut = set()
+    for _ in range(30):
+        for window in spot._looked_up(buffer.batch(80, max_len=20)):
+            (packed,) = pack_texts([window.text], 1000)
+            whole = reader.read(packed, Pairs.of(packed)).features
+            states = spot._states[window.tokens][:-1]  # of the last token of a text: NaN
+            expected = whole[window.start : window.start + len(states)]
+            torch.testing.assert_close(states, expected, rtol=0.0, atol=1e-12)
+            cut.add((window.start > 0, len(window.tokens) < len(window.text.tokens)))
+    assert cut == {(False, False), (False, True), (True, True)}
+
+
 @pytest.mark.slow
 def test_nothing_is_reused_after_the_weights_change() -> None:
     """Texts of the previous step are trained again with the features of the new policy."""
@@ -194,7 +236,7 @@ def test_in_float32_the_trained_weights_agree_up_to_rounding() -> None:
     states = []
     for reuses in (False, True):
         spot = place.spot("eagle3", reuses=reuses)
-        report, _ = train(spot, buffer_of(*place.own), 10)
+        report, _ = train(spot, buffer_of(*place.short), 10)
         states.append(spot._trainer.weights())
         assert (report.num_reused > 0) == reuses
     for name, tensor in states[0].items():

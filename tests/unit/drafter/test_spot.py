@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.spot import Replica, SpotEnd, merge
+from longtail.drafter.training.replica import Replica, SpotEnd, merge
 from longtail.drafter.training.texts import pack_texts
 from longtail.errors import CheckpointError
 from support.spot_training import (

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from longtail.drafter.eagle.loss import expected_accept_len
-from longtail.drafter.training.spot import SpotEnd, SpotReport
+from longtail.drafter.training.replica import SpotEnd, SpotReport
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.tuner.cost import CostModel
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from longtail.cluster.drafter.offers import Offer, Verdict
 from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights, are_finite
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.spot import Replica, merge
+from longtail.drafter.training.replica import Replica, merge
 from longtail.drafter.training.vocabulary import renewed_ids
 
 MIN_GAIN = 0.003

@@ -25,6 +25,8 @@ RIDGE = 400.0
 42,000 rows, and halved or doubled it moves the acceptance by less than one percent."""
 _FEWEST = 256
 """Rows of the first solution: fewer are soon replaced, and each solution is measured."""
+_MANY = 4096
+"""Known rows that are read before the next solution."""
 _CHUNK = 1024
 """Rows between two checks for a stop."""
 
@@ -71,13 +73,14 @@ class FeatureFit:
         """Return the state."""
         return {"rows": self.rows, "num_fitted": torch.tensor(self.num_fitted)}
 
-    @property
-    def is_due(self) -> bool:
-        """Whether there are twice as many rows as in the last solution, and not too few.
+    def is_due(self, *, is_next_known: bool) -> bool:
+        """Return whether there are twice as many rows as in the last solution, and not too few.
 
-        So all solutions, and the measurements after them, together cost twice the last one.
+        So all solutions, and the measurements after them, together cost twice the last one. While
+        the next rows are known, so that reading them is nearly free, many are read first.
         """
-        return self.num_rows >= max(_FEWEST, 2 * self.num_fitted)
+        enough = self.num_rows >= max(_FEWEST, 2 * self.num_fitted)
+        return enough and (not is_next_known or self.num_rows >= self.num_fitted + _MANY)
 
     def add(self, rows: Float[Tensor, "rows joined"]) -> None:
         """Append rows."""

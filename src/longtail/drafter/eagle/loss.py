@@ -9,7 +9,7 @@ the drafter's q come from the same frozen head, so the gradient of the soft cros
     depth s of an unrolled drafter has the weight decay ** s   (Li et al. 2025, arXiv 2503.01840)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,21 +88,33 @@ def feature_loss(
 
 
 def score_rows(
-    scored: Float[Tensor, "depths rows hidden"], teacher: Teacher, *, max_logits: int = MAX_LOGITS
+    scored: Float[Tensor, "depths rows hidden"],
+    teacher: Teacher,
+    *,
+    max_logits: int = MAX_LOGITS,
+    before_chunk: Callable[[], None] = lambda: None,
 ) -> RowScores:
     """Compare the drafter with the target, row by row; only `scored` gets a gradient.
+
+    `before_chunk` is called before each chunk of rows, and may raise.
 
     With a reduced vocabulary the cross-entropy uses p restricted to it and renormalised; agreement
     and overlap count the tokens outside as rejected.
     """
-    both = _SoftCrossEntropy.apply(scored, teacher, max_logits)  # type: ignore[no-untyped-call]
+    both = _SoftCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        scored, teacher, max_logits, before_chunk
+    )
     return RowScores(cross_entropy=both[0], agreement=both[1], overlap=both[2])
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scored: Tensor, teacher: Teacher, max_logits: int
+        ctx: Any,
+        scored: Tensor,
+        teacher: Teacher,
+        max_logits: int,
+        before_chunk: Callable[[], None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         working = torch.float64 if scored.dtype == torch.float64 else torch.float32
         depths, rows, _ = scored.shape
@@ -111,6 +123,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         head, ids = teacher.head, teacher.draft_ids
         drafted = teacher.drafted
         for part in _chunks(rows, max_logits // head.shape[0]):
+            before_chunk()
             logits = _product(teacher.hidden[part].to(head.dtype), head).to(working)
             target = _target(logits, ids)
             for depth in range(depths):
@@ -135,7 +148,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad[..., None].to(gradient.dtype), None, None
+        return gradient * grad[..., None].to(gradient.dtype), None, None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ texts are included. The buffer holds token ids only; features come from an engin
 """
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, final
@@ -64,6 +64,20 @@ class TextSnapshot:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextWindow(Example):
+    """The part of a text that is trained on or measured.
+
+    Example: TextWindow(tokens=(4, 7, 2), prompt_len=2, start=2,
+                        text=Example(tokens=(3, 9, 4, 7, 2), prompt_len=2))
+    """
+
+    text: Example
+    """The whole text."""
+    start: int
+    """Place of the first token in it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Kept:
     tokens: Int[Tensor, "tokens"]
@@ -72,6 +86,7 @@ class _Kept:
     is_heldout: bool
     drawn: int
     """Number of the last pass in which it was drawn, from 1; 0: none."""
+    is_preferred: bool = False
 
     @property
     def num_generated(self) -> int:
@@ -145,15 +160,20 @@ class DrafterBuffer:
                 self._put(key, tokens, text.prompt_len, text.is_finished, drawn)
                 self._evict()
 
-    def batch(self, num_tokens: int, *, max_len: int | None = None) -> tuple[Example, ...]:
+    def prefer(self, is_preferred: Callable[[Sequence[int], int], bool]) -> None:
+        """Draw the texts first for whose tokens and prompt length `is_preferred` is true now."""
+        for kept in self._texts.values():
+            kept.is_preferred = is_preferred(kept.tokens.tolist(), kept.prompt_len)
+
+    def batch(self, num_tokens: int, *, max_len: int | None = None) -> tuple[TextWindow, ...]:
         """Draw training texts of at most `num_tokens` tokens in all; empty if there are none.
 
-        Each pass over the buffer draws every text once; a batch may span two passes but holds no
-        text twice. A text longer than `max_len` (default `num_tokens`) is cut to a random window of
-        which at most half is prompt.
+        Each pass over the buffer draws every text once, preferred ones first; a batch may span two
+        passes but holds no text twice. A text longer than `max_len` (default `num_tokens`) is cut
+        to a random window of which at most half is prompt.
         """
         longest, room = _longest(num_tokens, max_len), num_tokens
-        batch: dict[Key, Example] = {}
+        batch: dict[Key, TextWindow] = {}
         self._undo = (self._pass, {})
         for _ in range(2):
             for key in self._undrawn(batch):
@@ -176,15 +196,18 @@ class DrafterBuffer:
                 self._texts[key].drawn = drawn
         self._undo = (self._pass, {})
 
-    def heldout(self, num_tokens: int, *, max_len: int | None = None) -> tuple[Example, ...]:
-        """Return held-out texts of at most `num_tokens` tokens in all, the newest first.
+    def heldout(self, num_tokens: int, *, max_len: int | None = None) -> tuple[TextWindow, ...]:
+        """Return held-out texts of at most `num_tokens` tokens in all.
+
+        Preferred ones come first, then the newest.
 
         A text longer than `max_len` (default `num_tokens`) is cut to its end.
         """
         longest, room = _longest(num_tokens, max_len), num_tokens
-        found: list[Example] = []
+        found: list[TextWindow] = []
         heldout = [item for item in self._texts.items() if item[1].is_heldout]
-        for _, kept in reversed(sorted(heldout, key=_step_of)):
+        heldout.sort(key=lambda item: (item[1].is_preferred, _step_of(item)))
+        for _, kept in reversed(heldout):
             example = _window(kept, max(len(kept.tokens) - longest, 0), longest)
             room -= len(example.tokens)
             if room < 0:
@@ -281,14 +304,15 @@ class DrafterBuffer:
             if self._num_bytes <= self._max_bytes:
                 return
 
-    def _undrawn(self, batch: Mapping[Key, Example]) -> list[Key]:
+    def _undrawn(self, batch: Mapping[Key, TextWindow]) -> list[Key]:
         """Return the texts that this pass has not drawn, in its order."""
         undrawn = [
             key
             for key, kept in self._texts.items()
             if not kept.is_heldout and kept.drawn < self._pass and key not in batch
         ]
-        return sorted(undrawn, key=lambda key: noise_key(self._seed, "order", self._pass, *key))
+        undrawn.sort(key=lambda key: noise_key(self._seed, "order", self._pass, *key))
+        return sorted(undrawn, key=lambda key: not self._texts[key].is_preferred)
 
     def _start(self, key: Key, kept: _Kept, longest: int) -> int:
         """Draw the first token of a window."""
@@ -318,10 +342,12 @@ def _longest(num_tokens: int, max_len: int | None) -> int:
     return longest
 
 
-def _window(kept: _Kept, start: int, longest: int) -> Example:
+def _window(kept: _Kept, start: int, longest: int) -> TextWindow:
     """Cut `longest` tokens; the first two of a window are prompt, since no pair predicts them."""
-    prompt_len = kept.prompt_len - start
-    return Example(
-        tokens=tuple(kept.tokens[start : start + longest].tolist()),
+    prompt_len, tokens = kept.prompt_len - start, tuple(kept.tokens.tolist())
+    return TextWindow(
+        tokens=tokens[start : start + longest],
         prompt_len=max(prompt_len, _MIN_LEN - 1) if start else prompt_len,
+        text=Example(tokens=tokens, prompt_len=kept.prompt_len),
+        start=start,
     )

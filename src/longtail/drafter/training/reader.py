@@ -3,11 +3,12 @@
     packed --sequence by sequence--> lookup --rows---------------------------> states --> features
                                         `--None--> one packed pass over those ---^  `--> final
 
-A state follows from the weights and the tokens before it, so both ways give the same states.
+A state follows from the weights and the tokens before it, so both ways give the same states; a
+window's are looked up with the text before it, and computed without.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
@@ -35,6 +36,14 @@ def training_taps(recipe: Taps) -> Taps:
     return recipe.union(_FINAL)
 
 
+def _never() -> bool:
+    return False
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error: a stop was asked for
+    """A pass of the target was stopped between two of its layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """The target's states of pairs."""
@@ -58,6 +67,7 @@ class TargetReader:
         self._recipe, self._taps = layer.config.taps, training_taps(layer.config.taps)
         self._kept: dict[tuple[int, ...], Tensor] | None = None
         """States of measured texts by their tokens, in `reading_once`."""
+        self._stopped: Callable[[], bool] = _never
 
     @contextmanager
     def reading_once(self) -> Iterator[None]:
@@ -67,6 +77,23 @@ class TargetReader:
             yield
         finally:
             self._kept = None
+
+    @contextmanager
+    def interrupted_by(self, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Raise Interrupted in `check` and before a layer of the target, if `stopped` is True."""
+        self._stopped = stopped
+        try:
+            with ExitStack() as hooks:
+                for layer in self._target.layers:
+                    hooks.callback(layer.register_forward_pre_hook(self.check).remove)
+                yield
+        finally:
+            self._stopped = _never
+
+    def check(self, *_: object) -> None:
+        """Raise Interrupted if a stop was asked for; outside of `interrupted_by` it never was."""
+        if self._stopped():
+            raise Interrupted
 
     @torch.no_grad()
     def read(self, packed: PackedSequences, pairs: Pairs, *, is_measured: bool = False) -> Reading:
@@ -106,6 +133,10 @@ class TargetReader:
             rows.append(torch.cat((states.embeddings, states.features, after), -1)[pairs.trained])
             num_reused += int((states.reused & pairs.trained).sum())
         return torch.cat(rows), num_reused
+
+    def knows(self, batch: Sequence[PackedSequences]) -> bool:
+        """Return whether no text of a batch has to be computed."""
+        return all(rows is not None for packed in batch for rows in self._looked_up(packed))
 
     def _looked_up(self, packed: PackedSequences) -> list[Tensor | None]:
         tokens, in_loss = packed.tokens.tolist(), packed.loss_mask.tolist()

@@ -17,21 +17,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import final
+from typing import Protocol, final, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights, are_finite, weighted_mean
-from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.reader import StateLookup
+from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights, are_finite
+from longtail.drafter.training.buffer import DrafterBuffer, TextWindow
+from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import NonFiniteError
 from longtail.model.transformer import Transformer
-from longtail.rl.data.examples import Example
 from longtail.types import PackedSequences
 
 _log = logging.getLogger("longtail")
@@ -62,63 +60,6 @@ class SpotSettings:
     """Measurements without a gain after which training ends."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """A drafter trained from a published one, and the measurements of both on the same texts.
-
-    Example: Replica(base_version=3, weights=trainer.weights(), num_tokens=16_000, num_steps=8,
-                     accept_len=2.61, base_accept_len=2.44), whose gain is 0.07
-    """
-
-    base_version: int
-    weights: Mapping[str, Tensor]
-    num_tokens: int
-    """Tokens trained since the base, repeats included."""
-    num_steps: int
-    accept_len: float
-    """Expected accept length of a chain of the measured depths; NaN without held-out text."""
-    base_accept_len: float
-
-    @property
-    def gain(self) -> float:
-        """Relative rise of the expected accept length; NaN if unmeasured."""
-        return self.accept_len / self.base_accept_len - 1.0
-
-
-class SpotEnd(StrEnum):
-    """Reason why an interval of spot training ended."""
-
-    STOPPED = "stopped"
-    """The caller stopped it."""
-    NO_TEXTS = "no texts"
-    """The buffer had no text to train on."""
-    NO_GAIN = "no gain"
-    """The measurements no longer rose."""
-    NOT_FINITE = "not finite"
-    """A NaN or infinity occurred; the replica was discarded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpotReport:
-    """Work and result of an interval of spot training.
-
-    Example: SpotReport(num_steps=41, num_tokens=80_000, num_reused=60_000, seconds=9.7,
-                        max_micro_step_s=0.06, reason=SpotEnd.STOPPED, replica=replica)
-    """
-
-    num_steps: int
-    num_tokens: int
-    """Tokens trained."""
-    num_reused: int
-    """Number of these whose features an engine had kept; the others were computed again."""
-    seconds: float
-    max_micro_step_s: float
-    """Longest time between two checks for a stop."""
-    reason: SpotEnd
-    replica: Replica | None
-    """Best replica measured in this interval."""
-
-
 @final
 class _Interval:
     """Counts and measurements of one call of `train`."""
@@ -130,7 +71,7 @@ class _Interval:
         self._num_without_gain = 0
         self.num_steps = self.num_tokens = self.num_reused = 0
         self.best: Replica | None = None
-        self.base_texts: tuple[Example, ...] = ()
+        self.base_texts: tuple[TextWindow, ...] = ()
         self.base_accept_len: float | None = math.nan
         """Accept length of the base on `base_texts`; the target does not change in one call."""
 
@@ -174,6 +115,17 @@ def _rank(replica: Replica) -> float:
     return -math.inf if math.isnan(replica.gain) else replica.gain
 
 
+@runtime_checkable
+class StateStore(Protocol):
+    """The target's states at the tokens of texts that an engine generated."""
+
+    def has(self, tokens: Sequence[int], prompt_len: int) -> bool:
+        """Return whether the states of a text are there."""
+
+    def find(self, tokens: Sequence[int], prompt_len: int) -> Tensor | None:
+        """Return the states of a text, as `training.reader.StateLookup` does."""
+
+
 @final
 class SpotTrainer:
     """Trains one replica at a time, from the drafter that was published last.
@@ -191,10 +143,18 @@ class SpotTrainer:
         *,
         draft_ids: Int[Tensor, "draft"] | None = None,
         head: Float[Tensor, "draft hidden"] | None = None,
-        lookup: StateLookup | None = None,
+        store: StateStore | None = None,
     ) -> None:
+        self._store = store
+        self._states: dict[tuple[int, ...], Tensor] = {}
+        """States of the windows at hand that the store has, by their tokens."""
         self._trainer = DrafterTrainer(
-            layer, target, settings.trainer, draft_ids=draft_ids, head=head, lookup=lookup
+            layer,
+            target,
+            settings.trainer,
+            draft_ids=draft_ids,
+            head=head,
+            lookup=lambda tokens, _: self._states.get(tuple(tokens)),
         )
         self._settings = settings
         self._min_len = settings.trainer.unroll_steps + 2
@@ -244,6 +204,8 @@ class SpotTrainer:
         `on_measured` with the best replica of this interval. If a value is not finite, the replica
         is reset to the published drafter, without moments; nothing is raised.
         """
+        if self._store is not None:
+            buffer.prefer(self._store.has)
         check, interval = _StopCheck(stopped), _Interval(self._settings)
         started, base = time.perf_counter(), self._require_base()
         try:
@@ -288,7 +250,7 @@ class SpotTrainer:
                     return SpotEnd.NO_GAIN
             # The rows of a closed-form start need no common update: a stop discards few of them.
             size = max_len if self._trainer.is_starting else settings.batch_tokens
-            texts = self._long_enough(buffer.batch(size, max_len=max_len))
+            texts = self._looked_up(buffer.batch(size, max_len=max_len))
             if not texts:
                 return SpotEnd.NO_TEXTS
             report = self._trainer.try_step(pack_texts(texts, max_len), stopped)
@@ -318,7 +280,7 @@ class SpotTrainer:
         if not are_finite(weights):
             raise NonFiniteError(f"step {self._trainer.steps}: a weight is not finite")
         max_len = self._settings.tokens_per_micro_batch
-        texts = self._long_enough(buffer.heldout(self._settings.heldout_tokens, max_len=max_len))
+        texts = self._looked_up(buffer.heldout(self._settings.heldout_tokens, max_len=max_len))
         packed = pack_texts(texts, max_len)
         if texts != interval.base_texts:
             with self._using(base.tensors):
@@ -353,8 +315,17 @@ class SpotTrainer:
         finally:
             self._trainer.load_weights(own)
 
-    def _long_enough(self, texts: Sequence[Example]) -> tuple[Example, ...]:
-        return tuple(text for text in texts if len(text.tokens) >= self._min_len)
+    def _looked_up(self, windows: Sequence[TextWindow]) -> tuple[TextWindow, ...]:
+        """Return the windows that are long enough, and take their states from the store."""
+        chosen = tuple(window for window in windows if len(window.tokens) >= self._min_len)
+        self._states = {}
+        if self._store is None:
+            return chosen
+        for each in chosen:
+            states = self._store.find(each.text.tokens, each.text.prompt_len)
+            if states is not None:
+                self._states[each.tokens] = states[each.start : each.start + len(each.tokens)]
+        return chosen
 
     def _reset_counts(self) -> None:
         self._num_steps = self._num_tokens = self._unmeasured = 0
@@ -362,20 +333,3 @@ class SpotTrainer:
     def _require_base(self) -> DrafterWeights:
         assert self._base is not None, "begin from a published drafter first"
         return self._base
-
-
-def merge(replicas: Sequence[Replica]) -> dict[str, Tensor]:
-    """Average replicas of one base, weighted by their trained tokens (local SGD).
-
-    Only replicas of the newest base count; those that are not finite or untrained are left out, and
-    one must be left. Equal replicas keep every bit. Stich 2018 (arXiv 1805.09767) bounds the cost
-    of averaging while replicas stay close.
-    """
-    newest = max(replica.base_version for replica in replicas)
-    kept = [
-        replica
-        for replica in replicas
-        if replica.base_version == newest and replica.num_tokens and are_finite(replica.weights)
-    ]
-    assert kept, "no replica is left to merge"
-    return weighted_mean([each.weights for each in kept], [each.num_tokens for each in kept])

@@ -24,7 +24,6 @@ from longtail.drafter.eagle.loss import (
     TOKEN_WEIGHT,
     Teacher,
     depth_weights,
-    expected_accept_len,
     feature_loss,
     score_rows,
 )
@@ -37,8 +36,9 @@ from longtail.drafter.eagle.weights import (
     with_prefix,
     without_prefix,
 )
+from longtail.drafter.training.depths import DepthReport
 from longtail.drafter.training.optimizer import make_optimizer
-from longtail.drafter.training.reader import StateLookup, TargetReader
+from longtail.drafter.training.reader import Interrupted, StateLookup, TargetReader
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.optim import OptimizerSettings
@@ -66,25 +66,6 @@ class TrainerSettings:
     """Whether matrix products, the target's included, are bfloat16 over float32 weights."""
     fit_tokens: int = 0
     """eagle1: trained tokens of the closed-form start of a fresh drafter, before gradient steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DepthReport:
-    """Agreement of drafter and target on given text, at depth 1, 2, ...
-
-    Example: DepthReport(agreement=(0.81, 0.74), overlap=(0.80, 0.71), cross_entropy=(0.9, 1.1))
-    """
-
-    agreement: tuple[float, ...]
-    """Share of tokens with the same most likely token."""
-    overlap: tuple[float, ...]
-    """Mean of sum_v min(p, q)."""
-    cross_entropy: tuple[float, ...]
-
-    @property
-    def accept_len(self) -> float:
-        """Expected accept length of a chain of these depths under an ideal coupling."""
-        return expected_accept_len(self.overlap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +158,8 @@ class DrafterTrainer:
     ) -> TrainerReport | None:
         """Make one update; None, with nothing changed, if `stopped` returned True.
 
-        `stopped` is called before every micro-batch and before the update.
+        `stopped` is called before every micro-batch, between its parts and the target's layers, and
+        before the update.
         """
         counts = self._counts(batch, self._settings.unroll_steps)
         if 0 in counts:
@@ -185,11 +167,25 @@ class DrafterTrainer:
                 f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
                 f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
             )
-        if self._fit is not None and self._fit.num_rows < self._settings.fit_tokens:
-            return self._try_fit(self._fit, batch, stopped)
-        if self._fit is not None and not self._fit.solve(stopped):
+        try:
+            with self._reader.interrupted_by(stopped):
+                if self._fit is not None and self._fit.num_rows < self._settings.fit_tokens:
+                    return self._try_fit(self._fit, batch, stopped)
+                if self._fit is not None and not self._fit.solve(stopped):
+                    return None
+                self._fit = None
+                return self._try_update(batch, counts, stopped)
+        except Interrupted:
+            self._optimizer.discard()
             return None
-        self._fit = None
+
+    def _try_update(
+        self,
+        batch: Sequence[PackedSequences],
+        counts: Sequence[int],
+        stopped: Callable[[], bool],
+    ) -> TrainerReport | None:
+        """Make one update by gradient, as `try_step` does; `counts` holds the rows by depth."""
         loss, num_reused = 0.0, 0
         scores = torch.zeros(3, len(counts), dtype=torch.float64)
         try:
@@ -218,7 +214,7 @@ class DrafterTrainer:
         self._steps += 1
         return TrainerReport(
             loss=loss,
-            depths=_report(scores, counts),
+            depths=DepthReport.of(scores, counts),
             grad_norm=update.grad_norm,
             learning_rate=update.learning_rate,
             num_tokens=sum(packed.num_tokens for packed in batch),
@@ -230,7 +226,8 @@ class DrafterTrainer:
         self, fit: FeatureFit, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
     ) -> TrainerReport | None:
         """Add a batch to the closed-form start, as one update; as `try_step` does."""
-        if fit.is_due and not fit.solve(stopped):
+        is_known = self._reader.knows(batch)
+        if fit.is_due(is_next_known=is_known) and not fit.solve(stopped):
             return None
         read = self._reader.try_read_joined(batch, stopped)
         if read is None:
@@ -265,18 +262,21 @@ class DrafterTrainer:
         stopped: Callable[[], bool],
         num_depths: int | None = None,
     ) -> DepthReport | None:
-        """Measure as `evaluate` does; None if `stopped` returned True before a micro-batch."""
+        """Measure as `evaluate` does; None if stopped, as `try_step` is."""
         counts = self._counts(batch, num_depths or self._settings.unroll_steps)
         counts = counts[: counts.index(0)] if 0 in counts else counts
         scores = torch.zeros(3, len(counts), dtype=torch.float64)
-        with torch.no_grad():
-            for packed in batch:
-                if stopped():
-                    return None
-                sums = self._forward(packed, counts, is_measured=True)
-                if sums is not None:
-                    scores += sums.scores
-        return _report(scores, counts)
+        try:
+            with torch.no_grad(), self._reader.interrupted_by(stopped):
+                for packed in batch:
+                    if stopped():
+                        return None
+                    sums = self._forward(packed, counts, is_measured=True)
+                    if sums is not None:
+                        scores += sums.scores
+        except Interrupted:
+            return None
+        return DepthReport.of(scores, counts)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the training state: the drafter, the optimizer's moments, rows of the start."""
@@ -350,6 +350,7 @@ class DrafterTrainer:
         dtype = self._target.dtype
         with self._autocast(enabled=dtype == torch.float32):  # others compute in their own
             states = self._reader.read(here, pairs, is_measured=is_measured)
+        self._reader.check()
         with self._autocast():
             outputs = unroll(self._layer, states.features, states.embeddings, pairs, len(counts))
             scored = torch.stack([output.scored.index_select(0, chosen) for output in outputs])
@@ -377,7 +378,7 @@ class DrafterTrainer:
         exist: Bool[Tensor, "depths rows"],
         counts: Sequence[int],
     ) -> _Sums:
-        rows = score_rows(scored, teacher)
+        rows = score_rows(scored, teacher, before_chunk=self._reader.check)
         per_row = rows.cross_entropy
         if self._layer.config.recipe == "eagle1":
             expected = teacher.hidden.to(scored.dtype)
@@ -390,10 +391,3 @@ class DrafterTrainer:
             scores = torch.stack((rows.agreement, rows.overlap, rows.cross_entropy))
             sums = (scores * exist).sum(-1, dtype=torch.float64).cpu()
         return _Sums(loss, sums)
-
-
-def _report(scores: Float[Tensor, "3 depths"], counts: Sequence[int]) -> DepthReport:
-    agreement, overlap, cross_entropy = (scores / torch.tensor(counts)).tolist()
-    return DepthReport(
-        agreement=tuple(agreement), overlap=tuple(overlap), cross_entropy=tuple(cross_entropy)
-    )

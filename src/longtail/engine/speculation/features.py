@@ -3,8 +3,8 @@
     step --pending--spans--> one row for each token of a text --find(tokens)--> its rows
 
 A feature depends on the weights and the tokens so far. So a text is found by its tokens: siblings
-share the rows of their prompt, like its KV; a text of another worker is missing; and a window from
-the middle of a text does not match its beginning. All features are dropped when the weights change.
+share the rows of their prompt, like its KV, and a text of another worker is missing. All features
+are dropped when the weights change.
 
 Workers that finish last rarely train, so storing must be nearly free: a step only appends to the
 pending steps, with rejected nodes, until a text is requested or the pending steps are large.
@@ -99,6 +99,18 @@ class FeatureStore:
         The last row is NaN: an engine never computes the last token of a text, and no training
         target depends on it.
         """
+        slots = self._slots(tokens, prompt_len)
+        if not slots or self._rows is None:
+            return None
+        kept = self._rows[torch.tensor(slots, device=self._rows.device)]
+        return torch.cat((kept, kept.new_full((1, kept.shape[1]), float("nan"))))
+
+    def has(self, tokens: Sequence[int], prompt_len: int) -> bool:
+        """Return whether `find` has the features of a text."""
+        return bool(self._slots(tokens, prompt_len))
+
+    def _slots(self, tokens: Sequence[int], prompt_len: int) -> list[int]:
+        """Return the rows of all tokens but the last; none if some are missing."""
         self._store_pending()
         tokens = list(tokens)
         texts = self._groups.get(tuple(tokens[:prompt_len]), ())
@@ -107,12 +119,9 @@ class FeatureStore:
             found = (each.slots_from(len(slots), tokens[:-1]) for each in texts)
             furthest = max(found, key=len, default=[])
             if not furthest:
-                return None
+                return []
             slots += furthest
-        if not slots or self._rows is None:
-            return None
-        kept = self._rows[torch.tensor(slots, device=self._rows.device)]
-        return torch.cat((kept, kept.new_full((1, kept.shape[1]), float("nan"))))
+        return slots
 
     def _store_pending(self) -> None:
         """Store the tokens of the pending steps in rows."""

@@ -32,7 +32,7 @@ from longtail.drafter.eagle.weights import (
 )
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import TextSnapshot
-from longtail.drafter.training.spot import Replica, SpotReport
+from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.errors import CheckpointError
 from longtail.integrations.trl.policy import Policy
