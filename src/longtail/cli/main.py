@@ -35,7 +35,7 @@ verbs:
   doctor     check packages, hardware and kernels, and print a remedy for what is missing
 
 Run `longtail VERB --help` for options, `longtail --version` for the version.
-Start with `longtail train quickstart`."""
+Start with `longtail sft quickstart`, then `longtail train quickstart`."""
 
 
 _PROGRAMS = {

@@ -15,6 +15,8 @@ from typing import Any
 
 from longtail.errors import ConfigError
 
+_RUNS = "runs"
+"""Folder of runs by default; no owner on the hub is meant by it."""
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", re.ASCII)
 _FETCHED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _LEFT = ("*/*", "consolidated*")
@@ -25,11 +27,12 @@ _LOGIN = "log in with `hf auth login` or set HF_TOKEN"
 def is_hub_id(name: str) -> bool:
     """Return whether a name can be that of a repository, with or without a revision.
 
-    A name in a folder that exists here is a path, unless it has a revision.
+    A name in a folder that exists here, or in that of runs, is a path, unless it has a revision.
     """
     if not _ID.fullmatch(name):
         return False
-    return "@" in name or not os.path.isdir(name.partition("/")[0])
+    folder = name.partition("/")[0]
+    return "@" in name or not (folder == _RUNS or os.path.isdir(folder))
 
 
 def model(name: str, where: str, log: Callable[[str], None]) -> Path:

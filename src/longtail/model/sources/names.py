@@ -19,8 +19,8 @@ from longtail.system.hints import meant
 
 GGUF_SUFFIX = ".gguf"
 _NAMES = (smollm2.NAME, "tiny-reasoner")
-_RUNS = "runs/"
-"""Folder of runs by default; no owner on the hub is meant by it."""
+_QUICKSTART = "runs/quickstart-sft"
+"""Model of the recipe `quickstart` of train: the run of the recipe of that name of sft."""
 
 
 def repository_of(name: str) -> str | None:
@@ -44,12 +44,11 @@ def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
         return gguf.model_of(path, where, log)
     if name == smollm2.NAME:
         return smollm2.model(where, log)
-    is_run = name.startswith(_RUNS) and "@" not in name
-    if not is_run and hub.is_hub_id(name):
+    if hub.is_hub_id(name):
         return hub.model(name, where, log)
     remedy = "; the run of the recipe quickstart is made by: longtail sft quickstart"
     raise ConfigError(
         f"{where}: no such directory{meant(name, _NAMES)}; give the directory of a model or run, "
         f"a hub id (owner/name), a .gguf file, {smollm2.NAME} or tiny-reasoner"
-        f"{remedy if is_run else ''}"
+        f"{remedy if name == _QUICKSTART else ''}"
     )
