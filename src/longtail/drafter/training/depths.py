@@ -1,4 +1,4 @@
-"""How well a drafter agrees with its target, depth by depth."""
+"""Agreement of a drafter with its target, depth by depth."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
