@@ -80,6 +80,25 @@ def test_a_solution_is_made_when_the_rows_have_doubled() -> None:
     assert sorted({*fitted}) == [0, 4 * 68, 8 * 68, 16 * 68]
 
 
+def test_known_rows_are_read_before_a_solution_but_computed_ones_are_not() -> None:
+    trainer = _trainer(_LONG)
+    known, fitted = True, []
+    trainer._reader.knows = lambda _: known
+    for number in range(16):
+        trainer.step(_batch(number))
+        fitted.append(trainer.num_fitted)
+    assert fitted == [0] * 16  # 1,088 rows were read after the last decision
+    trainer.step(_batch(16))
+    assert trainer.num_fitted == 16 * 68
+    other = _trainer(_LONG)
+    other._reader.knows = lambda _: known
+    for number in range(5):
+        other.step(_batch(number))
+    known = False
+    other.step(_batch(5))
+    assert other.num_fitted == 5 * 68
+
+
 def test_a_stopped_start_changes_nothing() -> None:
     whole, cut = _trainer(_LONG), _trainer(_LONG)
     for trainer in (whole, cut):

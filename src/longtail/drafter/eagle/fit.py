@@ -25,7 +25,7 @@ RIDGE = 400.0
 42,000 rows, and halved or doubled it moves the acceptance by less than one percent."""
 _FEWEST = 256
 """Rows of the first solution: fewer are soon replaced, and each solution is measured."""
-_MANY = 4096
+_MANY = 1024
 """Known rows that are read before the next solution."""
 _CHUNK = 1024
 """Rows between two checks for a stop."""
