@@ -40,7 +40,7 @@ from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
 _MICRO_TOKENS = 384
-"""Tokens of a micro-batch of spot training, which a stop has to wait for."""
+"""Tokens of a micro-batch of spot training; longer texts are cut to windows."""
 _HELDOUT_TOKENS = 384
 _MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 8, 3, 6
 _MIN_GAIN = 0.002

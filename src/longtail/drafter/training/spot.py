@@ -47,7 +47,7 @@ class SpotSettings:
     trainer: TrainerSettings
     batch_tokens: int
     tokens_per_micro_batch: int
-    """Number of tokens after which a stop takes effect at the latest; longer texts are cut."""
+    """Most tokens of a micro-batch; longer texts are cut."""
     heldout_tokens: int
     """Most tokens read in a measurement."""
     measure_every: int
@@ -199,7 +199,7 @@ class SpotTrainer:
     ) -> SpotReport:
         """Train on the buffer until stopped, or until no text or no gain is left.
 
-        `stopped` is called before every micro-batch, and may add to the buffer. A stop leaves
+        `stopped` is called before every micro-batch and often in it, and may add to the buffer. A stop leaves
         weights, moments and buffer as they were after the last whole update. Each measurement calls
         `on_measured` with the best replica of this interval. If a value is not finite, the replica
         is reset to the published drafter, without moments; nothing is raised.
