@@ -1,9 +1,9 @@
 """Whether idle workers train the drafter in a rollout, or are idle too briefly for it.
 
 Training is stopped between two layers of the target or two chunks of rows, and the step waits for
-that. Where this takes more than 1 % of a rollout, and workers are idle for about as long, training costs more than it brings.
-Then it is tried again only after 1, 2, 4, ... rollouts, so that N rollouts of that kind have about
-log2(N) + N / 16 trials.
+that. Where this takes more than 1 % of a rollout, and workers are idle for about as long, training
+costs more than it brings. Then it is tried again only after 1, 2, 4, ... rollouts, so that N
+rollouts of that kind have about log2(N) + N / 16 trials.
 """
 
 from typing import final

@@ -199,10 +199,10 @@ class SpotTrainer:
     ) -> SpotReport:
         """Train on the buffer until stopped, or until no text or no gain is left.
 
-        `stopped` is called before every micro-batch and often in it, and may add to the buffer. A stop leaves
-        weights, moments and buffer as they were after the last whole update. Each measurement calls
-        `on_measured` with the best replica of this interval. If a value is not finite, the replica
-        is reset to the published drafter, without moments; nothing is raised.
+        `stopped` is called before every micro-batch and often in it, and may add to the buffer. A
+        stop leaves weights, moments and buffer as they were after the last whole update. Each
+        measurement calls `on_measured` with the best replica of this interval. If a value is not
+        finite, the replica is reset to the published drafter, without moments; nothing is raised.
         """
         if self._store is not None:
             buffer.prefer(self._store.has)
