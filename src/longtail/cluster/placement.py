@@ -74,8 +74,7 @@ def part_sizes(size: int, prompt_len: int, expected: float | None, num_workers: 
     if expected is not None:
         least = max(1, math.ceil(prompt_len / (_PROMPT_COST * max(expected, 1.0))))
         most = max(1, min(most, size // least))
-    share, rest = divmod(size, most)
-    return [share + (part < rest) for part in range(most)]
+    return _even_shares(size, most)
 
 
 def place(groups: Sequence[PromptGroup], num_workers: int) -> list[list[int]]:
@@ -98,8 +97,7 @@ def place(groups: Sequence[PromptGroup], num_workers: int) -> list[list[int]]:
     usual = median(known) if known else 1.0
     lengths = [usual if group.expected is None else group.expected for group in groups]
     edges = [0, *accumulate(group.size for group in groups)]
-    share, rest = divmod(edges[-1], num_workers)
-    room = [share + (worker < rest) for worker in range(num_workers)]
+    room = _even_shares(edges[-1], num_workers)
     loads = [0.0] * num_workers
     placed: list[list[int]] = [[] for _ in range(num_workers)]
     for index in sorted(range(len(groups)), key=lambda index: -lengths[index]):
@@ -114,3 +112,9 @@ def place(groups: Sequence[PromptGroup], num_workers: int) -> list[list[int]]:
             loads[worker] += count * lengths[index]
             begin += count
     return placed
+
+
+def _even_shares(count: int, num_shares: int) -> list[int]:
+    """Divide `count` to within one, the larger shares first."""
+    share, rest = divmod(count, num_shares)
+    return [share + (index < rest) for index in range(num_shares)]
