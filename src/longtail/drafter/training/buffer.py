@@ -199,9 +199,8 @@ class DrafterBuffer:
     def heldout(self, num_tokens: int, *, max_len: int | None = None) -> tuple[TextWindow, ...]:
         """Return held-out texts of at most `num_tokens` tokens in all.
 
-        Preferred ones come first, then the newest.
-
-        A text longer than `max_len` (default `num_tokens`) is cut to its end.
+        Preferred ones come first, and of equals the newest. A text longer than
+        `max_len` (default `num_tokens`) is cut to its end.
         """
         longest, room = _longest(num_tokens, max_len), num_tokens
         found: list[TextWindow] = []
@@ -311,8 +310,12 @@ class DrafterBuffer:
             for key, kept in self._texts.items()
             if not kept.is_heldout and kept.drawn < self._pass and key not in batch
         ]
-        undrawn.sort(key=lambda key: noise_key(self._seed, "order", self._pass, *key))
-        return sorted(undrawn, key=lambda key: not self._texts[key].is_preferred)
+
+        def order(key: Key) -> tuple[bool, int]:
+            drawn = noise_key(self._seed, "order", self._pass, *key)
+            return not self._texts[key].is_preferred, drawn
+
+        return sorted(undrawn, key=order)
 
     def _start(self, key: Key, kept: _Kept, longest: int) -> int:
         """Draw the first token of a window."""

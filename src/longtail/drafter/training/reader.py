@@ -41,7 +41,7 @@ def _never() -> bool:
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: a stop was asked for
-    """A pass of the target was stopped between two of its layers."""
+    """A micro-batch was stopped, between two layers of the target or in `TargetReader.check`."""
 
 
 @dataclass(frozen=True, slots=True)
