@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from longtail.model.kernels import native
 from longtail.model.kernels.products import training_product
+from longtail.system.hugepages import HugePages
 
 Product = Callable[[Tensor], Tensor]
 
@@ -80,13 +81,16 @@ class Linear(nn.Module):
         """
         self.cast = None if dtype is None else self.weight.detach().to(dtype)
 
-    def pack(self, *, batch_invariant: bool = False) -> None:
+    def pack(self, pages: HugePages | None = None, *, batch_invariant: bool = False) -> None:
         """Pack the weight for inference; call it again after the weight has changed.
 
-        With `batch_invariant` a row's bits are independent of its batch on a GPU, too.
+        A layer packed before keeps its memory; a new one takes it from `pages`, which the layers of
+        a model share. With `batch_invariant` a row's bits are independent of its batch on a GPU,
+        too.
         """
         weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
-        self._packed = _native(weight, bias) or _blocked(weight, bias)
+        before = self._packed.packed if isinstance(self._packed, NativeProduct) else None
+        self._packed = _native(weight, bias, before, pages) or _blocked(weight, bias)
         if batch_invariant and weight.device.type == "cuda":
             self._packed = invariant_product(weight, bias)
 
@@ -110,7 +114,10 @@ def invariant_product(weight: Tensor, bias: Tensor | None) -> Product:
     return TritonProduct(weight, bias)
 
 
-def _native(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
+@torch.inference_mode()
+def _native(
+    weight: Tensor, bias: Tensor | None, before: Tensor | None, pages: HugePages | None
+) -> NativeProduct | None:
     """Pack for product.c; None if it does not run on this machine."""
     outputs, inputs = weight.shape
     layout = native.layout(weight.dtype) if weight.device.type == "cpu" else None
@@ -123,8 +130,12 @@ def _native(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
         F.pad(weight, (0, more_inputs, 0, more_outputs)) if more_inputs or more_outputs else weight
     )
     steps = filled if step == 1 else filled.view(torch.int32)  # a pair is one element
-    packed = steps.view(-1, block, filled.shape[1] // step).transpose(1, 2).contiguous()
-    return NativeProduct(packed.view(weight.dtype), bias, outputs, more_inputs)
+    ordered = steps.view(-1, block, filled.shape[1] // step).transpose(1, 2)
+    size = (filled.numel(),)
+    if before is None or before.dtype != weight.dtype or before.shape != size:
+        before = (pages or HugePages()).empty(size, weight.dtype)
+    before.view(steps.dtype).view(ordered.shape).copy_(ordered)
+    return NativeProduct(before, bias, outputs, more_inputs)
 
 
 def _blocked(weight: Tensor, bias: Tensor | None) -> Product | None:

@@ -4,6 +4,13 @@
 
 typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
 
+/* From 5 rows on a step is long, and the processor alone looks too few lines ahead: it would compute
+ * and read in turn. With fewer rows it is never ahead of memory. */
+#define LT_AHEAD 8192 /* bytes */
+#define LT_PREFETCH_WEIGHTS(from, bytes)                                                           \
+  _Pragma("GCC unroll 2") for (uint64_t line = 0; line < (bytes); line += 64)                      \
+      __builtin_prefetch((const char *)(from) + LT_AHEAD + line, 0, 2)
+
 /* R rows by V vectors of outputs. Both are literals, so the sums stay in registers.
  *   T_ELEMENT   of x and w        T_STEP  inputs that one vector of w holds for each of 16 outputs
  *   T_PICK(p)   those of a row, for all lanes        T_DOT(sum, x, w)  sum + x w */
@@ -16,6 +23,7 @@ typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
         _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) sums[r][v] = (lt_vec){0};             \
     for (int64_t k = 0; k < inputs; k += T_STEP) {                                                 \
       T_VECTOR weights[V];                                                                         \
+      if (V == 2) LT_PREFETCH_WEIGHTS(w + k * 32, 2 * sizeof(T_VECTOR));                           \
       _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) weights[v] = *(const T_VECTOR *)(       \
           w + (v / 2) * inputs * 32 + k * 32 + (v % 2) * LT_LANES * T_STEP);                       \
       _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                       \
@@ -29,22 +37,21 @@ typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
             T_STORE(sums[r][v], bias, out + r * outputs, first + v * LT_LANES, outputs);           \
   }
 
-/* Few rows take two blocks of 32 outputs at a time: enough independent sums to hide latency. At most
+/* Up to 4 rows take two blocks of 32 outputs at a time: enough independent sums to hide latency. At most
  * 12 rows go through a block in one pass: their sums fill the registers. */
 #define LT_DEFINE_PRODUCT(NAME_)                                                                   \
   LT_DEFINE_TILE(NAME_, 1, 4) LT_DEFINE_TILE(NAME_, 1, 2)                                          \
   LT_DEFINE_TILE(NAME_, 2, 4) LT_DEFINE_TILE(NAME_, 2, 2)                                          \
   LT_DEFINE_TILE(NAME_, 3, 4) LT_DEFINE_TILE(NAME_, 3, 2)                                          \
   LT_DEFINE_TILE(NAME_, 4, 4) LT_DEFINE_TILE(NAME_, 4, 2)                                          \
-  LT_DEFINE_TILE(NAME_, 5, 4) LT_DEFINE_TILE(NAME_, 5, 2)                                          \
-  LT_DEFINE_TILE(NAME_, 6, 4) LT_DEFINE_TILE(NAME_, 6, 2)                                          \
+  LT_DEFINE_TILE(NAME_, 5, 2) LT_DEFINE_TILE(NAME_, 6, 2)                                          \
   LT_DEFINE_TILE(NAME_, 7, 2) LT_DEFINE_TILE(NAME_, 8, 2)                                          \
   LT_DEFINE_TILE(NAME_, 9, 2) LT_DEFINE_TILE(NAME_, 10, 2)                                         \
   LT_DEFINE_TILE(NAME_, 11, 2) LT_DEFINE_TILE(NAME_, 12, 2)                                        \
   static void NAME_(const T_ELEMENT *restrict x, const T_ELEMENT *restrict packed,                 \
                     const T_ELEMENT *restrict bias, T_ELEMENT *restrict out, int64_t rows,         \
                     int64_t inputs, int64_t outputs, int threads) {                                \
-    const int64_t blocks = (outputs + 31) / 32, together = rows <= 6 ? 2 : 1;                      \
+    const int64_t blocks = (outputs + 31) / 32, together = rows <= 4 ? 2 : 1;                      \
     _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")             \
     for (int64_t block = 0; block < blocks; block += together) {                                   \
       const T_ELEMENT *w = packed + block * inputs * 32;                                           \
@@ -57,8 +64,6 @@ typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
           case 2: LT_TILE(NAME_, 2, 4); break;                                                     \
           case 3: LT_TILE(NAME_, 3, 4); break;                                                     \
           case 4: LT_TILE(NAME_, 4, 4); break;                                                     \
-          case 5: LT_TILE(NAME_, 5, 4); break;                                                     \
-          case 6: LT_TILE(NAME_, 6, 4); break;                                                     \
           case 17: LT_TILE(NAME_, 1, 2); break;                                                    \
           case 18: LT_TILE(NAME_, 2, 2); break;                                                    \
           case 19: LT_TILE(NAME_, 3, 2); break;                                                    \
