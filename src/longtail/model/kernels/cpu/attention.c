@@ -7,11 +7,16 @@
 #define LT_ATTENTION
 #include "vectors.c"
 
-/* Prefetch `count` elements; the rows of other heads in between defeat the hardware's prefetch. */
+/* Prefetch `count` elements; the rows of other heads in between defeat the hardware's prefetch. A key
+ * takes less time than memory needs, so what is read next comes to the second cache a block before:
+ * values while keys are scored, and the next keys while values are added. From there LT_AHEAD keys
+ * suffice. */
 #define LT_AHEAD 16
-#define LT_FETCH(p, count) \
+#define LT_PREFETCH(p, count, locality) \
   for (size_t b = 0; b < (size_t)(count) * sizeof(*(p)); b += 64) \
-  __builtin_prefetch((const char *)(p) + b)
+  __builtin_prefetch((const char *)(p) + b, 0, locality)
+#define LT_FETCH(p, count) LT_PREFETCH(p, count, 3)
+#define LT_FETCH_NEXT(p, count) LT_PREFETCH(p, count, 2)
 
 /* Keys that a token sees: the first `context`, then some of the following, listed one by one (its
  * ancestors in a draft). Every sum runs in the order in which the token sees the keys, which depends
@@ -81,8 +86,9 @@ typedef float lt_scores[LT_BLOCK];
 #include "tiles.c"
 #endif
 
-/* Compute the scores of keys `begin` to `end`, up to the next 16, for the heads that see them. */
-LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, int64_t stride,
+/* Compute the scores of keys `begin` to `end`, up to the next 16, for the heads that see them. Number
+ * k of `next` is prefetched with key k. */
+LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, const T *next, int64_t stride,
                                  const lt_seen *seen, int64_t begin, int64_t end, float scale,
                                  lt_scores *restrict scores, const int64_t heads,
                                  const int64_t dim) {
@@ -109,6 +115,7 @@ LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, int64_t s
       for (int side = 0; side < 2; side++) {
         lt_vec key[8];
         LT_FETCH(at + LT_AHEAD * step, dim);
+        LT_FETCH_NEXT(next + (k + i + side) * stride, dim);
 #pragma GCC unroll 8
         for (int64_t j = 0; j < parts; j++) key[j] = NAME(lt_part)(at, j, dim);
         at += step;
@@ -136,26 +143,28 @@ LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, int64_t s
 }
 
 static __attribute__((noinline)) void NAME(score)(const T *const *query, const T *keys,
-                                                  int64_t stride, const lt_seen *seen,
-                                                  int64_t begin, int64_t end, float scale,
-                                                  float *scores, int64_t count, int64_t dim) {
+                                                  const T *next, int64_t stride,
+                                                  const lt_seen *seen, int64_t begin, int64_t end,
+                                                  float scale, float *scores, int64_t count,
+                                                  int64_t dim) {
   if (begin >= end) return;
 #if defined(LT_TILES) && defined(T_TILES)
   if (lt_tiles_granted())
     return lt_score_tiles(query, keys, stride, seen, begin, end, scale, (lt_scores *)scores, count,
                           dim);
 #endif
-#define CALL(heads, size)                                                  \
-  NAME(score_heads)(query + x, keys, stride, seen, begin, end, scale,      \
+#define CALL(heads, size)                                                   \
+  NAME(score_heads)(query + x, keys, next, stride, seen, begin, end, scale, \
                     (lt_scores *)scores + x, heads, size)
   LT_BY_DIM(LT_SCORED)
 #undef CALL
 }
 
-/* sums = sums * shrink + weighted values of keys `begin` to `end`, in order. */
+/* sums = sums * shrink + weighted values of keys `begin` to `end`, in order. Number k of `next` is
+ * prefetched with value k. */
 LT_INLINE void NAME(add_heads)(const lt_scores *restrict weights, const T *restrict values,
-                               int64_t stride, const lt_seen *seen, int64_t begin, int64_t end,
-                               const float *shrink, lt_vec (*restrict sums)[8],
+                               const T *next, int64_t stride, const lt_seen *seen, int64_t begin,
+                               int64_t end, const float *shrink, lt_vec (*restrict sums)[8],
                                const int64_t heads, const int64_t dim) {
   const int64_t parts = dim / LT_LANES;
   lt_vec sum[8][8], value[8];
@@ -166,6 +175,7 @@ LT_INLINE void NAME(add_heads)(const lt_scores *restrict weights, const T *restr
   for (int64_t k = begin; k < end; k++) {
     const T *at = values + lt_place(seen, k) * stride;
     LT_FETCH(at + LT_AHEAD * stride, dim);
+    LT_FETCH_NEXT(next + k * stride, dim);
     NAME(lt_spread)(at, parts, value);
 #pragma GCC unroll 8
     for (int64_t g = 0; g < heads; g++)
@@ -180,16 +190,17 @@ LT_INLINE void NAME(add_heads)(const lt_scores *restrict weights, const T *restr
 }
 
 static __attribute__((noinline)) void NAME(add)(const float *weights, const T *values,
-                                                int64_t stride, const lt_seen *seen,
-                                                int64_t begin, int64_t end, const float *shrink,
-                                                lt_vec (*sums)[8], int64_t count, int64_t dim) {
+                                                const T *next, int64_t stride,
+                                                const lt_seen *seen, int64_t begin, int64_t end,
+                                                const float *shrink, lt_vec (*sums)[8],
+                                                int64_t count, int64_t dim) {
 #if defined(LT_TILES) && defined(T_TILES)
   if (lt_tiles_granted())
     return lt_add_tiles((const lt_scores *)weights, values, stride, seen, begin, end, shrink, sums,
                         count, dim);
 #endif
-#define CALL(heads, size)                                                              \
-  NAME(add_heads)((const lt_scores *)weights + x, values, stride, seen, begin, end,    \
+#define CALL(heads, size)                                                                 \
+  NAME(add_heads)((const lt_scores *)weights + x, values, next, stride, seen, begin, end, \
                   shrink + x, sums + x, heads, size)
   LT_BY_DIM(LT_SUMMED)
 #undef CALL
@@ -197,9 +208,11 @@ static __attribute__((noinline)) void NAME(add)(const float *weights, const T *v
 
 /* Attend `group` query heads of each token of a run: consecutive tokens that see the same row from
  * the same slot on. Keys that all see are read for several heads at once; the others token by token.
- * Sums are rescaled block by block, so the scores of one block are in memory at a time. */
+ * Sums are rescaled block by block, so the scores of one block are in memory at a time. `next` are
+ * the keys of the run after this one. */
 static void NAME(attend_run)(const T *queries, int64_t token_stride, const T *keys,
-                             const T *values, int64_t stride, T *out, int64_t out_stride,
+                             const T *values, const T *next, int64_t stride, T *out,
+                             int64_t out_stride,
                              const lt_seen *seen, int64_t tokens, int64_t group, int64_t dim) {
   const float scale = LT_LOG2E / sqrtf((float)dim);
   const int64_t heads = tokens * group, parts = dim / LT_LANES;
@@ -221,23 +234,25 @@ static void NAME(attend_run)(const T *queries, int64_t token_stride, const T *ke
   for (int64_t first = 0; first < longest; first += LT_BLOCK) {
     const int64_t block_end = first + LT_BLOCK;
     const int64_t split = shared < first ? first : shared < block_end ? shared : block_end;
-    NAME(score)(query, keys, stride, seen, first, split, scale, scores[0], heads, dim);
+    const T *coming = block_end < longest ? keys + LT_BLOCK * stride : next - first * stride;
+    NAME(score)(query, keys, values, stride, seen, first, split, scale, scores[0], heads, dim);
     for (int64_t t = 0, x = 0; t < tokens; t++, x += group) {
       const int64_t end = seen[t].count < block_end ? seen[t].count : block_end;
       float *own = scores[x] + split - first;
-      NAME(score)(query + x, keys, stride, seen + t, split, end, scale, own, group, dim);
+      NAME(score)(query + x, keys, values, stride, seen + t, split, end, scale, own, group, dim);
       for (int64_t g = x; g < x + group && first < end; g++)
         shrink[g] = lt_weigh(scores[g], end - first, highest + g, totals + g);
     }
     if (first < split) {
-      NAME(add)(scores[0], values, stride, seen, first, split, shrink, sums, heads, dim);
+      NAME(add)(scores[0], values, coming, stride, seen, first, split, shrink, sums, heads, dim);
       for (int64_t x = 0; x < heads; x++) shrink[x] = 1.0f;
     }
     for (int64_t t = 0, x = 0; t < tokens; t++, x += group) {
       const int64_t end = seen[t].count < block_end ? seen[t].count : block_end;
       const float *own = scores[x] + split - first;
       if (split < end)
-        NAME(add)(own, values, stride, seen + t, split, end, shrink + x, sums + x, group, dim);
+        NAME(add)(own, values, coming, stride, seen + t, split, end, shrink + x, sums + x, group,
+                  dim);
     }
   }
   for (int64_t x = 0; x < heads; x++) {
@@ -305,11 +320,16 @@ void NAME(attend_rows)(const T *restrict queries, int64_t token_stride,
             if (mask & 1) seen[i].picked[seen[i].count++ - context] = at;
         }
         const int64_t start = rows[t] * row_stride + first * stride + h * dim;
+        const int64_t after = starts[(task + 1) / kv_heads], after_head = (task + 1) % kv_heads;
+        const T *next = key_cache + start; /* with several threads another one takes the next */
+        if (threads == 1 && task + 1 < runs * kv_heads)
+          next = key_cache + rows[after] * row_stride + after_head * dim +
+                 NAME(first_seen)(contexts, depths, after, window) * stride;
         for (int64_t g = 0, taken; g < group; g += taken) {
           taken = group - g < LT_RUN_HEADS ? group - g : LT_RUN_HEADS;
           const int64_t head = h * group + g;
           NAME(attend_run)(queries + t * token_stride + head * dim, token_stride,
-                           key_cache + start, value_cache + start, stride,
+                           key_cache + start, value_cache + start, next, stride,
                            out + (t * heads + head) * dim, heads * dim, seen, run, taken, dim);
         }
       }

@@ -6,10 +6,10 @@ typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
 
 /* From 5 rows on a step is long, and the processor alone looks too few lines ahead: it would compute
  * and read in turn. With fewer rows it is never ahead of memory. */
-#define LT_AHEAD 8192 /* bytes */
+#define LT_WEIGHTS_AHEAD 8192 /* bytes */
 #define LT_PREFETCH_WEIGHTS(from, bytes)                                                           \
   _Pragma("GCC unroll 2") for (uint64_t line = 0; line < (bytes); line += 64)                      \
-      __builtin_prefetch((const char *)(from) + LT_AHEAD + line, 0, 2)
+      __builtin_prefetch((const char *)(from) + LT_WEIGHTS_AHEAD + line, 0, 2)
 
 /* R rows by V vectors of outputs. Both are literals, so the sums stay in registers.
  *   T_ELEMENT   of x and w        T_STEP  inputs that one vector of w holds for each of 16 outputs
