@@ -2,11 +2,11 @@
 
 It runs the engine's own step on synthetic requests with a separate KV cache. The fastest of
 repeated measurements counts, since other load only slows them. A second is enough: the first steps
-correct errors, and sizes that were not measured in time are interpolated.
+correct errors, and sizes that would take too long are interpolated or extrapolated.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 from weakref import WeakKeyDictionary
 
@@ -28,8 +28,9 @@ from longtail.types import Request, SamplingParams
 
 _SECONDS = 1.0
 _DRAFT_SECONDS = 0.3
-_COUNTS = (1, 512, 8, 64, 2, 32, 4, 128, 16, 256, 48, 96, 24, 192, 12, 384)
-"""Flat tokens of the measured steps, the most informative first."""
+_COUNTS = (1, 64, 8, 16, 4, 32, 2, 12, 128, 24, 256, 512)
+"""Flat tokens of the measured steps, the most informative first: few tokens decide whether drafting
+pays, and larger steps continue the line of the last two."""
 _REPEATS = 3
 _SHORT, _LONG, _A_STEP = 32, 512, 4
 """Tokens of context, and tokens per step of a drafted request."""
@@ -63,14 +64,16 @@ class Profiler:
 def measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
     """Time steps of several sizes with short contexts, and some with long ones."""
     steps = SyntheticSteps(model, min(limits.max_running, 32), limits.max_step_tokens)
-    deadline = time.perf_counter() + _SECONDS
+    started = time.perf_counter()
     largest = min(limits.max_step_tokens, limits.max_running * (1 + MAX_NODES))
     counts = [min(count, largest) for count in _COUNTS]
     steps.step(1, steps.short)  # warm-up
     seconds: dict[int, float] = {}
-    for _ in range(_REPEATS):  # repeats apart in time, so that a stall affects only one
+    for repeat in range(_REPEATS):  # repeats apart in time, so that a stall affects only one
+        deadline = started + _SECONDS * (repeat + 1) / _REPEATS
         for count in dict.fromkeys(counts):
-            if len(seconds) < 2 or time.perf_counter() < deadline:
+            end = time.perf_counter() + _expected_s(seconds, count)
+            if len(seconds) < 2 or end < deadline:
                 took = steps.step(count, steps.short)
                 seconds[count] = min(took, seconds.get(count, took))
     knots = sorted(seconds)
@@ -83,6 +86,15 @@ def measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
         pair_s=max(requests_s, 0.0) / pairs,
         node_pair_s=min(max(drafts_s - requests_s, 0.0) / 3, max(requests_s, 0.0)) / pairs,
     )
+
+
+def _expected_s(seconds: Mapping[int, float], count: int) -> float:
+    """Return the seconds of the next larger measured size; in proportion beyond the largest."""
+    larger = [known for known in seconds if known >= count]
+    if larger:
+        return seconds[min(larger)]
+    largest = max(seconds, default=count)
+    return seconds.get(largest, 0.0) * count / largest
 
 
 def without_stalls(counts: Sequence[int], seconds: Sequence[float]) -> list[float]:

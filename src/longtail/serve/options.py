@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longtail.errors import ConfigError
-from longtail.system.addresses import is_loopback, read_secret
+from longtail.system.addresses import check_address, read_secret
 
 KEY_VARIABLE, ADMIN_VARIABLE = "LONGTAIL_API_KEY", "LONGTAIL_ADMIN_TOKEN"
 
@@ -135,8 +135,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_options(args: argparse.Namespace) -> ServeOptions:
     """Check the options; the ConfigError names the wrong one."""
-    if not 0 <= args.port < 2**16:
-        raise ConfigError(f"--port = {args.port}: it must be from 0 to 65535")
     if not 0 <= args.drain_s < 1e6:
         raise ConfigError(f"--drain-s = {args.drain_s}: it must be seconds, 0 or more")
     limits = Limits(**{name: getattr(args, name) for name in _LIMITS})
@@ -144,11 +142,8 @@ def read_options(args: argparse.Namespace) -> ServeOptions:
     if not name.isprintable():
         raise ConfigError(f"--name = {name!a}: give a name that can be printed")
     api_key = read_secret(args.api_key_file, KEY_VARIABLE, "--api-key-file", "an API key")
-    if api_key is None and not is_loopback(args.host):
-        raise ConfigError(
-            f"--host = {args.host!r} is reached from other machines, so an API key is needed: set "
-            f"${KEY_VARIABLE}, give --api-key-file, or bind to 127.0.0.1"
-        )
+    remedy = f"an API key is needed: set ${KEY_VARIABLE}, give --api-key-file"
+    check_address(args.host, args.port, api_key, remedy)
     return ServeOptions(
         model=args.model,
         drafter=args.drafter,

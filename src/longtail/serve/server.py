@@ -3,8 +3,6 @@
 import asyncio
 import math
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +16,6 @@ from longtail.build.engine import open_engine, open_model
 from longtail.build.models import model_directory
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.errors import UnavailableError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.serve.app import make_app
 from longtail.serve.middleware import Access
@@ -27,12 +24,16 @@ from longtail.serve.service import Service
 from longtail.serve.updates import ModelUpdates
 from longtail.system.addresses import bind, url
 from longtail.system.device import set_threads, to_stderr
+from longtail.system.http_server import (
+    make_http_server,
+    running_in_thread,
+    serve_until_stopped,
+)
 from longtail.system.interrupt import Interruption
 
 _STEP_TOKENS = 512
 _FLUSH_S = 5
 """Seconds for responses to reach their clients after the last completion."""
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ def run(options: ServeOptions) -> int:
         with Interruption() as interruption:
             print(f"serving {options.name} at {address}", flush=True)
             to_stderr("press Ctrl-C to stop; unfinished requests are finished first")
-            asyncio.run(_serve(server, sock, options.drain_s, interruption=interruption))
+            http = _http_server(server, options.drain_s)
+            asyncio.run(_serve(server, sock, options.drain_s, http, interruption))
     to_stderr("stopped")
     return 0
 
@@ -118,49 +120,24 @@ def running(server: ModelServer, *, drain_s: float = 5.0) -> Iterator[int]:
     """Serve in a thread, on a free port of this machine, and yield the port."""
     with bind("127.0.0.1", 0) as sock:
         http = _http_server(server, drain_s)
-        serving = _serve(server, sock, drain_s, http)
-        thread = threading.Thread(target=asyncio.run, args=(serving,), name="longtail-http")
-        thread.start()
-        while not http.started:
-            if not thread.is_alive():
-                raise UnavailableError("the server did not start")
-            time.sleep(_POLL_S)
-        try:
+        with running_in_thread(http, _serve(server, sock, drain_s, http)):
             yield sock.getsockname()[1]
-        finally:
-            http.should_exit = True
-            thread.join()
 
 
 def _http_server(server: ModelServer, drain_s: float) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            server.app,
-            http="h11",
-            loop="asyncio",
-            ws="none",
-            lifespan="on",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=math.ceil(drain_s) + _FLUSH_S,
-        )
-    )
+    return make_http_server(server.app, lifespan="on", flush_s=math.ceil(drain_s) + _FLUSH_S)
 
 
 async def _serve(
     server: ModelServer,
     sock: socket.socket,
     drain_s: float,
-    http: uvicorn.Server | None = None,
+    http: uvicorn.Server,
     interruption: Interruption | None = None,
 ) -> None:
     """Serve until stopped; then give unfinished requests `drain_s` seconds before aborting them."""
-    http = http or _http_server(server, drain_s)
-    serving = asyncio.create_task(http.serve([sock]))
-    while not (http.should_exit or serving.done()):
-        if http.started and interruption is not None and interruption.received:
-            http.should_exit = True
-        await asyncio.sleep(_POLL_S)
-    await server.service.drain(0.0 if http.force_exit else drain_s)
-    await serving
+
+    async def drain() -> None:
+        await server.service.drain(0.0 if http.force_exit else drain_s)
+
+    await serve_until_stopped(http, sock, interruption, drain)

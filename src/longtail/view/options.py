@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 
 from longtail.errors import ConfigError
-from longtail.system.addresses import is_loopback, read_secret
+from longtail.system.addresses import check_address, read_secret
 
 TOKEN_VARIABLE = "LONGTAIL_VIEW_TOKEN"
 MOST_RUNS = 4
@@ -37,14 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_options(args: argparse.Namespace) -> ViewOptions:
     """Check the options; the ConfigError names the wrong one."""
-    if not 0 <= args.port < 2**16:
-        raise ConfigError(f"--port = {args.port}: it must be from 0 to 65535")
     if len(args.runs) > MOST_RUNS:
         raise ConfigError(f"{len(args.runs)} runs: one page shows at most {MOST_RUNS}")
     token = read_secret(args.token_file, TOKEN_VARIABLE, "--token-file", "a token")
-    if token is None and not is_loopback(args.host):
-        raise ConfigError(
-            f"--host = {args.host!r} is reached from other machines, so a token is needed: set "
-            f"${TOKEN_VARIABLE}, give --token-file, or bind to 127.0.0.1"
-        )
+    remedy = f"a token is needed: set ${TOKEN_VARIABLE}, give --token-file"
+    check_address(args.host, args.port, token, remedy)
     return ViewOptions(runs=tuple(args.runs), host=args.host, port=args.port, token=token)

@@ -1,0 +1,72 @@
+"""uvicorn on a socket of this process, as `longtail serve` and `longtail view` run it."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from longtail.errors import UnavailableError
+from longtail.system.interrupt import Interruption
+
+_POLL_S = 0.05
+
+
+def make_http_server(
+    app: ASGIApp, *, lifespan: Literal["on", "off"], flush_s: int
+) -> uvicorn.Server:
+    """Return a server that gives responses `flush_s` seconds to reach their clients at its end."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            lifespan=lifespan,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=flush_s,
+        )
+    )
+
+
+async def serve_until_stopped(
+    http: uvicorn.Server,
+    sock: socket.socket,
+    interruption: Interruption | None,
+    on_stop: Callable[[], Awaitable[None]],
+) -> None:
+    """Serve until a signal arrives or `http.should_exit` is set; then await `on_stop`."""
+    serving = asyncio.create_task(http.serve([sock]))
+    while not (http.should_exit or serving.done()):
+        if http.started and interruption is not None and interruption.received:
+            http.should_exit = True
+        await asyncio.sleep(_POLL_S)
+    await on_stop()
+    await serving
+
+
+@contextmanager
+def running_in_thread(
+    http: uvicorn.Server, serving: Coroutine[Any, Any, None], *, daemon: bool = False
+) -> Iterator[None]:
+    """Run `serving` in a thread while the context is open. Raises UnavailableError if it ends."""
+    thread = threading.Thread(
+        target=asyncio.run, args=(serving,), name="longtail-http", daemon=daemon
+    )
+    thread.start()
+    while not http.started:
+        if not thread.is_alive():
+            raise UnavailableError("the server did not start")
+        time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        http.should_exit = True
+        thread.join()
