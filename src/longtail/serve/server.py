@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from longtail.build.drafters import check_names
@@ -25,6 +24,7 @@ from longtail.serve.updates import ModelUpdates
 from longtail.system.addresses import bind, url
 from longtail.system.device import set_threads, to_stderr
 from longtail.system.http_server import (
+    HttpServer,
     make_http_server,
     running_in_thread,
     serve_until_stopped,
@@ -124,7 +124,7 @@ def running(server: ModelServer, *, drain_s: float = 5.0) -> Iterator[int]:
             yield sock.getsockname()[1]
 
 
-def _http_server(server: ModelServer, drain_s: float) -> uvicorn.Server:
+def _http_server(server: ModelServer, drain_s: float) -> HttpServer:
     return make_http_server(server.app, lifespan="on", flush_s=math.ceil(drain_s) + _FLUSH_S)
 
 
@@ -132,7 +132,7 @@ async def _serve(
     server: ModelServer,
     sock: socket.socket,
     drain_s: float,
-    http: uvicorn.Server,
+    http: HttpServer,
     interruption: Interruption | None = None,
 ) -> None:
     """Serve until stopped; then give unfinished requests `drain_s` seconds before aborting them."""

@@ -14,14 +14,14 @@ from starlette.types import ASGIApp
 from longtail.errors import UnavailableError
 from longtail.system.interrupt import Interruption
 
+HttpServer = uvicorn.Server
+
 _POLL_S = 0.05
 
 
-def make_http_server(
-    app: ASGIApp, *, lifespan: Literal["on", "off"], flush_s: int
-) -> uvicorn.Server:
+def make_http_server(app: ASGIApp, *, lifespan: Literal["on", "off"], flush_s: int) -> HttpServer:
     """Return a server that gives responses `flush_s` seconds to reach their clients at its end."""
-    return uvicorn.Server(
+    return HttpServer(
         uvicorn.Config(
             app,
             http="h11",
@@ -37,7 +37,7 @@ def make_http_server(
 
 
 async def serve_until_stopped(
-    http: uvicorn.Server,
+    http: HttpServer,
     sock: socket.socket,
     interruption: Interruption | None,
     on_stop: Callable[[], Awaitable[None]],
@@ -54,7 +54,7 @@ async def serve_until_stopped(
 
 @contextmanager
 def running_in_thread(
-    http: uvicorn.Server, serving: Coroutine[Any, Any, None], *, daemon: bool = False
+    http: HttpServer, serving: Coroutine[Any, Any, None], *, daemon: bool = False
 ) -> Iterator[None]:
     """Run `serving` in a thread while the context is open. Raises UnavailableError if it ends."""
     thread = threading.Thread(

@@ -9,6 +9,7 @@ prefetcher stops at the end of each page. Where the system has no huge pages, me
 import contextlib
 import math
 import mmap
+import sys
 from typing import final
 
 import torch
@@ -30,7 +31,7 @@ class HugePages:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor on the CPU without content."""
-        if not hasattr(mmap, "MADV_HUGEPAGE"):
+        if sys.platform != "linux":
             return torch.empty(shape, dtype=dtype)
         size = math.prod(shape) * dtype.itemsize
         filled = size + -size % _LINE
