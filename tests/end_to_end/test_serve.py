@@ -204,9 +204,11 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
 def test_without_the_extra_the_command_that_installs_it_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [n for n in sys.modules if n.startswith(("uvicorn", "longtail.serve.server"))]:
+    importers = ("longtail.serve.server", "longtail.system.http_server")
+    for name in [n for n in sys.modules if n.startswith(("uvicorn", *importers))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delattr("longtail.serve.server", raising=False)
+    for name in importers:
+        monkeypatch.delattr(name, raising=False)
     assert cli.main(["serve", "nowhere"]) == 2
     assert "pip install" in capsys.readouterr().err

@@ -49,7 +49,8 @@ def test_a_gguf_file_is_converted(tmp_path):
         ("runs/quickstart-sft", "no such directory; give .*; the run .* longtail sft quickstart$"),
     ],
 )
-def test_a_name_of_nothing_is_refused(name, message):
+def test_a_name_of_nothing_is_refused(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a checkout may have runs/quickstart-sft
     with pytest.raises(ConfigError, match=message):
         _resolve(name)
 
