@@ -18,13 +18,12 @@ from longtail.model.attention import Attention
 from longtail.model.graphs import GraphPool, pool_of
 from longtail.model.kernels.choice import select_kernels
 from longtail.model.kernels.decoder import DecoderWeights, LayerWeights, NativeDecoder
-from longtail.model.kernels.linear import Linear
+from longtail.model.kernels.linear import Linear, pack_layers
 from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, TorchKernels
 from longtail.model.kernels.products import embed
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
 from longtail.speculation.taps import NO_TAPS, Taps
-from longtail.system.hugepages import HugePages
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -226,10 +225,7 @@ class Transformer(nn.Module):
         self._kernels = select_kernels(self.dtype, self.device, self.config.head_dim)
         if self.device.type == "cuda" and self.graphs is None:
             self.graphs = pool_of(self.device)
-        pages = HugePages()
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack(pages, batch_invariant=self.batch_invariant)
+        pack_layers(self, batch_invariant=self.batch_invariant)
         self._decoder = _native_decoder(self) if isinstance(self._kernels, NativeKernels) else None
 
     def forward(

@@ -29,13 +29,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.model.kernels.choice import select_kernels
-from longtail.model.kernels.linear import Linear
+from longtail.model.kernels.linear import Linear, pack_layers
 from longtail.model.kernels.ops import Kernels, QueryKeyValue, TorchKernels
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, Rotation
 from longtail.model.transformer import FeedForward, ModelConfig, Norm
 from longtail.speculation.taps import Taps
-from longtail.system.hugepages import HugePages
 
 Recipe = Literal["eagle1", "eagle3"]
 
@@ -171,10 +170,7 @@ class EagleLayer(nn.Module):
         """Pack the weights for drafting; call again after the weights change."""
         device = self.fc.weight.device
         self._kernels = select_kernels(self.dtype, device, self.config.shape.head_dim)
-        pages = HugePages()
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack(pages)
+        pack_layers(self)
 
     def fold(self) -> None:
         """Multiply `feature_scale` into `fc`; the layer computes the same function."""

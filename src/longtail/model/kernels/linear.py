@@ -107,6 +107,14 @@ class Linear(nn.Module):
         return training_product(x, self.weight, self.bias, self.cast)
 
 
+def pack_layers(module: nn.Module, *, batch_invariant: bool = False) -> None:
+    """Pack all linear layers of a module, side by side in huge pages."""
+    pages = HugePages()
+    for each in module.modules():
+        if isinstance(each, Linear):
+            each.pack(pages, batch_invariant=batch_invariant)
+
+
 def invariant_product(weight: Tensor, bias: Tensor | None) -> Product:
     """Return the batch-invariant product on a GPU."""
     from longtail.model.kernels.triton_product import TritonProduct

@@ -212,8 +212,8 @@ static __attribute__((noinline)) void NAME(add)(const float *weights, const T *v
  * the keys of the run after this one. */
 static void NAME(attend_run)(const T *queries, int64_t token_stride, const T *keys,
                              const T *values, const T *next, int64_t stride, T *out,
-                             int64_t out_stride,
-                             const lt_seen *seen, int64_t tokens, int64_t group, int64_t dim) {
+                             int64_t out_stride, const lt_seen *seen, int64_t tokens,
+                             int64_t group, int64_t dim) {
   const float scale = LT_LOG2E / sqrtf((float)dim);
   const int64_t heads = tokens * group, parts = dim / LT_LANES;
   lt_scores scores[LT_RUN_HEADS];
