@@ -20,8 +20,9 @@ torch.set_num_threads(1)
 # The same examples wherever tests run. To look further: --hypothesis-profile=default.
 hypothesis.settings.register_profile("longtail", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("longtail")
-# A job that a shell starts in the background ignores SIGINT, and so would the tests of Ctrl-C.
+# A job in a shell's background ignores SIGINT, one under nohup SIGHUP: tests send both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TESTS = Path(__file__).parent
 WHOLE_RUNS = ("chaos", "end_to_end", "laws")

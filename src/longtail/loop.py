@@ -109,7 +109,7 @@ class TrainingStep:
         )
 
     def _rollout(self, step: int, refill: int, requests: RequestBatch) -> RolloutResult:
-        """Generate the completions; idle workers train the drafter on them."""
+        """Generate the completions; idle workers train the drafter on them, one perhaps longer."""
         self.on_rollout(
             f"step {step}" + (f", refill {refill}" if refill else ""), len(requests.requests)
         )
@@ -117,7 +117,10 @@ class TrainingStep:
             if refill:
                 self.components.workers.offer_drafter()
         with self.watch.section("rollout"):
-            return self.components.workers.rollout(step, requests.requests)
+            rollout = self.components.workers.rollout(step, requests.requests)
+        with self.watch.section("drafter"):
+            self.components.workers.train_drafter()
+        return rollout
 
     def _grade(self, requests: RequestBatch, rollout: RolloutResult, *, is_first: bool) -> Graded:
         """Reward the completions, in the grader processes; of the first round, one at least."""

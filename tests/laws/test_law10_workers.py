@@ -60,6 +60,8 @@ def two_steps(
         assert rolled.report.num_generated == sum(map(len, expected)), "counted once"
         assert not group.workers(State.GENERATING, State.SPOT, State.LEARNING)
         between()
+        group.train_drafter()
+        between()
         assert group.learn([batch(step)]).version == step
         between()
         group.publish()

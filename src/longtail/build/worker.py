@@ -191,8 +191,7 @@ def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculatio
         drafters=drafters,
         tuner=tuners[own.tuner](),
         coupled=own.coupled,
-        # A worker alone trains after the rollout, on texts of another policy later.
-        features=feature_store(config.spot, drafters) if config.cluster.workers > 1 else None,
+        features=feature_store(config.spot, drafters),
     )
 
 
@@ -204,9 +203,9 @@ def without_fresh(full: Speculation, names: Sequence[str]) -> Speculation:
 
 
 def feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore | None:
-    """Build the store of features that idle workers reuse; None without an EAGLE drafter."""
+    """Build the store of features that training reuses; None without an EAGLE drafter."""
     eagles = _eagles(drafters)
-    if not (eagles and own.train == "spot" and own.features_mb):
+    if not (eagles and own.train != "never" and own.features_mb):
         return None
     return FeatureStore(training_taps(eagles[0].taps), own.features_mb * 2**20)
 

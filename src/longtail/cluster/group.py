@@ -1,6 +1,7 @@
 """All workers as one: the training loop generates, learns and publishes through a `WorkerGroup`.
 
     rollout(step, requests) -> RolloutResult   shards, spot training, offers
+    train_drafter()                            by one worker, where idle time did not suffice
     learn(batches) -> LearnerReport            one update by all learners together
     publish()                                  learner -> engine on every worker
     offer_drafter()                            the newly trained drafter -> every worker
@@ -51,8 +52,8 @@ class WorkerGroupSettings:
 
     seed: int
     training: Training
-    """When the drafter is trained: on idle workers, after the rollout, or never. A worker alone
-    is never idle, so that it trains after a rollout, while that pays."""
+    """When the drafter is trained: on idle workers, after the rollout, or never. Where workers are
+    hardly idle, or one is alone, it is trained after a rollout, too, while that pays."""
     num_steps: int
     """Number of steps of the run."""
     buffer_bytes: int
@@ -134,12 +135,31 @@ class WorkerGroup:
         for request, completion in zip(requests, result.completions, strict=True):
             self.lengths.record(_prompt_id(request), len(completion.tokens))
         if spot is not None:
+            for report in result.spots:
+                self._payoff.record_idle(report)
             self._spot, self._train_s = spot, self._serial_s(step, result)
             self._marks += spot.marks
             trained_s = sum((report.seconds for report in result.spots), 0.0)
             waited_s, rollout_s = self._pool.size * result.stop_s, self._pool.size * result.seconds
             self._idle_training.record(trained_s, waited_s, rollout_s)
         return result
+
+    def train_drafter(self) -> None:
+        """Train the drafter on the texts of the last rollout, while all workers wait, if it pays.
+
+        Called before `learn`, so that features of the rollout are reused.
+        """
+        if self._publisher is None or self._spot is None or not self._train_s:
+            return
+        seconds, self._train_s = self._train_s, 0.0
+        self._supervisor.wait_ready()
+        self._spot.send_texts(0)
+        task = {0: (self._publisher.published, seconds)}
+        ended = self._supervisor.run(tasks.TRAIN_DRAFTER, task)[0]
+        if not ended.is_lost:
+            self._spot.on_trained(ended)
+            if ended.error is None:
+                self._payoff.record(ended.value())
 
     def abandon(self) -> None:
         """Stop the tasks of an interrupted rollout, and drop their results."""
@@ -158,8 +178,6 @@ class WorkerGroup:
         publisher, spot = self._publisher, self._spot
         if publisher is None or spot is None:
             return
-        if self._train_s:
-            self._train_serially(publisher.published, spot)
         publisher.withdraw()
         self._spot = None
         self._num_trained = sum(report.num_tokens for report in spot.reports)
@@ -238,6 +256,7 @@ class WorkerGroup:
             tensors=with_prefix(_DRAFTER, weights.tensors) | with_prefix(_BUFFER, texts),
             numbers={
                 "version": weights.version,
+                "num_tokens": weights.num_tokens,
                 "accept_len": self._publisher.accept_len,
                 "buffer": self._buffer.state(),
                 "lengths": self.lengths.state(),
@@ -256,7 +275,11 @@ class WorkerGroup:
             raise CheckpointError("the drafter of the checkpoint is of another shape")
         self._buffer.restore(without_prefix(_BUFFER, state.tensors), state.numbers["buffer"])
         self.lengths.restore(state.numbers["lengths"])
-        weights = DrafterWeights(version=state.numbers["version"], tensors=tensors)
+        weights = DrafterWeights(
+            version=state.numbers["version"],
+            tensors=tensors,
+            num_tokens=state.numbers.get("num_tokens", 0),
+        )
         offer = self._publisher.restore(weights, state.numbers.get("accept_len"))
         self._supervisor.run_on_all(tasks.ADOPT, offer)
         self._mark_offered(self._publisher, weights.version)
@@ -305,20 +328,13 @@ class WorkerGroup:
         """Return the seconds to train after a rollout, when all workers wait for it."""
         if self._settings.training == "serial":
             return SHARE * rollout.seconds
-        if self._settings.training == "spot" and self._pool.size == 1:
+        if self._settings.training == "spot":
             left = self._settings.num_steps - step
-            return self._payoff.limit_s(rollout.seconds, rollout.series, rollout.costs, left)
+            idle_s = sum((report.seconds for report in rollout.spots), 0.0)
+            return self._payoff.limit_s(
+                rollout.seconds, rollout.series, rollout.costs, left, idle_s=idle_s
+            )
         return 0.0
-
-    def _train_serially(self, published: DrafterWeights, spot: SpotCoordinator) -> None:
-        """Train on one worker while all others wait."""
-        self._supervisor.wait_ready()
-        spot.send_texts(0)
-        ended = self._supervisor.run(tasks.TRAIN_DRAFTER, {0: (published, self._train_s)})[0]
-        if not ended.is_lost:
-            spot.on_trained(ended)
-            if ended.error is None:
-                self._payoff.record(ended.value())
 
     def _mark_offered(self, publisher: Publisher, version: int) -> None:
         for worker in range(self._pool.size):

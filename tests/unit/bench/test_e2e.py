@@ -8,14 +8,9 @@ import pytest
 
 from longtail.bench.e2e import card
 from longtail.bench.e2e.arms import ArmResult, SaveTimes, differing_share
+from longtail.bench.e2e.by_running import by_running, plain_step
 from longtail.bench.e2e.options import E2eBenchOptions
-from longtail.bench.e2e.outlook import (
-    MeasuredStep,
-    Outlook,
-    outlook,
-    plain_step,
-    speedup_by_running,
-)
+from longtail.bench.e2e.outlook import MeasuredStep, Outlook, outlook, speedup_by_running
 from longtail.bench.e2e.plan import Setting
 from longtail.bench.e2e.plot import draw_curves
 from longtail.bench.e2e.task import write_prompts
@@ -189,6 +184,24 @@ def test_a_speedup_is_tokens_a_second_over_those_of_plain_steps() -> None:
     assert faster(1) == pytest.approx(1.0)
     assert 1.0 < faster(2) < 2.0
     assert faster(100) == faster(4)
+
+
+def test_steps_are_told_apart_by_octaves_of_running_requests() -> None:
+    series = [drafting((5, 4, 3), (15, 12, 0), 0.002), drafting((1, 1), (1, 0), 0.001)]
+    one, two, four = by_running(series, plain_step(FLAT, [10]))
+    assert [each.low for each in (one, two, four)] == [1, 2, 4]
+    assert [each.share for each in (one, two, four)] == pytest.approx([0.25, 0.25, 0.5])
+    assert [each.drafting_share for each in (one, two, four)] == [0.5, 0.0, 1.0]
+    assert [each.speedup for each in (one, two, four)] == pytest.approx([1.5, 0.5, 2.0])
+    assert by_running([], plain_step(FLAT, [10])) == ()
+
+
+def test_the_card_says_where_the_time_of_the_rollouts_went() -> None:
+    spot = ArmResult(lengths=[10], costs=FLAT, series=[drafting((4, 1), (12, 0), 0.002)])
+    (table,) = card._octave_table({"off": ArmResult(), "spot": spot})
+    assert list(table.columns) == ["arm", "4-7", "1"]
+    assert table.cells() == [["spot", "50% at 2.00x", "50% at 0.50x"]]
+    assert card._octave_table({"off": ArmResult()}) == []
 
 
 def test_a_plain_step_reads_the_context_of_a_token_drawn_at_random() -> None:

@@ -19,6 +19,7 @@ from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.plan import Plan, make_plan
 from longtail.bench.e2e.room import ArmBytes, Room, make_room
 from longtail.build import memory
+from longtail.build.models import TINY_REASONER, model_directory
 from longtail.config import files as configfile
 from longtail.config import rl as config
 from longtail.errors import ConfigError
@@ -254,6 +255,7 @@ def test_the_estimate_is_above_what_the_embedded_models_arms_take_and_within_twi
         *("--rollout.prompts_per_step=4", "--rollout.max_tokens=96", "--rollout.max_running=32"),
         *("--data.max_prompt_len=32", "--learner.tokens_per_micro_batch=2048"),
     )
+    model_directory(TINY_REASONER)  # made here, since what its making took would not be growth
     context = multiprocessing.get_context("spawn")  # a peak never falls
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         estimated, measured = pool.submit(_growth, ("off", "history"), words).result()

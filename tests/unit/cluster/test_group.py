@@ -224,6 +224,7 @@ def test_a_task_of_all_is_done_again_by_the_worker_that_replaces_a_lost_one(task
     pool = ScriptedPool(3, faults=[fault])
     group = begun(pool)
     group.rollout(1, requests(35, 10, 12))
+    group.train_drafter()
     group.learn([batch(1)])
     group.publish()
     group.offer_drafter()

@@ -106,6 +106,16 @@ def test_training_never_takes_more_than_its_share(steps):
         assert sum(train(curve, steps, costs())) <= SHARE * ROLLOUT_S * steps + 1e-9
 
 
+def test_idle_seconds_count_toward_the_share_and_their_measurements_count_too():
+    one = PayOff()
+    assert one.limit_s(ROLLOUT_S, series(), costs(), 10, idle_s=0.0) == SHARE * ROLLOUT_S
+    assert one.limit_s(ROLLOUT_S, series(), costs(), 10, idle_s=0.5) == SHARE * ROLLOUT_S - 0.5
+    assert one.limit_s(ROLLOUT_S, series(), costs(), 10, idle_s=SHARE * ROLLOUT_S) == 0.0
+    for tokens in (8000, 16000):  # two measurements without a rise: training does not pay
+        one.record_idle(report(tokens / 2000, 1.05))
+    assert one.limit_s(ROLLOUT_S, series(), costs(), 10) == 0.0
+
+
 def test_the_seconds_of_short_rollouts_are_saved_until_a_measurement_fits():
     one, spent = PayOff(), []
     for _ in range(100):

@@ -240,6 +240,15 @@ def with_vocabulary(tokens: tuple[int, ...], ids: list[int]) -> Publisher:
     return Publisher(DrafterWeights(version=0, tensors=tensors), buffer)
 
 
+def test_tokens_of_all_versions_add_up() -> None:
+    one = publisher()
+    for tokens in (1200, 800):
+        offer = one.offer([replica(0.1, base=one.published.version, tokens=tokens)])
+        assert offer is not None
+        one.record([verdict(offer.weights.version)])
+    assert one.published.num_tokens == 2000
+
+
 def test_a_draft_vocabulary_is_renewed_when_the_texts_have_moved():
     one = with_vocabulary((5, 5, 7), [5, 6])
     offer = one.offer([], renews=True)

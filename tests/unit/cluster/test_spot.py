@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longtail.cluster.drafter.payoff import SHARE, PayOff
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.spot import OFFER_S
 from longtail.drafter.training.replica import SpotEnd
@@ -18,6 +19,7 @@ TAIL = requests(100, 10, 50)
 def step(group: WorkerGroup, number: int, asked=TAIL) -> list[tuple[str, int, str]]:
     """Run a step and return the decisions about the drafter."""
     rolled = group.rollout(number, asked)
+    group.train_drafter()
     assert [each.tokens for each in rolled.completions] == [text(each) for each in asked]
     group.learn([batch(number)])
     group.publish()
@@ -257,8 +259,27 @@ def test_serial_training_runs_on_one_worker_while_the_others_wait():
     assert {each.served.version for each in pool.workers} == {1}
     # A tenth of the rollout's time: two measurements in four seconds.
     assert pool.workers[1].served.tensors["w"].item() == pytest.approx(QUALITY * 1.05**2)
-    group.offer_drafter()
+    group.train_drafter()
     assert len(pool.starts("train_drafter")) == 1, "a rollout is learned once"
+
+
+def test_workers_that_are_hardly_idle_train_after_the_rollout_too(monkeypatch: pytest.MonkeyPatch):
+    idle: list[float] = []
+
+    def limit_s(_: PayOff, seconds: float, *__: object, idle_s: float) -> float:
+        idle.append(idle_s)
+        return max(SHARE * seconds - idle_s, 0.0)
+
+    monkeypatch.setattr(PayOff, "limit_s", limit_s)
+    pool = ScriptedPool(2)
+    group = begun(pool)
+    before = pool.clock.now
+    step(group, 1, requests(200, 200))
+    ((when, _),) = pool.starts("train_drafter")
+    assert when > before + 20.0, "no worker was idle"
+    step(group, 2, requests(90, 50))  # 9 s; a fake's report is always of 1 s
+    assert idle == [0.0, 1.0]
+    assert len(pool.starts("train_drafter")) == 2, "idle time sufficed"
 
 
 def test_a_worker_lost_in_serial_training_costs_only_that_training():

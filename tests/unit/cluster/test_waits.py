@@ -50,6 +50,7 @@ def a_run(group: WorkerGroup, place: Path) -> None:
     group.restore(place, LearnerState(tensors={}, numbers={"version": 0}))
     for step in (1, 2):
         group.rollout(step, requests(40, 9, 9, 9))
+        group.train_drafter()
         group.learn([batch(step)])
         group.publish()
         group.offer_drafter()
@@ -155,6 +156,7 @@ def test_serial_training_that_dies_repeatedly_delays_no_step():
     pool = ScriptedPool(2, faults=always("train_drafter", after_s=0.3))
     group = begun(pool, "serial")
     group.rollout(1, requests(90, 9))
+    group.train_drafter()
     group.learn([batch(1)])
     group.offer_drafter()
     assert group.learn([batch(2)]).version == 2
@@ -203,6 +205,7 @@ def test_a_death_noticed_in_place_of_an_answer_is_counted_as_a_loss(message):
     pool.ask = deadly  # type: ignore[method-assign]
     for step in (1, 2):
         rolled = group.rollout(step, asked)
+        group.train_drafter()
         assert [each.tokens for each in rolled.completions] == [text(each) for each in asked]
         group.learn([batch(step)])
         group.publish()

@@ -180,16 +180,16 @@ def test_a_worker_trains_on_its_own_texts_with_the_features_it_kept(components, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("--cluster.workers=2", "--spot.features_mb=0"),
-        ("--cluster.workers=2", "--spot.train=serial"),
-        ("--cluster.workers=1",),
-    ],
+    "words", [("--cluster.workers=2", "--spot.train=serial"), ("--cluster.workers=1",)]
 )
-def test_features_are_not_kept_if_they_could_not_be_reused(workshop, asked, words):
-    """A rollout is over and its policy gone when a drafter is trained serially."""
-    components = make_components(workshop, *words)
+def test_features_are_kept_for_training_after_a_rollout_too(workshop, asked, words):
+    report = train(make_components(workshop, *words), asked, 1)
+    assert report.num_reused == report.num_tokens > 0
+
+
+@pytest.mark.slow
+def test_features_are_not_kept_without_memory_for_them(workshop, asked):
+    components = make_components(workshop, "--cluster.workers=2", "--spot.features_mb=0")
     assert components.engine.speculation is not None
     assert components.engine.speculation.features is None
     report = train(components, asked, 1)

@@ -139,7 +139,7 @@ def test_rows_of_another_drafter_are_refused() -> None:
         FeatureFit.restored(trainer.layer, trainer._target, rows)
 
 
-def _spot(version: int) -> SpotTrainer:
+def _spot(version: int, num_tokens: int = 0) -> SpotTrainer:
     trainer = _trainer()
     settings = SpotSettings(
         trainer=SETTINGS,
@@ -152,15 +152,26 @@ def _spot(version: int) -> SpotTrainer:
         patience=3,
     )
     spot = SpotTrainer(trainer.layer, trainer._target, settings)
-    spot.begin(DrafterWeights(version=version, tensors=copy_parameters(trainer.layer)))
+    tensors = copy_parameters(trainer.layer)
+    spot.begin(DrafterWeights(version=version, tensors=tensors, num_tokens=num_tokens))
     return spot
 
 
-def test_only_a_drafter_that_was_never_trained_gets_the_closed_form_start() -> None:
+def test_a_drafter_of_many_tokens_gets_no_closed_form_start() -> None:
     assert _spot(0)._trainer.is_starting
-    resumed = _spot(4)
-    assert not resumed._trainer.is_starting
+    assert _spot(1, 1000)._trainer.is_starting, "a worker that joins late may soon know more texts"
+    assert not _spot(4, 5000)._trainer.is_starting
     begun = _spot(0)
     tensors = {name: 2 * each for name, each in begun._trainer.weights().items()}
     begun.begin(DrafterWeights(version=1, tensors=tensors))
     assert begun._trainer.is_starting, "its own rows go on counting"
+
+
+def test_a_start_of_fewer_texts_than_the_published_drafters_goes_on() -> None:
+    late = _spot(1, 1000)
+    late._num_fitted = 500
+    late._return_to_base()
+    assert late._trainer.is_starting
+    late._num_fitted = 1000
+    late._return_to_base()
+    assert not late._trainer.is_starting

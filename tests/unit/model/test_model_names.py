@@ -46,7 +46,8 @@ def test_a_gguf_file_is_converted(tmp_path):
         ("smolm2", r"^model\.path = 'smolm2': no such directory \(is smollm2 meant\?\); give"),
         ("a" * 5000, "no such directory; give the directory of a model or run, a hub id"),
         ("/no/where", "no such directory; give"),
-        ("runs/quickstart-sft", "no such directory; give .*; the run .* longtail sft quickstart$"),
+        ("runs/quickstart-sft", "no such directory; give .*; this run .* longtail sft quickstart$"),
+        ("runs/quickstart", "no such directory; give .*; this run .* longtail train quickstart$"),
     ],
 )
 def test_a_name_of_nothing_is_refused(name, message, tmp_path, monkeypatch):

@@ -59,6 +59,8 @@ class _Workers:
     def publish(self) -> None:
         self.calls.append("publish")
 
+    def train_drafter(self) -> None: ...
+
     def offer_drafter(self) -> None:
         self.calls.append("offer")
 

@@ -7,6 +7,7 @@ from typing import Any
 from longtail.bench.common.card import Table, by_position, numbers
 from longtail.bench.common.timing import Spread, ratios
 from longtail.bench.e2e.arms import ACCEPT, COLD, OFF, SPOT, ArmResult, differing_share
+from longtail.bench.e2e.by_running import Octave, by_running, plain_step
 from longtail.bench.e2e.outlook import MeasuredStep, Outlook, outlook
 from longtail.bench.e2e.plan import Setting
 
@@ -63,6 +64,7 @@ def tables(setting: Setting, found: Mapping[str, ArmResult]) -> list[Table]:
             list(found),
         ),
         *_accept_table(found),
+        *_octave_table(found),
         *([] if error is None else [outlooks]),
         Table(
             "Seconds of a step, medians", by_position("arm", *_PARTS, "spot stop latency"), parts
@@ -133,6 +135,36 @@ def _accept_table(found: Mapping[str, ArmResult]) -> list[Table]:
     ]
 
 
+def _octaves(found: Mapping[str, ArmResult]) -> dict[str, tuple[Octave, ...]]:
+    """Return the steps of each arm that drafted, by running requests."""
+    return {
+        name: by_running(each.series, plain_step(each.costs, each.lengths))
+        for name, each in found.items()
+        if each.costs is not None and each.lengths
+    }
+
+
+def _octave_table(found: Mapping[str, ArmResult]) -> list[Table]:
+    """Return share and speed of the rollouts' steps by running requests; empty without drafts."""
+    octaves = _octaves(found)
+    lows = sorted({each.low for own in octaves.values() for each in own}, reverse=True)
+    if not lows:
+        return []
+
+    def cell(own: tuple[Octave, ...], low: int) -> str:
+        here = [each for each in own if each.low == low]
+        return "".join(f"{each.share:.0%} at {each.speedup:.2f}x" for each in here)
+
+    return [
+        Table(
+            "Running requests: share of the engine's time, and its speed over predicted plain "
+            "decoding",
+            by_position("arm", *(f"{low}-{2 * low - 1}" if low > 1 else "1" for low in lows)),
+            [(name, *(cell(own, low) for low in lows)) for name, own in octaves.items()],
+        )
+    ]
+
+
 def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
     """Return every figure."""
     off = found[OFF]
@@ -169,6 +201,9 @@ def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
         "checkpoint_ratio": None if spot is None else _checkpoint_ratio(spot),
         "stop_latency_s": {"median": _median_of(latencies), "max": max(latencies, default=0.0)},
         "accept_length": columns(others, ACCEPT),
+        "by_running": {
+            name: [asdict(each) for each in own] for name, own in _octaves(found).items()
+        },
         "steps_until_frozen": _steps_until_frozen(found),
         "predicted": [asdict(each) for each in predicted],
         "prediction_error": _prediction_error(predicted, found),

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from longtail.bench.e2e.by_running import by_running, plain_step
 from longtail.bench.e2e.tail import predict
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.tuner.cost import CostModel
@@ -82,32 +83,13 @@ def outlook(measured: MeasuredStep, workers: Sequence[int]) -> list[Outlook]:
     return found
 
 
-def plain_step(costs: CostModel, lengths: Sequence[int]) -> Callable[[int], float]:
-    """Return the seconds of a plain step by the number of running requests, at a mean context.
-
-    A token drawn at random from all tokens has half of its text's length behind it.
-    """
-    sizes = np.asarray(lengths, dtype=np.float64)
-    context = float((sizes**2).sum() / (2 * sizes.sum()))
-    return lambda running: costs.plain.at(running) + costs.pair_s * running * context
-
-
 def speedup_by_running(
     series: Sequence[RolloutSeries], plain_s: Callable[[int], float]
 ) -> Callable[[int], float]:
     """Return tokens/s with drafts over those without, by the number of running requests.
 
-    Steps are pooled by octaves of running requests, with interpolation between them.
+    Numbers between the octaves are interpolated.
     """
-    running = np.concatenate([one.running for one in series]).clip(min=1)
-    accepted = np.concatenate([one.accepted for one in series])
-    seconds = np.concatenate([np.diff(one.seconds, prepend=0.0) for one in series])
-    # A step emits the accepted tokens and one more of each request; few are still in prefill.
-    plain = np.array([plain_s(int(each)) for each in running]) * (running + accepted) / running
-    octave = np.log2(running).astype(int)
-    numbers, gains = [], []
-    for each in np.unique(octave):
-        here = octave == each
-        numbers.append(float(running[here].mean()))
-        gains.append(float(plain[here].sum() / seconds[here].sum()))
+    octaves = by_running(series, plain_s)
+    numbers, gains = [each.running for each in octaves], [each.speedup for each in octaves]
     return lambda number: float(np.interp(number, numbers, gains))

@@ -1,7 +1,8 @@
-"""When a worker that is never idle trains the drafter: while that saves more time than it takes.
+"""When a worker trains the drafter after a rollout: while that saves more time than it takes.
 
-A worker alone never idles, so each second of training is added to the step. It is bounded by a
-share of the rollout, and spent only if measurements promise it back within the run:
+A worker alone never idles, and workers whose shards end together hardly do. Then each second of
+training is added to the step. Together with the idle seconds it is bounded by a share of the
+rollout, and spent only if measurements promise it back within the run:
 
     acceptance     measured by the trainer on held-out text; it rises by a part per doubling of the
                    trained tokens, and the last two measurements tell by how much
@@ -59,17 +60,24 @@ class PayOff:
         """Rollouts without training after the next trial, and those that are left of this wait."""
 
     def limit_s(
-        self, seconds: float, series: RolloutSeries | None, costs: CostModel | None, steps_left: int
+        self,
+        seconds: float,
+        series: RolloutSeries | None,
+        costs: CostModel | None,
+        steps_left: int,
+        *,
+        idle_s: float = 0.0,
     ) -> float:
         """Return the seconds to train after a rollout of `seconds`; 0: do not.
 
-        `steps_left` is the number of rollouts that a better drafter would still serve. The seconds
-        of short rollouts are saved until they suffice for a measurement.
+        `steps_left` is the number of rollouts that a better drafter would still serve, `idle_s` the
+        seconds of training in idle time. The seconds of short rollouts are saved until they suffice
+        for a measurement.
         """
         if steps_left <= 0 or series is None or costs is None or not costs.drafts:
             return 0.0
-        budget_s = SHARE * seconds
-        if not self._wants(budget_s, series, costs, steps_left):
+        budget_s = SHARE * seconds - idle_s
+        if budget_s <= 0 or not self._wants(budget_s, series, costs, steps_left):
             return 0.0
         self._saved_s += budget_s
         if self._saved_s < self._needed_s:
@@ -99,12 +107,16 @@ class PayOff:
         self._wait, self._left = state["wait"], state["left"]
 
     def record(self, report: SpotReport) -> None:
-        """Add the measurement of a training, if it made one."""
+        """Add the measurement of a training after a rollout; without one, save longer for it."""
+        self.record_idle(report)
+        if report.replica is None and report.reason is SpotEnd.STOPPED:
+            self._needed_s = 2 * max(self._needed_s, report.seconds)
+
+    def record_idle(self, report: SpotReport) -> None:
+        """Add the measurement of a training in idle time, if it made one."""
         self._num_tokens += report.num_tokens
         found = report.replica
         if found is None:
-            if report.reason is SpotEnd.STOPPED:
-                self._needed_s = 2 * max(self._needed_s, report.seconds)
             return
         is_new = not self._points or self._num_tokens > self._points[-1].num_tokens
         if math.isfinite(found.accept_len) and is_new:

@@ -210,7 +210,8 @@ class Publisher:
 
     def _new_offer(self, tensors: Mapping[str, Tensor], gain: float, decision: Decision) -> Offer:
         self._last += 1
-        weights = DrafterWeights(version=self._last, tensors=tensors)
+        num_tokens = self._published.num_tokens + decision.num_tokens
+        weights = DrafterWeights(version=self._last, tensors=tensors, num_tokens=num_tokens)
         self._offered[weights.version] = weights
         self._gains[weights.version] = gain
         self._decisions.append(decision)

@@ -32,6 +32,8 @@ class DrafterWeights:
     version: int
     tensors: Mapping[str, Tensor]
     """Tensors by their parameter name in `EagleLayer`; also `DRAFT_IDS` if it is reduced."""
+    num_tokens: int = 0
+    """Tokens that all versions were trained on in this run."""
 
     @property
     def digest(self) -> str:

@@ -34,6 +34,9 @@ from longtail.types import PackedSequences
 
 _log = logging.getLogger("longtail")
 
+_ENOUGH_ROWS = 4096
+"""Tokens of a published drafter from which a worker that joins late makes no start of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotSettings:
@@ -187,7 +190,7 @@ class SpotTrainer:
         else:
             self._trainer.load_weights(published.tensors)
             self._reset_counts()
-        if base is None and published.version > 0:  # others, or an earlier session, have begun it
+        if base is None and published.num_tokens >= _ENOUGH_ROWS:
             self._trainer.end_start()
         self._base = published
 
@@ -242,10 +245,8 @@ class SpotTrainer:
                     break
                 self._unmeasured, self._num_fitted = 0, self._trainer.num_fitted
                 on_measured(interval.record(replica))
-                if self._trainer.is_starting and replica.gain < 0:  # of fewer texts than the base
-                    self._trainer.load_weights(self._require_base().tensors)
-                    self._trainer.end_start()
-                    self._reset_counts()
+                if self._trainer.is_starting and replica.gain < 0:
+                    self._return_to_base()
                 if not interval.is_gaining:
                     return SpotEnd.NO_GAIN
             # The rows of a closed-form start need no common update: a stop discards few of them.
@@ -314,6 +315,14 @@ class SpotTrainer:
             yield
         finally:
             self._trainer.load_weights(own)
+
+    def _return_to_base(self) -> None:
+        """Leave a start that is worse than the base, for good if it is not of fewer texts."""
+        base = self._require_base()
+        self._trainer.load_weights(base.tensors)
+        if self._num_fitted >= min(base.num_tokens, _ENOUGH_ROWS):
+            self._trainer.end_start()
+            self._reset_counts()
 
     def _looked_up(self, windows: Sequence[TextWindow]) -> tuple[TextWindow, ...]:
         """Return the windows that are long enough, and take their states from the store."""

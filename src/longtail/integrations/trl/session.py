@@ -163,7 +163,7 @@ class Session:
         speculation = Speculation(
             drafters=drafters,
             tuner=BudgetTuner(),
-            features=feature_store(spot, drafters) if self._ranks.size > 1 else None,
+            features=feature_store(spot, drafters),
         )
         is_fresh = FRESH in names
         first = without_fresh(speculation, names) if is_fresh else speculation

@@ -168,13 +168,13 @@ class DrafterTraining:
         offer = self._publisher.offer(replicas, renews=True) if self._ranks.rank == 0 else None
         header = [math.nan] * 3
         if offer is not None:
-            header = [float(offer.weights.version), offer.before, offer.after]
-        version, _, after = self._ranks.all_gather(header)[0]
+            header = [float(offer.weights.version), float(offer.weights.num_tokens), offer.after]
+        version, num_tokens, after = self._ranks.all_gather(header)[0]
         if math.isnan(version):
             return
         shapes = self._served.tensors if offer is None else offer.weights.tensors
         tensors = self._ranks.broadcast(shapes, 0)
-        weights = DrafterWeights(version=int(version), tensors=tensors)
+        weights = DrafterWeights(version=int(version), tensors=tensors, num_tokens=int(num_tokens))
         self._serve(weights, after if math.isfinite(after) else None)
 
     def _own_weights(self) -> Mapping[str, Tensor]:
@@ -202,6 +202,7 @@ class DrafterTraining:
             | with_prefix(_BUFFER, buffer.tensors()),
             numbers={
                 "version": self._served.version,
+                "num_tokens": self._served.num_tokens,
                 "accept_len": self.accept_len,
                 "buffer": buffer.state(),
                 "rollouts": self._num_rollouts,
@@ -218,7 +219,9 @@ class DrafterTraining:
         self._drafting.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
         self._num_rollouts = numbers["rollouts"]
         self._payoff.restore(numbers["payoff"])
-        weights = DrafterWeights(version=numbers["version"], tensors=tensors)
+        weights = DrafterWeights(
+            version=numbers["version"], tensors=tensors, num_tokens=numbers.get("num_tokens", 0)
+        )
         self._serve(weights, numbers["accept_len"])
 
 

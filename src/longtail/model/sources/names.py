@@ -19,8 +19,11 @@ from longtail.system.hints import meant
 
 GGUF_SUFFIX = ".gguf"
 _NAMES = (smollm2.NAME, "tiny-reasoner")
-_QUICKSTART = "runs/quickstart-sft"
-"""Model of the recipe `quickstart` of train: the run of the recipe of that name of sft."""
+_MADE_BY = {
+    "runs/quickstart-sft": "longtail sft quickstart",
+    "runs/quickstart": "longtail train quickstart",
+}
+"""Command that makes the model of a recipe."""
 
 
 def repository_of(name: str) -> str | None:
@@ -46,9 +49,8 @@ def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
         return smollm2.model(where, log)
     if hub.is_hub_id(name):
         return hub.model(name, where, log)
-    remedy = "; the run of the recipe quickstart is made by: longtail sft quickstart"
+    remedy = f"; this run is made by: {_MADE_BY[name]}" if name in _MADE_BY else ""
     raise ConfigError(
         f"{where}: no such directory{meant(name, _NAMES)}; give the directory of a model or run, "
-        f"a hub id (owner/name), a .gguf file, {smollm2.NAME} or tiny-reasoner"
-        f"{remedy if name == _QUICKSTART else ''}"
+        f"a hub id (owner/name), a .gguf file, {smollm2.NAME} or tiny-reasoner{remedy}"
     )
