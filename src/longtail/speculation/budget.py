@@ -56,6 +56,19 @@ def optimal_budget(
     return DraftBudget(num_nodes=best, tokens_per_s=float(rates[best]))
 
 
+def best_count(reach: Float[np.ndarray, "nodes"], rate: float, seconds: Seconds) -> int:
+    """Return how many nodes yield most, beyond the tokens that other steps make in their time.
+
+    `reach` holds their probabilities in falling order, `rate` is the tokens per second otherwise.
+
+    Example: probabilities (0.9, 0.5, 0.4), 200 tokens/s, blocks of two rows of 6 ms, the step's own
+             row first: one node, since 0.9 is free, but 0.5 + 0.4 are less than the 1.2 of a block
+    """
+    tokens = np.zeros(len(reach) + 1)
+    np.cumsum(reach, out=tokens[1:])
+    return int((tokens - rate * seconds(np.arange(len(reach) + 1))).argmax())
+
+
 def select_nodes(trees: Sequence[DraftTree], price: float, room: int) -> list[DraftTree]:
     """Return the nodes of ranked drafts with at least probability `price`, the `room` likeliest.
 

@@ -1,15 +1,16 @@
 """The default tuner. It predicts the gain of drafting, and drafts only where a gain is predicted.
 
     from time to time  compare drafting with plain decoding, and find the price of a node
-    each step          verify the nodes whose probability is at least that price
+    each step          verify the likeliest nodes, as many as yield most beyond their time's price
     after a step       keep a sample of recent drafts, and the ratio of accepted to expected nodes:
                        it detects a drafter that became worse sooner than single nodes do
 
 Time is converted to tokens at the predicted rate: at `rate` tokens per second, s seconds cost
-rate x s tokens. A node is verified if its probability exceeds the cost of verifying it, and
-expanded if its probability also pays for its row of the drafter's next pass. Another pass is made
-if its nodes together pay for the pass. A descendant is never likelier than its ancestors, so
-nothing below a node that does not pay can pay.
+rate x s tokens. The likeliest N nodes are verified, with the N whose probabilities exceed the cost
+of their step most: a step computes rows in blocks, so that the last rows of a block are free. A
+node is proposed if it pays for the mean cost of the last nodes, and expanded if it also pays for
+its row of the drafter's next pass. Another pass is made if its nodes together pay for the pass. A
+descendant is never likelier than its ancestors, so nothing below a node that does not pay can pay.
 
 Alternatives are probed from time to time so that their estimates stay valid: a few drafts while
 decoding plainly, a plain step while drafting, all drafters while one of them is preferred.
@@ -23,7 +24,7 @@ from typing import final
 import numpy as np
 from jaxtyping import Float
 
-from longtail.speculation.budget import Seconds, optimal_budget, select_nodes
+from longtail.speculation.budget import Seconds, best_count, optimal_budget, select_nodes
 from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import DraftTree
 from longtail.tuner.cost import CostModel
@@ -183,7 +184,7 @@ class BudgetTuner(Tuner):
         self._samples = {drafters: _DraftSample(c) for drafters in self._sets}
         self._drafting = True
         self._plan = Plan(strategy=c.shape, drafters=self._all_drafters)
-        self._gain, self._price = 1.0, 0.0
+        self._gain, self._price, self._rate = 1.0, 0.0, 0.0
         self._decided_for, self._age = 0, c.decision_steps
         self._steps, self._since_plain = 0, 0
         self._waited, self._wait = 0, c.probe_wait
@@ -249,7 +250,12 @@ class BudgetTuner(Tuner):
                 self._samples[drafter,].add(own, is_probe=plan.is_probe)
             if len(proposals) > 1:
                 self._samples[plan.drafters].add(trees, is_probe=plan.is_probe)
-        return select_nodes(trees, 0.0 if plan.is_probe else self._price, batch.room)
+        if plan.is_probe:
+            return select_nodes(trees, 0.0, batch.room)
+        nodes = (p for tree in trees for p in tree.reach or (1.0,) * tree.size)
+        reach = min(self._yield, 1.0) * np.array(sorted(nodes, reverse=True)[: batch.room])
+        count = best_count(reach, self._rate, lambda num: self._costs.verify_each(batch, num))
+        return select_nodes(trees, 0.0, count)
 
     def learn(self, outcome: Outcome) -> None:
         """Update the yield; after a probe decide anew, and set the wait for the next one."""
@@ -286,7 +292,8 @@ class BudgetTuner(Tuner):
         self._drafting = self._gain > (c.stop_gain if self._drafting else c.start_gain)
         reason = f"predicted {self._gain:.2f}x of plain decoding at {batch.num_sampled} running"
         if self._drafting:
-            self._price = best.tokens_per_s * self._costs.node_s(batch, best.num_nodes)
+            self._rate = best.tokens_per_s
+            self._price = self._rate * self._costs.node_s(batch, best.num_nodes)
             strategy = replace(c.shape, thresholds=self._thresholds(best))
             self._plan = Plan(strategy=strategy, drafters=best.drafters, reason=reason)
             self._waited, self._wait = 0, c.probe_wait

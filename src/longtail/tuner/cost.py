@@ -37,6 +37,8 @@ since a step may take only a millisecond."""
 _GLOBAL_SHARE = 0.8
 """Share of a correction that scales the whole curve: most errors are of the whole machine, and a
 local correction bends the curve, whose slope gives marginal costs."""
+_BLOCK = 4
+"""Rows that a matrix product computes together on many machines, at least."""
 _OTHER_SHARE = 0.3
 """Share of a correction that also scales the curve of the other kind of step."""
 
@@ -69,9 +71,10 @@ class TimeCurve:
         return self._scale * (known + np.maximum(beyond, 0) * self._last_slope())
 
     def slope(self, count: int) -> float:
-        """Return the seconds per added token, from `count` to an eighth more."""
-        more = max(1, count // 8)
-        return (self.at(count + more) - self.at(count)) / more
+        """Return the mean seconds of each of the last tokens of `count`: an eighth, or a block."""
+        count = max(count, 2)
+        fewer = max(count - max(_BLOCK, count // 8), 1)
+        return (self.at(count) - self.at(fewer)) / (count - fewer)
 
     def correct(self, count: int, error: float) -> float:
         """Correct by log(observed / predicted), most near `count`; return the correction."""
@@ -175,7 +178,7 @@ class CostModel:
         return self.verify.at_each(batch.num_tokens + num_nodes) + read
 
     def node_s(self, batch: Batch, num_nodes: int) -> float:
-        """Predict the seconds of one more node after `num_nodes`."""
+        """Predict the mean seconds of a node, of the last ones of `num_nodes`."""
         slope = self.verify.slope(batch.num_tokens + num_nodes)
         return slope + self.node_pair_s * batch.mean_context
 

@@ -36,6 +36,7 @@ def test_a_measurement_above_both_neighbours_is_lowered():
 
 def test_a_quiet_measurement_is_left_alone():
     assert without_stalls((1, 2, 3, 8), (1.0, 1.5, 2.0, 4.5)) == [1.0, 1.5, 2.0, 4.5]
+    assert without_stalls((12, 13, 16), (1.0, 1.5, 1.5)) == [1.0, 1.5, 1.5], "a block of rows"
     assert without_stalls((1, 9), (5.0, 1.0)) == [5.0, 1.0]
     assert without_stalls((1,), (5.0,)) == [5.0]
 

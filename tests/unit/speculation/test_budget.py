@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.speculation.budget import merge, optimal_budget, select_nodes
+from longtail.speculation.budget import best_count, merge, optimal_budget, select_nodes
 from longtail.speculation.tree import (
     EMPTY,
     MAX_NODES,
@@ -120,6 +120,28 @@ def test_drafts_without_probabilities_are_cut_only_by_room():
     silent = chain((1, 2, 3))
     assert select_nodes([silent, LIKELY], 0.99, 10) == [silent, EMPTY]
     assert select_nodes([silent, silent], 0.5, 4) == [silent, prune(silent, 1)]
+
+
+def test_the_last_rows_of_a_block_are_filled_and_a_block_is_begun_only_if_it_pays() -> None:
+    def seconds(nodes: np.ndarray) -> np.ndarray:
+        return 0.006 * ((1 + nodes + 1) // 2)  # of blocks of two rows, the request's own first
+
+    assert best_count(np.array([0.9, 0.5, 0.4]), 100.0, seconds) == 3
+    assert best_count(np.array([0.9, 0.5, 0.4]), 200.0, seconds) == 1
+    assert best_count(np.array([0.9, 0.5, 0.4]), 1000.0, seconds) == 1, "free, whatever the rate"
+    assert best_count(np.array([]), 100.0, seconds) == 0
+
+
+@given(
+    reach=st.lists(st.floats(0, 1), max_size=12),
+    costs=st.lists(st.floats(0, 1), min_size=13, max_size=13),
+    rate=st.floats(0, 10),
+)
+def test_no_number_of_nodes_yields_more(reach: list[float], costs: list[float], rate: float):
+    ranked_reach, table = np.array(sorted(reach, reverse=True)), np.cumsum(costs)
+    best = best_count(ranked_reach, rate, lambda nodes: table[nodes])
+    surplus = [ranked_reach[:n].sum() - rate * table[n] for n in range(len(reach) + 1)]
+    assert surplus[best] == pytest.approx(max(surplus), abs=1e-9)
 
 
 @given(

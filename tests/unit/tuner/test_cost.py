@@ -97,12 +97,13 @@ def test_many_at_once_are_predicted_as_one_by_one(sketch, counts):
     assert found.at_each(asked).tolist() == pytest.approx([found.at(int(n)) for n in asked])
 
 
-def test_the_slope_is_the_cost_of_one_more_token():
+def test_the_slope_is_the_cost_of_the_last_tokens():
     assert curve().slope(1) == pytest.approx(1e-4)
     assert curve().slope(80) == pytest.approx(1e-4)
     bent = TimeCurve((1, 8, 16), (1e-3, 1e-3, 9e-3))
-    assert bent.slope(4) == pytest.approx(0.0)
-    assert bent.slope(8) == pytest.approx(1e-3)
+    assert bent.slope(8) == pytest.approx(0.0), "the next block is dear, this one is free"
+    assert bent.slope(10) == pytest.approx(0.5e-3)
+    assert bent.slope(12) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("error", [0.2, -0.2])

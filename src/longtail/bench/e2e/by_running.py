@@ -1,4 +1,4 @@
-"""Where the time of rollouts with drafts goes: engine steps by the number of running requests.
+"""Steps of rollouts with drafts, by the number of running requests: share of time and speed.
 
 Steps are pooled by octaves of running requests. Each octave's speed is compared to that of plain
 decoding, predicted by the cost model: plain steps are too few to be measured at each number.
