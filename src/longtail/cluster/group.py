@@ -53,7 +53,7 @@ class WorkerGroupSettings:
     seed: int
     training: Training
     """When the drafter is trained: on idle workers, after the rollout, or never. Where workers are
-    hardly idle, or one is alone, it is trained after a rollout, too, while that pays."""
+    idle too briefly, or one is alone, it is trained after a rollout, too, while that pays."""
     num_steps: int
     """Number of steps of the run."""
     buffer_bytes: int
@@ -145,7 +145,7 @@ class WorkerGroup:
         return result
 
     def train_drafter(self) -> None:
-        """Train the drafter on the texts of the last rollout, while all workers wait, if it pays.
+        """Train the drafter on the texts of the last rollout, while all wait, if that pays.
 
         Called before `learn`, so that features of the rollout are reused.
         """
@@ -328,12 +328,10 @@ class WorkerGroup:
         """Return the seconds to train after a rollout, when all workers wait for it."""
         if self._settings.training == "serial":
             return SHARE * rollout.seconds
-        if self._settings.training == "spot":
+        is_measured = any(report.replica is not None for report in rollout.spots)
+        if self._settings.training == "spot" and not is_measured:
             left = self._settings.num_steps - step
-            idle_s = sum((report.seconds for report in rollout.spots), 0.0)
-            return self._payoff.limit_s(
-                rollout.seconds, rollout.series, rollout.costs, left, idle_s=idle_s
-            )
+            return self._payoff.limit_s(rollout.seconds, rollout.series, rollout.costs, left)
         return 0.0
 
     def _mark_offered(self, publisher: Publisher, version: int) -> None:

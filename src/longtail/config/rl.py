@@ -96,9 +96,9 @@ class SpotSection(Section):
 
     train: Literal["spot", "serial", "never"] = "spot"
     """`spot`: workers that have finished their share of a rollout train until the last one has;
-    where that is less than a tenth of its time, one goes on after it up to that, while that pays.
-    `serial`: after each rollout, for a tenth of its time. `never`. Only EAGLE drafters are
-    trained."""
+    where that is too short to measure a drafter, one goes on after it, at most a tenth of its time
+    and while that pays. `serial`: after each rollout, for a tenth of its time. `never`. Only EAGLE
+    drafters are trained."""
     learning_rate: Positive = 1e-3
     """Learning rate of AdamW, for vectors and norms; for all weights if `matrix_rate` is 0."""
     matrix_rate: NotNegative | None = None

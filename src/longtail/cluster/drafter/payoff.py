@@ -1,8 +1,8 @@
 """When a worker trains the drafter after a rollout: while that saves more time than it takes.
 
-A worker alone never idles, and workers whose shards end together hardly do. Then each second of
-training is added to the step. Together with the idle seconds it is bounded by a share of the
-rollout, and spent only if measurements promise it back within the run:
+A worker alone never idles, and workers whose shards end together are idle too briefly to train and
+measure a drafter. Then each second of training is added to the step. It is bounded by a share of
+the rollout, and spent only if measurements promise it back within the run:
 
     acceptance     measured by the trainer on held-out text; it rises by a part per doubling of the
                    trained tokens, and the last two measurements tell by how much
@@ -60,24 +60,17 @@ class PayOff:
         """Rollouts without training after the next trial, and those that are left of this wait."""
 
     def limit_s(
-        self,
-        seconds: float,
-        series: RolloutSeries | None,
-        costs: CostModel | None,
-        steps_left: int,
-        *,
-        idle_s: float = 0.0,
+        self, seconds: float, series: RolloutSeries | None, costs: CostModel | None, steps_left: int
     ) -> float:
         """Return the seconds to train after a rollout of `seconds`; 0: do not.
 
-        `steps_left` is the number of rollouts that a better drafter would still serve, `idle_s` the
-        seconds of training in idle time. The seconds of short rollouts are saved until they suffice
-        for a measurement.
+        `steps_left` is the number of rollouts that a better drafter would still serve. The seconds
+        of short rollouts are saved until they suffice for a measurement.
         """
         if steps_left <= 0 or series is None or costs is None or not costs.drafts:
             return 0.0
-        budget_s = SHARE * seconds - idle_s
-        if budget_s <= 0 or not self._wants(budget_s, series, costs, steps_left):
+        budget_s = SHARE * seconds
+        if not self._wants(budget_s, series, costs, steps_left):
             return 0.0
         self._saved_s += budget_s
         if self._saved_s < self._needed_s:

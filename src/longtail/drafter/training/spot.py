@@ -283,7 +283,9 @@ class SpotTrainer:
         max_len = self._settings.tokens_per_micro_batch
         texts = self._looked_up(buffer.heldout(self._settings.heldout_tokens, max_len=max_len))
         packed = pack_texts(texts, max_len)
-        if texts != interval.base_texts:
+        if self._trainer.is_starting and base.version == 0:
+            interval.base_accept_len = 1.0  # nothing was trained, so no token is accepted
+        elif texts != interval.base_texts:
             with self._using(base.tensors):
                 interval.base_accept_len = self._accept_len(packed, stopped)
             interval.base_texts = texts
