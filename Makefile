@@ -45,9 +45,10 @@ quickstart: install
 	$(BIN)/longtail bench e2e quickstart --model.path=runs/quickstart --drafter runs/quickstart \
 		--rollout.prompts_per_step=4 --arms off,spot --steps 2 --plot runs/quickstart/tail.png
 
-# One OpenMP thread for each of two test processes. A process that has no test left takes over half
-# of the other's, so tests of one file mostly stay together and share their fixtures.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Three test processes for two cores, one OpenMP thread each: many tests wait for processes that they
+# start. A process that has no test left takes over half of another's, so tests of one file mostly
+# stay together and share their fixtures.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Each test runs once: the fast ones with their coverage, which has a floor, then the slow ones.
 test: coverage

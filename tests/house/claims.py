@@ -107,6 +107,8 @@ CLAIMS = (
           form="{:.2f}x"),
     Claim(card="rollout_sums", path="speedup.runs/quickstart.drafter.2", pages=(_BENCHMARKS,),
           form="{:.2f}x"),
+    Claim(card="learner_smollm2_64", path="over_products", pages=(_BENCHMARKS,)),
+    Claim(card="learner_smollm2_64", path="transformers_ratio", pages=(_BENCHMARKS,)),
     Claim(card="learner_smollm2", path="over_products", pages=(_BENCHMARKS,)),
     Claim(card="learner_smollm2", path="transformers_ratio", pages=(_BENCHMARKS,)),
     Claim(card="learner_smollm2", path="trl_ratio", pages=(_BENCHMARKS,)),

@@ -1,5 +1,7 @@
 """The closed-form start of a drafter: its regressions, and its place in training."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from longtail.drafter.eagle.fit import RIDGE, FeatureFit, ridge
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
+from longtail.drafter.training.buffer import DrafterBuffer
+from longtail.drafter.training.replica import Replica
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
@@ -14,6 +18,7 @@ from longtail.errors import CheckpointError
 from longtail.rl.data.examples import Example
 from longtail.rl.optim import OptimizerSettings
 from longtail.types import PackedSequences
+from support.spot_training import make_buffer
 from support.tiny_models import tiny_model
 
 _FIT = 120
@@ -139,10 +144,10 @@ def test_rows_of_another_drafter_are_refused() -> None:
         FeatureFit.restored(trainer.layer, trainer._target, rows)
 
 
-def _spot(version: int, num_tokens: int = 0) -> SpotTrainer:
-    trainer = _trainer()
-    settings = SpotSettings(
-        trainer=SETTINGS,
+def _spot(version: int, num_tokens: int = 0, settings: TrainerSettings = SETTINGS) -> SpotTrainer:
+    trainer = _trainer(settings)
+    spot_settings = SpotSettings(
+        trainer=settings,
         batch_tokens=60,
         tokens_per_micro_batch=60,
         heldout_tokens=60,
@@ -151,7 +156,7 @@ def _spot(version: int, num_tokens: int = 0) -> SpotTrainer:
         min_gain=0.0,
         patience=3,
     )
-    spot = SpotTrainer(trainer.layer, trainer._target, settings)
+    spot = SpotTrainer(trainer.layer, trainer._target, spot_settings)
     tensors = copy_parameters(trainer.layer)
     spot.begin(DrafterWeights(version=version, tensors=tensors, num_tokens=num_tokens))
     return spot
@@ -175,3 +180,30 @@ def test_a_start_of_fewer_texts_than_the_published_drafters_goes_on() -> None:
     late._num_fitted = 1000
     late._return_to_base()
     assert not late._trainer.is_starting
+
+
+def test_the_first_start_is_measured_beside_a_drafter_without_an_accepted_token() -> None:
+    spot, measured = _spot(0, settings=_LONG), list[Replica]()
+    spot.train(make_buffer(200), lambda: bool(measured), measured.append)
+    (found,) = measured
+    assert found.base_accept_len == 1.0
+    assert found.accept_len > 1.0
+    late, again = _spot(1, 1000, _LONG), list[Replica]()
+    late.train(make_buffer(200), lambda: bool(again), again.append)
+    assert again[0].accept_len == found.accept_len
+    assert again[0].base_accept_len > 1.0, "of a published drafter, measured"
+
+
+def test_a_start_is_measured_as_soon_as_a_text_is_held_out() -> None:
+    spot, measured = _spot(0, settings=_LONG), list[Replica]()
+    everything = make_buffer(200)
+    trained = DrafterBuffer(10**6, seed=4)
+    held = {each.tokens for each in everything.heldout(10**6)}
+    trained.add(each for each in everything.snapshots() if each.tokens not in held)
+    spot.train(trained, lambda: bool(measured), measured.append)
+    assert math.isnan(measured.pop().accept_len)
+    num_fitted = spot._trainer.num_fitted
+    trained.add(everything.snapshots())
+    spot.train(trained, lambda: bool(measured), measured.append)
+    assert measured[0].accept_len > 1.0
+    assert spot._trainer.num_fitted == num_fitted, "no further solution was waited for"

@@ -167,6 +167,8 @@ class SpotTrainer:
         self._num_steps = self._num_tokens = self._unmeasured = 0
         self._num_fitted = 0
         """Rows of the closed-form solution that was measured last."""
+        self._is_overdue = False
+        """Whether there was no text for the last measurement."""
 
     @property
     def base_version(self) -> int | None:
@@ -239,11 +241,12 @@ class SpotTrainer:
     ) -> SpotEnd:
         settings, max_len = self._settings, self._settings.tokens_per_micro_batch
         while not stopped():
-            if self._is_measurement_due:
+            if self._is_measurement_due(buffer):
                 replica = self._measure(buffer, stopped, interval)
                 if replica is None:
                     break
                 self._unmeasured, self._num_fitted = 0, self._trainer.num_fitted
+                self._is_overdue = math.isnan(replica.gain)
                 on_measured(interval.record(replica))
                 if self._trainer.is_starting and replica.gain < 0:
                     self._return_to_base()
@@ -266,9 +269,13 @@ class SpotTrainer:
             interval.num_reused += report.num_reused
         return SpotEnd.STOPPED
 
-    @property
-    def _is_measurement_due(self) -> bool:
-        """Whether to measure: after each closed-form solution, then after some updates."""
+    def _is_measurement_due(self, buffer: DrafterBuffer) -> bool:
+        """Return whether to measure: after each closed-form solution, then after some updates.
+
+        Without any held-out text that is made up for as soon as there is one.
+        """
+        if self._is_overdue and buffer.heldout(self._settings.tokens_per_micro_batch):
+            return True
         if self._trainer.is_starting:
             return self._trainer.num_fitted > self._num_fitted
         return self._unmeasured >= self._settings.measure_every
