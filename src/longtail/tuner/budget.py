@@ -8,9 +8,10 @@
 Time is converted to tokens at the predicted rate: at `rate` tokens per second, s seconds cost
 rate x s tokens. The likeliest N nodes are verified, with the N whose probabilities exceed the cost
 of their step most: a step computes rows in blocks, so that the last rows of a block are free. A
-node is proposed if it pays for the mean cost of the last nodes, and expanded if it also pays for
-its row of the drafter's next pass. Another pass is made if its nodes together pay for the pass. A
-descendant is never likelier than its ancestors, so nothing below a node that does not pay can pay.
+node is proposed if it pays for the mean cost of the last nodes and is likely enough to be among
+them, and expanded if it also pays for its row of the drafter's next pass. Another pass is made if
+its nodes together pay for the pass. A descendant is never likelier than its ancestors, so nothing
+below a node that does not pay can pay.
 
 Alternatives are probed from time to time so that their estimates stay valid: a few drafts while
 decoding plainly, a plain step while drafting, all drafters while one of them is preferred.
@@ -109,6 +110,9 @@ class BudgetConstants:
     +0.7, and 1.0 while a batch shrinks. Double: none."""
 
 
+_SPARE = 0.5
+"""Share of the verified nodes' least probability down to which others are proposed, too: a drafter
+that became better is found by them."""
 PLAIN_PROBE = Plan(strategy=None, is_probe=True)
 """A plain step that does not end drafting."""
 
@@ -158,6 +162,8 @@ class _Forecast:
     drafters: DrafterSet
     tokens_per_s: float
     num_nodes: int
+    cutoff: float
+    """Probability of the least likely of these nodes."""
 
 
 @final
@@ -293,7 +299,8 @@ class BudgetTuner(Tuner):
         reason = f"predicted {self._gain:.2f}x of plain decoding at {batch.num_sampled} running"
         if self._drafting:
             self._rate = best.tokens_per_s
-            self._price = self._rate * self._costs.node_s(batch, best.num_nodes)
+            price = self._rate * self._costs.node_s(batch, best.num_nodes)
+            self._price = max(price, _SPARE * best.cutoff)  # unlikelier ones are not verified
             strategy = replace(c.shape, thresholds=self._thresholds(best))
             self._plan = Plan(strategy=strategy, drafters=best.drafters, reason=reason)
             self._waited, self._wait = 0, c.probe_wait
@@ -307,7 +314,8 @@ class BudgetTuner(Tuner):
         reach = sample.sorted_reach()[: max(int(batch.room / scale), 1)]
         reach = reach * min(self._yield, 1.0)
         budget = optimal_budget(reach, scale, batch.num_sampled, self._seconds(drafters, batch))
-        return _Forecast(drafters, budget.tokens_per_s, int(budget.num_nodes * scale))
+        cutoff = float(reach[budget.num_nodes - 1]) if budget.num_nodes else 1.0
+        return _Forecast(drafters, budget.tokens_per_s, int(budget.num_nodes * scale), cutoff)
 
     def _seconds(self, drafters: DrafterSet, batch: Batch) -> Seconds:
         """Return a prediction of the step's seconds by its number of verified nodes."""
