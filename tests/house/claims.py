@@ -84,6 +84,8 @@ CLAIMS = (
     Claim(card="e2e_chain_sum", path="step_speedup.cold", pages=(_BENCHMARKS,), form=_BARE),
     Claim(card="e2e_chain_sum", path="rollout_speedup.cold", pages=(_BENCHMARKS,), form=_BARE),
     Claim(card="e2e_chain_sum", path="step_speedup.history", pages=(_BENCHMARKS,), form=_BARE),
+    Claim(card="tuner_smollm2", path="spreads.worst_vs_best_fixed", pages=(_BENCHMARKS,),
+          form=_BARE),
     Claim(card="tuner", path="spreads.rollout_speedup", pages=(_BENCHMARKS,), form=_BARE),
     Claim(card="tuner", path="spreads.rollout_vs_best_fixed",
           pages=(_BENCHMARKS, "docs/ideas/draft-budget.md"), form=_BARE),
