@@ -6,9 +6,9 @@ verified, with N such that the token rate is highest:
     maximise over N    (tokens without drafts + expected accepted(N)) / seconds(N)
 
 The expected number of accepted nodes is the sum of their probabilities. N = 0, plain decoding, is a
-candidate. At the optimum the marginal node yields as many tokens per second as the whole step. Its
-probability is the threshold: it is computed on a sample of drafts and then applied to each step's
-drafts, request by request.
+candidate. At the optimum the marginal node yields as many tokens per second as the whole step. The
+rate there is computed on a sample of drafts. At that rate the time of a step has a price in tokens,
+by which the number of nodes is chosen in each step, for its own drafts (`best_count`).
 """
 
 import math

@@ -94,8 +94,11 @@ class BudgetConstants:
     """Steps between proposals without threshold, which calibrate unlikely nodes. Half, double:
     none."""
     propose_share: float = 0.6
-    """Share of a node's cost at which it is proposed; the final threshold applies when all nodes
+    """Share of a node's cost at which it is proposed; which nodes are verified is chosen when all
     are known. Half, double (at most 1): none."""
+    spare_share: float = 0.5
+    """Share of the verified nodes' least probability below which none is proposed. Double: a better
+    drafter is found too late for law 9. Half was not measured."""
     max_threshold: float = 0.95
     """Highest threshold of a node. Half: steady loss +0.6, worse +1.2. At 1: none."""
     yield_prior: float = 3.0
@@ -110,9 +113,6 @@ class BudgetConstants:
     +0.7, and 1.0 while a batch shrinks. Double: none."""
 
 
-_SPARE = 0.5
-"""Share of the verified nodes' least probability down to which others are proposed, too: a drafter
-that became better is found by them."""
 PLAIN_PROBE = Plan(strategy=None, is_probe=True)
 """A plain step that does not end drafting."""
 
@@ -190,7 +190,7 @@ class BudgetTuner(Tuner):
         self._samples = {drafters: _DraftSample(c) for drafters in self._sets}
         self._drafting = True
         self._plan = Plan(strategy=c.shape, drafters=self._all_drafters)
-        self._gain, self._price, self._rate = 1.0, 0.0, 0.0
+        self._gain, self._rate = 1.0, 0.0
         self._decided_for, self._age = 0, c.decision_steps
         self._steps, self._since_plain = 0, 0
         self._waited, self._wait = 0, c.probe_wait
@@ -256,12 +256,13 @@ class BudgetTuner(Tuner):
                 self._samples[drafter,].add(own, is_probe=plan.is_probe)
             if len(proposals) > 1:
                 self._samples[plan.drafters].add(trees, is_probe=plan.is_probe)
-        if plan.is_probe:
-            return select_nodes(trees, 0.0, batch.room)
+        return select_nodes(trees, 0.0, batch.room if plan.is_probe else self._count(batch, trees))
+
+    def _count(self, batch: Batch, trees: Sequence[DraftTree]) -> int:
+        """Return how many nodes of a step's drafts to verify."""
         nodes = (p for tree in trees for p in tree.reach or (1.0,) * tree.size)
         reach = min(self._yield, 1.0) * np.array(sorted(nodes, reverse=True)[: batch.room])
-        count = best_count(reach, self._rate, lambda num: self._costs.verify_each(batch, num))
-        return select_nodes(trees, 0.0, count)
+        return best_count(reach, self._rate, lambda num: self._costs.verify_each(batch, num))
 
     def learn(self, outcome: Outcome) -> None:
         """Update the yield; after a probe decide anew, and set the wait for the next one."""
@@ -299,9 +300,7 @@ class BudgetTuner(Tuner):
         reason = f"predicted {self._gain:.2f}x of plain decoding at {batch.num_sampled} running"
         if self._drafting:
             self._rate = best.tokens_per_s
-            price = self._rate * self._costs.node_s(batch, best.num_nodes)
-            self._price = max(price, _SPARE * best.cutoff)  # unlikelier ones are not verified
-            strategy = replace(c.shape, thresholds=self._thresholds(best))
+            strategy = replace(c.shape, thresholds=self._thresholds(best, batch))
             self._plan = Plan(strategy=strategy, drafters=best.drafters, reason=reason)
             self._waited, self._wait = 0, c.probe_wait
         else:
@@ -324,15 +323,17 @@ class BudgetTuner(Tuner):
         draft_s = sum(costs.drafts[each].seconds(num, sample.levels, rows) for each in drafters)
         return lambda nodes: draft_s + costs.verify_each(batch, nodes)
 
-    def _thresholds(self, best: _Forecast) -> DraftThresholds:
+    def _thresholds(self, best: _Forecast, batch: Batch) -> DraftThresholds:
         """Convert the costs of nodes, rows and passes to probabilities at the predicted rate."""
         c = self._constants
+        price = best.tokens_per_s * self._costs.node_s(batch, best.num_nodes)
+        price = max(price, c.spare_share * best.cutoff)  # unlikelier nodes are not verified
         drafts = [self._costs.drafts[drafter] for drafter in best.drafters]
         row = best.tokens_per_s * max(draft.row_s for draft in drafts)
         level = best.tokens_per_s * max(draft.level_s for draft in drafts)
         return DraftThresholds(
-            verify=min(c.propose_share * self._price, c.max_threshold),
-            expand=min(self._price + row, c.max_threshold),
+            verify=min(c.propose_share * price, c.max_threshold),
+            expand=min(price + row, c.max_threshold),
             level=level,
         )
 
