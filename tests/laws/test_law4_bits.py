@@ -5,6 +5,7 @@ cut, requests preempted and computed again, or drafted for: in float32 and in bf
 gets the bits that it gets alone, read in one piece.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -49,6 +50,14 @@ REQUESTS = (
     ask(5, 33, max_tokens=9, temperature=0.0),
     ask(6, 1, max_tokens=40, top_k=5, min_p=0.1),
     ask(7, 9, max_tokens=15),
+)
+# Prompts that begin like that of request 3, in groups of their own.
+REQUESTS += tuple(
+    dataclasses.replace(
+        ask(number, number, max_tokens=14),
+        prompt_tokens=(*REQUESTS[3].prompt_tokens[:alike], *range(number)),
+    )
+    for number, alike in ((8, 16), (9, 100))
 )
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from longtail.speculation.drafter import Draftable
 from longtail.types import Request
 
+PREFIX_BLOCK = 16
+"""Fewest tokens of KV that requests of different groups share."""
+
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
@@ -25,6 +28,20 @@ class ActiveRequest:
     num_computed: int = 0
     is_done: bool = False
     """Whether the request has left the engine."""
+    beginnings: tuple[tuple[int, int], ...] = field(init=False)
+    """Number of tokens and hash of each beginning of the prompt whose KV may be shared; see
+    `engine.prefixes`."""
+
+    def __post_init__(self) -> None:
+        """Hash the beginnings of the prompt, the shortest first."""
+        prompt, group = self.request.prompt_tokens, self.request.group_id
+        found, key = [], 0
+        for end in range(PREFIX_BLOCK, len(prompt) + 1, PREFIX_BLOCK):
+            key = hash((key, prompt[end - PREFIX_BLOCK : end]))
+            found.append((end, key))
+        if group:
+            found.append((len(prompt), hash((group, prompt))))
+        self.beginnings = tuple(found)
 
     @property
     def request_id(self) -> str:

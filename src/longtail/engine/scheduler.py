@@ -7,16 +7,16 @@
 The order of a step is: running requests with one pending token (decode), running requests with a
 part of their prompt pending, then admissions, oldest first, all within a token budget. When KV runs
 short the youngest running request is preempted: it loses its KV, keeps its tokens, moves to the
-front of the queue and is recomputed. Requests of a group share a prompt: the first computes its KV,
-the others wait for it and start with it.
+front of the queue and is recomputed. Requests whose prompts begin alike share that KV: the first
+computes it, the others wait for it and start with it.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.kv.cache import KVCache
+from longtail.engine.prefixes import PrefixIndex
 from longtail.engine.request import ActiveRequest
 
 
@@ -26,7 +26,7 @@ class SchedulerCounts:
 
     num_preemptions: int
     num_shared_tokens: int
-    """Number of prompt tokens whose KV came from a sibling instead of a forward pass."""
+    """Number of prompt tokens whose KV came from another request instead of a forward pass."""
 
 
 class Scheduler:
@@ -43,6 +43,7 @@ class Scheduler:
         self.waiting: deque[ActiveRequest] = deque()
         self.running: dict[str, ActiveRequest] = {}
         """By request_id, oldest admission first."""
+        self._prefixes = PrefixIndex()
         self._num_preemptions = 0
         self._num_shared_tokens = 0
 
@@ -75,9 +76,9 @@ class Scheduler:
 
     def finish(self, active: ActiveRequest) -> None:
         """Remove a running request; a waiting sibling inherits its prompt's KV."""
-        del self.running[active.request_id]
-        heir = next(self._siblings(active, self.waiting), None)
-        shared = 0 if heir is None else _shareable(heir)
+        self._stop(active)
+        heir = next((each for each in self.waiting if _are_siblings(each, active)), None)
+        shared = 0 if heir is None else min(heir.prompt_len, len(heir.tokens) - 1)
         if heir is None or not 0 < shared <= active.num_computed:
             self._kv.release(active.request_id)
             return
@@ -103,24 +104,21 @@ class Scheduler:
 
     def _preempt(self, active: ActiveRequest) -> None:
         assert len(self.running) > 1, "one request must fit in an empty cache"
-        del self.running[active.request_id]
+        self._stop(active)
         self._kv.release(active.request_id)
         active.num_computed = 0
         self.waiting.appendleft(active)
         self._num_preemptions += 1
 
     def _admit(self, chosen: list[Scheduled], budget: int) -> None:
-        """Start waiting requests in order while KV is free; siblings wait for their prompt."""
+        """Start waiting requests in order while KV is free; some wait for KV to share."""
         skipped: list[ActiveRequest] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_running:
             active = self.waiting.popleft()
-            shared = _shareable(active)
-            siblings = list(self._siblings(active, self.running.values())) if shared else []
-            source = next((each for each in siblings if each.num_computed >= shared), None)
-            if siblings and source is None:
+            shared, source = self._prefixes.longest(active)
+            if source is not None and source.num_computed < shared:
                 skipped.append(active)
                 continue
-            shared = shared if source is not None else 0
             num_tokens = min(len(active.tokens) - shared, budget)
             if not self._reserve(active, source, shared, shared + num_tokens):
                 self.waiting.appendleft(active)
@@ -133,7 +131,7 @@ class Scheduler:
     def _reserve(
         self, active: ActiveRequest, source: ActiveRequest | None, num_shared: int, num_tokens: int
     ) -> bool:
-        """Reserve KV for a new request, sharing the prompt that a sibling has computed."""
+        """Reserve KV for a new request, sharing what another one has computed."""
         if source is None:
             return self._kv.try_grow(active.request_id, num_tokens)
         return self._kv.try_share(
@@ -144,18 +142,14 @@ class Scheduler:
         active.num_computed = num_shared
         self._num_shared_tokens += num_shared
         self.running[active.request_id] = active
+        self._prefixes.add(active)
 
-    @staticmethod
-    def _siblings(active: ActiveRequest, among: Iterable[ActiveRequest]) -> Iterator[ActiveRequest]:
-        """Return the requests of the same group and prompt, in order."""
-        group, prompt = active.request.group_id, active.request.prompt_tokens
-        return (
-            each
-            for each in among
-            if group and each.request.group_id == group and each.request.prompt_tokens == prompt
-        )
+    def _stop(self, active: ActiveRequest) -> None:
+        del self.running[active.request_id]
+        self._prefixes.remove(active)
 
 
-def _shareable(active: ActiveRequest) -> int:
-    """Return the tokens of KV to take from a sibling; the last token is always computed."""
-    return min(active.prompt_len, len(active.tokens) - 1)
+def _are_siblings(one: ActiveRequest, other: ActiveRequest) -> bool:
+    """Return whether two requests have one group and prompt."""
+    a, b = one.request, other.request
+    return bool(a.group_id) and a.group_id == b.group_id and a.prompt_tokens == b.prompt_tokens

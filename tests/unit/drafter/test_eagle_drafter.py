@@ -11,7 +11,7 @@ from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import lay_out
-from longtail.speculation.drafter import Draftable
+from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import MAX_NODES, DraftTree
 from longtail.types import SamplingParams
@@ -162,6 +162,33 @@ def test_a_sibling_that_shares_the_prompts_keys_shares_its_features():
     # The engine computes a sibling's last prompt token only.
     observe(drafter, "b", tokens, features, PROMPT_LEN - 1, PROMPT_LEN)
     assert ask(drafter, tokens, Strategy(depth=3), name="b") == expected
+
+
+def test_a_request_that_shares_the_beginning_of_a_prompt_shares_its_features():
+    """Its draft is that of a request whose every token was observed."""
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
+    one, beginning = text(23), 20
+    other = [*one[:beginning], *text(3, seed=1)]
+
+    def watch(name: str, tokens: Sequence[int], start: int, prompt_len: int) -> None:
+        features = features_of(model, drafter, tokens)[start:prompt_len]
+        seen = Observed(
+            request_id=name,
+            tokens=tokens,
+            start=start,
+            num_tokens=prompt_len - start,
+            prompt_len=prompt_len,
+        )
+        drafter.observe([seen], features)
+
+    watch("whole", other, 0, len(other) - 1)
+    expected = ask(drafter, other, Strategy(depth=3), name="whole")
+    drafter.windows.clear()
+    watch("one", one, 0, len(one) - 1)
+    watch("other", other, beginning, len(other) - 1)
+    assert ask(drafter, other, Strategy(depth=3), name="other") == expected
+    assert drafter.windows.of("other").base < beginning
 
 
 def test_a_request_first_observed_in_mid_text_copies_no_prompt():

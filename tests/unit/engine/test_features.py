@@ -35,6 +35,8 @@ TREE = Strategy(depth=5, width=3, size=8)
 ROOMY = EngineLimits(max_running=8, max_step_tokens=200, max_len=64)
 CROWDED = EngineLimits(max_running=5, max_step_tokens=40, max_len=64, kv_tokens=96)
 CHUNKED = EngineLimits(max_running=5, max_step_tokens=9, max_len=64)
+TEMPLATE = tuple(range(100, 118))
+"""Beginning of prompts that is long enough to be shared without a group."""
 ROW = 3 * 32 * 8
 """Bytes of the features of a token: three states of 32 numbers in float64."""
 
@@ -45,14 +47,22 @@ def _many_steps() -> Iterator[None]:
         yield
 
 
-def make_requests(*, grouped: bool = False, seed: int = 9) -> list[Request]:
+def make_requests(prompts: str = "apart", *, seed: int = 9) -> list[Request]:
+    """Prompts of 1, 14 and 27 tokens: all different, beginning `alike`, or equal in groups."""
+    template = TEMPLATE if prompts == "alike" else ()
     return [
         Request(
             request_id=f"r{i}",
-            prompt_tokens=tuple((5 * (i // 3) + 3 * j) % 128 for j in range(1 + 13 * (i // 3))),
+            prompt_tokens=(
+                *template,
+                *(
+                    (5 * (i // 3) + 3 * j + (0 if prompts == "grouped" else i % 3)) % 128
+                    for j in range(1 + 13 * (i // 3))
+                ),
+            ),
             noise_key=noise_key(seed, i),
             sampling=SamplingParams(max_tokens=14 + 2 * (i % 3)),
-            group_id=str(i // 3) if grouped else "",
+            group_id=str(i // 3) if prompts == "grouped" else "",
         )
         for i in range(9)
     ]
@@ -144,29 +154,29 @@ def test_the_store_keeps_its_own_taps_beside_those_of_drafters(taps) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
+@pytest.mark.parametrize("prompts", ["apart", "alike", "grouped"])
 @pytest.mark.parametrize("limits", [CROWDED, CHUNKED], ids=["crowded", "chunked"])
-def test_preempted_chunked_and_shared_prompts_give_complete_texts(limits, grouped) -> None:
-    """A sibling computes nothing of its prompt: those rows are its group's."""
-    model, requests = tiny_model(dtype=torch.float64), make_requests(grouped=grouped)
+def test_preempted_chunked_and_shared_prompts_give_complete_texts(limits, prompts) -> None:
+    """The rows of shared KV are those of the request that computed it."""
+    model, requests = tiny_model(dtype=torch.float64), make_requests(prompts)
     engine, store = make_engine(model, limits, script=ragged(4), requests=requests)
     before = engine.scheduler_counts()
     store.clear()
     texts = write(engine, requests)
     after = engine.scheduler_counts()
     assert (after.num_preemptions > before.num_preemptions) == (limits is CROWDED)
-    assert (after.num_shared_tokens > before.num_shared_tokens) == grouped
+    assert (after.num_shared_tokens > before.num_shared_tokens) == (prompts != "apart")
     for request, text in zip(requests, texts, strict=True):
         assert_kept(store, model, text, len(request.prompt_tokens))
-    # Each token once, however often it was computed; a prompt that is shared, once for all.
+    # Each token once, however often it was computed; what is shared, once for all.
     num_rows, num_tokens = store.num_bytes // ROW, sum(len(text) - 1 for text in texts)
-    assert num_rows < num_tokens if grouped else num_rows == num_tokens
+    assert num_rows == num_tokens if prompts == "apart" else num_rows < num_tokens
 
 
 @pytest.mark.slow
 def test_a_text_is_there_as_far_as_it_is_written() -> None:
     """At every step, of every request: all that is computed, and nothing of a prompt's half."""
-    model, requests = tiny_model(dtype=torch.float64), make_requests(grouped=True)
+    model, requests = tiny_model(dtype=torch.float64), make_requests("grouped")
     engine, store = make_engine(model, CROWDED, script=ragged(5), requests=requests)
     for request in requests:
         engine.submit(request)
@@ -234,11 +244,11 @@ def test_other_weights_leave_no_feature_of_the_old_ones(aside) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
+@pytest.mark.parametrize("prompts", ["apart", "alike", "grouped"])
 @pytest.mark.parametrize("limits", [ROOMY, CROWDED], ids=["roomy", "crowded"])
-def test_memory_is_bounded_and_dropped_texts_are_missing(limits, grouped) -> None:
+def test_memory_is_bounded_and_dropped_texts_are_missing(limits, prompts) -> None:
     """After any drops: never more than `max_bytes`, and no row of another text."""
-    model, requests = tiny_model(dtype=torch.float64), make_requests(grouped=grouped)
+    model, requests = tiny_model(dtype=torch.float64), make_requests(prompts)
     whole = sum(len(r.prompt_tokens) + r.sampling.max_tokens for r in requests)
     for num_rows in (0, 5, 30, whole // 4, whole // 2, whole):
         max_bytes = room_for(num_rows) + 7

@@ -190,6 +190,75 @@ def test_a_group_with_different_prompts_shares_no_kv():
     assert scheduler.counts().num_shared_tokens == 0
 
 
+def with_template(name: str, template_len: int, own: int) -> ActiveRequest:
+    """A request whose prompt is a template and three tokens of its own."""
+    prompt = (*range(template_len), own, own + 1, own + 2)
+    request = Request(request_id=name, prompt_tokens=prompt, noise_key=0, group_id=f"group {own}")
+    return ActiveRequest(request=request, tokens=list(prompt), policy_version=0)
+
+
+def test_prompts_that_begin_alike_compute_the_beginning_once():
+    """Also tokens beyond the last whole block; the first has computed them before others start."""
+    scheduler = make_scheduler(max_step_tokens=40)
+    for each in (
+        with_template("a", 21, 500),
+        with_template("b", 21, 600),
+        active("apart", 3, first=900),
+        with_template("c", 21, 700),
+        with_template("b2", 21, 600),
+    ):
+        scheduler.add(each)
+    assert step(scheduler) == [("a", 24), ("apart", 3)]
+    assert step(scheduler) == [("a", 1), ("apart", 1), ("b", 3), ("c", 3)]
+    assert scheduler.counts().num_shared_tokens == 2 * 21
+    scheduler.finish(scheduler.running["apart"])
+    assert step(scheduler) == [("a", 1), ("b", 1), ("c", 1), ("b2", 1)]
+    assert scheduler.counts().num_shared_tokens == 2 * 21 + 23
+
+
+def test_a_beginning_is_taken_over_while_the_rest_of_a_prompt_is_computed():
+    scheduler = make_scheduler(max_step_tokens=20)
+    for each in (with_template("a", 16, 500), active("long", 50, first=800)):
+        scheduler.add(each)
+    scheduler.add(
+        ActiveRequest(
+            request=active("l2", 50, first=800).request,
+            tokens=list(range(800, 850)),
+            policy_version=0,
+        )
+    )
+    assert step(scheduler) == [("a", 19), ("long", 1)]
+    assert step(scheduler) == [("a", 1), ("long", 19)]
+    assert step(scheduler) == [("a", 1), ("long", 19)]
+    assert step(scheduler) == [
+        ("a", 1),
+        ("long", 11),
+    ]
+    assert step(scheduler) == [("a", 1), ("long", 1), ("l2", 1)]
+
+
+def test_few_equal_tokens_are_not_waited_for():
+    scheduler = make_scheduler(max_step_tokens=40)
+    for each in (with_template("a", 15, 500), with_template("b", 15, 600)):
+        scheduler.add(each)
+    assert step(scheduler) == [("a", 18), ("b", 18)]
+    assert scheduler.counts().num_shared_tokens == 0
+
+
+def test_a_preempted_request_takes_its_beginning_over_again():
+    scheduler = make_scheduler(max_running=2, max_step_tokens=40)
+    a, b = with_template("a", 20, 500), with_template("b", 20, 600)
+    scheduler.add(a)
+    scheduler.add(b)
+    step(scheduler)
+    step(scheduler)
+    scheduler._preempt(b)
+    assert step(scheduler) == [("a", 1), ("b", 4)]
+    scheduler._preempt(b)
+    scheduler.withdraw(a)
+    assert step(scheduler) == [("b", 25)]
+
+
 def test_one_can_be_withdrawn_from_anywhere():
     scheduler = make_scheduler(max_running=1)
     a, b = active("a", 4), active("b", 4)

@@ -52,10 +52,14 @@ def nothing(tokens: Sequence[int]) -> str:
 
 
 def make_requests(*, grouped: bool = False, **sampling: object) -> list[Request]:
+    """Prompts of 1, 14 and 27 tokens, which begin alike in groups only."""
     return [
         Request(
             request_id=f"r{i}",
-            prompt_tokens=tuple((5 * (i // 3) + 3 * j) % 128 for j in range(1 + 13 * (i // 3))),
+            prompt_tokens=tuple(
+                (5 * (i // 3) + 3 * j + (0 if grouped else i % 3)) % 128
+                for j in range(1 + 13 * (i // 3))
+            ),
             noise_key=noise_key(9, i),
             sampling=SamplingParams(**{"max_tokens": 20, **sampling}),
             group_id=str(i // 3) if grouped else "",

@@ -74,7 +74,6 @@ def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
         dtype=spec["dtype"],
         max_model_len=spec["max_len"],
         max_num_seqs=spec["max_batch"],
-        enable_prefix_caching=False,  # the prompts of every turn are the same
         disable_log_stats=True,
         seed=0,
     )
@@ -83,6 +82,7 @@ def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
         params = vllm.SamplingParams(
             temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
         )
+        engine.reset_prefix_cache()  # the prompts of every turn are the same
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         done = engine.generate(inputs, params, use_tqdm=False)
         return sum(len(each.outputs[0].token_ids) for each in done)

@@ -28,7 +28,7 @@ from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.tree import MAX_NODES
 
 _PROMPT_BYTES = 64 * 2**20
-"""Bytes of prompt features that are kept for siblings that start with shared KV."""
+"""Bytes of prompt features that are kept for requests that start with shared KV."""
 _MIN_PROMPTS = 16
 
 
@@ -183,17 +183,22 @@ class Windows:
         return window
 
     def _copy_prompt(self, window: Window, seen: Observed) -> None:
-        """Copy a sibling's prompt features for a request whose prompt KV came from a sibling."""
-        if not 0 < seen.start <= seen.prompt_len:
+        """Copy the features of tokens whose KV came from another request, as far as they are kept.
+
+        Without them the drafter attends to fewer tokens.
+        """
+        start = seen.start
+        if not 0 < start <= seen.prompt_len:
             return
-        kept = self._prompts.get(tuple(seen.tokens[: seen.prompt_len]))
-        if kept is None:
-            return
-        # The sibling's features cover the whole prompt; this request computes it from `start` on.
-        count = len(kept) - (seen.prompt_len - seen.start)
-        if count > 0:
+        prompt = tuple(seen.tokens[: seen.prompt_len])
+        if prompt not in self._prompts:  # then that request has another prompt
+            shared, others = prompt[:start], reversed(self._prompts)
+            prompt = next((each for each in others if each[:start] == shared), prompt)
+        kept = self._prompts.get(prompt)
+        count = 0 if kept is None else len(kept) - (len(prompt) - start)
+        if kept is not None and count > 0:  # those of a long prompt's end may not reach back
             self.features[window.row, :count] = kept[:count]
-            window.base, window.end = seen.start - count, count
+            window.base, window.end = start - count, count
 
     def _keep_prompt(self, window: Window, seen: Observed) -> None:
         prompt = tuple(seen.tokens[: seen.prompt_len])

@@ -2,8 +2,8 @@
 
     step --pending--spans--> one row for each token of a text --find(tokens)--> its rows
 
-A feature depends on the weights and the tokens so far. So a text is found by its tokens: siblings
-share the rows of their prompt, like its KV, and a text of another worker is missing. All features
+A feature depends on the weights and the tokens so far. So a text is found by its tokens: requests
+share the rows of a beginning, like its KV, and a text of another worker is missing. All features
 are dropped when the weights change.
 
 Workers that finish last rarely train, so storing must be nearly free: a step only appends to the
@@ -18,17 +18,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.engine.request import ActiveRequest
+from longtail.engine.request import PREFIX_BLOCK, ActiveRequest
 from longtail.engine.speculation.queue import Computed, TokenSpan
 from longtail.speculation.taps import Taps
 
 _PENDING_PARTS = 4
 """Fraction 1/4 of the memory is for pending steps."""
 
+_Tokens = tuple[int, ...]
+
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """Rows of a request's tokens from `start` on: from 0, or from the end of a sibling's KV."""
+    """Rows of a request's tokens from `start` on: from 0, or from the end of shared KV."""
 
     active: ActiveRequest
     start: int
@@ -67,8 +69,10 @@ class FeatureStore:
         self._free: list[int] = []
         self._texts: dict[ActiveRequest, _Text] = {}
         """In the order of their last extension."""
-        self._groups: dict[tuple[int, ...], list[_Text]] = {}
+        self._groups: dict[_Tokens, list[_Text]] = {}
         """Texts by prompt."""
+        self._whole: dict[_Tokens, list[_Text]] = {}
+        """Texts from 0 on, by their first tokens."""
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +118,7 @@ class FeatureStore:
         self._store_pending()
         tokens = list(tokens)
         texts = self._groups.get(tuple(tokens[:prompt_len]), ())
-        slots: list[int] = []
+        slots = self._shared_slots(tokens, min((each.start for each in texts), default=0))
         while len(slots) < len(tokens) - 1:
             found = (each.slots_from(len(slots), tokens[:-1]) for each in texts)
             furthest = max(found, key=len, default=[])
@@ -122,6 +126,13 @@ class FeatureStore:
                 return []
             slots += furthest
         return slots
+
+    def _shared_slots(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Return the rows of the first `count` tokens, from any text that begins with them."""
+        for text in self._whole.get(tuple(tokens[:PREFIX_BLOCK]), ()) if count else ():
+            if text.end >= count and text.active.tokens[:count] == tokens[:count]:
+                return text.slots[:count]
+        return []
 
     def _store_pending(self) -> None:
         """Store the tokens of the pending steps in rows."""
@@ -160,23 +171,30 @@ class FeatureStore:
     def _text_of(self, each: TokenSpan) -> _Text | None:
         """Return the text that a span extends; None if its beginning is missing."""
         text = self._texts.pop(each.active, None)
-        if text is not None and text.end < each.start:  # recomputed, after a sibling's prompt
+        if text is not None and text.end < each.start:  # recomputed, after shared KV
             self._drop(text)
             text = None
         if text is None:
             if each.start > each.active.prompt_len:
                 return None
             text = _Text(each.active, each.start)
-            self._groups.setdefault(each.active.request.prompt_tokens, []).append(text)
+            for texts, key in self._places(text):
+                texts.setdefault(key, []).append(text)
         self._texts[each.active] = text
         return text
 
     def _drop(self, text: _Text) -> None:
         self._free += text.slots
+        for texts, key in self._places(text):
+            texts[key].remove(text)
+            if not texts[key]:
+                del texts[key]
+
+    def _places(self, text: _Text) -> list[tuple[dict[_Tokens, list[_Text]], _Tokens]]:
+        """Return the dictionaries that list a text, each with its key."""
         prompt = text.active.request.prompt_tokens
-        self._groups[prompt].remove(text)
-        if not self._groups[prompt]:
-            del self._groups[prompt]
+        own = [(self._whole, prompt[:PREFIX_BLOCK])] if text.start == 0 else []
+        return [(self._groups, prompt), *own]
 
 
 def _row_bytes(features: Tensor) -> int:
