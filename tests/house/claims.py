@@ -116,6 +116,8 @@ CLAIMS = (
           form="{:.2f}x"),
     Claim(card="engine_smollm2", path="generate_ratio.smollm2.1", pages=(_BENCHMARKS,),
           form="{:.2f}x"),
+    Claim(card="engine_smollm2", path="generate_ratio.smollm2.64", pages=(_BENCHMARKS,),
+          form="{:.2f}x"),
     Claim(card="rollout_sums", path="speedup.runs/quickstart.drafter.2", pages=(_BENCHMARKS,),
           form="{:.2f}x"),
     Claim(card="learner_smollm2_64", path="over_products", pages=(_BENCHMARKS,)),

@@ -39,7 +39,7 @@ from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
-_MICRO_TOKENS = 384
+SPOT_MICRO_TOKENS = 384
 """Tokens of a micro-batch of spot training; longer texts are cut to windows."""
 _HELDOUT_TOKENS = 384
 _MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 8, 3, 6
@@ -144,7 +144,7 @@ def make_drafting(
             fit_tokens=recipe.fit_tokens if is_fresh else 0,
         ),
         batch_tokens=own.batch_tokens,
-        tokens_per_micro_batch=min(_MICRO_TOKENS, own.batch_tokens),
+        tokens_per_micro_batch=min(SPOT_MICRO_TOKENS, own.batch_tokens),
         heldout_tokens=_HELDOUT_TOKENS,
         measure_every=_MEASURE_EVERY,
         num_depths=_MEASURED_DEPTHS,

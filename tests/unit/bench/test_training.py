@@ -53,6 +53,21 @@ def test_a_step_of_a_model_makes_the_gradient_of_transformers(
     assert norms["longtail"] == pytest.approx(norms["transformers"], rel=0.1)
 
 
+@pytest.mark.slow
+def test_kept_states_make_the_same_updates_of_a_drafter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tiny_model("llama"), tmp_path)
+    options = DrafterBenchOptions(
+        model=str(tmp_path), mean_tokens=30, prompt_tokens=4, repeats=1, threads=1
+    )
+    assert drafter.run(options) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["reused_share"] == 1.0
+    assert result["losses"]["kept"] == pytest.approx(result["losses"]["computed"], rel=0.02)
+    assert result["tokens_per_s"]["kept"]["median"] > 0
+
+
 def test_another_trainer_needs_a_model() -> None:
     with pytest.raises(ConfigError, match="--peer-python"):
         learner.run(LearnerBenchOptions(peer_python="python"))

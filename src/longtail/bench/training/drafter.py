@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longtail.bench.common.timing import Spread, paired, pin_threads
+from longtail.bench.training import drafter_step
 from longtail.bench.training.options import DrafterBenchOptions
 from longtail.bench.training.workload import (
     LAYOUTS,
@@ -32,6 +33,8 @@ _WINDOW = 64
 
 def run(options: DrafterBenchOptions, work: Workload | None = None) -> int:
     """Check the gradients, measure in turn, print the card and JSON."""
+    if options.model is not None:
+        return drafter_step.run(options)
     pin_threads(options.threads)
     work = work or Workload.of(options)
     gap = gradient_gap(SMALL, options.recipe, options.unroll_steps)

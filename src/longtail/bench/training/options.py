@@ -19,25 +19,30 @@ class LayoutBenchOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerBenchOptions(LayoutBenchOptions):
-    """The same, or one step of a user's own model beside other trainers."""
+class StepBenchOptions(LayoutBenchOptions):
+    """The same, or steps of a user's own model."""
 
     model: Annotated[
-        str | None,
-        Option("time a step of this model, as model.path of train, beside transformers", "MODEL"),
+        str | None, Option("time a step of this model instead, as model.path of train", "MODEL")
     ] = None
-    peer_python: Annotated[
-        str | None,
-        Option("python of an environment with TRL, for a step of its trainer, too", "PATH"),
-    ] = None
-    completions: Annotated[int, Option("with --model: completions of a step", low=2)] = 64
     mean_tokens: Annotated[int, Option("with --model: mean tokens of a completion", low=2)] = 116
     prompt_tokens: Annotated[int, Option("with --model: tokens of a prompt", low=1)] = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterBenchOptions(LayoutBenchOptions):
-    """Sequences of a step, and the drafter that is trained."""
+class LearnerBenchOptions(StepBenchOptions):
+    """Sequences of a step, or a model whose step is timed beside other trainers."""
+
+    peer_python: Annotated[
+        str | None,
+        Option("python of an environment with TRL, for a step of its trainer, too", "PATH"),
+    ] = None
+    completions: Annotated[int, Option("with --model: completions of a step", low=2)] = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterBenchOptions(StepBenchOptions):
+    """Sequences of a step, or a model for which a fresh drafter is trained."""
 
     recipe: Annotated[Literal["eagle1", "eagle3"], Option("architecture of the drafter")] = "eagle3"
     unroll_steps: Annotated[int, Option("draft depths that are trained", low=1)] = 4

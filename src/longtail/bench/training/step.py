@@ -99,19 +99,26 @@ class StepBatch:
         }
 
 
-def make_batch(options: LearnerBenchOptions, vocab_size: int) -> StepBatch:
-    """Return random texts, the same every time."""
-    generator, count = torch.Generator().manual_seed(0), options.completions
-    normal = NormalDist(sigma=_SIGMA)
+def make_texts(
+    count: int, mean_tokens: int, prompt_tokens: int, vocab_size: int
+) -> list[tuple[int, ...]]:
+    """Return texts of random tokens and heavy-tailed lengths, the same every time."""
+    generator, normal = torch.Generator().manual_seed(0), NormalDist(sigma=_SIGMA)
     factors = torch.tensor([normal.inv_cdf((i + 0.5) / count) for i in range(count)]).exp()
-    lengths = (factors / factors.mean() * options.mean_tokens).round().clamp(2, _LONGEST).int()
+    lengths = (factors / factors.mean() * mean_tokens).round().clamp(2, _LONGEST).int()
     order = torch.randperm(count, generator=generator)
-    texts = [
+    return [
         tuple(torch.randint(vocab_size, (size,), generator=generator).tolist())
-        for size in (lengths[order] + options.prompt_tokens).tolist()
+        for size in (lengths[order] + prompt_tokens).tolist()
     ]
+
+
+def make_batch(options: LearnerBenchOptions, vocab_size: int) -> StepBatch:
+    """Return random texts with advantages in every second group."""
+    count, prompt_len = options.completions, options.prompt_tokens
+    texts = make_texts(count, options.mean_tokens, prompt_len, vocab_size)
     advantages = [0.0 if i // _GROUP % 2 else 1.0 if i % 2 else -1.0 for i in range(count)]
-    return StepBatch(texts=texts, prompt_len=options.prompt_tokens, advantages=advantages)
+    return StepBatch(texts=texts, prompt_len=prompt_len, advantages=advantages)
 
 
 @final
