@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -12,7 +13,7 @@ import torch
 
 from end_to_end.workshop import Workshop, build, save_untaught, say
 from longtail.bench.common.options import split_overrides
-from longtail.bench.e2e import room
+from longtail.bench.e2e import beside, room
 from longtail.bench.e2e.arms import ArmResult
 from longtail.bench.e2e.measure import find_room, measure, run_arms
 from longtail.bench.e2e.options import E2eBenchOptions
@@ -23,6 +24,7 @@ from longtail.build.models import TINY_REASONER, model_directory
 from longtail.config import files as configfile
 from longtail.config import rl as config
 from longtail.errors import ConfigError
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.system import machine, parking
 from support.benches import parse
 from support.tiny_models import tiny_config
@@ -152,9 +154,28 @@ def test_parked_arms_make_the_same_run_as_resident_ones(workshop: Workshop) -> N
 
 
 @pytest.mark.slow
+def test_a_trainer_beside_the_arms_gets_their_texts_with_advantages_in_each_group(
+    workshop: Workshop,
+) -> None:
+    tokenizer = load_tokenizer(workshop.model)
+    rewards = {"a": (1.0, 0.0, 0.5), "b": (0.0, 0.0)}
+    rollouts = [
+        {"prompt_id": name, "reward": reward, "prompt": f"{name} + 1 =", "text": "12" * index}
+        for name, own in rewards.items()
+        for index, reward in enumerate(own)
+    ]
+    job = beside.turn(rollouts, tokenizer)
+    assert job["advantages"] == [0.5, -0.5, 0.0, 0.0, 0.0]
+    assert job["batches"] == [[0, 1, 2, 3, 4]]
+    for text, prompt_len, each in zip(job["texts"], job["prompt_lens"], rollouts, strict=True):
+        assert tokenizer.decode(text[:prompt_len]) == each["prompt"]
+        assert tokenizer.decode(text[prompt_len:]) == (each["text"] or tokenizer.decode([0]))
+
+
 def test_the_command_measures_a_run_and_ends_with_json(workshop: Workshop) -> None:
     path, words = run_file(workshop), ("--steps", "1", "--rollout.max_tokens", "8")
-    said = say("bench", "e2e", str(path), "--arms=off,cold", *words)
+    beside_trl = f"--peer-python={sys.executable}"
+    said = say("bench", "e2e", str(path), "--arms=off,cold", beside_trl, *words)
     assert said.code == 0, said.err
     assert said.out.startswith("With a drafter that learns while you train, a step of this run")
     assert "All arms wrote the same texts." in said.out
@@ -163,6 +184,7 @@ def test_the_command_measures_a_run_and_ends_with_json(workshop: Workshop) -> No
     assert found["differing_share"] == {"cold": 0.0}
     assert (found["rewards_agree"], found["policies_agree"], found["parked"]) == (True, True, False)
     assert len(found["cold_step_gain_by_step"]) == 1
+    assert found["trl_ratio"]["median"] > 0
 
 
 def test_parked_tensors_have_no_memory_and_come_back_with_their_bits(tmp_path: Path) -> None:

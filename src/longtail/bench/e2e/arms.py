@@ -55,6 +55,8 @@ class ArmResult:
     """Completions by request."""
     lengths: list[int] = field(default_factory=list)
     """Tokens of each completion."""
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of rollouts.jsonl."""
     series: list[RolloutSeries] = field(default_factory=list)
     """Steps of each rollout that speculated."""
     costs: CostModel | None = None
@@ -132,7 +134,7 @@ class Arm:
         self._trainer.close()
         self._grader.close()
         self._run.close()
-        rows = _lines(self._place / "rollouts.jsonl")
+        rows = self.result.rollouts = _lines(self._place / "rollouts.jsonl")
         self.result.texts = {row["request_id"]: row["text"] for row in rows}
         self.result.lengths = [row["num_tokens"] for row in rows]
         if (self._place / rollout_log.FILE).exists():

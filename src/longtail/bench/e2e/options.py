@@ -69,6 +69,10 @@ class E2eBenchOptions:
     memory: Annotated[
         float | None, Option("GB that all arms may take (default: what is free)", low=0)
     ] = None
+    peer_python: Annotated[
+        str | None,
+        Option("python of an environment with TRL, for its update on the same texts", "PATH"),
+    ] = None
     plot: Annotated[str | None, Option("PNG file for the last step of off and spot", "FILE")] = None
     curves: Annotated[str | None, Option("PNG file for accept length by step", "FILE")] = None
     quick: Annotated[bool, Option("completions of at most 256 tokens, and smaller defaults:")] = (

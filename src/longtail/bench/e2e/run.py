@@ -14,19 +14,32 @@ from longtail.bench.e2e.options import E2eBenchOptions
 def run(options: E2eBenchOptions) -> int:
     """Measure, print the card, and end with one JSON line."""
     from longtail.bench.common.card import print_card
-    from longtail.bench.e2e import card
-    from longtail.bench.e2e.arms import ACCEPT
+    from longtail.bench.e2e import beside, card
+    from longtail.bench.e2e.arms import ACCEPT, OFF
     from longtail.bench.e2e.measure import measure
     from longtail.bench.e2e.plot import draw_curves
     from longtail.report.timeline_plot import draw
 
     with tempfile.TemporaryDirectory(prefix="longtail-e2e-") as place:
-        measured = measure(options, Path(place), progress("e2e"))
+        log = progress("e2e")
+        measured = measure(options, Path(place), log)
+        off, python = measured.plan.arms[OFF], options.peer_python
+        trl = beside.measure(python, off, measured.arms[OFF], log) if python else None
     setting, found, room = measured.plan.setting, measured.arms, measured.room
     print_card(
         card.tables(setting, found),
-        card.as_json(setting, found) | {"parked": room.is_parked, "memory_bytes": room.needed},
-        sentences=[*card.sentences(found), *measured.plan.notes, room.sentence()],
+        card.as_json(setting, found)
+        | {
+            "trl_ratio": trl.ratio.numbers() if trl else None,
+            "parked": room.is_parked,
+            "memory_bytes": room.needed,
+        },
+        sentences=[
+            *card.sentences(found),
+            *([trl.sentence()] if trl else []),
+            *measured.plan.notes,
+            room.sentence(),
+        ],
         json_only=options.json,
     )
     if options.plot is not None:
