@@ -42,7 +42,7 @@ from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 SPOT_MICRO_TOKENS = 384
 """Tokens of a micro-batch of spot training; longer texts are cut to windows."""
 _HELDOUT_TOKENS = 384
-_MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 8, 3, 6
+_MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 4, 3, 6
 _MIN_GAIN = 0.002
 _MATRIX_RATE = 0.005
 """Muon's rate for a trained drafter."""
@@ -164,7 +164,11 @@ def make_drafting(
             head=loaded.head,
             store=features,
         ),
-        served=DrafterWeights(version=0, tensors=copy_parameters(loaded.layer, renewable_ids)),
+        served=DrafterWeights(
+            version=0,
+            tensors=copy_parameters(loaded.layer, renewable_ids),
+            num_tokens=loaded.training.tokens,
+        ),
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),
     )
 

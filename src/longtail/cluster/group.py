@@ -141,7 +141,9 @@ class WorkerGroup:
             self._marks += spot.marks
             trained_s = sum((report.seconds for report in result.spots), 0.0)
             waited_s, rollout_s = self._pool.size * result.stop_s, self._pool.size * result.seconds
-            self._idle_training.record(trained_s, waited_s, rollout_s)
+            if spot.trains_idle:
+                num_tokens = sum(report.num_tokens for report in result.spots)
+                self._idle_training.record(trained_s, waited_s, rollout_s, num_tokens)
         return result
 
     def train_drafter(self) -> None:
@@ -223,7 +225,11 @@ class WorkerGroup:
 
     def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
         """Measure the configured drafter on new texts of the policy, on one worker."""
-        return self._supervisor.run_on((0,), tasks.PROBE_DRAFTER, requests)[0]
+        found: Probe | None = self._supervisor.run_on((0,), tasks.PROBE_DRAFTER, requests)[0]
+        if found is not None and not found.would_pay and self.published is not None:
+            self._idle_training.num_known = self.published.num_tokens
+            self._payoff.tries = self.published.num_tokens == 0
+        return found
 
     # ---- state
 
@@ -315,7 +321,8 @@ class WorkerGroup:
             self._publisher,
             self._buffer,
             step=step,
-            trains_idle=self._settings.training == "spot" and self._idle_training.wants(),
+            trains_idle=self._settings.training == "spot"
+            and self._idle_training.wants(self._settings.num_steps - step),
             log=self._log,
         )
 

@@ -4,6 +4,10 @@ Training is stopped between two layers of the target or two chunks of rows, and 
 that. Where this takes more than 1 % of a rollout, and workers are idle for about as long, training
 costs more than it brings. Then it is tried again only after 1, 2, 4, ... rollouts, so that N
 rollouts of that kind have about log2(N) + N / 16 trials.
+
+A drafter may come trained on many texts like those of the policy. If all that the run can still add
+is little beside them, training gains nothing, and where workers share memory it slows the others.
+Then it is tried in one of 16 rollouts.
 """
 
 from typing import final
@@ -13,6 +17,10 @@ _LEAST = 3.0
 _FREE = 0.01
 """Share of a rollout that a stop may always take."""
 _MAX_WAIT = 16
+_TRIALS = 4
+"""Rollouts from which the tokens that a run will add are estimated."""
+_LITTLE = 0.125
+"""Share of the tokens known before below which added ones are little."""
 
 
 @final
@@ -22,19 +30,41 @@ class IdleTraining:
     def __init__(self) -> None:
         self._wait, self._left = 1, 0
         """Rollouts without training after the next trial, and those that are left of this wait."""
+        self.num_known = 0
+        """Tokens like the policy's on which the drafter was trained before the run."""
+        self._num_added = self._num_trials = 0
+        """Tokens trained in this run, and rollouts in which it could be."""
 
-    def wants(self) -> bool:
-        """Return whether idle workers train in the next rollout; called once for each."""
+    def wants(self, steps_left: int) -> bool:
+        """Return whether idle workers train in the next rollout; called once for each.
+
+        `steps_left` is the number of rollouts that are left in the run.
+        """
         if self._left:
             self._left -= 1
             return False
+        if self._adds_little(steps_left):
+            self._left = _MAX_WAIT - 1
         return True
 
-    def record(self, trained_s: float, waited_s: float, rollout_s: float) -> None:
-        """Record a rollout's seconds, summed over workers: of training, of its stop, of all."""
+    def record(
+        self, trained_s: float, waited_s: float, rollout_s: float, num_tokens: int = 0
+    ) -> None:
+        """Record a rollout in which workers might train: seconds, summed over workers, and tokens.
+
+        They are those of training, of its stop, and of the whole rollout.
+        """
+        self._num_added += num_tokens
+        self._num_trials += 1
         if trained_s <= 0.0:
             return
         if waited_s <= _FREE * rollout_s or trained_s >= _LEAST * waited_s:
             self._wait = 1
             return
-        self._left, self._wait = self._wait, min(2 * self._wait, _MAX_WAIT)
+        self._left = max(self._left, self._wait)
+        self._wait = min(2 * self._wait, _MAX_WAIT)
+
+    def _adds_little(self, steps_left: int) -> bool:
+        if self._num_trials < _TRIALS:
+            return False
+        return self._num_added / self._num_trials * steps_left < _LITTLE * self.num_known

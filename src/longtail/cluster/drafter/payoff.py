@@ -12,7 +12,8 @@ the rollout, and spent only if measurements promise it back within the run:
                    (seconds now - seconds then) x rollouts left  >  seconds of these trainings
 
 Nothing is known before two measurements, and little long after the last: then it trains for one
-rollout to measure, with a wait that doubles each time it did not pay.
+rollout to measure, with a wait that doubles each time it did not pay. A drafter that was trained
+before and has lost no acceptance on the policy is not tried: its measurements come from idle time.
 """
 
 import math
@@ -51,6 +52,8 @@ class PayOff:
     """Decides after each rollout how long to train."""
 
     def __init__(self) -> None:
+        self.tries = True
+        """Whether to train without measurements."""
         self._points: list[LearningPoint] = []
         self._num_tokens = 0
         self._tokens_per_s = 0.0
@@ -124,7 +127,7 @@ class PayOff:
     ) -> bool:
         """Return whether to train now: it pays, or it is time to measure again."""
         if len(self._points) < 2:
-            return True
+            return self.tries
         if self._pays(budget_s, series, costs, steps_left):
             self._wait, self._left = 1, 0
             return True
