@@ -228,7 +228,7 @@ class WorkerGroup:
         found: Probe | None = self._supervisor.run_on((0,), tasks.PROBE_DRAFTER, requests)[0]
         if found is not None and not found.would_pay and self.published is not None:
             self._idle_training.num_known = self.published.num_tokens
-            self._payoff.tries = self.published.num_tokens == 0
+            self._payoff.expect(self.published.num_tokens)
         return found
 
     # ---- state

@@ -114,6 +114,16 @@ def test_measurements_in_idle_time_count_too():
     assert one.limit_s(ROLLOUT_S, series(), costs(), 10) == 0.0
 
 
+@pytest.mark.parametrize(("accept_len", "pays"), [(2.0, False), (2.4, True)])
+def test_a_drafter_that_fits_is_trained_only_if_measurements_say_that_it_pays(accept_len, pays):
+    one = PayOff()
+    one.expect(50_000)
+    assert one.limit_s(ROLLOUT_S, series(), costs(), 100) == 0.0
+    for measured in (2.0, accept_len):
+        one.record_idle(report(5.0, measured))
+    assert (one.limit_s(ROLLOUT_S, series(), costs(), 100) > 0.0) == pays
+
+
 def test_the_seconds_of_short_rollouts_are_saved_until_a_measurement_fits():
     one, spent = PayOff(), []
     for _ in range(100):

@@ -52,7 +52,7 @@ class PayOff:
     """Decides after each rollout how long to train."""
 
     def __init__(self) -> None:
-        self.tries = True
+        self._tries = True
         """Whether to train without measurements."""
         self._points: list[LearningPoint] = []
         self._num_tokens = 0
@@ -61,6 +61,10 @@ class PayOff:
         """Seconds not spent yet, and those that a measurement takes."""
         self._wait, self._left = 1, 0
         """Rollouts without training after the next trial, and those that are left of this wait."""
+
+    def expect(self, num_tokens: int) -> None:
+        """Begin with a drafter that was trained on `num_tokens` tokens like the policy's."""
+        self._num_tokens, self._tries = num_tokens, num_tokens == 0
 
     def limit_s(
         self, seconds: float, series: RolloutSeries | None, costs: CostModel | None, steps_left: int
@@ -127,7 +131,7 @@ class PayOff:
     ) -> bool:
         """Return whether to train now: it pays, or it is time to measure again."""
         if len(self._points) < 2:
-            return self.tries
+            return self._tries
         if self._pays(budget_s, series, costs, steps_left):
             self._wait, self._left = 1, 0
             return True
