@@ -50,11 +50,11 @@ _WORKER = Path(__file__).with_name("step_worker.py")
 class StepBatch:
     """Texts of one step with their advantages.
 
-    Example: StepBatch(texts=((1, 2, 3), (1, 2)), prompt_len=1, advantages=(1.0, 0.0))
+    Example: StepBatch(texts=((1, 2, 3), (1, 2)), prompt_lens=(1, 1), advantages=(1.0, 0.0))
     """
 
     texts: Sequence[tuple[int, ...]]
-    prompt_len: int
+    prompt_lens: Sequence[int]
     advantages: Sequence[float]
 
     @property
@@ -71,10 +71,8 @@ class StepBatch:
         )
 
     def _rollout(self, index: int) -> Rollout:
-        prompt, ending = (
-            self.texts[index][: self.prompt_len],
-            self.texts[index][self.prompt_len :],
-        )
+        text, prompt_len = self.texts[index], self.prompt_lens[index]
+        prompt, ending = text[:prompt_len], text[prompt_len:]
         return Rollout(
             prompt=Prompt(prompt_id=str(index // _GROUP), tokens=prompt, text=""),
             completion=Completion(
@@ -92,11 +90,16 @@ class StepBatch:
         """Return the job of `step_worker` for some texts; `batches` index into them."""
         return {
             "texts": [list(self.texts[i]) for i in indices],
-            "prompt_lens": [self.prompt_len] * len(indices),
+            "prompt_lens": [self.prompt_lens[i] for i in indices],
             "advantages": [self.advantages[i] for i in indices],
             "batches": [list(members) for members in batches],
             "num_sequences": len(self.texts),
         }
+
+    def trl_turn(self) -> dict[str, Any]:
+        """Return the job for TRL: all texts, in micro-batches of its default size."""
+        whole = range(len(self.texts))
+        return self.turn(whole, [whole[i : i + _GROUP] for i in whole[::_GROUP]])
 
 
 def make_texts(
@@ -118,7 +121,7 @@ def make_batch(options: LearnerBenchOptions, vocab_size: int) -> StepBatch:
     count, prompt_len = options.completions, options.prompt_tokens
     texts = make_texts(count, options.mean_tokens, prompt_len, vocab_size)
     advantages = [0.0 if i // _GROUP % 2 else 1.0 if i % 2 else -1.0 for i in range(count)]
-    return StepBatch(texts=texts, prompt_len=prompt_len, advantages=advantages)
+    return StepBatch(texts=texts, prompt_lens=[prompt_len] * count, advantages=advantages)
 
 
 @final
@@ -210,11 +213,8 @@ def run(options: LearnerBenchOptions) -> int:
     with ExitStack() as stack:
         descriptions = {}
         for kind, (python, turn) in turns.items():
-            spec = {"kind": kind, "model_dir": str(directory), "threads": options.threads}
             log(f"loading {kind}")
-            peer = stack.enter_context(
-                PeerProcess(python, _WORKER, kind, spec, flag="--peer-python")
-            )
+            peer = stack.enter_context(open_trainer(python, kind, directory, options.threads))
             descriptions[kind] = peer.description
             functions[kind] = partial(_peer_step, peer, turn, answers[kind])
         log("measuring")
@@ -243,17 +243,26 @@ def _peer_turns(
         )
     }
     if options.peer_python is not None:
-        whole = range(len(batch.texts))
-        groups = [whole[i : i + _GROUP] for i in range(0, len(whole), _GROUP)]
-        turns["trl"] = (options.peer_python, batch.turn(whole, groups))
+        turns["trl"] = (options.peer_python, batch.trl_turn())
     return turns
+
+
+def open_trainer(python: str, kind: str, directory: Path, threads: int) -> PeerProcess:
+    """Start another trainer of a model, `transformers` or `trl`; it answers jobs of StepBatch."""
+    spec = {"kind": kind, "model_dir": str(directory), "threads": threads}
+    return PeerProcess(python, _WORKER, kind, spec, flag="--peer-python")
+
+
+def step_seconds(answer: Mapping[str, float]) -> float:
+    """Return the seconds of another trainer's step."""
+    return sum(answer[part] for part in _PARTS)
 
 
 def _peer_step(
     peer: PeerProcess, turn: Mapping[str, Any], answers: list[dict[str, float]]
 ) -> float:
     answers.append(peer.ask(turn))
-    return sum(answers[-1][part] for part in _PARTS)
+    return step_seconds(answers[-1])
 
 
 def _tokens(packed: TrainBatch) -> tuple[int, int]:
