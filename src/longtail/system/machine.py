@@ -13,7 +13,13 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
 
-_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
+from longtail.errors import ConfigError
+
+_CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
+CAPS = ("avx2", "generic")
+"""Values of LONGTAIL_ISA, which hides the instructions that a lesser processor lacks."""
+_CAPPED = {"avx2": ("avx2", "fma"), "generic": ()}
+_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 MAX_INT32 = 2**31 - 1
 """Largest size, count, token id and position: kernels and C libraries use 32-bit integers."""
@@ -72,10 +78,30 @@ def cpu_vendor() -> str:
     return _cpuinfo("vendor_id")
 
 
+def cpu_cap() -> str:
+    """Return LONGTAIL_ISA: `avx2`, `generic`, or empty for all that the processor has.
+
+    Raises ConfigError if it is anything else.
+    """
+    cap = os.environ.get("LONGTAIL_ISA", "")
+    if cap and cap not in CAPS:
+        raise ConfigError(f"LONGTAIL_ISA = {cap!r}: use {' or '.join(CAPS)}, or unset it")
+    return cap
+
+
 def cpu_flags() -> tuple[str, ...]:
-    """Return the processor's instruction sets that matter for matrix products."""
-    flags = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
-    return tuple(flag for flag in _CPU_FLAGS if flag in flags)
+    """Return the instruction sets that matter for matrix products, within `cpu_cap`."""
+    flags, cap = (_cpuinfo("flags") or _cpuinfo("Features") or "").split(), cpu_cap()
+    admitted = _CAPPED[cap] if cap else _CPU_FLAGS
+    return tuple(flag for flag in admitted if flag in flags)
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether the processor has instructions for products of bfloat16.
+
+    Without them libraries emulate such products, at a tenth of the speed of float32.
+    """
+    return not _BFLOAT16.isdisjoint(cpu_flags())
 
 
 def pip_install(extra: str) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from longtail.model.kernels import native
 from longtail.model.kernels.products import training_product
+from longtail.system import machine
 from longtail.system.hugepages import HugePages
 
 Product = Callable[[Tensor], Tensor]
@@ -152,6 +153,7 @@ def _blocked(weight: Tensor, bias: Tensor | None) -> Product | None:
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
         and torch._C._has_mkldnn
+        and machine.multiplies_bfloat16()
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     if not usable:

@@ -188,6 +188,7 @@ def can_hold_casts(device: torch.device) -> bool:
     return (
         device.type == "cpu"
         and torch._C._has_mkldnn
+        and machine.multiplies_bfloat16()
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 
