@@ -29,6 +29,7 @@ _TILE = 32
 """Number of outputs that product.c computes together."""
 _LAYOUTS: Mapping[native.Layout, tuple[int, int, int]] = {
     "inputs": (1, 32, 1),
+    "halves": (1, 32, 1),
     "pairs": (2, 32, 2),
     "tiles": (2, 16, 32),
 }
@@ -139,7 +140,11 @@ def _native(
         F.pad(weight, (0, more_inputs, 0, more_outputs)) if more_inputs or more_outputs else weight
     )
     steps = filled if step == 1 else filled.view(torch.int32)  # a pair is one element
-    ordered = steps.view(-1, block, filled.shape[1] // step).transpose(1, 2)
+    if layout == "halves":
+        lanes = native.lanes()
+        ordered = filled.view(-1, _TILE // (2 * lanes), 2, lanes, inputs).permute(0, 4, 1, 3, 2)
+    else:
+        ordered = steps.view(-1, block, filled.shape[1] // step).transpose(1, 2)
     size = (filled.numel(),)
     if before is None or before.dtype != weight.dtype or before.shape != size:
         before = (pages or HugePages()).empty(size, weight.dtype)

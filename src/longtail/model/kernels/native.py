@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from longtail.system import machine
 from longtail.system.cache import build_once
 
 _log = logging.getLogger(__name__)
@@ -35,11 +36,13 @@ _SOURCES = {name: Path(__file__).parent / "cpu" / f"{name}.c" for name in _NAMES
 _FLAGS = (
     "-O2",
     "-ftree-vectorize",
-    "-march=native",
-    "-mprefer-vector-width=512",
+    "-fno-schedule-insns",  # on ARM, GCC would store all sums of a product in every step
     "-fopenmp",  # with the libgomp that PyTorch has loaded
     "-fPIC",
 )
+_X86 = ("-mprefer-vector-width=512",)
+_ARCHITECTURES = {"": "native", "avx2": "x86-64-v3", "generic": "x86-64"}
+"""Value of -march by LONGTAIL_ISA."""
 _FAST = ("-ffast-math", "-fno-finite-math-only")
 _EXACT = ("-fno-math-errno", "-fno-trapping-math")
 _LINK_FLAGS = ("-shared", "-fopenmp", "-lm")
@@ -84,7 +87,7 @@ _UNITS = {
 }
 """Flags and text of each unit."""
 _LIBRARY = "kernels.so"
-Layout = Literal["inputs", "pairs", "tiles"]
+Layout = Literal["inputs", "halves", "pairs", "tiles"]
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _THREADS = ctypes.c_int
@@ -159,9 +162,16 @@ def layout(dtype: torch.dtype) -> Layout | None:
     if loaded is None or dtype not in _SUFFIXES:
         return None
     if dtype == torch.float32:
-        return "inputs" if loaded["product_f32_ready"]() else None
-    found: tuple[Layout | None, ...] = (None, "pairs", "tiles")
-    return found[loaded["product_bf16_layout"]()]
+        return "inputs"
+    found: dict[int, Layout] = {0: "halves", 1: "pairs", 2: "tiles"}
+    return found.get(loaded["product_bf16_layout"]())
+
+
+def lanes() -> int:
+    """Return the number of float32 in a register of the loaded kernels."""
+    loaded = _available()
+    assert loaded is not None, "check `layout` first"
+    return loaded["product_lanes"]()
 
 
 @functools.cache
@@ -231,7 +241,7 @@ def _build() -> Path | None:
     cpuinfo = Path("/proc/cpuinfo")
     flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
     sources = "".join(path.read_text() for path in _SOURCES.values())
-    chosen = (*_FLAGS, *_FAST, *_EXACT, *_LINK_FLAGS)
+    chosen = (*_flags(), *_FAST, *_EXACT, *_LINK_FLAGS)
     parts = (sources, _FLOAT32, _BFLOAT16, " ".join(chosen), version.stdout, flags)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     try:
@@ -245,6 +255,13 @@ def _build() -> Path | None:
         return None
 
 
+def _flags() -> tuple[str, ...]:
+    """Return the compiler's flags for this processor, within LONGTAIL_ISA."""
+    if platform.machine() != "x86_64":
+        return (*_FLAGS, "-march=native")
+    return (*_FLAGS, *_X86, f"-march={_ARCHITECTURES[machine.cpu_cap()]}")
+
+
 def _compile(compiler: str, folder: Path) -> None:
     """Compile into a new folder. Raises CalledProcessError if the compiler fails."""
     folder.mkdir()
@@ -253,7 +270,7 @@ def _compile(compiler: str, folder: Path) -> None:
         for name, (flags, text) in _UNITS.items():
             unit, object_file = Path(scratch, f"{name}.c"), Path(scratch, f"{name}.o")
             unit.write_text(text)
-            _run(compiler, *_FLAGS, *flags, "-c", unit, "-o", object_file)
+            _run(compiler, *_flags(), *flags, "-c", unit, "-o", object_file)
             objects.append(object_file)
         _run(compiler, *objects, "-o", folder / _LIBRARY, *_LINK_FLAGS)
 

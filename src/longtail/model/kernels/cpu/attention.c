@@ -34,13 +34,13 @@ LT_INLINE int64_t lt_place(const lt_seen *seen, int64_t number) {
  * Returns the factor of the earlier weights. Base 2: scores carry log2(e). */
 static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, float *highest,
                                                 lt_vec *total) {
-  const lt_index lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const lt_index lane = LT_NUMBERS;
   const int64_t last = (count - 1) / LT_LANES;
   lt_vec *at = (lt_vec *)scores, top = (lt_vec){0} + *highest;
   at[last] = lt_select(lane < (int32_t)(count - last * LT_LANES), at[last], (lt_vec){0} - INFINITY);
   for (int64_t k = 0; k <= last; k++) top = lt_max(at[k], top);
 #pragma GCC unroll 4
-  for (int step = 0; step < 4; step++)
+  for (int step = 0; step < LT_FOLDS; step++)
     top = lt_max(lt_half(top, top, step, 0), lt_half(top, top, step, 1));
   const float now = top[0], shrink = lt_exp2(*highest - now);
   lt_vec sum = *total * shrink;
@@ -62,8 +62,8 @@ static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, fl
     if ((most) >= 8 && left >= 8) { CALL(8, dim); x += 8; }                               \
     else if ((most) >= 6 && left >= 6) { CALL(6, dim); x += 6; }                          \
     else if ((most) >= 4 && left >= 4) { CALL(4, dim); x += 4; }                          \
-    else if (left >= 3) { CALL(3, dim); x += 3; }                                         \
-    else if (left >= 2) { CALL(2, dim); x += 2; }                                         \
+    else if ((most) >= 3 && left >= 3) { CALL(3, dim); x += 3; }                          \
+    else if ((most) >= 2 && left >= 2) { CALL(2, dim); x += 2; }                          \
     else { CALL(1, dim); x += 1; }
 #define LT_BY_DIM(most)                               \
   switch (dim) {                                      \
@@ -74,8 +74,17 @@ static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, fl
     case 96: LT_BY_HEADS(96, most(96)) break;         \
     default: LT_BY_HEADS(128, most(128))              \
   }
+#define LT_PARTS (128 / LT_LANES) /* vectors of a head, at most */
+#if LT_LANES == 16
 #define LT_SCORED(dim) (NAME(lt_parts)(dim) <= 2 ? 4 : 3)
 #define LT_SUMMED(dim) (24 * LT_LANES / (dim))
+#elif LT_LANES == 8 /* 16 registers */
+#define LT_SCORED(dim) 3
+#define LT_SUMMED(dim) (12 * LT_LANES / (dim))
+#else
+#define LT_SCORED(dim) 3
+#define LT_SUMMED(dim) (24 * LT_LANES / (dim))
+#endif
 #define LT_BLOCK 256 /* keys, scored before their values are added */
 #define LT_RUN_HEADS 32
 #define LT_RUN_TOKENS 16
@@ -94,10 +103,10 @@ LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, const T *
                                  const int64_t dim) {
   const int64_t parts = NAME(lt_parts)(dim);
   T gathered[LT_LANES * 128];
-  lt_vec q[4][8], pair[4][2], four[4][4]; /* literal sizes keep values in registers */
+  lt_vec q[4][LT_PARTS], pair[4][2], four[4][4]; /* literal sizes keep values in registers */
 #pragma GCC unroll 4
   for (int64_t g = 0; g < heads; g++)
-#pragma GCC unroll 8
+#pragma GCC unroll 32
     for (int64_t j = 0; j < parts; j++) q[g][j] = NAME(lt_part)(query[g], j, dim);
   for (int64_t k = begin; k < end; k += LT_LANES) {
     const T *at = keys + k * stride;
@@ -113,16 +122,16 @@ LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, const T *
       lt_vec dots[4][2];
 #pragma GCC unroll 2
       for (int side = 0; side < 2; side++) {
-        lt_vec key[8];
+        lt_vec key[LT_PARTS];
         LT_FETCH(at + LT_AHEAD * step, dim);
         LT_FETCH_NEXT(next + (k + i + side) * stride, dim);
-#pragma GCC unroll 8
+#pragma GCC unroll 32
         for (int64_t j = 0; j < parts; j++) key[j] = NAME(lt_part)(at, j, dim);
         at += step;
 #pragma GCC unroll 4
         for (int64_t g = 0; g < heads; g++) {
           dots[g][side] = (lt_vec){0};
-#pragma GCC unroll 8
+#pragma GCC unroll 32
           for (int64_t j = 0; j < parts; j++)
             dots[g][side] = NAME(lt_dot)(q[g][j], key[j], dots[g][side]);
         }
@@ -135,9 +144,15 @@ LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, const T *
     }
 #pragma GCC unroll 4
     for (int64_t g = 0; g < heads; g++) {
+#if LT_LANES == 16
       const lt_vec low = lt_fold(four[g][0], four[g][1], 2);
       const lt_vec high = lt_fold(four[g][2], four[g][3], 2);
       *(lt_vec *)(scores[g] + k - begin) = lt_fold(low, high, 3) * scale;
+#elif LT_LANES == 8
+      *(lt_vec *)(scores[g] + k - begin) = lt_fold(four[g][0], four[g][1], 2) * scale;
+#else
+      *(lt_vec *)(scores[g] + k - begin) = four[g][0] * scale;
+#endif
     }
   }
 }
@@ -164,35 +179,35 @@ static __attribute__((noinline)) void NAME(score)(const T *const *query, const T
  * prefetched with value k. */
 LT_INLINE void NAME(add_heads)(const lt_scores *restrict weights, const T *restrict values,
                                const T *next, int64_t stride, const lt_seen *seen, int64_t begin,
-                               int64_t end, const float *shrink, lt_vec (*restrict sums)[8],
+                               int64_t end, const float *shrink, lt_vec (*restrict sums)[LT_PARTS],
                                const int64_t heads, const int64_t dim) {
   const int64_t parts = dim / LT_LANES;
-  lt_vec sum[8][8], value[8];
-#pragma GCC unroll 8
+  lt_vec sum[8][LT_PARTS], value[LT_PARTS];
+#pragma GCC unroll 32
   for (int64_t g = 0; g < heads; g++)
-#pragma GCC unroll 8
+#pragma GCC unroll 32
     for (int64_t j = 0; j < parts; j++) sum[g][j] = sums[g][j] * shrink[g];
   for (int64_t k = begin; k < end; k++) {
     const T *at = values + lt_place(seen, k) * stride;
     LT_FETCH(at + LT_AHEAD * stride, dim);
     LT_FETCH_NEXT(next + k * stride, dim);
     NAME(lt_spread)(at, parts, value);
-#pragma GCC unroll 8
+#pragma GCC unroll 32
     for (int64_t g = 0; g < heads; g++)
-#pragma GCC unroll 8
+#pragma GCC unroll 32
       for (int64_t j = 0; j < parts; j++)
         sum[g][j] = lt_fma((lt_vec){0} + weights[g][k - begin], value[j], sum[g][j]);
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 32
   for (int64_t g = 0; g < heads; g++)
-#pragma GCC unroll 8
+#pragma GCC unroll 32
     for (int64_t j = 0; j < parts; j++) sums[g][j] = sum[g][j];
 }
 
 static __attribute__((noinline)) void NAME(add)(const float *weights, const T *values,
                                                 const T *next, int64_t stride,
                                                 const lt_seen *seen, int64_t begin, int64_t end,
-                                                const float *shrink, lt_vec (*sums)[8],
+                                                const float *shrink, lt_vec (*sums)[LT_PARTS],
                                                 int64_t count, int64_t dim) {
 #if defined(LT_TILES) && defined(T_TILES)
   if (lt_tiles_granted())
@@ -218,7 +233,7 @@ static void NAME(attend_run)(const T *queries, int64_t token_stride, const T *ke
   const int64_t heads = tokens * group, parts = dim / LT_LANES;
   lt_scores scores[LT_RUN_HEADS];
   float highest[LT_RUN_HEADS], shrink[LT_RUN_HEADS];
-  lt_vec sums[LT_RUN_HEADS][8], totals[LT_RUN_HEADS];
+  lt_vec sums[LT_RUN_HEADS][LT_PARTS], totals[LT_RUN_HEADS];
   const T *query[LT_RUN_HEADS];
   int64_t shared = tokens > 1 ? seen->context : 0, longest = 0;
   for (int64_t t = 0; t < tokens; t++) {

@@ -1,4 +1,4 @@
-/* What all units share: element types, vectors of 16 lanes, and powers of 2. */
+/* What all units share: element types, vectors of as many lanes as a register has, and powers of 2. */
 #ifndef LT_COMMON
 #define LT_COMMON
 #include <math.h>
@@ -6,6 +6,8 @@
 #include <string.h>
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #define LT_INLINE static inline __attribute__((always_inline))
 
@@ -41,7 +43,21 @@ static inline float lt_exp2(float x) {
 }
 
 #define LT_LOG2E 1.44269504f
+/* GCC takes vectors that are wider than a register apart, into scalars. LT_FOLDS halvings reduce a
+ * vector to one lane. */
+#if defined(__AVX512F__)
 #define LT_LANES 16
+#define LT_FOLDS 4
+#define LT_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#elif defined(__AVX2__)
+#define LT_LANES 8
+#define LT_FOLDS 3
+#define LT_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+#define LT_LANES 4
+#define LT_FOLDS 2
+#define LT_NUMBERS {0, 1, 2, 3}
+#endif
 typedef float lt_vec __attribute__((vector_size(4 * LT_LANES), aligned(4), may_alias));
 
 typedef int32_t lt_index __attribute__((vector_size(4 * LT_LANES)));
@@ -56,8 +72,31 @@ LT_INLINE lt_vec lt_select(lt_index mask, lt_vec yes, lt_vec no) {
 LT_INLINE lt_vec lt_max(lt_vec a, lt_vec b) {
 #ifdef __AVX512F__
   return (lt_vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (lt_vec)_mm256_max_ps((__m256)a, (__m256)b);
 #else
   return lt_select((lt_index)(a > b), a, b);
 #endif
+}
+
+/* a b + c, rounded once. The compiler might round two loops over the same sum differently. */
+LT_INLINE lt_vec lt_fma(lt_vec a, lt_vec b, lt_vec c) {
+#if defined(__AVX512F__)
+  return (lt_vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (lt_vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (lt_vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+LT_INLINE lt_vec lt_load_bf16(const uint16_t *p) {
+  return (lt_vec)(__builtin_convertvector(*(const lt_u16 *)p, lt_u32) << 16);
+}
+LT_INLINE lt_u32 lt_rounded(lt_vec v) { /* lt_to_bf16 of every lane */
+  const lt_u32 bits = (lt_u32)v, nan = (lt_u32)((bits & 0x7fffffffu) > 0x7f800000u);
+  return (nan & 0x7fc0u) | (~nan & ((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16));
 }
 #endif

@@ -50,17 +50,19 @@ LT_INLINE lt_vec lt_exp(lt_vec x) {
 }
 
 LT_INLINE lt_u32 lt_count(int64_t first) {
-  return (lt_u32){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (uint32_t)first;
+  return (lt_u32)LT_NUMBERS + (uint32_t)first;
 }
 
 /* Whether any lane is set. */
 LT_INLINE int lt_any(lt_index mask) {
 #ifdef __AVX512F__
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
 #else
-  union { lt_index whole; uint64_t part[8]; } m = {mask};
+  union { lt_index whole; uint64_t part[LT_LANES / 2]; } m = {mask};
   uint64_t any = 0;
-  for (int i = 0; i < 8; i++) any |= m.part[i];
+  for (int i = 0; i < LT_LANES / 2; i++) any |= m.part[i];
   return any != 0;
 #endif
 }

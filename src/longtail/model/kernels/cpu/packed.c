@@ -43,8 +43,13 @@ static __attribute__((noinline)) void lt_tile(const float *a, int64_t a_row, int
                                               const float *b, int64_t b_vec, int64_t b_step,
                                               int64_t depth, float *c, int64_t c_row, int add,
                                               int64_t vectors) {
+#if LT_LANES == 8 /* 16 registers */
+  for (; vectors >= 2; vectors -= 2, b += 2 * b_vec, c += 2 * LT_LANES)
+    lt_multiply(a, a_row, a_step, b, b_vec, b_step, depth, c, c_row, add, 2);
+#else
   for (; vectors >= 4; vectors -= 4, b += 4 * b_vec, c += 4 * LT_LANES)
     lt_multiply(a, a_row, a_step, b, b_vec, b_step, depth, c, c_row, add, 4);
+#endif
   if (vectors == 3) lt_multiply(a, a_row, a_step, b, b_vec, b_step, depth, c, c_row, add, 3);
   if (vectors == 2) lt_multiply(a, a_row, a_step, b, b_vec, b_step, depth, c, c_row, add, 2);
   if (vectors == 1) lt_multiply(a, a_row, a_step, b, b_vec, b_step, depth, c, c_row, add, 1);
@@ -77,12 +82,12 @@ LT_INLINE lt_vec lt_power(lt_vec x) {
 /* The highest and the sum of all lanes. */
 LT_INLINE float lt_top_lane(lt_vec v) {
 #pragma GCC unroll 4
-  for (int step = 0; step < 4; step++) v = lt_max(lt_half(v, v, step, 0), lt_half(v, v, step, 1));
+  for (int step = 0; step < LT_FOLDS; step++) v = lt_max(lt_half(v, v, step, 0), lt_half(v, v, step, 1));
   return v[0];
 }
 LT_INLINE float lt_lane_sum(lt_vec v) {
 #pragma GCC unroll 4
-  for (int step = 0; step < 4; step++) v = lt_fold(v, v, step);
+  for (int step = 0; step < LT_FOLDS; step++) v = lt_fold(v, v, step);
   return v[0];
 }
 
@@ -91,7 +96,7 @@ LT_INLINE float lt_lane_sum(lt_vec v) {
  * score, and `sums` are their sums). */
 static void lt_tile_weights(float *scores, int64_t row_size, lt_sequence s, int64_t first,
                             float *logs, float *sums) {
-  const lt_index lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const lt_index lane = LT_NUMBERS;
   const int64_t from = lt_vectors_from(s, first) * LT_LANES, to = lt_vectors_to(first) * LT_LANES;
   for (int64_t i = 0; i < LT_ROWS; i++, scores += row_size) {
     const int64_t row = first + i, low = row < s.window ? 0 : row - s.window + 1;

@@ -1,163 +1,242 @@
-/* Products x W^T + bias for few rows of x. Their time is that of reading W once, so W is stored in
- * the order in which it is read. Every sum runs in the order of the inputs, for any number of rows,
- * so a row of the result does not depend on its batch. */
+/* Products x W^T + bias for few rows of x, with bits of a row that are independent of its batch.
+ *
+ * Their time is that of reading W once, so W is stored in the order in which it is read: in panels of
+ * 32 outputs, the last one padded with 0, and in a panel input by input.
+ *
+ *     float32           [panels][inputs][32 outputs]
+ *     bfloat16, pairs   [panels][pairs of inputs][32 outputs][2], multiplied by AVX512-BF16
+ *     bfloat16, halves  [panels][inputs][groups][LT_LANES][2: output j, j + LT_LANES]
+ *     bfloat16, tiles   see AMX below
+ *
+ * A register of halves is split without shuffles, by a shift and a mask, into two registers of exact
+ * float32, so without BF16 instructions a step is that of float32 and reads half of its bytes.
+ *
+ * Every sum is one chain of fused multiply-adds in the order of the inputs, whatever the number of
+ * rows, and however they are cut into tiles and blocks: between blocks sums are stored and loaded.
+ */
+#include "common.c"
+#include <stdlib.h>
 
-typedef int32_t lt_wide __attribute__((vector_size(64), aligned(4), may_alias));
+#define LT_PANEL 32
+#define LT_DEPTH 512  /* inputs of a block, at most: a block of a panel stays in the second cache */
+#define LT_AT_ONCE 48 /* rows that go through a block while it is there */
 
-/* From 5 rows on a step is long, and the processor alone looks too few lines ahead: it would compute
- * and read in turn. With fewer rows it is never ahead of memory. */
-#define LT_WEIGHTS_AHEAD 8192 /* bytes */
-#define LT_PREFETCH_WEIGHTS(from, bytes)                                                           \
-  _Pragma("GCC unroll 2") for (uint64_t line = 0; line < (bytes); line += 64)                      \
-      __builtin_prefetch((const char *)(from) + LT_WEIGHTS_AHEAD + line, 0, 2)
-
-/* R rows by V vectors of outputs. Both are literals, so the sums stay in registers.
- *   T_ELEMENT   of x and w        T_STEP  inputs that one vector of w holds for each of 16 outputs
- *   T_PICK(p)   those of a row, for all lanes        T_DOT(sum, x, w)  sum + x w */
-#define LT_DEFINE_TILE(NAME_, R, V)                                                                \
-  static void NAME_##_##R##_##V(const T_ELEMENT *restrict x, const T_ELEMENT *restrict w,          \
-                                const T_ELEMENT *restrict bias, T_ELEMENT *restrict out,           \
-                                int64_t inputs, int64_t outputs, int64_t first) {                  \
-    lt_vec sums[R][V];                                                                             \
-    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                           \
-        _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) sums[r][v] = (lt_vec){0};             \
-    for (int64_t k = 0; k < inputs; k += T_STEP) {                                                 \
-      T_VECTOR weights[V];                                                                         \
-      if (V == 2) LT_PREFETCH_WEIGHTS(w + k * 32, 2 * sizeof(T_VECTOR));                           \
-      _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) weights[v] = *(const T_VECTOR *)(       \
-          w + (v / 2) * inputs * 32 + k * 32 + (v % 2) * LT_LANES * T_STEP);                       \
-      _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                       \
-        const T_VECTOR row = T_PICK(x + r * inputs + k);                                           \
-        _Pragma("GCC unroll 16") for (int v = 0; v < V; v++) sums[r][v] =                          \
-            T_DOT(sums[r][v], row, weights[v]);                                                    \
-      }                                                                                            \
-    }                                                                                              \
-    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                           \
-        _Pragma("GCC unroll 16") for (int v = 0; v < V; v++)                                       \
-            T_STORE(sums[r][v], bias, out + r * outputs, first + v * LT_LANES, outputs);           \
-  }
-
-/* Up to 4 rows take two blocks of 32 outputs at a time: enough independent sums to hide latency. At most
- * 12 rows go through a block in one pass: their sums fill the registers. */
-#define LT_DEFINE_PRODUCT(NAME_)                                                                   \
-  LT_DEFINE_TILE(NAME_, 1, 4) LT_DEFINE_TILE(NAME_, 1, 2)                                          \
-  LT_DEFINE_TILE(NAME_, 2, 4) LT_DEFINE_TILE(NAME_, 2, 2)                                          \
-  LT_DEFINE_TILE(NAME_, 3, 4) LT_DEFINE_TILE(NAME_, 3, 2)                                          \
-  LT_DEFINE_TILE(NAME_, 4, 4) LT_DEFINE_TILE(NAME_, 4, 2)                                          \
-  LT_DEFINE_TILE(NAME_, 5, 2) LT_DEFINE_TILE(NAME_, 6, 2)                                          \
-  LT_DEFINE_TILE(NAME_, 7, 2) LT_DEFINE_TILE(NAME_, 8, 2)                                          \
-  LT_DEFINE_TILE(NAME_, 9, 2) LT_DEFINE_TILE(NAME_, 10, 2)                                         \
-  LT_DEFINE_TILE(NAME_, 11, 2) LT_DEFINE_TILE(NAME_, 12, 2)                                        \
-  static void NAME_(const T_ELEMENT *restrict x, const T_ELEMENT *restrict packed,                 \
-                    const T_ELEMENT *restrict bias, T_ELEMENT *restrict out, int64_t rows,         \
-                    int64_t inputs, int64_t outputs, int threads) {                                \
-    const int64_t blocks = (outputs + 31) / 32, together = rows <= 4 ? 2 : 1;                      \
-    _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")             \
-    for (int64_t block = 0; block < blocks; block += together) {                                   \
-      const T_ELEMENT *w = packed + block * inputs * 32;                                           \
-      const int wide = together == 2 && blocks - block >= 2;                                       \
-      for (int64_t r = 0, here; r < rows; r += here) {                                             \
-        const int64_t passes = (rows - r + 11) / 12; /* of nearly equal numbers of rows */         \
-        here = (rows - r + passes - 1) / passes;                                                   \
-        switch (wide ? here : here + 16) {                                                         \
-          case 1: LT_TILE(NAME_, 1, 4); break;                                                     \
-          case 2: LT_TILE(NAME_, 2, 4); break;                                                     \
-          case 3: LT_TILE(NAME_, 3, 4); break;                                                     \
-          case 4: LT_TILE(NAME_, 4, 4); break;                                                     \
-          case 17: LT_TILE(NAME_, 1, 2); break;                                                    \
-          case 18: LT_TILE(NAME_, 2, 2); break;                                                    \
-          case 19: LT_TILE(NAME_, 3, 2); break;                                                    \
-          case 20: LT_TILE(NAME_, 4, 2); break;                                                    \
-          case 21: LT_TILE(NAME_, 5, 2); break;                                                    \
-          case 22: LT_TILE(NAME_, 6, 2); break;                                                    \
-          case 23: LT_TILE(NAME_, 7, 2); break;                                                    \
-          case 24: LT_TILE(NAME_, 8, 2); break;                                                    \
-          case 25: LT_TILE(NAME_, 9, 2); break;                                                    \
-          case 26: LT_TILE(NAME_, 10, 2); break;                                                   \
-          case 27: LT_TILE(NAME_, 11, 2); break;                                                   \
-          case 28: LT_TILE(NAME_, 12, 2); break;                                                   \
-        }                                                                                          \
-      }                                                                                            \
-    }                                                                                              \
-  }
-#define LT_TILE(NAME_, R, V) \
-  NAME_##_##R##_##V(x + r * inputs, w, bias, out + r * outputs, inputs, outputs, block * 32)
-
-/* ---- float32: [blocks of 32 outputs][inputs][32 outputs], the last block padded with 0. ---- */
-
-static inline void lt_store_f32(lt_vec sum, const float *restrict bias, float *restrict out,
-                                 int64_t first, int64_t outputs) {
-  for (int64_t i = 0; bias && i < LT_LANES && first + i < outputs; i++) sum[i] += bias[first + i];
-  if (first + LT_LANES <= outputs) *(lt_vec *)(out + first) = sum;
-  else
-    for (int64_t i = 0; first + i < outputs; i++) out[first + i] = sum[i];
-}
-
-#define T_ELEMENT float
-#define T_VECTOR lt_vec
-#define T_STEP 1
-#define T_PICK(p) ((lt_vec){0} + *(p))
-#define T_DOT(sum, x, w) ((sum) + (x) * (w))
-#define T_STORE lt_store_f32
-LT_DEFINE_PRODUCT(lt_product_f32)
-#undef T_ELEMENT
-#undef T_VECTOR
-#undef T_STEP
-#undef T_PICK
-#undef T_DOT
-#undef T_STORE
-
-/* 1 if the processor has as many wide registers as a tile has sums; otherwise a library's product is
- * faster. */
-int product_f32_ready(void) {
-#ifdef __AVX512F__
-  return 1;
-#else
-  return 0;
+/* Tiles of R rows by V registers of outputs: as many sums as leave room for weights and a row. Up to
+ * LT_FEW rows read W as fast as memory gives it, and the processor's own prefetching is best. */
+#if LT_LANES == 16 /* 32 registers */
+#define LT_MOST 12
+#define LT_FEW 4
+#define LT_WIDTH(R) 2
+#define LT_SHAPES(DO, K)                                                                \
+  DO(K, 1, 2) DO(K, 2, 2) DO(K, 3, 2) DO(K, 4, 2) DO(K, 5, 2) DO(K, 6, 2)               \
+  DO(K, 7, 2) DO(K, 8, 2) DO(K, 9, 2) DO(K, 10, 2) DO(K, 11, 2) DO(K, 12, 2)
+#elif LT_LANES == 8 /* 16 registers */
+#define LT_MOST 6
+#define LT_FEW 3
+#define LT_WIDTH(R) ((R) <= 3 ? 4 : 2)
+#define LT_SHAPES(DO, K) \
+  DO(K, 1, 4) DO(K, 2, 4) DO(K, 3, 4) DO(K, 4, 2) DO(K, 5, 2) DO(K, 6, 2)
+#else /* 32 registers of 4 lanes */
+#define LT_MOST 6
+#define LT_FEW 3
+#define LT_WIDTH(R) ((R) <= 3 ? 8 : 4)
+#define LT_SHAPES(DO, K) \
+  DO(K, 1, 8) DO(K, 2, 8) DO(K, 3, 8) DO(K, 4, 4) DO(K, 5, 4) DO(K, 6, 4)
 #endif
+
+/* sum + a b, rounded once. On x86 the instruction is written out, and LT_HELD keeps a value in a
+ * register: with intrinsics, GCC spills sums or loads weights from memory for every use. */
+#if defined(__FMA__)
+#if LT_LANES == 16
+#define LT_REGISTER "v"
+#else
+#define LT_REGISTER "x"
+#endif
+LT_INLINE lt_vec lt_add_product(lt_vec sum, lt_vec a, lt_vec b) {
+  __asm__("vfmadd231ps %2, %1, %0" : "+" LT_REGISTER(sum) : LT_REGISTER(a), LT_REGISTER "m"(b));
+  return sum;
+}
+#define LT_HELD(value) __asm__("" : "+" LT_REGISTER(value))
+#else
+#define lt_add_product(sum, a, b) lt_fma(a, b, sum)
+#define LT_HELD(value) (void)0
+#endif
+
+/* A kind K of weights W and of rows X:
+ *   T_K         elements of W in memory         ROW_K        elements of the rows
+ *   STEP_K      inputs of a step                lt_row_K     those of a row, for all lanes
+ *   lt_weights_K(w, v, full)  register v of a step; if the sums leave no `full` set of registers, it
+ *                             is loaded again rather than kept
+ *   lt_multiply_K(sum, row, weights) */
+#define T_f32 float
+#define ROW_f32 float
+#define STEP_f32 1
+LT_INLINE lt_vec lt_row_f32(const float *row) { return (lt_vec){0} + *row; }
+LT_INLINE lt_vec lt_weights_f32(const float *w, int v, int full) {
+  return (void)full, *(const lt_vec *)(w + v * LT_LANES);
+}
+#define lt_multiply_f32 lt_add_product
+
+#define T_halves uint16_t
+#define ROW_halves float
+#define STEP_halves 1
+#define LT_MASK 0xffff0000u
+#define lt_row_halves lt_row_f32
+LT_INLINE lt_vec lt_weights_halves(const uint16_t *w, int v, int full) {
+  const uint16_t *from = w + v / 2 * 2 * LT_LANES;
+  lt_u32 halves = full ? *(const volatile lt_u32 *)from : *(const lt_u32 *)from;
+  if (v % 2 == 0) return (lt_vec)(halves << 16);
+#if LT_LANES == 8
+  static const lt_u32 second = {LT_MASK, LT_MASK, LT_MASK, LT_MASK,
+                                LT_MASK, LT_MASK, LT_MASK, LT_MASK};
+  if (full) __asm__("vpand %1, %0, %0" : "+x"(halves) : "m"(second)); /* no register for the mask */
+  if (full) return (lt_vec)halves;
+#endif
+  return (lt_vec)(halves & LT_MASK);
+}
+#define lt_multiply_halves lt_add_product
+
+#ifdef __AVX512BF16__
+#define T_pairs uint16_t
+#define ROW_pairs uint16_t
+#define STEP_pairs 2
+LT_INLINE lt_vec lt_row_pairs(const uint16_t *row) {
+  int32_t pair;
+  memcpy(&pair, row, 4);
+  return (lt_vec)_mm512_set1_epi32(pair);
+}
+LT_INLINE lt_vec lt_weights_pairs(const uint16_t *w, int v, int full) {
+  return (void)full, *(const lt_vec *)(w + v * LT_LANES * 2);
+}
+LT_INLINE lt_vec lt_multiply_pairs(lt_vec sum, lt_vec row, lt_vec weights) {
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(row), "vm"(weights));
+  return sum;
+}
+#endif
+
+/* One step: sums[r][v] += row r times weights v. The fewer of both stay in registers. */
+#define LT_UNROLL _Pragma("GCC unroll 16")
+#define LT_FULL(R, V) (LT_LANES == 8 && (R) * (V) >= 12)
+#define LT_STEP(K, R, V)                                                                  \
+  if (R <= V) {                                                                           \
+    lt_vec row[R];                                                                        \
+    LT_UNROLL for (int r = 0; r < R; r++) row[r] = lt_row_##K(x + r * stride + k);        \
+    LT_UNROLL for (int v = 0; v < V; v++) {                                               \
+      lt_vec weights = lt_weights_##K(w, v, LT_FULL(R, V));                               \
+      if (R > 1) LT_HELD(weights);                                                        \
+      LT_UNROLL for (int r = 0; r < R; r++) s[r][v] = lt_multiply_##K(s[r][v], row[r], weights); \
+    }                                                                                     \
+  } else {                                                                                \
+    lt_vec weights[V];                                                                    \
+    LT_UNROLL for (int v = 0; v < V; v++) {                                               \
+      weights[v] = lt_weights_##K(w, v, LT_FULL(R, V));                                   \
+      LT_HELD(weights[v]);                                                                \
+    }                                                                                     \
+    LT_UNROLL for (int r = 0; r < R; r++) {                                               \
+      const lt_vec row = lt_row_##K(x + r * stride + k);                                  \
+      LT_UNROLL for (int v = 0; v < V; v++) s[r][v] = lt_multiply_##K(s[r][v], row, weights[v]); \
+    }                                                                                     \
+  }
+
+/* What a tile prefetches: `ahead` bytes from `next` on, in each step. */
+typedef struct {
+  const char *next;
+  int64_t ahead;
+} lt_coming;
+
+/* Continue the sums of R rows and V registers of outputs, or begin them; a function each, so that all
+ * sums stay in registers. */
+#define LT_DEFINE_TILE(K, R, V)                                                               \
+  static __attribute__((noinline)) void lt_tile_##K##_##R##_##V(                              \
+      const ROW_##K *restrict x, int64_t stride, const T_##K *restrict w, int64_t depth,      \
+      const lt_coming *coming, int begun, float (*restrict sums)[LT_PANEL]) {                 \
+    lt_vec s[R][V];                                                                           \
+    LT_UNROLL for (int r = 0; r < R; r++)                                                     \
+        LT_UNROLL for (int v = 0; v < V; v++)                                                 \
+            s[r][v] = begun ? *(const lt_vec *)(sums[r] + v * LT_LANES) : (lt_vec){0};        \
+    const char *next = coming->next;                                                          \
+    const int64_t ahead = coming->ahead;                                                      \
+    for (int64_t k = 0; k < depth; k += STEP_##K, w += STEP_##K * LT_PANEL, next += ahead) {  \
+      __builtin_prefetch(next, 0, 2);                                                         \
+      if (V * LT_LANES * STEP_##K * sizeof(T_##K) > 64) __builtin_prefetch(next + 64, 0, 2);  \
+      LT_STEP(K, R, V)                                                                        \
+    }                                                                                         \
+    LT_UNROLL for (int r = 0; r < R; r++)                                                     \
+        LT_UNROLL for (int v = 0; v < V; v++) *(lt_vec *)(sums[r] + v * LT_LANES) = s[r][v];  \
+  }
+#define LT_TILE_CASE(K, R, V) \
+  case R: lt_tile_##K##_##R##_##V(rows_at, stride, w + first, depth, &coming, b > 0, to); break;
+
+/* The share of one of `parts` tiles in prefetching the `bytes` from `next` on. */
+static lt_coming lt_share(const void *next, int64_t bytes, int64_t steps, int64_t parts, int64_t part) {
+  return (lt_coming){(const char *)next + bytes / parts * part, (bytes / parts + steps - 1) / steps};
 }
 
+LT_INLINE void lt_put_f32(float *sum, const float *bias, float *out, int64_t many) {
+  for (int64_t i = 0; bias && i < many; i++) sum[i] += bias[i];
+  memcpy(out, sum, (size_t)many * sizeof(float));
+}
+LT_INLINE void lt_put_halves(float *sum, const uint16_t *bias, uint16_t *out, int64_t many) {
+  uint16_t rounded[LT_PANEL];
+  for (int64_t i = 0; bias && i < many; i++) sum[i] += lt_from_bf16(bias[i]);
+  for (int64_t i = 0; i < LT_PANEL; i += LT_LANES)
+    *(lt_u16 *)(rounded + i) = __builtin_convertvector(lt_rounded(*(lt_vec *)(sum + i)), lt_u16);
+  memcpy(out, rounded, (size_t)many * sizeof(uint16_t));
+}
+#define lt_put_pairs lt_put_halves
+
+/* lt_panel_K: the sums of all rows, 32 outputs. Tiles go through a block of W one after another;
+ * together they prefetch the next block, so that memory is read while products are computed. */
+#define LT_DEFINE_PRODUCT(K)                                                                      \
+  LT_SHAPES(LT_DEFINE_TILE, K)                                                                    \
+  static void lt_panel_##K(const ROW_##K *restrict x, int64_t stride, const T_##K *restrict w,    \
+                           float (*restrict sums)[LT_PANEL], int64_t rows, int64_t inputs) {      \
+    const int64_t blocks = (inputs + LT_DEPTH - 1) / LT_DEPTH;                                    \
+    const int64_t passes = (rows + LT_MOST - 1) / LT_MOST;                                        \
+    for (int64_t b = 0, k = 0, depth; b < blocks; b++, k += depth, w += depth * LT_PANEL) {       \
+      depth = (inputs - k) / (blocks - b);                                                        \
+      depth += depth % STEP_##K;                                                                  \
+      const T_##K *after = w + depth * LT_PANEL;                                                  \
+      const int64_t bytes = (const char *)after - (const char *)w, steps = depth / STEP_##K;      \
+      for (int64_t p = 0, r = 0, here; p < passes; p++, r += here) {                              \
+        here = (rows - r + passes - p - 1) / (passes - p);                                        \
+        const int64_t wide = LT_WIDTH(here) * LT_LANES;                                           \
+        const int64_t parts = passes * (LT_PANEL / wide);                                         \
+        for (int64_t first = 0; first < LT_PANEL; first += wide) {                                \
+          const ROW_##K *rows_at = x + r * stride + k;                                            \
+          float (*to)[LT_PANEL] = (float (*)[LT_PANEL])(sums[r] + first);                         \
+          const int64_t part = (p * LT_PANEL + first) / wide;                                     \
+          const lt_coming coming = rows <= LT_FEW ? (lt_coming){(const char *)w, 0}               \
+                                                  : lt_share(after, bytes, steps, parts, part);   \
+          switch (here) { LT_SHAPES(LT_TILE_CASE, K) }                                            \
+        }                                                                                         \
+      }                                                                                           \
+    }                                                                                             \
+  }                                                                                               \
+  static void lt_product_##K(const ROW_##K *restrict x, const T_##K *restrict packed,             \
+                             const T_##K *restrict bias, T_##K *restrict out, int64_t rows,       \
+                             int64_t inputs, int64_t outputs, int threads) {                      \
+    _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")            \
+    for (int64_t n = 0; n < outputs; n += LT_PANEL) {                                             \
+      const int64_t many = outputs - n < LT_PANEL ? outputs - n : LT_PANEL;                       \
+      for (int64_t r = 0, here; r < rows; r += here) {                                            \
+        float sums[LT_AT_ONCE][LT_PANEL] __attribute__((aligned(64)));                            \
+        here = rows - r < LT_AT_ONCE ? rows - r : LT_AT_ONCE;                                     \
+        lt_panel_##K(x + r * inputs, inputs, packed + n * inputs, sums, here, inputs);            \
+        for (int64_t i = 0; i < here; i++)                                                        \
+          lt_put_##K(sums[i], bias ? bias + n : 0, out + (r + i) * outputs + n, many);            \
+      }                                                                                           \
+    }                                                                                             \
+  }
+
+LT_DEFINE_PRODUCT(f32)
 void product_f32(const float *x, const float *packed, const float *bias, float *out, int64_t rows,
                  int64_t inputs, int64_t outputs, int threads) {
   lt_product_f32(x, packed, bias, out, rows, inputs, outputs, threads);
 }
 
-/* ---- bfloat16 in and out, float32 sums, without tiles: as above, but with pairs of inputs:
- * [blocks of 32 outputs][pairs of inputs][32 outputs][2]. ---- */
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-
-static inline void lt_store_bf16(lt_vec sum, const uint16_t *restrict bias, uint16_t *restrict out,
-                                 int64_t first, int64_t outputs) {
-  for (int64_t i = 0; bias && i < LT_LANES && first + i < outputs; i++)
-    sum[i] += lt_from_bf16(bias[first + i]);
-  if (first + LT_LANES <= outputs)
-    _mm256_storeu_si256((__m256i *)(out + first), (__m256i)_mm512_cvtneps_pbh((__m512)sum));
-  else
-    for (int64_t i = 0; first + i < outputs; i++) out[first + i] = lt_to_bf16(sum[i]);
-}
-
-static inline lt_wide lt_pick_pair(const uint16_t *p) {
-  int32_t pair;
-  memcpy(&pair, p, 4);
-  return (lt_wide)_mm512_set1_epi32(pair);
-}
-
-#define T_ELEMENT uint16_t
-#define T_VECTOR lt_wide
-#define T_STEP 2
-#define T_PICK(p) lt_pick_pair(p)
-#define T_DOT(sum, x, w) \
-  ((lt_vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(w)))
-#define T_STORE lt_store_bf16
-LT_DEFINE_PRODUCT(lt_product_bf16)
-#undef T_ELEMENT
-#undef T_VECTOR
-#undef T_STEP
-#undef T_PICK
-#undef T_DOT
-#undef T_STORE
-#endif
+/* The number of lanes, on which the layout of halves depends. */
+int product_lanes(void) { return LT_LANES; }
 
 /* ---- bfloat16 in and out, float32 sums, on AMX tiles: for every 16 outputs, 32 inputs at a time,
  * one tile of [16 pairs of inputs][16 outputs][2]. ----
@@ -244,20 +323,25 @@ void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
   }
 }
 
-/* Return the layout of W for product_bf16: 2 for tiles (requested from the kernel once per process),
- * 1 for pairs, 0 if it is not available. */
-int product_bf16_layout(void) { return lt_tiles_granted() ? 2 : 0; }
+/* Return the layout of W for product_bf16: 0 halves, 1 pairs, 2 tiles (requested from the kernel once
+ * per process), -1 if the kernel refuses tiles. */
+int product_bf16_layout(void) { return lt_tiles_granted() ? 2 : -1; }
 #elif defined(__AVX512BF16__)
+LT_DEFINE_PRODUCT(pairs)
 int product_bf16_layout(void) { return 1; }
 void product_bf16(const uint16_t *x, const uint16_t *packed, const uint16_t *bias, uint16_t *out,
                   int64_t rows, int64_t inputs, int64_t outputs, int threads) {
-  lt_product_bf16(x, packed, bias, out, rows, inputs, outputs, threads);
+  lt_product_pairs(x, packed, bias, out, rows, inputs, outputs, threads);
 }
 #else
+LT_DEFINE_PRODUCT(halves)
 int product_bf16_layout(void) { return 0; }
 void product_bf16(const uint16_t *x, const uint16_t *packed, const uint16_t *bias, uint16_t *out,
                   int64_t rows, int64_t inputs, int64_t outputs, int threads) {
-  (void)x, (void)packed, (void)bias, (void)out, (void)rows, (void)inputs, (void)outputs;
-  (void)threads;
+  float *wide = malloc((size_t)(rows * inputs) * sizeof(float));
+  if (!wide) abort(); /* less than the activations that the caller holds */
+  for (int64_t i = 0; i < rows * inputs; i++) wide[i] = lt_from_bf16(x[i]);
+  lt_product_halves(wide, packed, bias, out, rows, inputs, outputs, threads);
+  free(wide);
 }
 #endif

@@ -1,25 +1,13 @@
-/* Vectors of 16 floats, and attention's operations on rows of elements with them.
+/* Vectors of floats, and attention's operations on rows of elements with them.
  *
  * Included by attention.c, once.
  */
-/* a b + c, rounded once. The compiler might round two loops over the same sum differently. */
-LT_INLINE lt_vec lt_fma(lt_vec a, lt_vec b, lt_vec c) {
-#if defined(__AVX512F__)
-  return (lt_vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  union { lt_vec whole; __m256 half[2]; } x = {a}, y = {b}, z = {c};
-  for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
-  return z.whole;
-#else
-  return a * b + c;
-#endif
-}
-
 /* One of the two halves into which step 0, 1, 2 or 3 mixes a and b. Adding the halves of pairs, step
  * by step, reduces 16 vectors to one: the sums of each vector's lanes, in the same order. */
 LT_INLINE lt_vec lt_half(lt_vec a, lt_vec b, int step, int second) {
 #define LT_MIX(...) return __builtin_shuffle(a, b, (lt_index){__VA_ARGS__})
   switch (2 * step + second) {
+#if LT_LANES == 16
     case 0: LT_MIX(0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
     case 1: LT_MIX(2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
     case 2: LT_MIX(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
@@ -28,6 +16,19 @@ LT_INLINE lt_vec lt_half(lt_vec a, lt_vec b, int step, int second) {
     case 5: LT_MIX(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
     case 6: LT_MIX(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
     default: LT_MIX(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#elif LT_LANES == 8
+    case 0: LT_MIX(0, 8, 1, 9, 4, 12, 5, 13);
+    case 1: LT_MIX(2, 10, 3, 11, 6, 14, 7, 15);
+    case 2: LT_MIX(0, 1, 8, 9, 4, 5, 12, 13);
+    case 3: LT_MIX(2, 3, 10, 11, 6, 7, 14, 15);
+    case 4: LT_MIX(0, 1, 2, 3, 8, 9, 10, 11);
+    default: LT_MIX(4, 5, 6, 7, 12, 13, 14, 15);
+#else
+    case 0: LT_MIX(0, 4, 1, 5);
+    case 1: LT_MIX(2, 6, 3, 7);
+    case 2: LT_MIX(0, 1, 4, 5);
+    default: LT_MIX(2, 3, 6, 7);
+#endif
   }
 #undef LT_MIX
 }
@@ -45,20 +46,13 @@ LT_INLINE lt_vec lt_part_f32(const float *row, int64_t j, int64_t dim) {
 }
 LT_INLINE lt_vec lt_dot_f32(lt_vec x, lt_vec y, lt_vec sum) { return lt_fma(x, y, sum); }
 LT_INLINE void lt_spread_f32(const float *row, int64_t parts, lt_vec *value) {
-#pragma GCC unroll 8
+#pragma GCC unroll 32
   for (int64_t j = 0; j < parts; j++) value[j] = *(const lt_vec *)(row + j * LT_LANES);
 }
 LT_INLINE void lt_gather_f32(const lt_vec *sums, int64_t parts, float scale, float *row) {
   for (int64_t j = 0; j < parts; j++) *(lt_vec *)(row + j * LT_LANES) = sums[j] * scale;
 }
 
-LT_INLINE lt_vec lt_load_bf16(const uint16_t *p) {
-  return (lt_vec)(__builtin_convertvector(*(const lt_u16 *)p, lt_u32) << 16);
-}
-LT_INLINE lt_u32 lt_rounded(lt_vec v) { /* lt_to_bf16 of every lane */
-  const lt_u32 bits = (lt_u32)v, nan = (lt_u32)((bits & 0x7fffffffu) > 0x7f800000u);
-  return (nan & 0x7fc0u) | (~nan & ((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16));
-}
 #ifdef __AVX512BF16__
 #define lt_parts_bf16(dim) (((dim) / 2 + LT_LANES - 1) / LT_LANES)
 LT_INLINE lt_vec lt_part_bf16(const uint16_t *row, int64_t j, int64_t dim) {
@@ -77,7 +71,7 @@ LT_INLINE lt_vec lt_part_bf16(const uint16_t *row, int64_t j, int64_t dim) {
 LT_INLINE lt_vec lt_dot_bf16(lt_vec x, lt_vec y, lt_vec sum) { return lt_fma(x, y, sum); }
 #endif
 LT_INLINE void lt_spread_bf16(const uint16_t *row, int64_t parts, lt_vec *value) {
-#pragma GCC unroll 8
+#pragma GCC unroll 32
   for (int64_t j = 0; j + 1 < parts; j += 2) {
     const lt_u32 pairs = *(const lt_u32 *)(row + j * LT_LANES);
     value[j] = (lt_vec)(pairs << 16), value[j + 1] = (lt_vec)(pairs & 0xffff0000u);
