@@ -19,26 +19,23 @@
 
 #define LT_PANEL 32
 #define LT_DEPTH 512  /* inputs of a block, at most: a block of a panel stays in the second cache */
+#define LT_AHEAD_BYTES 8192
 #define LT_AT_ONCE 48 /* rows that go through a block while it is there */
 
-/* Tiles of R rows by V registers of outputs: as many sums as leave room for weights and a row. Up to
- * LT_FEW rows read W as fast as memory gives it, and the processor's own prefetching is best. */
+/* Tiles of R rows by V registers of outputs: as many sums as leave room for weights and a row. */
 #if LT_LANES == 16 /* 32 registers */
 #define LT_MOST 12
-#define LT_FEW 4
 #define LT_WIDTH(R) 2
 #define LT_SHAPES(DO, K)                                                                \
   DO(K, 1, 2) DO(K, 2, 2) DO(K, 3, 2) DO(K, 4, 2) DO(K, 5, 2) DO(K, 6, 2)               \
   DO(K, 7, 2) DO(K, 8, 2) DO(K, 9, 2) DO(K, 10, 2) DO(K, 11, 2) DO(K, 12, 2)
 #elif LT_LANES == 8 /* 16 registers */
 #define LT_MOST 6
-#define LT_FEW 3
 #define LT_WIDTH(R) ((R) <= 3 ? 4 : 2)
 #define LT_SHAPES(DO, K) \
   DO(K, 1, 4) DO(K, 2, 4) DO(K, 3, 4) DO(K, 4, 2) DO(K, 5, 2) DO(K, 6, 2)
 #else /* 32 registers of 4 lanes */
 #define LT_MOST 6
-#define LT_FEW 3
 #define LT_WIDTH(R) ((R) <= 3 ? 8 : 4)
 #define LT_SHAPES(DO, K) \
   DO(K, 1, 8) DO(K, 2, 8) DO(K, 3, 8) DO(K, 4, 4) DO(K, 5, 4) DO(K, 6, 4)
@@ -167,9 +164,11 @@ typedef struct {
 #define LT_TILE_CASE(K, R, V) \
   case R: lt_tile_##K##_##R##_##V(rows_at, stride, w + first, depth, &coming, b > 0, to); break;
 
-/* The share of one of `parts` tiles in prefetching the `bytes` from `next` on. */
-static lt_coming lt_share(const void *next, int64_t bytes, int64_t steps, int64_t parts, int64_t part) {
-  return (lt_coming){(const char *)next + bytes / parts * part, (bytes / parts + steps - 1) / steps};
+/* What one of `parts` tiles over a block of W prefetches: its share of the next block; if it is alone,
+ * what it reads soon. */
+static lt_coming lt_share(const void *w, int64_t bytes, int64_t steps, int64_t parts, int64_t part) {
+  const char *next = (const char *)w + (parts > 1 ? bytes + bytes / parts * part : LT_AHEAD_BYTES);
+  return (lt_coming){next, (bytes / parts + steps - 1) / steps};
 }
 
 LT_INLINE void lt_put_f32(float *sum, const float *bias, float *out, int64_t many) {
@@ -196,8 +195,7 @@ LT_INLINE void lt_put_halves(float *sum, const uint16_t *bias, uint16_t *out, in
     for (int64_t b = 0, k = 0, depth; b < blocks; b++, k += depth, w += depth * LT_PANEL) {       \
       depth = (inputs - k) / (blocks - b);                                                        \
       depth += depth % STEP_##K;                                                                  \
-      const T_##K *after = w + depth * LT_PANEL;                                                  \
-      const int64_t bytes = (const char *)after - (const char *)w, steps = depth / STEP_##K;      \
+      const int64_t bytes = depth * LT_PANEL * sizeof(T_##K), steps = depth / STEP_##K;           \
       for (int64_t p = 0, r = 0, here; p < passes; p++, r += here) {                              \
         here = (rows - r + passes - p - 1) / (passes - p);                                        \
         const int64_t wide = LT_WIDTH(here) * LT_LANES;                                           \
@@ -206,8 +204,7 @@ LT_INLINE void lt_put_halves(float *sum, const uint16_t *bias, uint16_t *out, in
           const ROW_##K *rows_at = x + r * stride + k;                                            \
           float (*to)[LT_PANEL] = (float (*)[LT_PANEL])(sums[r] + first);                         \
           const int64_t part = (p * LT_PANEL + first) / wide;                                     \
-          const lt_coming coming = rows <= LT_FEW ? (lt_coming){(const char *)w, 0}               \
-                                                  : lt_share(after, bytes, steps, parts, part);   \
+          const lt_coming coming = lt_share(w, bytes, steps, parts, part);                        \
           switch (here) { LT_SHAPES(LT_TILE_CASE, K) }                                            \
         }                                                                                         \
       }                                                                                           \
