@@ -7,16 +7,16 @@
 #define LT_ATTENTION
 #include "vectors.c"
 
-/* Prefetch `count` elements; the rows of other heads in between defeat the hardware's prefetch. A key
+/* Prefetch `count` elements, or the lines that begin in bytes `from` to `to`; the rows of other heads in between defeat the hardware's prefetch. A key
  * takes less time than memory needs, so what is read next comes to the second cache a block before:
  * values while keys are scored, and the next keys while values are added. From there LT_AHEAD keys
  * suffice. */
 #define LT_AHEAD 16
-#define LT_PREFETCH(p, count, locality) \
-  for (size_t b = 0; b < (size_t)(count) * sizeof(*(p)); b += 64) \
-  __builtin_prefetch((const char *)(p) + b, 0, locality)
-#define LT_FETCH(p, count) LT_PREFETCH(p, count, 3)
-#define LT_FETCH_NEXT(p, count) LT_PREFETCH(p, count, 2)
+#define LT_PREFETCH(p, from, to, locality)                                       \
+  for (size_t line = ((from) + 63) / 64 * 64; line < (size_t)(to); line += 64) \
+  __builtin_prefetch((const char *)(p) + line, 0, locality)
+#define LT_FETCH(p, count) LT_PREFETCH(p, 0, (count) * sizeof(*(p)), 3)
+#define LT_FETCH_NEXT(p, count) LT_PREFETCH(p, 0, (count) * sizeof(*(p)), 2)
 
 /* Keys that a token sees: the first `context`, then some of the following, listed one by one (its
  * ancestors in a draft). Every sum runs in the order in which the token sees the keys, which depends
@@ -55,36 +55,18 @@ static __attribute__((noinline)) float lt_weigh(float *scores, int64_t count, fl
   return shrink;
 }
 
-/* CALL(heads, dim), both literals, for `count` heads x, x + 1, ...: as many at a time as keep all
- * intermediate values in registers. */
-#define LT_BY_HEADS(dim, most)                                                            \
+/* CALL(heads, size), both literals, for `count` heads x, x + 1, ...: at most `most` at a time, so that
+ * all intermediate values stay in registers. */
+#define LT_BY_HEADS(size, most)                                                           \
   for (int64_t x = 0, left; (left = count - x) > 0;)                                      \
-    if ((most) >= 8 && left >= 8) { CALL(8, dim); x += 8; }                               \
-    else if ((most) >= 6 && left >= 6) { CALL(6, dim); x += 6; }                          \
-    else if ((most) >= 4 && left >= 4) { CALL(4, dim); x += 4; }                          \
-    else if ((most) >= 3 && left >= 3) { CALL(3, dim); x += 3; }                          \
-    else if ((most) >= 2 && left >= 2) { CALL(2, dim); x += 2; }                          \
-    else { CALL(1, dim); x += 1; }
-#define LT_BY_DIM(most)                               \
-  switch (dim) {                                      \
-    case 16: LT_BY_HEADS(16, most(16)) break;         \
-    case 32: LT_BY_HEADS(32, most(32)) break;         \
-    case 64: LT_BY_HEADS(64, most(64)) break;         \
-    case 80: LT_BY_HEADS(80, most(80)) break;         \
-    case 96: LT_BY_HEADS(96, most(96)) break;         \
-    default: LT_BY_HEADS(128, most(128))              \
-  }
+    if ((most) >= 6 && left >= 6) { CALL(6, size); x += 6; }                              \
+    else if ((most) >= 4 && left >= 4) { CALL(4, size); x += 4; }                         \
+    else if (left >= 3) { CALL(3, size); x += 3; }                                        \
+    else if (left >= 2) { CALL(2, size); x += 2; }                                        \
+    else { CALL(1, size); x += 1; }
 #define LT_PARTS (128 / LT_LANES) /* vectors of a head, at most */
-#if LT_LANES == 16
-#define LT_SCORED(dim) (NAME(lt_parts)(dim) <= 2 ? 4 : 3)
-#define LT_SUMMED(dim) (24 * LT_LANES / (dim))
-#elif LT_LANES == 8 /* 16 registers */
-#define LT_SCORED(dim) 3
-#define LT_SUMMED(dim) (12 * LT_LANES / (dim))
-#else
-#define LT_SCORED(dim) 3
-#define LT_SUMMED(dim) (24 * LT_LANES / (dim))
-#endif
+#define LT_SCORED (LT_LANES == 8 ? 3 : 4) /* heads, by 4 keys */
+#define LT_SUMMED (LT_LANES == 8 ? 3 : 6) /* heads, by 4 vectors */
 #define LT_BLOCK 256 /* keys, scored before their values are added */
 #define LT_RUN_HEADS 32
 #define LT_RUN_TOKENS 16
@@ -95,19 +77,22 @@ typedef float lt_scores[LT_BLOCK];
 #include "tiles.c"
 #endif
 
-/* Compute the scores of keys `begin` to `end`, up to the next 16, for the heads that see them. Number
- * k of `next` is prefetched with key k. */
+/* Compute the scores of keys `begin` to `end`, up to whole vectors, for the heads that see them: 4 keys
+ * at a time, by all heads. Number k of `next` is prefetched with key k. */
 LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, const T *next, int64_t stride,
                                  const lt_seen *seen, int64_t begin, int64_t end, float scale,
-                                 lt_scores *restrict scores, const int64_t heads,
-                                 const int64_t dim) {
+                                 lt_scores *restrict scores, const int64_t dim, const int64_t heads) {
   const int64_t parts = NAME(lt_parts)(dim);
   T gathered[LT_LANES * 128];
-  lt_vec q[4][LT_PARTS], pair[4][2], four[4][4]; /* literal sizes keep values in registers */
+  lt_vec q[LT_PARTS + 1][LT_SCORED], four[LT_SCORED][4];
 #pragma GCC unroll 4
-  for (int64_t g = 0; g < heads; g++)
-#pragma GCC unroll 32
-    for (int64_t j = 0; j < parts; j++) q[g][j] = NAME(lt_part)(query[g], j, dim);
+  for (int64_t j = 0; j < parts; j += 2)
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < heads; g++) {
+      lt_vec part[2] = {{0}};
+      NAME(lt_split)(query[g], j, j + 1 < parts, dim, part);
+      q[j][g] = part[0], q[j + 1][g] = part[1];
+    }
   for (int64_t k = begin; k < end; k += LT_LANES) {
     const T *at = keys + k * stride;
     int64_t step = stride;
@@ -117,42 +102,44 @@ LT_INLINE void NAME(score_heads)(const T *const *query, const T *keys, const T *
                (size_t)dim * sizeof(T));
       at = gathered, step = dim;
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < LT_LANES; i += 2) {
-      lt_vec dots[4][2];
-#pragma GCC unroll 2
-      for (int side = 0; side < 2; side++) {
-        lt_vec key[LT_PARTS];
-        LT_FETCH(at + LT_AHEAD * step, dim);
-        LT_FETCH_NEXT(next + (k + i + side) * stride, dim);
-#pragma GCC unroll 32
-        for (int64_t j = 0; j < parts; j++) key[j] = NAME(lt_part)(at, j, dim);
-        at += step;
 #pragma GCC unroll 4
-        for (int64_t g = 0; g < heads; g++) {
-          dots[g][side] = (lt_vec){0};
-#pragma GCC unroll 32
-          for (int64_t j = 0; j < parts; j++)
-            dots[g][side] = NAME(lt_dot)(q[g][j], key[j], dots[g][side]);
+    for (int64_t i = 0; i < LT_LANES; i += 4, at += 4 * step) {
+      lt_vec dots[LT_SCORED][4];
+#pragma GCC unroll 4
+      for (int side = 0; side < 4; side++)
+#pragma GCC unroll 4
+        for (int64_t g = 0; g < heads; g++) dots[g][side] = (lt_vec){0};
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < parts; j += 2) {
+        const int both = j + 1 < parts;
+        const size_t from = j * dim * sizeof(T) / parts;
+        const size_t to = both ? (j + 2) * dim * sizeof(T) / parts : dim * sizeof(T);
+#pragma GCC unroll 4
+        for (int side = 0; side < 4; side++) {
+          lt_vec key[2];
+          LT_PREFETCH(at + (LT_AHEAD + side) * step, from, to, 3);
+          LT_PREFETCH(next + (k + i + side) * stride, from, to, 2);
+          NAME(lt_split)(at + side * step, j, both, dim, key);
+#pragma GCC unroll 4
+          for (int64_t g = 0; g < heads; g++) {
+            dots[g][side] = NAME(lt_dot)(q[j][g], key[0], dots[g][side]);
+            if (both) dots[g][side] = NAME(lt_dot)(q[j + 1][g], key[1], dots[g][side]);
+          }
         }
       }
 #pragma GCC unroll 4
-      for (int64_t g = 0; g < heads; g++) {
-        pair[g][i / 2 % 2] = lt_fold(dots[g][0], dots[g][1], 0);
-        if (i % 4) four[g][i / 4] = lt_fold(pair[g][0], pair[g][1], 1);
-      }
+      for (int64_t g = 0; g < heads; g++)
+        four[g][i / 4] = lt_fold(lt_fold(dots[g][0], dots[g][1], 0),
+                                 lt_fold(dots[g][2], dots[g][3], 0), 1);
     }
 #pragma GCC unroll 4
     for (int64_t g = 0; g < heads; g++) {
 #if LT_LANES == 16
-      const lt_vec low = lt_fold(four[g][0], four[g][1], 2);
-      const lt_vec high = lt_fold(four[g][2], four[g][3], 2);
-      *(lt_vec *)(scores[g] + k - begin) = lt_fold(low, high, 3) * scale;
+      four[g][0] = lt_fold(lt_fold(four[g][0], four[g][1], 2), lt_fold(four[g][2], four[g][3], 2), 3);
 #elif LT_LANES == 8
-      *(lt_vec *)(scores[g] + k - begin) = lt_fold(four[g][0], four[g][1], 2) * scale;
-#else
-      *(lt_vec *)(scores[g] + k - begin) = four[g][0] * scale;
+      four[g][0] = lt_fold(four[g][0], four[g][1], 2);
 #endif
+      *(lt_vec *)(scores[g] + k - begin) = four[g][0] * scale;
     }
   }
 }
@@ -170,38 +157,51 @@ static __attribute__((noinline)) void NAME(score)(const T *const *query, const T
 #endif
 #define CALL(heads, size)                                                   \
   NAME(score_heads)(query + x, keys, next, stride, seen, begin, end, scale, \
-                    (lt_scores *)scores + x, heads, size)
-  LT_BY_DIM(LT_SCORED)
+                    (lt_scores *)scores + x, size, heads)
+  switch (dim) {
+    case 16: LT_BY_HEADS(16, LT_SCORED) break;
+    case 32: LT_BY_HEADS(32, LT_SCORED) break;
+    case 64: LT_BY_HEADS(64, LT_SCORED) break;
+    case 80: LT_BY_HEADS(80, LT_SCORED) break;
+    case 96: LT_BY_HEADS(96, LT_SCORED) break;
+    default: LT_BY_HEADS(128, LT_SCORED)
+  }
 #undef CALL
 }
 
-/* sums = sums * shrink + weighted values of keys `begin` to `end`, in order. Number k of `next` is
- * prefetched with value k. */
+/* sums = sums * shrink + weighted values of keys `begin` to `end`, in order, for `parts` vectors of a
+ * head from number `first` on. Those of number k of `next` are prefetched with value k. */
 LT_INLINE void NAME(add_heads)(const lt_scores *restrict weights, const T *restrict values,
                                const T *next, int64_t stride, const lt_seen *seen, int64_t begin,
-                               int64_t end, const float *shrink, lt_vec (*restrict sums)[LT_PARTS],
-                               const int64_t heads, const int64_t dim) {
-  const int64_t parts = dim / LT_LANES;
-  lt_vec sum[8][LT_PARTS], value[LT_PARTS];
-#pragma GCC unroll 32
+                               int64_t end, const float *shrink,
+                               lt_vec (*restrict sums)[LT_PARTS], int64_t first,
+                               const int64_t parts, const int64_t heads) {
+  lt_vec sum[LT_SUMMED][4];
+  values += first * LT_LANES, next += first * LT_LANES;
+#pragma GCC unroll 8
   for (int64_t g = 0; g < heads; g++)
-#pragma GCC unroll 32
-    for (int64_t j = 0; j < parts; j++) sum[g][j] = sums[g][j] * shrink[g];
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < parts; j++) sum[g][j] = sums[g][first + j] * shrink[g];
   for (int64_t k = begin; k < end; k++) {
     const T *at = values + lt_place(seen, k) * stride;
-    LT_FETCH(at + LT_AHEAD * stride, dim);
-    LT_FETCH_NEXT(next + k * stride, dim);
-    NAME(lt_spread)(at, parts, value);
-#pragma GCC unroll 32
-    for (int64_t g = 0; g < heads; g++)
-#pragma GCC unroll 32
-      for (int64_t j = 0; j < parts; j++)
-        sum[g][j] = lt_fma((lt_vec){0} + weights[g][k - begin], value[j], sum[g][j]);
+    LT_FETCH(at + LT_AHEAD * stride, parts * LT_LANES);
+    LT_FETCH_NEXT(next + k * stride, parts * LT_LANES);
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < parts; j += 2) {
+      lt_vec value[2];
+      NAME(lt_spread)(at + j * LT_LANES, j + 1 < parts, value);
+#pragma GCC unroll 8
+      for (int64_t g = 0; g < heads; g++) {
+        const lt_vec weight = lt_all_lanes(weights[g] + k - begin);
+        sum[g][j] = lt_fma(weight, value[0], sum[g][j]);
+        if (j + 1 < parts) sum[g][j + 1] = lt_fma(weight, value[1], sum[g][j + 1]);
+      }
+    }
   }
-#pragma GCC unroll 32
+#pragma GCC unroll 8
   for (int64_t g = 0; g < heads; g++)
-#pragma GCC unroll 32
-    for (int64_t j = 0; j < parts; j++) sums[g][j] = sum[g][j];
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < parts; j++) sums[g][first + j] = sum[g][j];
 }
 
 static __attribute__((noinline)) void NAME(add)(const float *weights, const T *values,
@@ -214,11 +214,17 @@ static __attribute__((noinline)) void NAME(add)(const float *weights, const T *v
     return lt_add_tiles((const lt_scores *)weights, values, stride, seen, begin, end, shrink, sums,
                         count, dim);
 #endif
+  const int64_t parts = dim / LT_LANES;
+  for (int64_t first = 0, here; first < parts; first += here) {
+    here = parts - first >= 4 ? 4 : parts - first >= 2 ? 2 : 1;
 #define CALL(heads, size)                                                                 \
   NAME(add_heads)((const lt_scores *)weights + x, values, next, stride, seen, begin, end, \
-                  shrink + x, sums + x, heads, size)
-  LT_BY_DIM(LT_SUMMED)
+                  shrink + x, sums + x, first, size, heads)
+    if (here == 4) LT_BY_HEADS(4, LT_SUMMED)
+    else if (here == 2) LT_BY_HEADS(2, LT_SUMMED)
+    else LT_BY_HEADS(1, LT_SUMMED)
 #undef CALL
+  }
 }
 
 /* Attend `group` query heads of each token of a run: consecutive tokens that see the same row from

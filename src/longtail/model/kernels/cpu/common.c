@@ -79,16 +79,38 @@ LT_INLINE lt_vec lt_max(lt_vec a, lt_vec b) {
 #endif
 }
 
-/* a b + c, rounded once. The compiler might round two loops over the same sum differently. */
+/* a b + c, rounded once: the compiler might round two loops over the same sum differently. On x86 the
+ * instruction is written out, and LT_HELD keeps a value in a register, since with intrinsics GCC spills
+ * sums, and loads a factor from memory for every use. */
+#if LT_LANES == 16
+#define LT_REGISTER "v"
+#else
+#define LT_REGISTER "x"
+#endif
+#ifdef __FMA__
+#define LT_HELD(value) __asm__("" : "+" LT_REGISTER(value))
+#else
+#define LT_HELD(value) (void)0
+#endif
 LT_INLINE lt_vec lt_fma(lt_vec a, lt_vec b, lt_vec c) {
-#if defined(__AVX512F__)
-  return (lt_vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return (lt_vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#if defined(__FMA__)
+  __asm__("vfmadd231ps %2, %1, %0" : "+" LT_REGISTER(c) : LT_REGISTER(a), LT_REGISTER "m"(b));
+  return c;
 #elif defined(__aarch64__)
   return (lt_vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
+#endif
+}
+
+/* A float in all lanes, loaded where it stands: with 16 registers it must not be kept for later. */
+LT_INLINE lt_vec lt_all_lanes(const float *p) {
+#if LT_LANES == 8
+  lt_vec all;
+  __asm__ volatile("vbroadcastss %1, %0" : "=x"(all) : "m"(*p));
+  return all;
+#else
+  return (lt_vec){0} + *p;
 #endif
 }
 

@@ -41,24 +41,6 @@
   DO(K, 1, 8) DO(K, 2, 8) DO(K, 3, 8) DO(K, 4, 4) DO(K, 5, 4) DO(K, 6, 4)
 #endif
 
-/* sum + a b, rounded once. On x86 the instruction is written out, and LT_HELD keeps a value in a
- * register: with intrinsics, GCC spills sums or loads weights from memory for every use. */
-#if defined(__FMA__)
-#if LT_LANES == 16
-#define LT_REGISTER "v"
-#else
-#define LT_REGISTER "x"
-#endif
-LT_INLINE lt_vec lt_add_product(lt_vec sum, lt_vec a, lt_vec b) {
-  __asm__("vfmadd231ps %2, %1, %0" : "+" LT_REGISTER(sum) : LT_REGISTER(a), LT_REGISTER "m"(b));
-  return sum;
-}
-#define LT_HELD(value) __asm__("" : "+" LT_REGISTER(value))
-#else
-#define lt_add_product(sum, a, b) lt_fma(a, b, sum)
-#define LT_HELD(value) (void)0
-#endif
-
 /* A kind K of weights W and of rows X:
  *   T_K         elements of W in memory         ROW_K        elements of the rows
  *   STEP_K      inputs of a step                lt_row_K     those of a row, for all lanes
@@ -72,7 +54,9 @@ LT_INLINE lt_vec lt_row_f32(const float *row) { return (lt_vec){0} + *row; }
 LT_INLINE lt_vec lt_weights_f32(const float *w, int v, int full) {
   return (void)full, *(const lt_vec *)(w + v * LT_LANES);
 }
-#define lt_multiply_f32 lt_add_product
+LT_INLINE lt_vec lt_multiply_f32(lt_vec sum, lt_vec row, lt_vec weights) {
+  return lt_fma(row, weights, sum);
+}
 
 #define T_halves uint16_t
 #define ROW_halves float
@@ -91,7 +75,7 @@ LT_INLINE lt_vec lt_weights_halves(const uint16_t *w, int v, int full) {
 #endif
   return (lt_vec)(halves & LT_MASK);
 }
-#define lt_multiply_halves lt_add_product
+#define lt_multiply_halves lt_multiply_f32
 
 #ifdef __AVX512BF16__
 #define T_pairs uint16_t

@@ -37,22 +37,31 @@ LT_INLINE lt_vec lt_fold(lt_vec a, lt_vec b, int step) {
   return lt_half(a, b, step, 0) + lt_half(a, b, step, 1);
 }
 
-/* Vectors of a row: lt_part for dot products, by lt_dot; lt_spread for sums, which lt_gather puts
- * into the row's order. bfloat16 is multiplied in pairs if the processor can; the cheapest way to
- * split it is into the first and the second halves of pairs. */
+/* Vectors of a row: one, or `both` of a pair, by lt_spread. lt_split gives those numbered j and j + 1
+ * of a head for dot products, by lt_dot. The cheapest way to split bfloat16 is into the first and the
+ * second halves of pairs, so sums have another order than the row, into which lt_gather puts them; if
+ * the processor multiplies pairs of bfloat16, dot products take them as they are. */
 #define lt_parts_f32(dim) ((dim) / LT_LANES)
-LT_INLINE lt_vec lt_part_f32(const float *row, int64_t j, int64_t dim) {
-  return (void)dim, *(const lt_vec *)(row + j * LT_LANES);
+LT_INLINE void lt_spread_f32(const float *row, int both, lt_vec *value) {
+  value[0] = *(const lt_vec *)row;
+  if (both) value[1] = *(const lt_vec *)(row + LT_LANES);
+}
+LT_INLINE void lt_split_f32(const float *row, int64_t j, int both, int64_t dim, lt_vec *part) {
+  (void)dim, lt_spread_f32(row + j * LT_LANES, both, part);
 }
 LT_INLINE lt_vec lt_dot_f32(lt_vec x, lt_vec y, lt_vec sum) { return lt_fma(x, y, sum); }
-LT_INLINE void lt_spread_f32(const float *row, int64_t parts, lt_vec *value) {
-#pragma GCC unroll 32
-  for (int64_t j = 0; j < parts; j++) value[j] = *(const lt_vec *)(row + j * LT_LANES);
-}
 LT_INLINE void lt_gather_f32(const lt_vec *sums, int64_t parts, float scale, float *row) {
   for (int64_t j = 0; j < parts; j++) *(lt_vec *)(row + j * LT_LANES) = sums[j] * scale;
 }
 
+LT_INLINE void lt_spread_bf16(const uint16_t *row, int both, lt_vec *value) {
+  if (!both) {
+    value[0] = lt_load_bf16(row);
+    return;
+  }
+  const lt_u32 pairs = *(const lt_u32 *)row;
+  value[0] = (lt_vec)(pairs << 16), value[1] = (lt_vec)(pairs & 0xffff0000u);
+}
 #ifdef __AVX512BF16__
 #define lt_parts_bf16(dim) (((dim) / 2 + LT_LANES - 1) / LT_LANES)
 LT_INLINE lt_vec lt_part_bf16(const uint16_t *row, int64_t j, int64_t dim) {
@@ -60,24 +69,20 @@ LT_INLINE lt_vec lt_part_bf16(const uint16_t *row, int64_t j, int64_t dim) {
   if (2 * LT_LANES * (j + 1) <= dim) return *(const lt_vec *)row;
   return (lt_vec)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)row));
 }
+LT_INLINE void lt_split_bf16(const uint16_t *row, int64_t j, int both, int64_t dim, lt_vec *part) {
+  part[0] = lt_part_bf16(row, j, dim);
+  if (both) part[1] = lt_part_bf16(row, j + 1, dim);
+}
 LT_INLINE lt_vec lt_dot_bf16(lt_vec x, lt_vec y, lt_vec sum) {
   return (lt_vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
 }
 #else
 #define lt_parts_bf16(dim) ((dim) / LT_LANES)
-LT_INLINE lt_vec lt_part_bf16(const uint16_t *row, int64_t j, int64_t dim) {
-  return (void)dim, lt_load_bf16(row + j * LT_LANES);
+LT_INLINE void lt_split_bf16(const uint16_t *row, int64_t j, int both, int64_t dim, lt_vec *part) {
+  (void)dim, lt_spread_bf16(row + j * LT_LANES, both, part);
 }
 LT_INLINE lt_vec lt_dot_bf16(lt_vec x, lt_vec y, lt_vec sum) { return lt_fma(x, y, sum); }
 #endif
-LT_INLINE void lt_spread_bf16(const uint16_t *row, int64_t parts, lt_vec *value) {
-#pragma GCC unroll 32
-  for (int64_t j = 0; j + 1 < parts; j += 2) {
-    const lt_u32 pairs = *(const lt_u32 *)(row + j * LT_LANES);
-    value[j] = (lt_vec)(pairs << 16), value[j + 1] = (lt_vec)(pairs & 0xffff0000u);
-  }
-  if (parts % 2) value[parts - 1] = lt_load_bf16(row + (parts - 1) * LT_LANES);
-}
 LT_INLINE void lt_gather_bf16(const lt_vec *sums, int64_t parts, float scale, uint16_t *row) {
   for (int64_t j = 0; j + 1 < parts; j += 2)
     *(lt_u32 *)(row + j * LT_LANES) =
