@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -266,13 +266,22 @@ def _compile(compiler: str, folder: Path) -> None:
     """Compile into a new folder. Raises CalledProcessError if the compiler fails."""
     folder.mkdir()
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        objects = []
-        for name, (flags, text) in _UNITS.items():
-            unit, object_file = Path(scratch, f"{name}.c"), Path(scratch, f"{name}.o")
-            unit.write_text(text)
-            _run(compiler, *_flags(), *flags, "-c", unit, "-o", object_file)
-            objects.append(object_file)
+        objects = compile_units(compiler, _flags(), Path(scratch))
         _run(compiler, *objects, "-o", folder / _LIBRARY, *_LINK_FLAGS)
+
+
+def compile_units(compiler: str, flags: Sequence[str], folder: Path) -> list[Path]:
+    """Compile each unit in a folder and return the object files.
+
+    Raises CalledProcessError if the compiler fails.
+    """
+    objects = []
+    for name, (own, text) in _UNITS.items():
+        unit, object_file = folder / f"{name}.c", folder / f"{name}.o"
+        unit.write_text(text)
+        _run(compiler, *flags, *own, "-c", unit, "-o", object_file)
+        objects.append(object_file)
+    return objects
 
 
 def _run(*command: str | Path) -> None:
