@@ -11,7 +11,7 @@ from longtail.model.kernels.linear import Linear
 
 needs_bfloat16 = pytest.mark.skipif(
     native.product(torch.bfloat16) is None,
-    reason="needs AMX tiles or AVX-512 with bfloat16, and a C compiler",
+    reason=str(native.unavailable_because()),
 )
 needs_compiler = pytest.mark.skipif(
     native.product(torch.float32) is None, reason=str(native.unavailable_because())

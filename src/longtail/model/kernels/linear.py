@@ -3,11 +3,10 @@
 `pack` makes a packed copy beside the parameter; training does not pack. The product depends on the
 machine:
 
-    float32, AVX-512 and a C compiler       product.c; a row's bits are independent of its batch
-    bfloat16, AMX or AVX512-BF16, compiler  product.c, the same
-    bfloat16, oneDNN with bfloat16          oneDNN, weight in its blocked layout
-    a GPU, batch-invariant                  triton_product.py, the same
-    anything else                           as for training: oneDNN in float32, else F.linear
+    float32 or bfloat16, a C compiler   product.c; a row's bits are independent of its batch
+    bfloat16, oneDNN with bfloat16      oneDNN, weight in its blocked layout
+    a GPU, batch-invariant              triton_product.py; as product.c
+    anything else                       as for training: oneDNN in float32, else F.linear
 """
 
 from collections.abc import Callable, Mapping
