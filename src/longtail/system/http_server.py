@@ -47,7 +47,7 @@ async def answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) 
             answered.set()
             await send({"type": "http.response.body"})
 
-    answering = asyncio.create_task(app({**scope, "method": "GET"}, receive, send_headers))
+    answering = asyncio.ensure_future(app({**scope, "method": "GET"}, receive, send_headers))
     waiting = asyncio.create_task(answered.wait())
     try:
         await asyncio.wait({answering, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -7,7 +7,7 @@ separately and followed by the end-of-text token, as the model generates it.
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from longtail.errors import DataError
@@ -67,14 +67,7 @@ def make_examples(
         completion = (*(tokens or ()), eos_id)
         length = len(prompt.tokens) + len(completion)
         if tokens is not None and length <= max_len:
-            kept.append(
-                Prompt(
-                    prompt_id=prompt.prompt_id,
-                    tokens=prompt.tokens,
-                    text=prompt.text,
-                    data={_TOKENS: completion},
-                )
-            )
+            kept.append(replace(prompt, data={_TOKENS: completion}))
             kept_rows.append(index)
         elif not drop_long:
             count = f"over {max_len}" if tokens is None else f"{length}"

@@ -29,12 +29,6 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "final_answer", "target"
 ID_COLUMNS = ("prompt_id", "problem_id", "id", "uid")
 """Columns whose values, if they are unique, become ids."""
 
-PROMPT_LIMIT = ("data.max_prompt_len", "data.drop_long_prompts")
-"""Fields of the maximum length, and of leaving out what is longer."""
-
-_CHARACTERS = 64
-"""Characters for each token of the limit, of the beginning that is tokenized first."""
-
 _MAX_LISTED = 20
 """Most columns that an error lists."""
 
@@ -133,7 +127,7 @@ def make_prompts(
     drop_long: bool = False,
     prompt_column: str | None = None,
     answer_column: str | None = None,
-    limit_fields: tuple[str, str] = PROMPT_LIMIT,
+    limit_fields: tuple[str, str] = ("data.max_prompt_len", "data.drop_long_prompts"),
 ) -> PromptSet:
     """Tokenize every row once, of a prompt that is far too long only the beginning.
 
@@ -192,7 +186,7 @@ def encode_at(where: str, encoder: Encoder, text: str, limit: int) -> tuple[int,
     So minutes are not spent on a text that is refused. What follows the beginning changes how its
     last characters are divided into tokens, but not half of them. Errors begin with `where`.
     """
-    size = _CHARACTERS * limit
+    size = 64 * limit  # a text with more characters for each token is tokenized as a whole
     try:
         if len(text) > size and len(encoder.encode(text[:size].rstrip())) > 2 * limit:
             return None
@@ -209,11 +203,9 @@ def hold_out(prompts: PromptSet, size: int) -> HeldOut:
             f"data.heldout_size = {size}: {prompts.source!r} has {total} prompts, none would be "
             f"left to train on; lower it, or name another source in data.heldout"
         )
-
-    cut = total - size
-    heldout = prompts.part(range(cut, total))
+    heldout = prompts.part(range(total - size, total))
     return HeldOut(
-        train=prompts.part(range(cut)),
+        train=prompts.part(range(total - size)),
         heldout=replace(heldout, num_dropped=0, num_ungradable=0),  # counted in `train`
     )
 
