@@ -46,20 +46,29 @@ class _Phase:
     expected_s: float | None = None
     """Seconds that the phase of this name took before."""
     num_done: int = 0
+    done_s: float = 0.0
+    """Time at which `num_done` last rose."""
     detail: str = ""
+
+    def count(self, num_done: int, now: float) -> None:
+        """Set the number of parts that are done."""
+        if num_done != self.num_done:
+            self.num_done, self.done_s = num_done, now
 
     def status(self, now: float) -> str:
         """Return how far it is and how long it may still take."""
-        seconds = now - self.began_s
-        known = f"{self.num_done}/{self.total} done" if self.total else f"{seconds:.0f} s so far"
-        return ", ".join(each for each in (known, self.detail, self._left(seconds)) if each)
+        left, seconds = self._left(now), f"{now - self.began_s:.0f} s so far"
+        if not self.total:
+            return ", ".join(filter(None, (seconds, left)))
+        count = f"{self.num_done}/{self.total} done"
+        return ", ".join(filter(None, (count, self.detail, left or seconds)))
 
-    def _left(self, seconds: float) -> str:
-        if self.expected_s is not None and self.expected_s > seconds:
-            left = self.expected_s - seconds
-        elif self.num_done:
-            left = seconds * (self.total - self.num_done) / self.num_done
-        else:
+    def _left(self, now: float) -> str:
+        left = 0.0 if self.expected_s is None else self.began_s + self.expected_s - now
+        if left <= 0 and self.num_done:
+            each_s = (self.done_s - self.began_s) / self.num_done
+            left = each_s * (self.total - self.num_done) - (now - self.done_s)
+        if left <= 0:
             return ""
         return f"about {left:.0f} s left" if left < 120 else f"about {left / 60:.0f} min left"
 
@@ -112,7 +121,7 @@ class Console:
 
     def count(self, num_done: int) -> None:
         """Set the number of parts of the innermost phase that are done."""
-        self._phases[-1].num_done = num_done
+        self._phases[-1].count(num_done, self._clock())
 
     def rollout_step(self, report: StepReport) -> None:
         """Add one step of a single engine to the innermost phase."""
@@ -129,10 +138,10 @@ class Console:
 
     def rollout_progress(self, progress: Progress) -> None:
         """Set the progress of the innermost phase; log the first text of all phases."""
-        phase = self._phases[-1]
-        speed = progress.num_generated / max(self._clock() - phase.began_s, 1e-9)
+        phase, now = self._phases[-1], self._clock()
+        speed = progress.num_generated / max(now - phase.began_s, 1e-9)
         drafts = {None: "", False: "plain, ", True: "drafting, "}[progress.drafts]
-        phase.num_done = progress.num_finished
+        phase.count(progress.num_finished, now)
         phase.detail = f"{progress.num_running} running, {drafts}{speed:,.0f} tokens/s"
         if progress.text and not self._has_shown_text:
             self._has_shown_text = True

@@ -140,10 +140,13 @@ def test_a_phase_of_parts_is_extrapolated(capsys: pytest.CaptureFixture[str]) ->
             console.beat()
         clock.now = 30.0
         console.beat()
+        clock.now = 40.0
+        console.beat()
     assert _lines(capsys) == [
-        "training: 0/8 done",
+        "training: 0/8 done, 10 s so far",
         "training, writing a checkpoint: 10 s so far",
-        "training: 2/8 done, about 90 s left",
+        "training: 2/8 done, about 10 s left",
+        "training: 2/8 done, 40 s so far",
     ]
 
 
@@ -173,7 +176,7 @@ def test_a_terminal_shows_a_live_line_and_clears_it(monkeypatch: pytest.MonkeyPa
     with console.phase("step", "1/2"), console.phase("rollout", total=4):
         console.rollout_step(_report(3))
         console.beat()
-    line = "step 1/2, rollout: 0/4 done, 3 running, 0 tokens/s"
+    line = "step 1/2, rollout: 0/4 done, 3 running, 0 tokens/s, 0 s so far"
     assert terminal.getvalue().endswith(f"\r\x1b[2K{line[:39]}")
     console.log("done")
     assert terminal.getvalue().endswith("\r\x1b[2Kdone\n")
@@ -225,4 +228,4 @@ def test_the_live_line_shows_whether_the_engine_drafts(
     with console.phase("rollout", total=4):
         console.rollout_step(report)
         console.beat()
-    assert terminal.getvalue().endswith(f"3 running, {word}, 0 tokens/s")
+    assert terminal.getvalue().endswith(f"3 running, {word}, 0 tokens/s, 0 s so far")
