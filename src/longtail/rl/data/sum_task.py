@@ -14,7 +14,7 @@ from zlib import crc32
 
 _LARGEST = 9
 """Largest term; the smallest is 1."""
-_SHORT, _LONG, _SOLVED = (2, 8), (40, 120), (2, 40)
+_SHORT, _LONG, _SOLVED = (2, 8), (40, 120), (2, 80)
 """Fewest and most terms of a sum; their logarithm is distributed evenly."""
 _TOGETHER = 8
 """One of so many consecutive problems is long, in a random place, so that every batch has a tail."""
