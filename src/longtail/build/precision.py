@@ -8,19 +8,22 @@ any processor that they are built for.
 """
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from longtail.config import files
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
 from longtail.model.kernels import native
-from longtail.run.checkpoint import RunDirectory
+from longtail.run.checkpoint import CONFIG_FILE, steps_in
 from longtail.system.device import DTYPES, choose_device, multiplies_bfloat16
 
+AnyConfig = RunConfig | SftConfig | DrafterTrainConfig
 Config = TypeVar("Config", RunConfig, SftConfig, DrafterTrainConfig)
 
+_EMULATED = "bfloat16 is emulated on this processor"
 _DTYPE_FIELDS = (("rollout", "dtype"), ("target", "dtype"))
 _AUTOCAST_FIELDS = (("learner", "autocast"), ("train", "autocast"))
 
@@ -51,38 +54,50 @@ def decided(config: Config) -> Config:
     A run that is resumed keeps the values that it was begun with.
     """
     device = choose_device(config.run.device)
-    directory = RunDirectory(Path(config.run.dir))
+    begun = _begun(Path(config.run.dir)) if config.run.resume else ""
     for section, field in (*_DTYPE_FIELDS, *_AUTOCAST_FIELDS):  # autocast depends on a dtype
-        own = getattr(config, section, None)
-        if own is None or getattr(own, field, None) != "auto":
+        if _value(config, section, field) != "auto":
             continue
-        begun = directory.begun_with(f"{section}.{field}") if config.run.resume else None
+        value = files.lookup(begun, f"{section}.{field}")
         if field == "dtype":
-            value = begun if begun in DTYPES else fastest_dtype(device)
-        else:
-            value = begun if isinstance(begun, bool) else _autocasts(config, device)
-        config = config.model_copy(update={section: own.model_copy(update={field: value})})
+            value = value if value in list(DTYPES) else fastest_dtype(device)
+        elif not isinstance(value, bool):
+            value = not _is_reference(config) and multiplies_bfloat16(device)
+        changed = getattr(config, section).model_copy(update={field: value})
+        config = config.model_copy(update={section: changed})
     return config
 
 
-def _autocasts(config: RunConfig | SftConfig | DrafterTrainConfig, device: torch.device) -> bool:
-    """Return whether training under autocast is fast; float64 is the reference, without it."""
-    masters = config.learner if isinstance(config, RunConfig) else getattr(config, "target", None)
-    is_exact = getattr(masters, "dtype", None) == "float64"
-    return not is_exact and multiplies_bfloat16(device)
+def _begun(run_dir: Path) -> str:
+    """Return the configuration of the run that a start would resume; empty if there is none."""
+    file = run_dir / CONFIG_FILE
+    try:
+        text = file.read_text(encoding="utf-8") if steps_in(run_dir / "checkpoints") else ""
+        files.lookup(text, "")
+    except (OSError, ValueError, RecursionError):
+        return ""  # `RunDirectory.start` gives the reason
+    return text
 
 
-def costs(config: RunConfig | SftConfig | DrafterTrainConfig) -> list[str]:
+def _value(config: AnyConfig, section: str, field: str) -> Any:
+    """Return a field; None if the configuration has no such field."""
+    return config.model_dump().get(section, {}).get(field)
+
+
+def _is_reference(config: AnyConfig) -> bool:
+    """Return whether the trained weights are float64, which has no autocast."""
+    return "float64" in (_value(config, "learner", "dtype"), _value(config, "target", "dtype"))
+
+
+def costs(config: AnyConfig) -> list[str]:
     """Return a line for each setting of a decided configuration that is emulated here."""
     device, lines = choose_device(config.run.device), []
     for section, field in _DTYPE_FIELDS:
-        dtype = getattr(getattr(config, section, None), field, None)
+        dtype = _value(config, section, field)
         if dtype is not None and not is_fast(DTYPES[dtype], device):
             lines.append(emulated(f"{section}.{field}", dtype))
     for section, field in _AUTOCAST_FIELDS:
-        if getattr(getattr(config, section, None), field, False) and not multiplies_bfloat16(
-            device
-        ):
+        if _value(config, section, field) and not multiplies_bfloat16(device):
             lines.append(
                 f"{section}.{field} = true: {_EMULATED}, and learning takes about 12 times as long "
                 "as in float32; use auto"
@@ -93,9 +108,6 @@ def costs(config: RunConfig | SftConfig | DrafterTrainConfig) -> list[str]:
 def emulated(name: str, dtype: str) -> str:
     """Return the line about a setting with a dtype that `is_fast` denies."""
     return f"{name} = {dtype}: {_EMULATED}, several times as slow as float32; use auto"
-
-
-_EMULATED = "bfloat16 is emulated on this processor"
 
 
 def inexactness(config: RunConfig) -> list[str]:

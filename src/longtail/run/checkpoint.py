@@ -159,16 +159,6 @@ class RunDirectory:
             raise
         return latest
 
-    def begun_with(self, name: str) -> Any:
-        """Return a field of the configuration of the run that a start would resume; else None."""
-        file = self.path / CONFIG_FILE
-        try:
-            return (
-                configfile.lookup(file.read_text(encoding="utf-8"), name) if self._found() else None
-            )
-        except (OSError, ValueError, RecursionError):
-            return None  # `start` gives the reason
-
     def load_latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint; damaged ones are skipped with a warning."""
         for step, path in reversed(self._found()):
