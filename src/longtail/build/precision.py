@@ -1,4 +1,4 @@
-"""What `auto` stands for on a device, and what a precision costs or does not keep.
+"""Values of `auto` on a device, and the lines about what a precision costs or does not keep.
 
     rollout.dtype, target.dtype        bfloat16 where inference in it is fast, else float32
     learner.autocast, train.autocast   on where the hardware multiplies bfloat16 (not in float64)
