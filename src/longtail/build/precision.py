@@ -107,7 +107,7 @@ def costs(config: AnyConfig) -> list[str]:
 
 def emulated(name: str, dtype: str) -> str:
     """Return the line about a setting with a dtype that `is_fast` denies."""
-    return f"{name} = {dtype}: {_EMULATED}, several times as slow as float32; use auto"
+    return f"{name} = {dtype}: {_EMULATED}, which takes up to twice as long as float32; use auto"
 
 
 def inexactness(config: RunConfig) -> list[str]:

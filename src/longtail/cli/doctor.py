@@ -166,10 +166,10 @@ def _precision(where: str) -> Iterator[Finding]:
     fact, device = partial(fact_of, "precision"), torch.device("cpu" if where == "CPU" else "cuda")
     trains, dtype = multiplies_bfloat16(device), precision.fastest_dtype(device)
     yield fact(f"auto on the {where}", f"rollout.dtype = {dtype}, autocast = {str(trains).lower()}")
-    half, slow = precision.is_fast(torch.bfloat16, device), "emulated, slow; float32 is used"
-    yield fact(f"bfloat16 rollouts on the {where}", "fast" if half else slow)
-    hardware = "in hardware" if trains else "emulated, 12 times as long as float32, which is used"
-    yield fact(f"bfloat16 training on the {where}", hardware)
+    rollouts = "fast" if dtype == "bfloat16" else "emulated, up to twice as long as float32"
+    yield fact(f"bfloat16 rollouts on the {where}", rollouts)
+    training = "in hardware" if trains else "emulated, 12 times as long as float32"
+    yield fact(f"bfloat16 training on the {where}", training)
     if where == "GPU":
         yield fact("batch-invariant on the GPU", "with rollout.batch_invariant = true")
         return
