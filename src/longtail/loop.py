@@ -13,6 +13,7 @@ and a resumed run continues exactly like an uninterrupted one.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -54,8 +55,8 @@ class TrainingStep:
     config: RunConfig
     components: TrainerComponents
     grader: GraderPool
-    on_rollout: Callable[[str, int], None] = lambda label, num_requests: None
-    """Called before each rollout with its label and number of requests."""
+    phase: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext()
+    """Shows what is being done, as `Console.phase`."""
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
@@ -74,7 +75,8 @@ class TrainingStep:
             graded = self._grade(requests, rollout, is_first=not rounds)
             rounds.append(SampleRound(num_prompts=num_prompts, rollout=rollout, graded=graded))
         groups = self._learnable(rounds)
-        learned = self.components.workers.learn(self._batches(groups))
+        with self.phase("learning"):
+            learned = self.components.workers.learn(self._batches(groups))
         self._publish()
         return StepRecord(
             rounds=rounds, num_learned=len(groups), learned=learned, seconds=self.watch.lap()
@@ -111,21 +113,19 @@ class TrainingStep:
 
     def _rollout(self, step: int, refill: int, requests: RequestBatch) -> RolloutResult:
         """Generate the completions; idle workers train the drafter on them, one perhaps longer."""
-        self.on_rollout(
-            f"step {step}" + (f", refill {refill}" if refill else ""), len(requests.requests)
-        )
         with self.watch.section("drafter"):
             if refill:
                 self.components.workers.offer_drafter()
-        with self.watch.section("rollout"):
+        name, total = "refill" if refill else "rollout", len(requests.requests)
+        with self.watch.section("rollout"), self.phase(name, total=total):
             rollout = self.components.workers.rollout(step, requests.requests)
-        with self.watch.section("drafter"):
+        with self.watch.section("drafter"), self.phase("training the drafter"):
             self.components.workers.train_drafter()
         return rollout
 
     def _grade(self, requests: RequestBatch, rollout: RolloutResult, *, is_first: bool) -> Graded:
         """Reward the completions, in the grader processes; of the first round, one at least."""
-        with self.watch.section("reward"):
+        with self.watch.section("reward"), self.phase("grading"):
             if is_first:
                 return grade(self.grader, self.config.reward.name, requests, rollout.completions)
             return self.grader.grade(list(zip(requests.prompts, rollout.completions, strict=True)))
@@ -148,7 +148,7 @@ class TrainingStep:
 
     def _publish(self) -> None:
         """Copy the learners' weights to the engines, and offer the newly trained drafter."""
-        with self.watch.section("publish"):
+        with self.watch.section("publish"), self.phase("publishing"):
             self.components.workers.publish()
         with self.watch.section("drafter"):
             self.components.workers.offer_drafter()
@@ -172,7 +172,9 @@ def train(config: RunConfig) -> int:
             timeout_s=config.reward.timeout_s,
             by_group=config.reward.per == "group",
         ) as grader:
-            config = memory.fitted(config, memory.model_shape(config.model.path), console.log)
+            with console.phase("fetching the model"):
+                shape = memory.model_shape(config.model.path)
+            config = memory.fitted(config, shape, console.log)
             return Trainer(config, run, checkpoint, grader, console).run()
 
 
@@ -193,12 +195,14 @@ class Trainer:
         self.timeline: Timeline | None = None
         """States of the workers in the last step."""
         threads = set_threads(threads_each(config.run.threads, config.cluster.workers))
-        directory = model_directory(config.model.path, console.log)
+        with console.phase("fetching the model"):
+            directory = model_directory(config.model.path, console.log)
         warm_start_s = time.perf_counter() - self._began
-        parts = assemble(config, directory, grader.check, console.log, self._on_progress)
+        with console.phase("loading the model and the data"):
+            parts = assemble(config, directory, grader.check, console.log, self._on_progress)
         self.workers, self._source = parts.workers, parts.source
         self._step = TrainingStep(
-            config=config, components=parts, grader=grader, on_rollout=console.begin_rollout
+            config=config, components=parts, grader=grader, phase=console.phase
         )
         self._evaluator = Evaluator(
             config=config,
@@ -214,7 +218,8 @@ class Trainer:
             self._state = self._saver.begin(checkpoint, warm_start_s + parts.drafter_s)
             if checkpoint is None and config.speculation.tuner != "off":
                 self._evaluator.probe_drafter(parts.heldout or parts.source.prompts)
-            grader.wait_ready()
+            with console.phase("starting the graders"):
+                grader.wait_ready()
             self._logger = RunLogger(config, run.path, last_step=last_step)
         except BaseException:
             self.workers.close()
@@ -251,7 +256,8 @@ class Trainer:
 
     def begin(self) -> None:
         """Publish the policy to all engines."""
-        self.workers.publish()
+        with self._console.phase("publishing"):
+            self.workers.publish()
 
     def close(self) -> None:
         """Write pending files and end the workers."""
@@ -270,7 +276,8 @@ class Trainer:
         """Make one training step, record it beside an evaluation, and return its metrics."""
         step = self._state.step + 1
         self._logger.trace(step, self.workers.drain_timeline())
-        record = self._step.run(step)
+        with self._console.phase("step", f"{step}/{self._config.run.steps}"):
+            record = self._step.run(step)
         self.timeline = self.workers.drain_timeline()
         metrics = {
             **record.metrics(),
@@ -299,7 +306,8 @@ class Trainer:
         return evaluation.metrics
 
     def _checkpoint(self) -> None:
-        self._saver.save(replace(self._state, seconds=self._seconds()))
+        with self._console.phase("writing a checkpoint"):
+            self._saver.save(replace(self._state, seconds=self._seconds()))
 
     def _seconds(self) -> float:
         """Return the wall time of the whole run, with the time before a resume."""

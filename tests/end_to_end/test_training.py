@@ -249,12 +249,13 @@ def test_progress_goes_to_stderr_one_line_a_step_and_the_summary_to_stdout(
 ) -> None:
     said = workshop.train("talk", "--run.steps=2", "--rollout.max_tokens=4")
     lines = said.err.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert "29,920 parameters, grpo, 1 x 1 threads" in lines[0]
-    assert [line[:8] for line in lines[2:4]] == ["step 1/2", "step 2/2"]
-    assert "rollout" in lines[2]
-    assert lines[4].startswith("held-out reward after step 2: ")
-    assert f"({HELDOUT} problems x {SAMPLES})" in lines[4]
+    assert lines[1].startswith("first text: ")
+    assert [line[:8] for line in lines[3:5]] == ["step 1/2", "step 2/2"]
+    assert "rollout" in lines[3]
+    assert lines[5].startswith("held-out reward after step 2: ")
+    assert f"({HELDOUT} problems x {SAMPLES})" in lines[5]
     assert "held-out reward" in said.out
 
 

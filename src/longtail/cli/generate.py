@@ -18,14 +18,15 @@ from longtail.errors import ConfigError, RequestError
 from longtail.system.device import set_threads
 from longtail.types import Completion, SamplingParams
 
+_MOST_COMPLETIONS = 4096
 _DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"
 """Terminal codes around text that was drafted: green."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate as the options of `cli.parsers.generate_parser` say."""
-    if args.n < 1:
-        raise ConfigError(f"--n = {args.n}: it must be at least 1")
+    if not 1 <= args.n <= _MOST_COMPLETIONS:
+        raise ConfigError(f"--n = {args.n}: it must be from 1 to {_MOST_COMPLETIONS}")
     if args.show_drafts and (args.n > 1 or args.json):
         raise ConfigError("--show-drafts needs one streamed completion: leave out --n and --json")
     set_threads(args.threads)

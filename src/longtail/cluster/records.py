@@ -26,6 +26,8 @@ class Progress:
     num_running: int = 0
     drafts: bool | None = None
     """Whether the last step drafted; None if the engine never does."""
+    text: str = ""
+    """Beginning of the completion that was finished first."""
     is_waiting: bool = False
     """Whether the worker waits for other members of the team, and makes no step meanwhile."""
 

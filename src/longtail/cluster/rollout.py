@@ -191,6 +191,7 @@ class RolloutCoordinator:
             num_generated=sum(done) + sum(part.num_generated for part in running),
             num_running=sum(part.num_running for part in running),
             drafts=any(drafts) if drafts else None,
+            text=next((part.text for part in running if part.text), ""),
         )
 
     def _stop_training(self) -> None:

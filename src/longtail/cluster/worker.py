@@ -43,6 +43,9 @@ from longtail.system import parking
 from longtail.system.device import compute_threads
 from longtail.types import Completion, Request, TrainBatch
 
+_MOST_TEXT = 1000
+"""Most characters of a text that progress carries."""
+
 
 class Stopped(Exception):  # noqa: N818 - not an error: `Worker.stop` asks for it
     """The task was stopped before it was done."""
@@ -335,14 +338,15 @@ class Worker:
 
     def _on_step(self, step: StepReport) -> None:
         self._beats += 1
-        self._shard.finished.extend(step.finished)
-        before = self._progress
+        finished, before = self._shard.finished, self._progress
+        finished.extend(step.finished)
         self._progress = Progress(
             beats=self._beats,
-            num_finished=len(self._shard.finished),
+            num_finished=len(finished),
             num_generated=before.num_generated + len(step.emitted),
             num_running=step.num_running,
             drafts=bool(step.verified) if step.readings else None,
+            text=before.text or (finished[0].text[:_MOST_TEXT] if finished else ""),
         )
         if self.on_step is not None:
             self.on_step(self._progress)

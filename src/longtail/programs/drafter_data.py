@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def generated_texts(
     load_target: Callable[[], Transformer],
     kept: Path,
     on_step: Callable[[StepReport], None],
-    on_start: Callable[[int], None],
+    on_start: Callable[[int], AbstractContextManager[None]],
 ) -> Corpus:
     """Generate completions with the target, or read those in the file `kept`."""
     data = config.data
@@ -73,8 +74,8 @@ def generated_texts(
     origin = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     texts = read_texts(kept, origin)
     if texts is None:
-        on_start(len(tokens) * data.samples)
-        texts = _generate(config, tokenizer, load_target(), tokens, on_step)
+        with on_start(len(tokens) * data.samples):
+            texts = _generate(config, tokenizer, load_target(), tokens, on_step)
         save_texts(kept, texts, origin)
     return _corpus(config, texts, num_heldout, prompts.num_dropped)
 

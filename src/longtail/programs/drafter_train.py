@@ -7,6 +7,7 @@ its checkpoints are those of `longtail train`; a checkpoint's `policy` is the dr
 """
 
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -215,9 +216,9 @@ def assemble(
         console.rollout_step(report)
         interruption.check()
 
-    def on_start(count: int) -> None:
+    def on_start(count: int) -> AbstractContextManager[None]:
         console.log(f"{config.target.path} generates {count} completions, once, in {run_dir}")
-        console.begin_rollout("texts", count)
+        return console.phase("texts", total=count)
 
     if config.data.completions == "given":
         corpus = given_texts(config, tokenizer)

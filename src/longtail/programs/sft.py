@@ -15,13 +15,14 @@ import torch
 
 from longtail.build.models import TINY_REASONER, model_directory
 from longtail.build.precision import costs, decided
+from longtail.config.data import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.programs import steps
-from longtail.rl.data import tiny_task as task
+from longtail.rl.data import sum_task, tiny_task
 from longtail.rl.data.examples import Example, ExampleBatches, example_of, make_examples
 from longtail.rl.data.prompts import Encoder, PromptSet, PromptSource, hold_out
 from longtail.rl.data.sources import Row, load_rows
@@ -31,6 +32,8 @@ from longtail.run.console import Console
 from longtail.system.device import choose_device
 from longtail.tiny import warmstart
 
+_SOLVED = {TINY_REASONER: tiny_task.examples, RUNNING_SUMS: sum_task.examples}
+"""Solved problems of the embedded tasks."""
 _HELDOUT_ONE_IN, _MAX_HELDOUT = 20, 64
 """One example in 20, and at most 64, are held out."""
 
@@ -166,10 +169,11 @@ def _model(config: SftConfig) -> tuple[Transformer, Tokenizer]:
 
 def _examples(config: SftConfig, tokenizer: Tokenizer) -> PromptSet:
     data = config.data
+    solved = _SOLVED.get(data.source)
     rows: Sequence[Row] = (
-        task.examples(data.size, config.run.seed)
-        if data.source == TINY_REASONER
-        else load_rows(data.source, data.size, config.run.seed)
+        load_rows(data.source, data.size, config.run.seed)
+        if solved is None
+        else solved(data.size, config.run.seed)
     )
     if not tokenizer.eos_ids:
         raise ConfigError(

@@ -67,7 +67,8 @@ def run(
             console.log(f"{checkpoint.policy}: its steps are done; raise train.steps to go on")
             return 0
         try:
-            components = assemble(directory, checkpoint, console)
+            with console.phase("preparing model and data"):
+                components = assemble(directory, checkpoint, console)
         except Interrupted:
             console.log("stopped before the first step; start again to go on")
             return 130
@@ -85,7 +86,8 @@ def _train(
 ) -> int:
     """Step until all steps are done or the user interrupts, and end with a checkpoint."""
     own, steps, began = config.run, config.train.steps, time.perf_counter()
-    saved, tokens = components.steps, 0.0
+    first = saved = components.steps
+    tokens = 0.0
     writer = open_writers(
         own.writers,
         directory.path,
@@ -94,15 +96,17 @@ def _train(
     )
     interruption = Interruption()
     try:
-        with interruption:
+        with interruption, console.phase("training", total=steps - first):
             while components.steps < steps:
                 interruption.check()
+                console.count(components.steps - first)
                 metrics = components.step()
                 step, tokens = components.steps, tokens + metrics["train/tokens"]
                 metrics["perf/tokens_per_s"] = tokens / (time.perf_counter() - began)
                 if step % own.checkpoint_every == 0 or step == steps:
-                    metrics |= components.measure()
-                    components.save(directory)
+                    with console.phase("measuring and writing a checkpoint"):
+                        metrics |= components.measure()
+                        components.save(directory)
                     saved = step
                 writer.write(step, metrics)
                 is_due = step % own.log_every == 0 or step == steps

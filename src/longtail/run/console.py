@@ -1,11 +1,20 @@
-"""Terminal output of a run: a live line, one line per step, and the summary.
+"""Terminal output of a run: what is being done, one line per step, and the summary.
 
-Progress goes to stderr, the summary to stdout.
+    with console.phase("step", "3/12"), console.phase("rollout", total=64): ...
+
+    step 3/12, rollout: 12/64 done, 30 running, drafting, 310 tokens/s, about 40 s left
+
+On a terminal this is a live line; elsewhere it is printed when nothing else was for 10 s. Progress
+goes to stderr, the summary to stdout.
 """
 
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console as RichConsole
@@ -18,55 +27,145 @@ from longtail.engine.rollout_log import RolloutSeries
 from longtail.run.summary import RunSummary
 
 _REFRESH_S = 0.2
+_SILENCE_S = 10.0
+"""Most seconds without a line where there is no terminal."""
+_MOST_TEXT = 120
+"""Characters that are shown of a completion."""
 _WIDE = 200
 """Columns of the summary in a file, enough to keep paths on one line."""
 
 
-class Console:
-    """Progress output; the live line is only drawn on a terminal."""
+@dataclass(slots=True, kw_only=True)
+class _Phase:
+    """Something that takes a while."""
 
-    def __init__(self) -> None:
+    title: str
+    began_s: float
+    total: int = 0
+    """Number of parts; 0 if it has none."""
+    expected_s: float | None = None
+    """Seconds that the phase of this name took before."""
+    num_done: int = 0
+    done_s: float = 0.0
+    """Time at which `num_done` last rose."""
+    detail: str = ""
+
+    def count(self, num_done: int, now: float) -> None:
+        """Set the number of parts that are done."""
+        if num_done != self.num_done:
+            self.num_done, self.done_s = num_done, now
+
+    def status(self, now: float) -> str:
+        """Return how far it is and how long it may still take."""
+        left, seconds = self._left(now), f"{now - self.began_s:.0f} s so far"
+        if not self.total:
+            return ", ".join(filter(None, (seconds, left)))
+        count = f"{self.num_done}/{self.total} done"
+        return ", ".join(filter(None, (count, self.detail, left or seconds)))
+
+    def _left(self, now: float) -> str:
+        left = 0.0 if self.expected_s is None else self.began_s + self.expected_s - now
+        if left <= 0 and self.num_done:
+            each_s = (self.done_s - self.began_s) / self.num_done
+            left = each_s * (self.total - self.num_done) - (now - self.done_s)
+        if left <= 0:
+            return ""
+        return f"about {left:.0f} s left" if left < 120 else f"about {left / 60:.0f} min left"
+
+
+class Console:
+    """Progress output; `prefix` begins each of its lines."""
+
+    def __init__(self, prefix: str = "", *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._out = RichConsole(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
         self._live = sys.stderr.isatty()
-        self._drawn = 0.0
-        self._label, self._total = "", 0
-        self._done, self._tokens, self._began = 0, 0, 0.0
+        self._prefix, self._clock = prefix, clock
+        self._lock = threading.Lock()
+        """Held while a line is written: `phase` starts a thread."""
+        self._written_s = clock()
+        self._phases: list[_Phase] = []
+        self._seconds: dict[str, float] = {}
+        """Seconds that the last phase of each name took."""
+        self._tokens = 0
+        self._has_shown_text = False
 
     def log(self, text: str) -> None:
         """Print one line of progress."""
-        self._clear()
-        print(text, file=sys.stderr, flush=True)
+        with self._lock:
+            self._print(text)
 
-    def begin_rollout(self, label: str, num_requests: int) -> None:
-        """Start a rollout's live line, which `rollout_progress` updates."""
-        self._label, self._total = label, num_requests
-        self._done, self._tokens, self._began = 0, 0, time.perf_counter()
+    # ---- what is being done
+
+    @contextmanager
+    def phase(self, name: str, number: str = "", *, total: int = 0) -> Iterator[None]:
+        """Show that this is being done until the context ends; phases may be nested.
+
+        The seconds of the last phase of the same name are expected again.
+        """
+        began, ending = self._clock(), threading.Event()
+        title, expected = f"{name} {number}".strip(), self._seconds.get(name)
+        self._phases.append(_Phase(title=title, began_s=began, total=total, expected_s=expected))
+        self._tokens = 0
+        beating = None
+        if len(self._phases) == 1:
+            beating = threading.Thread(target=self._beat_until, args=(ending,), daemon=True)
+            beating.start()
+        try:
+            yield
+            self._seconds[name] = self._clock() - began
+        finally:
+            self._phases.pop()
+            ending.set()
+            if beating is not None:
+                beating.join()
+
+    def count(self, num_done: int) -> None:
+        """Set the number of parts of the innermost phase that are done."""
+        self._phases[-1].count(num_done, self._clock())
 
     def rollout_step(self, report: StepReport) -> None:
-        """Add one step of a single engine, and redraw the live line."""
-        self._done += len(report.finished)
+        """Add one step of a single engine to the innermost phase."""
         self._tokens += len(report.emitted)
         self.rollout_progress(
             Progress(
-                num_finished=self._done,
+                num_finished=self._phases[-1].num_done + len(report.finished),
                 num_generated=self._tokens,
                 num_running=report.num_running,
                 drafts=bool(report.verified) if report.readings else None,
+                text=report.finished[0].text if report.finished else "",
             )
         )
 
     def rollout_progress(self, progress: Progress) -> None:
-        """Redraw the live line, a few times a second."""
-        now = time.perf_counter()
-        if self._live and now - self._drawn > _REFRESH_S:
-            self._drawn = now
-            speed = progress.num_generated / max(now - self._began, 1e-9)
-            drafts = {None: "", False: "plain, ", True: "drafting, "}[progress.drafts]
-            line = (
-                f"{self._label}: {progress.num_finished}/{self._total} done, "
-                f"{progress.num_running} running, {drafts}{speed:,.0f} tokens/s"
-            )
-            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+        """Set the progress of the innermost phase; log the first text of all phases."""
+        phase, now = self._phases[-1], self._clock()
+        speed = progress.num_generated / max(now - phase.began_s, 1e-9)
+        drafts = {None: "", False: "plain, ", True: "drafting, "}[progress.drafts]
+        phase.count(progress.num_finished, now)
+        phase.detail = f"{progress.num_running} running, {drafts}{speed:,.0f} tokens/s"
+        if progress.text and not self._has_shown_text:
+            self._has_shown_text = True
+            self.log(f"first text: {_one_line(progress.text)}")
+
+    def beat(self) -> None:
+        """Redraw the live line; without a terminal, print it if no other was for 10 s."""
+        with self._lock:
+            now, phases = self._clock(), list(self._phases)
+            if not phases:
+                return
+            titles = ", ".join(phase.title for phase in phases)
+            line = f"{titles}: {phases[-1].status(now)}"
+            if self._live:
+                line = f"{self._prefix}{line}"[: shutil.get_terminal_size().columns - 1]
+                print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+            elif now - self._written_s >= _SILENCE_S:
+                self._print(line)
+
+    def _beat_until(self, ending: threading.Event) -> None:
+        while not ending.wait(_REFRESH_S if self._live else 1.0):
+            self.beat()
+
+    # ---- results
 
     def step(
         self,
@@ -104,9 +203,20 @@ class Console:
             table.add_row(label, Text(text))  # not markup: a path may hold brackets
         self._out.print(table)
 
+    def _print(self, text: str) -> None:
+        self._clear()
+        print(f"{self._prefix}{text}", file=sys.stderr, flush=True)
+        self._written_s = self._clock()
+
     def _clear(self) -> None:
         if self._live:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
+def _one_line(text: str) -> str:
+    """Return the beginning of a text without line breaks and terminal codes."""
+    words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return words if len(words) <= _MOST_TEXT else f"{words[:_MOST_TEXT]} ..."
 
 
 def _switches(series: RolloutSeries) -> str:

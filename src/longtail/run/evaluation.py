@@ -39,9 +39,10 @@ class Evaluator:
             return Evaluation(metrics={})
         samples, seed = self.config.eval.samples, self.config.run.seed
         requests = eval_requests(self.heldout, samples=samples, seed=seed, sampling=self.sampling)
-        self.console.begin_rollout("held-out evaluation", len(requests.requests))
-        rollout = self.workers.rollout(step + 1, requests.requests, trains=False)
-        graded = grade(self.grader, self.config.reward.name, requests, rollout.completions)
+        with self.console.phase("held-out evaluation", total=len(requests.requests)):
+            rollout = self.workers.rollout(step + 1, requests.requests, trains=False)
+        with self.console.phase("grading"):
+            graded = grade(self.grader, self.config.reward.name, requests, rollout.completions)
         mean, failures = fmean(each.reward for each in graded.rollouts), len(graded.failures)
         self.console.log(
             f"held-out reward after step {step}: {mean:.3f} ({len(self.heldout)} problems x "
@@ -55,7 +56,8 @@ class Evaluator:
     def probe_drafter(self, prompts: Sequence[Prompt]) -> None:
         """Measure the configured drafter on the policy's completions, and log the result."""
         requests = probe_requests(prompts, seed=self.config.run.seed, sampling=self.sampling)
-        probe = self.workers.probe_drafter(requests.requests)
+        with self.console.phase("measuring the drafter"):
+            probe = self.workers.probe_drafter(requests.requests)
         for line in [] if probe is None else probe.lines(self.config.spot.train):
             self.console.log(line)
 

@@ -15,6 +15,7 @@ from longtail.serve.metrics import ServeMetrics
 from longtail.serve.options import Limits
 from longtail.serve.protocol import APIError
 from longtail.system.addresses import is_loopback_header
+from longtail.system.http_server import answer_head
 
 CONTROL_ROUTES = (
     "/pause",
@@ -82,7 +83,10 @@ class AccessMiddleware:
             answer = JSONResponse(error.body(), error.status, error.headers)
             await answer(scope, receive, counted)
             return
-        await self._app(scope, self._bounded(receive), counted)
+        if scope["method"] == "HEAD":
+            await answer_head(self._app, scope, self._bounded(receive), counted)
+        else:
+            await self._app(scope, self._bounded(receive), counted)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

@@ -43,18 +43,30 @@ def cache_directory() -> Path:
 
 
 def build_once(
-    kind: str, name: str, build: Callable[[Path], None], root: Path | str | None = None
+    kind: str,
+    name: str,
+    build: Callable[[Path], None],
+    root: Path | str | None = None,
+    *,
+    announce: str = "",
 ) -> Path:
     """Return the folder of an entry; `build` makes it first if it is missing or damaged.
 
     The entry is under `root`, else in the user's cache. A process waits for another that builds the
-    same entry; where files cannot be locked both build, and one result is kept. Raises ConfigError
-    if the cache cannot be written or belongs to another user.
+    same entry; where files cannot be locked both build, and one result is kept. The line `announce`
+    is logged before a build. Raises ConfigError if the cache cannot be written or belongs to
+    another user.
     """
     base = cache_directory() if root is None else Path(root)
+
+    def announced(folder: Path) -> None:
+        if announce:
+            _log.warning("%s", announce)
+        build(folder)
+
     try:
         place = _own(_own(base) / kind)
-        return _entry(place / name, build)
+        return _entry(place / name, announced)
     except LongtailError:
         raise
     except OSError as error:

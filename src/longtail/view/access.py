@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longtail.system.addresses import is_loopback_header
+from longtail.system.http_server import answer_head
 
 COOKIE = "longtail_view"
 POLICY = (
@@ -49,8 +50,11 @@ class ViewAccess:
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        answer = self._refusal(scope)
-        await (self._app if answer is None else answer)(scope, receive, guarded)
+        answer = self._refusal(scope) or self._app
+        if scope["method"] == "HEAD":
+            await answer_head(answer, scope, receive, guarded)
+        else:
+            await answer(scope, receive, guarded)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)

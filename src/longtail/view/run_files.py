@@ -13,7 +13,7 @@ from typing import Any, final
 
 from longtail.errors import ConfigError
 from longtail.system.listening import process_of
-from longtail.view.lines import lines_of, step_of_row
+from longtail.view.lines import lines_of, open_regular, step_of_row
 from longtail.view.series import FILE as METRICS
 from longtail.view.series import MetricSeries
 from longtail.view.speculation import read_rollout
@@ -36,8 +36,9 @@ class RunFiles:
         self._lock = threading.Lock()
 
     def stamp(self) -> str:
-        """Return a text that changes whenever a file of the run does."""
-        return ";".join(_stamp(self.directory / name) for name in _FOLLOWED)
+        """Return a text that changes whenever a file of the run does, or more of it was read."""
+        stamps = [_stamp(self.directory / name) for name in _FOLLOWED]
+        return ";".join([*stamps, str(self._series.offset)])
 
     def describe(self) -> dict[str, Any]:
         """Return name, state, progress and settings of the run."""
@@ -186,7 +187,7 @@ def _stamp(path: Path) -> str:
 def _bytes(path: Path) -> bytes:
     """Return a small file; empty if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(_MOST_BYTES)
     except OSError:
         return b""

@@ -63,6 +63,11 @@ class MetricSeries:
         self.steps = array("q")
         self._columns = {name: array("d") for name in (*_JOINS, HELD_OUT)}
 
+    @property
+    def offset(self) -> int:
+        """Number of bytes of the log that were read."""
+        return self._lines.offset
+
     def update(self) -> bool:
         """Read the lines appended since the last call; return whether anything changed."""
         appended = self._lines.read()

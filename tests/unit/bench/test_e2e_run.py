@@ -5,7 +5,7 @@ import multiprocessing
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -185,6 +185,21 @@ def test_the_command_measures_a_run_and_ends_with_json(workshop: Workshop) -> No
     assert (found["rewards_agree"], found["policies_agree"], found["parked"]) == (True, True, False)
     assert len(found["cold_step_gain_by_step"]) == 1
     assert found["trl_ratio"]["median"] > 0
+
+
+@pytest.mark.parametrize("kind", ["missing", "without TRL"])
+def test_a_python_without_trl_is_refused_before_the_arms(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    python = tmp_path / "python"
+    if kind == "without TRL":
+        python.write_text("#!/bin/sh\necho no module named trl >&2\nexit 1\n")
+        python.chmod(0o755)
+    monkeypatch.setattr("longtail.bench.e2e.measure.run_arms", lambda *_, **__: pytest.fail("late"))
+    message = "no module named trl" if kind == "without TRL" else "--peer-python = .* cannot be"
+    options = E2eBenchOptions(run=str(run_file(workshop)), arms=("off", "cold"))
+    with pytest.raises(ConfigError, match=message):
+        measure(replace(options, peer_python=str(python)), tmp_path, lambda line: None)
 
 
 def test_parked_tensors_have_no_memory_and_come_back_with_their_bits(tmp_path: Path) -> None:

@@ -91,6 +91,10 @@ def test_no_words_show_the_summary_and_fail(capsys: pytest.CaptureFixture[str]) 
         (["sft", "--train.steps=0"], "--train.steps 0: it must be greater"),
         (["generate", "nowhere", "--prompt", "x"], "'nowhere': no such directory"),
         (["generate", "nowhere", "--n", "0"], "--n = 0"),
+        (
+            ["generate", "nowhere", "--n", "100000000"],
+            "--n = 100000000: it must be from 1 to 4096",
+        ),
     ],
 )
 def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(

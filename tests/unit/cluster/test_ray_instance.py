@@ -1,9 +1,13 @@
 """The files of a Ray of our own; Ray itself runs in end_to_end/test_open_ports.py."""
 
+import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,38 @@ def _hold(folder: Path, pipe: Any) -> None:
     own_ray._locked(folder / "lock")
     pipe.send("held")
     pipe.recv()
+
+
+def _own_a_ray(folder: Path, pipe: Any) -> None:
+    tempfile.tempdir, own_ray._LONGEST_PLACE = str(folder), 1000
+    own_ray.ray.init = lambda **_: None
+    ray = OwnRay(1)
+    (ray.folder / "ray").mkdir()
+    with (ray.folder / "ray" / "log").open("w") as log:
+        writer = subprocess.Popen(["sleep", "1000"], stdout=log)
+    pipe.send((str(ray.folder), writer.pid, ray._reaper.pid))
+    pipe.recv()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_the_processes_of_a_ray_end_when_its_owner_is_killed(place: Path):
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    owner = context.Process(target=_own_a_ray, args=(place, far))
+    owner.start()
+    folder, *pids = near.recv()
+    with contextlib.ExitStack() as stack:
+        read = stack.enter_context(Path(folder, "ray", "log").open())
+        stranger = stack.enter_context(subprocess.Popen(["sleep", "1000"], stdin=read))
+        stack.callback(stranger.kill)
+        ends = [os.pidfd_open(pid) for pid in pids]
+        owner.kill()
+        for end in ends:
+            assert select.select([end], [], [], 60)[0], "the process ends"
+            os.close(end)
+        assert stranger.poll() is None
+    assert not Path(folder).exists()
+    owner.join()
 
 
 def test_folders_of_killed_runs_are_removed_and_those_in_use_are_not(place: Path):

@@ -1,10 +1,12 @@
 import io
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from longtail.cluster.records import Progress
 from longtail.engine.report import StepReport, Switch, Verified
 from longtail.engine.rollout_log import RolloutLog
 from longtail.run.console import Console
@@ -62,23 +64,122 @@ def test_a_logged_line_is_printed_verbatim(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == said + "\n"
 
 
-def test_without_a_terminal_there_is_no_live_line(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console()
-    console.begin_rollout("step 1", 4)
-    console.rollout_step(_report(4))
-    assert capsys.readouterr() == ("", "")
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()
+
+
+def test_without_a_terminal_ten_silent_seconds_are_followed_by_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = _Clock()
+    console = Console("bench: ", clock=clock)
+    with console.phase("step", "1/2"), console.phase("learning"):
+        for second in range(1, 30):
+            clock.now = float(second)
+            console.beat()
+            if second == 15:
+                console.log("a line")
+    assert _lines(capsys) == [
+        "bench: step 1/2, learning: 10 s so far",
+        "bench: a line",
+        "bench: step 1/2, learning: 25 s so far",
+    ]
+    clock.now = 1000.0
+    console.beat()  # nothing is being done
+    assert _lines(capsys) == []
+
+
+def test_a_phase_beats_while_its_work_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, before = threading.Event(), set(threading.enumerate())
+    monkeypatch.setattr(Console, "beat", lambda _: seen.set())
+    with Console().phase("loading"):
+        assert seen.wait(60)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_phase_is_expected_to_take_as_long_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = _Clock()
+    console = Console(clock=clock)
+    for seconds in (60.0, 300.0):
+        with console.phase("learning"):
+            clock.now += seconds
+    with pytest.raises(ValueError, match="broken"), console.phase("learning"):
+        raise ValueError("broken")
+    with console.phase("learning"):
+        clock.now += 20.0
+        console.beat()
+        clock.now += 240.0
+        console.beat()
+        clock.now += 50.0
+        console.beat()
+    assert _lines(capsys) == [
+        "learning: 20 s so far, about 5 min left",
+        "learning: 260 s so far, about 40 s left",
+        "learning: 310 s so far",
+    ]
+
+
+def test_a_phase_of_parts_is_extrapolated(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = _Clock()
+    console = Console(clock=clock)
+    with console.phase("training", total=8):
+        clock.now = 10.0
+        console.beat()
+        console.count(2)
+        with console.phase("writing a checkpoint"):
+            clock.now = 20.0
+            console.beat()
+        clock.now = 30.0
+        console.beat()
+        clock.now = 40.0
+        console.beat()
+    assert _lines(capsys) == [
+        "training: 0/8 done, 10 s so far",
+        "training, writing a checkpoint: 10 s so far",
+        "training: 2/8 done, about 10 s left",
+        "training: 2/8 done, 40 s so far",
+    ]
+
+
+def test_the_first_text_is_shown_once_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = _Clock()
+    console = Console(clock=clock)
+    texts = ["", "  12 + 30\n\x1b[31m= 42\x07" + "!" * 1000, "later"]
+    for text in texts:
+        with console.phase("rollout", total=4):
+            clock.now += 10.0
+            progress = Progress(num_finished=1, num_generated=50, num_running=3, text=text)
+            console.rollout_progress(progress)
+            console.beat()
+    first, shown, last = _lines(capsys)
+    assert first == "rollout: 1/4 done, 3 running, 5 tokens/s, about 30 s left"
+    assert shown.startswith("first text: 12 + 30 [31m= 42 !!!")
+    assert shown.endswith("! ...")
+    assert len(shown) < 150
+    assert last == "rollout: 1/4 done, 3 running, 5 tokens/s, about 30 s left"
 
 
 def test_a_terminal_shows_a_live_line_and_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
     console = Console()
-    console.begin_rollout("step 1", 4)
-    for _ in range(100):  # without a pause: drawn once
+    with console.phase("step", "1/2"), console.phase("rollout", total=4):
         console.rollout_step(_report(3))
-    assert terminal.getvalue() == "\r\x1b[2Kstep 1: 0/4 done, 3 running, 0 tokens/s"
+        console.beat()
+    line = "step 1/2, rollout: 0/4 done, 3 running, 0 tokens/s, 0 s so far"
+    assert terminal.getvalue().endswith(f"\r\x1b[2K{line[:39]}")
     console.log("done")
-    assert terminal.getvalue().endswith("tokens/s\r\x1b[2Kdone\n")
+    assert terminal.getvalue().endswith("\r\x1b[2Kdone\n")
 
 
 def test_the_summary_keeps_paths_whole_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +223,9 @@ def test_the_live_line_shows_whether_the_engine_drafts(
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     console = Console()
-    console.begin_rollout("step 1", 4)
     verified = Verified(request_id="a", position=0, num_drafted=3, depth=3, num_accepted=1)
-    console.rollout_step(replace(_report(3), readings=(0.1,), verified=(verified,) * num_drafts))
-    assert terminal.getvalue().endswith(f"3 running, {word}, 0 tokens/s")
+    report = replace(_report(3), readings=(0.1,), verified=(verified,) * num_drafts)
+    with console.phase("rollout", total=4):
+        console.rollout_step(report)
+        console.beat()
+    assert terminal.getvalue().endswith(f"3 running, {word}, 0 tokens/s, 0 s so far")

@@ -219,6 +219,13 @@ def test_a_body_that_is_no_json_object_is_refused(client: httpx.Client, body: by
     assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/v1/nothing", TEXT])
+def test_head_is_answered_as_get_without_a_body(client: httpx.Client, path: str) -> None:
+    head, get = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
 def test_other_content_types_and_unknown_routes_are_refused(client: httpx.Client) -> None:
     assert client.post(TEXT, data={"a": "b"}).status_code == 415
     assert client.get("/v1/nothing").status_code == 404

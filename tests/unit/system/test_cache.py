@@ -64,6 +64,14 @@ def test_an_entry_is_built_once_and_only_its_user_can_write_to_it(tmp_path: Path
     assert root.stat().st_mode & 0o777 == 0o755
 
 
+def test_a_build_is_announced_and_an_entry_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for build in (_library(), _refuse):
+        build_once("kernels", "1f", build, tmp_path, announce="compiling, once")
+    assert caplog.messages == ["compiling, once"]
+
+
 def _cut(entry: Path) -> None:
     os.truncate(entry / "library.so", 2)
 

@@ -80,6 +80,18 @@ def test_the_page_only_reads(client: httpx.Client, method: str) -> None:
     assert client.request(method, "/api/runs").status_code == 405
 
 
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/runs/7/overview", "/nowhere"])
+def test_head_is_answered_as_get_without_a_body(client: httpx.Client, path: str) -> None:
+    head, get = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert {**head.headers, "date": ""} == {**get.headers, "date": ""}
+
+
+def test_head_of_the_events_ends(client: httpx.Client) -> None:
+    assert client.head("/events").headers["content-type"].startswith("text/event-stream")
+    assert client.get("/api/runs").is_success  # on the same connection
+
+
 def test_other_names_of_this_machine_are_refused_without_a_token(client: httpx.Client) -> None:
     assert client.get("/api/runs", headers={"Host": "evil.example"}).status_code == 403
     assert client.get("/api/runs", headers={"Host": "localhost:99"}).status_code == 200

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.view.lines import AppendedLines, lines_of, step_of_event, step_of_row
+from longtail.view import lines
+from longtail.view.lines import (
+    AppendedLines,
+    lines_of,
+    open_regular,
+    step_of_event,
+    step_of_row,
+)
 
 
 def rows(*steps: int) -> list[bytes]:
@@ -26,10 +33,10 @@ def test_the_lines_of_every_step_are_found_without_an_index(tmp_path: Path) -> N
     )
     def law(counts: list[int], damage: list[tuple[int, bytes]]) -> None:
         whole = rows(*(step for step, count in enumerate(counts, 1) for _ in range(count)))
-        lines = list(whole)
+        damaged = list(whole)
         for place, junk in damage:
-            lines.insert(min(place, len(lines)), junk)
-        path.write_bytes(b"".join(lines))
+            damaged.insert(min(place, len(damaged)), junk)
+        path.write_bytes(b"".join(damaged))
         for step in range(len(counts) + 2):
             expected = [line for line in whole if json.loads(line)["step"] == step]
             assert lines_of(path, step, step_of_row) == expected
@@ -49,6 +56,46 @@ def test_a_half_written_line_waits_until_it_is_whole(tmp_path: Path) -> None:
         seen = [*(() if appended.is_new else seen), *appended.lines]
         assert seen == [first, second][: (end >= len(first)) + (end == len(first + second))]
     assert log.read().lines == ()
+
+
+def test_a_large_log_is_read_in_parts_and_its_endless_line_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "_MOST_BYTES", 64)
+    path, before, after = tmp_path / "log", rows(*range(1, 10)), rows(*range(11, 20))
+    path.write_bytes(b"".join(before) + b"0" * 1000 + b"\n" + b"".join(after))
+    log, seen, offset = AppendedLines(path), [], -1
+    while log.offset > offset:
+        offset = log.offset
+        found = log.read().lines
+        assert sum(map(len, found)) <= 64
+        seen += [line for line in found if step_of_row(line) is not None]
+    assert seen == before + after
+    assert offset == path.stat().st_size
+
+
+def test_a_search_ends_after_a_bounded_number_of_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"0" * 10_000 + b"\n" + b"".join(rows(1)))
+    assert lines_of(path, 1, step_of_row) == rows(1)
+    monkeypatch.setattr(lines, "_MOST_BYTES", 100)
+    monkeypatch.setattr(lines, "_MOST_SEARCHED", 1000)
+    assert lines_of(path, 1, step_of_row) == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_file_without_an_end_is_not_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "log"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    assert AppendedLines(path).read().lines == ()
+    assert lines_of(path, 1, step_of_row) == []
+    with pytest.raises(OSError, match="no regular file"):
+        open_regular(path)
 
 
 @pytest.mark.parametrize("how", ["renamed", "rewritten", "cut back", "removed"])

@@ -1,6 +1,7 @@
 """Data of a page from the files of a run: whole, damaged, growing and long ones."""
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from longtail.errors import ConfigError
+from longtail.view import lines
 from longtail.view.run_files import RunFiles, open_runs
 from longtail.view.series import MOST_POINTS, MetricSeries
 from longtail.view.speculation import read_rollout
@@ -183,6 +185,35 @@ def test_files_that_are_missing_or_folders_are_left_out(run: Path) -> None:
         everything(run)
         (run / name).mkdir()
         everything(run)
+
+
+def test_a_large_log_is_announced_until_all_of_it_is_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = RunFiles(run, "r").overview()
+    line = max(map(len, (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)))
+    monkeypatch.setattr(lines, "_MOST_BYTES", line)
+    files, stamp = RunFiles(run, "r"), ""
+    assert files.overview()["num_steps"] < whole["num_steps"]
+    while stamp != files.stamp():
+        stamp = files.stamp()
+        overview = files.overview()
+    assert overview == whole
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_files_without_an_end_are_left_out(run: Path, kind: str) -> None:
+    for path in [each for each in run.iterdir() if each.is_file()]:
+        path.unlink()
+        if kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
+    files = RunFiles(run, "r")
+    assert files.describe()["step"] == 0
+    assert files.overview()["num_steps"] == 0
+    assert files.step(1)["timeline"] is None
+    assert files.rollouts(1)["rows"] == []
 
 
 def test_a_run_is_followed_as_it_grows_and_is_cut_back(run: Path) -> None:

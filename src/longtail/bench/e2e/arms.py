@@ -92,7 +92,8 @@ class Arm:
             by_group=config.reward.per == "group",
         )
         try:
-            self._trainer = Trainer(config, self._run, None, self._grader, Console())
+            console = Console(f"bench e2e: arm {name}: ")
+            self._trainer = Trainer(config, self._run, None, self._grader, console)
         except BaseException:
             self._grader.close()
             self._run.close()

@@ -12,7 +12,7 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
-from longtail.bench.common.process import Log
+from longtail.bench.common.peers import PeerProcess
 from longtail.bench.common.timing import Spread, ratios
 from longtail.bench.e2e.arms import ArmResult
 from longtail.bench.training.step import StepBatch, open_trainer, step_seconds
@@ -20,6 +20,7 @@ from longtail.build.models import model_directory
 from longtail.config.rl import RunConfig
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.rl.advantage import dr_grpo
+from longtail.run.console import Console
 from longtail.system.device import threads_each
 
 _STEPS = 3
@@ -47,16 +48,28 @@ class Beside:
         )
 
 
-def measure(python: str, config: RunConfig, off: ArmResult, log: Log) -> Beside:
-    """Make TRL's update for the last steps of `off`."""
-    directory = model_directory(config.model.path)
-    tokenizer, workers = load_tokenizer(directory), config.cluster.workers
+def open_trl(python: str, config: RunConfig) -> PeerProcess:
+    """Start TRL on the model of the arms, with the threads of all workers.
+
+    Raises ConfigError if `python` cannot be started or cannot import TRL.
+    """
+    workers = config.cluster.workers
     threads = threads_each(config.run.threads, workers) * workers
+    return open_trainer(python, "trl", model_directory(config.model.path), threads)
+
+
+def measure(python: str, config: RunConfig, off: ArmResult) -> Beside:
+    """Make TRL's update for the last steps of `off`."""
+    tokenizer = load_tokenizer(model_directory(config.model.path))
     steps = list(enumerate(off.metrics, start=1))[-_STEPS - 1 :]
-    log("loading TRL")
+    console = Console("bench e2e: TRL: ")
     seconds: list[float] = []
-    with open_trainer(python, "trl", directory, threads) as peer:
-        for step, _ in steps:
+    with (
+        console.phase("updates on the texts of off", total=len(steps)),
+        open_trl(python, config) as peer,
+    ):
+        for count, (step, _) in enumerate(steps):
+            console.count(count)
             own = [each for each in off.rollouts if each["step"] == step]
             seconds.append(step_seconds(peer.ask(turn(own, tokenizer))))
         description = peer.description

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longtail.bench.common.process import Log
-from longtail.bench.e2e.arms import Arm, ArmResult
+from longtail.bench.e2e import beside
+from longtail.bench.e2e.arms import OFF, Arm, ArmResult
 from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.plan import Plan, make_plan
 from longtail.bench.e2e.room import Room, check_disk, room_for
@@ -31,6 +32,9 @@ class Measured:
 def measure(options: E2eBenchOptions, place: Path, log: Log, *overrides: str) -> Measured:
     """Train all arms in turn, a step each; `overrides` add to the configuration of all."""
     plan = make_plan(options, place, overrides)
+    if options.peer_python is not None:
+        log("loading TRL, to see that it starts")
+        beside.open_trl(options.peer_python, plan.arms[OFF]).close()
     for note in plan.notes:
         log(note)
     room = find_room(plan, place, options.memory)

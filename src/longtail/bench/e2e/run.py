@@ -24,7 +24,7 @@ def run(options: E2eBenchOptions) -> int:
         log = progress("e2e")
         measured = measure(options, Path(place), log)
         off, python = measured.plan.arms[OFF], options.peer_python
-        trl = beside.measure(python, off, measured.arms[OFF], log) if python else None
+        trl = beside.measure(python, off, measured.arms[OFF]) if python else None
     setting, found, room = measured.plan.setting, measured.arms, measured.room
     print_card(
         card.tables(setting, found),

@@ -17,6 +17,8 @@ import re
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -36,6 +38,7 @@ from ray.exceptions import RayError
 
 STORE_BYTES = 512 * 2**20
 _LONGEST_PLACE = 16
+_REAPER = Path(__file__).with_name("reaper.py")
 _PREFIX, _NEW = "longtail-ray-", "longtail-new-"
 _RAYS_OWN_LINE = re.compile(r":\w+:|\[20\d\d-\d\d-\d\d |\[\w+ [EWIF] |\s*@ +0x")
 """Lines that Ray itself writes into the logs of its workers."""
@@ -57,6 +60,11 @@ class OwnRay:
         token = self.folder / "token"
         with open(os.open(token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_REAPER), str(self.folder)],
+            stdin=subprocess.PIPE,  # closed when this process ends in any way
+            start_new_session=True,
+        )
         self._before = _environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
         self._addresses = ray_constants.ENABLE_RAY_CLUSTER
         # When this is off, Ray takes 127.0.0.1 for this machine's address, and all of its processes
@@ -98,6 +106,8 @@ class OwnRay:
         ray.shutdown()
         ray_constants.ENABLE_RAY_CLUSTER = self._addresses
         _environment(**self._before)
+        self._reaper.kill()
+        self._reaper.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 

@@ -87,6 +87,7 @@ _UNITS = {
 }
 """Flags and text of each unit."""
 _LIBRARY = "kernels.so"
+_ANNOUNCED = "compiling native kernels, once, for about 15 s"
 Layout = Literal["inputs", "halves", "pairs", "tiles"]
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -245,7 +246,8 @@ def _build() -> Path | None:
     parts = (sources, _FLOAT32, _BFLOAT16, " ".join(chosen), version.stdout, flags)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     try:
-        return build_once("kernels", digest, partial(_compile, compiler)) / _LIBRARY
+        built = build_once("kernels", digest, partial(_compile, compiler), announce=_ANNOUNCED)
+        return built / _LIBRARY
     except subprocess.CalledProcessError as error:
         _log.warning(
             "%s cannot compile the native kernels; PyTorch's slower operations are used: %s",

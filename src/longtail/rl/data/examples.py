@@ -6,9 +6,8 @@ separately and followed by the end-of-text token, as the model generates it.
 """
 
 import difflib
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from longtail.errors import DataError
@@ -56,27 +55,24 @@ def make_examples(
         plain,
         source=source,
         encoder=encoder,
-        max_prompt_len=sys.maxsize,  # the limit is on the whole example, below
+        max_prompt_len=max_len,  # of the whole example, below
+        drop_long=drop_long,
         prompt_column=prompt_column if "messages" not in plain[0] else "prompt",
+        limit_fields=("data.max_len", "data.drop_long"),
     )
     kept, kept_rows = [], []
     for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
         where = f"data.source = {source!r}, row {index}"
-        completion = (*encode_at(where, encoder, prompt.data["completion"]), eos_id)
+        tokens = encode_at(where, encoder, prompt.data["completion"], max_len)
+        completion = (*(tokens or ()), eos_id)
         length = len(prompt.tokens) + len(completion)
-        if length <= max_len:
-            kept.append(
-                Prompt(
-                    prompt_id=prompt.prompt_id,
-                    tokens=prompt.tokens,
-                    text=prompt.text,
-                    data={_TOKENS: completion},
-                )
-            )
+        if tokens is not None and length <= max_len:
+            kept.append(replace(prompt, data={_TOKENS: completion}))
             kept_rows.append(index)
         elif not drop_long:
+            count = f"over {max_len}" if tokens is None else f"{length}"
             raise DataError(
-                f"{where}: prompt and completion have {length} tokens, data.max_len is "
+                f"{where}: prompt and completion have {count} tokens, data.max_len is "
                 f"{max_len}; raise it, or set data.drop_long = true to leave such rows out"
             )
     if not kept:

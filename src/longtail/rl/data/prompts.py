@@ -127,8 +127,9 @@ def make_prompts(
     drop_long: bool = False,
     prompt_column: str | None = None,
     answer_column: str | None = None,
+    limit_fields: tuple[str, str] = ("data.max_prompt_len", "data.drop_long_prompts"),
 ) -> PromptSet:
-    """Tokenize every row once.
+    """Tokenize every row once, of a prompt that is far too long only the beginning.
 
     `Prompt.data` is the row with the keys `prompt` (text or chat messages of the source) and, if
     there is a reference answer, `answer`. A chat template, if there is one, formats a text as one
@@ -152,23 +153,23 @@ def make_prompts(
         where = f"data.source = {source!r}, row {index}"
         data = _data(row, prompt_key, answer_key, where=where)
         text = _text(data["prompt"], encoder, where=where)
-        tokens = encode_at(where, encoder, text)
-        if not tokens:
+        tokens = encode_at(where, encoder, text, max_prompt_len)
+        if tokens == ():
             raise DataError(f"{where}: the prompt is empty")
-        if len(tokens) <= max_prompt_len:
+        if tokens is not None and len(tokens) <= max_prompt_len:
             prompt_id = f"{source_label(source)}/{ids[index]}"
             prompts.append(Prompt(prompt_id=prompt_id, tokens=tokens, text=text, data=data))
             kept.append(index)
         elif not drop_long:
+            count = f"over {max_prompt_len}" if tokens is None else f"{len(tokens)}"
             raise DataError(
-                f"{where}: the prompt has {len(tokens)} tokens, data.max_prompt_len is "
-                f"{max_prompt_len}; raise it, or set data.drop_long_prompts = true to leave such "
-                f"rows out"
+                f"{where}: the prompt has {count} tokens, {limit_fields[0]} is {max_prompt_len}; "
+                f"raise it, or set {limit_fields[1]} = true to leave such rows out"
             )
     if not prompts:
         raise DataError(
             f"data.source = {source!r}: all {len(rows)} prompts are longer than "
-            f"data.max_prompt_len = {max_prompt_len}; raise it"
+            f"{limit_fields[0]} = {max_prompt_len}; raise it"
         )
     return PromptSet(
         source=source,
@@ -179,9 +180,16 @@ def make_prompts(
     )
 
 
-def encode_at(where: str, encoder: Encoder, text: str) -> tuple[int, ...]:
-    """Return the tokens of a text; errors begin with `where`."""
+def encode_at(where: str, encoder: Encoder, text: str, limit: int) -> tuple[int, ...] | None:
+    """Return the tokens of a text; None if its beginning has more than twice `limit`.
+
+    So minutes are not spent on a text that is refused. What follows the beginning changes how its
+    last characters are divided into tokens, but not half of them. Errors begin with `where`.
+    """
+    size = 64 * limit  # a text with more characters for each token is tokenized as a whole
     try:
+        if len(text) > size and len(encoder.encode(text[:size].rstrip())) > 2 * limit:
+            return None
         return tuple(encoder.encode(text))
     except ConfigError as error:
         raise DataError(f"{where}: {error}") from error
@@ -195,11 +203,9 @@ def hold_out(prompts: PromptSet, size: int) -> HeldOut:
             f"data.heldout_size = {size}: {prompts.source!r} has {total} prompts, none would be "
             f"left to train on; lower it, or name another source in data.heldout"
         )
-
-    cut = total - size
-    heldout = prompts.part(range(cut, total))
+    heldout = prompts.part(range(total - size, total))
     return HeldOut(
-        train=prompts.part(range(cut)),
+        train=prompts.part(range(total - size)),
         heldout=replace(heldout, num_dropped=0, num_ungradable=0),  # counted in `train`
     )
 

@@ -1,12 +1,12 @@
 """The embedded task `running_sums`: add several numbers, one at a time, in writing.
 
-A worked text is as long as its sum has terms, and the number of terms is log-normal: texts have a
-long tail. As in the training data of a base model, most solutions answer at once. Supervised
-learning reproduces both kinds; reinforcement learning finds that working step by step pays. It owns
-problems and solutions; pure Python, no model, no tokenizer.
+A worked text is as long as its sum has terms, and one sum in eight is ten to thirty times as long as
+the others: a long tail. As in the training data of a base model, many solutions of short sums answer
+at once. Supervised learning reproduces both kinds; reinforcement learning finds that working step by
+step pays. It owns problems and solutions; pure Python, no model, no tokenizer.
 """
 
-import math
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
@@ -14,38 +14,63 @@ from zlib import crc32
 
 _LARGEST = 9
 """Largest term; the smallest is 1."""
-_FEWEST, _MEDIAN, _MOST = 2, 5, 24
-"""Terms of a sum."""
-_SPREAD = 0.8
-"""Standard deviation of the logarithm of the number of terms."""
-_HASTY_SHARE = 0.65
-"""Share of the solutions that answer at once."""
+_SHORT, _LONG, _SOLVED = (2, 8), (40, 120), (2, 40)
+"""Fewest and most terms of a sum; their logarithm is distributed evenly."""
+_TOGETHER = 8
+"""One of so many consecutive problems is long, in a random place, so that every batch has a tail."""
+_HASTY_SHARE = 0.5
+"""Share of the solutions of short sums that answer at once."""
 _HELDOUT_SHARE = 4
 """Ratio of all problems to those held out."""
 
 
 def problems(size: int, seed: int, *, heldout: bool) -> list[dict[str, Any]]:
-    """Draw problems with worked solutions; those held out are found by a hash of the prompt.
+    """Draw problems with answers; those held out are found by a hash of the prompt.
+
+    Example row: {"prompt": "Add 6 + 8 + 2", "answer": "16"}
+    """
+    rng = Random(f"running_sums/{heldout}/{seed}")
+    ranges = _problem_ranges(rng)
+    return [_row(_draw_terms(rng, next(ranges), heldout=heldout)) for _ in range(size)]
+
+
+def examples(size: int, seed: int) -> list[dict[str, Any]]:
+    """Draw solved problems, none of them held out, to learn from.
 
     Example row: {"prompt": "Add 6 + 8 + 2", "answer": "16",
                   "completion": "6 + 8 = 14\\n14 + 2 = 16\\nThe sum is 16."}
     """
-    rng = Random(f"running_sums/{heldout}/{seed}")
-    rows: list[dict[str, Any]] = []
-    while len(rows) < size:
-        terms = _draw_terms(rng)
-        prompt = f"Add {' + '.join(map(str, terms))}"
-        if (crc32(prompt.encode()) % _HELDOUT_SHARE == 0) == heldout:
-            steps = () if rng.random() < _HASTY_SHARE else additions(terms)
-            answer = str(sum(terms))
-            completion = "\n".join([*steps, f"The sum is {answer}."])
-            rows.append({"prompt": prompt, "answer": answer, "completion": completion})
+    rng = Random(f"running_sums/examples/{seed}")
+    rows = []
+    for _ in range(size):
+        terms = _draw_terms(rng, _SOLVED, heldout=False)
+        is_hasty = len(terms) <= _SHORT[1] and rng.random() < _HASTY_SHARE
+        lines = [*(() if is_hasty else additions(terms)), f"The sum is {sum(terms)}."]
+        rows.append({**_row(terms), "completion": "\n".join(lines)})
     return rows
 
 
-def _draw_terms(rng: Random) -> list[int]:
-    wanted = round(rng.lognormvariate(math.log(_MEDIAN), _SPREAD))
-    return [rng.randint(1, _LARGEST) for _ in range(max(_FEWEST, min(_MOST, wanted)))]
+def _problem_ranges(rng: Random) -> Iterator[tuple[int, int]]:
+    while True:
+        long_one = rng.randrange(_TOGETHER)
+        yield from (_LONG if place == long_one else _SHORT for place in range(_TOGETHER))
+
+
+def _draw_terms(rng: Random, fewest_most: tuple[int, int], *, heldout: bool) -> list[int]:
+    fewest, most = fewest_most
+    while True:
+        count = round(fewest * (most / fewest) ** rng.random())
+        terms = [rng.randint(1, _LARGEST) for _ in range(count)]
+        if (crc32(_prompt(terms).encode()) % _HELDOUT_SHARE == 0) == heldout:
+            return terms
+
+
+def _row(terms: list[int]) -> dict[str, Any]:
+    return {"prompt": _prompt(terms), "answer": str(sum(terms))}
+
+
+def _prompt(terms: list[int]) -> str:
+    return f"Add {' + '.join(map(str, terms))}"
 
 
 def additions(terms: list[int]) -> list[str]:

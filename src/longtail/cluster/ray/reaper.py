@@ -1,0 +1,52 @@
+"""A process that ends all processes of a Ray when its owner ends in any way; run by path.
+
+    owner ---pipe---> python -I -S reaper.py FOLDER
+
+When the pipe closes, every process that writes to a file in FOLDER/ray is killed, as all processes
+of that Ray do (`instance`), and FOLDER is removed. Ray's own helpers would notice the loss of their
+owner after a minute.
+"""
+
+import os
+import shutil
+import signal
+import stat
+import sys
+import time
+from contextlib import suppress
+
+_ATTEMPTS = 500
+_POLL_S = 0.01
+
+
+def end_processes(folder: str) -> None:
+    """Kill until no process of this user writes to a file in `folder`."""
+    for _ in range(_ATTEMPTS):
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        writers = [pid for pid in pids if _writes(pid, folder)]
+        for pid in writers:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if not writers:
+            return
+        time.sleep(_POLL_S)
+
+
+def _writes(pid: int, folder: str) -> bool:
+    with suppress(OSError):  # it has ended, or is another user's
+        files = f"/proc/{pid}/fd"
+        return any(_is_written(f"{files}/{name}", folder) for name in os.listdir(files))
+    return False
+
+
+def _is_written(file: str, folder: str) -> bool:
+    with suppress(OSError):  # it is closed
+        is_inside = os.readlink(file).startswith(f"{folder}/")
+        return is_inside and bool(os.lstat(file).st_mode & stat.S_IWUSR)
+    return False
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    end_processes(f"{sys.argv[1]}/ray")
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
