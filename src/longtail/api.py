@@ -47,8 +47,8 @@ class Engine:
     `model` is a name as for `--model.path`: a directory, a run of `longtail train` (its newest
     checkpoint), a hub id, a .gguf file, "smollm2" or "tiny-reasoner". `drafter` is a name as for
     `--speculation.drafter`: it changes the speed, never a text. `dtype` is "float32", "bfloat16" or
-    "float64"; the default is the stored one. Weights are read with the first request. Raises
-    ConfigError for a model that cannot be used.
+    "float64"; "auto" is the stored one, or float32 where that is emulated. Weights are read with
+    the first request. Raises ConfigError for a model that cannot be used.
 
     Example: Engine("runs/quickstart", dtype="bfloat16").generate(["1+1="])[0].text
     """
@@ -58,7 +58,7 @@ class Engine:
         model: str,
         *,
         drafter: str = "auto",
-        dtype: str | None = None,
+        dtype: str = "auto",
         device: str = "auto",
         max_running: int = 64,
         batch_invariant: bool = False,
@@ -193,7 +193,7 @@ def load_drafter(
     Example: load_drafter("runs/quickstart", "runs/quickstart").layer.config
     """
     path = model_directory(model, field="model")
-    target = open_model(model, path, load_tokenizer(path), None)
+    target = open_model(model, path, load_tokenizer(path))
     loaded = read_drafter(name, target, log, dtype, field="name")
     if loaded is None:
         raise ConfigError(f"name = {name!r}: this drafter has no weights of its own to load")

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from longtail.build import memory
 from longtail.build.drafters import check_names
 from longtail.build.models import model_directory
+from longtail.build.precision import decided
 from longtail.build.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutResult
@@ -156,7 +157,7 @@ class TrainingStep:
 def train(config: RunConfig) -> int:
     """Run `longtail train` and return its exit code, which is 130 after an interruption."""
     check_names(config.speculation.drafter)
-    console = Console()
+    console, config = Console(), decided(config)
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as run:
         checkpoint = run.start(configfile.render(config), resume=config.run.resume)
         if finished := summary.finished_summary(run.path, checkpoint, config.run.steps):

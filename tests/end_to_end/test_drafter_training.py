@@ -36,6 +36,7 @@ def _train(workshop: Workshop, run: str, *more: str) -> Said:
         f"--data.source={workshop.prompts}",
         f"--run.dir={workshop.path / run}",
         *("--data.size=12", "--data.heldout_size=4", "--data.max_tokens=24", "--data.samples=2"),
+        *("--target.dtype=float32", "--train.autocast=false"),
         *("--drafter.window=8", "--drafter.unroll_steps=3", "--train.batch_tokens=100"),
         *(f"--train.steps={STEPS}", "--train.warmup_steps=1", "--run.checkpoint_every=2"),
         *("--run.threads=1", "--run.device=cpu", "--run.log_every=1", *more),

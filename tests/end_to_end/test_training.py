@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, say, write_lines
+from longtail.build import precision
 from longtail.config.rl import RunConfig, load
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import load_model
 from longtail.rl.loss import LOSSES
+from longtail.system.device import DTYPES
 
 STEPS = 3
 DONE = (f"--run.steps={STEPS}", "--run.checkpoint_every=1")
@@ -102,6 +104,22 @@ def test_a_group_answers_one_prompt_in_as_many_ways_as_it_has_members(workshop: 
     assert len(groups) == 4
     for texts in groups.values():
         assert len(set(texts)) == len(texts) == 4
+
+
+def test_auto_is_decided_before_the_first_step_and_a_cost_is_said(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device: False)
+    words = ("--run.steps=1", "--rollout.dtype=auto")
+    said = workshop.train("auto", *words, "--learner.autocast=auto")
+    assert said.code == 0
+    assert "emulated" not in said.err
+    config = load(workshop.path / "auto" / "config.toml")
+    assert config.rollout.dtype in DTYPES
+    assert config.learner.autocast is False
+    said = workshop.train("emulated", *words, "--learner.autocast=true")
+    assert said.code == 0
+    assert said.err.count("learner.autocast = true: bfloat16 is emulated") == 1
 
 
 def test_the_resolved_configuration_is_in_the_run_directory(workshop: Workshop) -> None:

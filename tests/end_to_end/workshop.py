@@ -67,6 +67,8 @@ class Workshop:
             "--rollout.prompts_per_step=4",
             "--rollout.group_size=4",
             "--rollout.max_tokens=16",
+            "--rollout.dtype=float32",
+            "--learner.autocast=false",
             "--learner.learning_rate=0.02",
             "--run.threads=1",
             "--run.device=cpu",

@@ -1,5 +1,6 @@
 """Construction of an engine for `longtail generate` and `longtail serve`."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import final
 import torch
 
 from longtail.build.drafters import Target, drafter_names, open_drafters
+from longtail.build.precision import emulated, is_fast
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Decode
-from longtail.model.hf.model import load_model
+from longtail.model.hf.model import load_model, stored_dtype
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
 from longtail.sampling import noise_key
 from longtail.system.device import DTYPES, choose_device, to_stderr
@@ -20,6 +22,7 @@ from longtail.system.machine import MAX_INT32
 from longtail.tuner.budget import BudgetTuner
 from longtail.types import Request
 
+_log = logging.getLogger("longtail")
 _STEP_TOKENS = 512
 
 
@@ -27,17 +30,24 @@ def open_model(
     name: str,
     path: Path,
     tokenizer: Tokenizer,
-    dtype: str | None,
+    dtype: str = "auto",
     device: str = "cpu",
     *,
     batch_invariant: bool = False,
 ) -> Target:
-    """Read the weights in `path`; a dtype of None is the stored one.
+    """Read the weights in `path`; `auto` is the stored dtype, or float32 where that is emulated.
 
     `batch_invariant` keeps a text's bits from depending on its batch on a GPU, too.
     """
-    precision: torch.dtype | None = DTYPES[dtype] if dtype else None
-    model = load_model(path, precision, choose_device(device))
+    chosen = choose_device(device)
+    if dtype == "auto":
+        stored = stored_dtype(path)
+        precision = stored if is_fast(stored, chosen) else torch.float32
+    else:
+        precision = DTYPES[dtype]
+        if not is_fast(precision, chosen):
+            _log.warning("%s", emulated("dtype", dtype))
+    model = load_model(path, precision, chosen)
     model.batch_invariant = batch_invariant
     check_vocabulary(tokenizer, model.config)
     return Target(model=model, tokenizer=tokenizer, directory=path, name=name)

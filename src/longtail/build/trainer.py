@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from longtail.build import precision
 from longtail.build.prompts import load_prompts, prompt_source
 from longtail.build.worker import build_worker, build_worker_apart
 from longtail.cluster.group import WorkerGroup, WorkerGroupSettings
@@ -47,13 +48,14 @@ class TrainerComponents:
     """Seconds that opening the drafter took, with the training of the embedded one."""
 
     def start_lines(self, config: RunConfig, threads: int, last_step: int | None) -> list[str]:
-        """Return what a run logs at its start: model, directory, and prompts left out."""
+        """Return what a run logs at its start: model, directory, precision, prompts left out."""
         resumed = "" if last_step is None else f", resumed after step {last_step}"
         lines = [
             f"{config.model.path}: {self.workers.num_parameters:,} parameters, "
             f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
             f"{Path(config.run.dir)}{resumed}"
         ]
+        lines += (*precision.costs(config), *precision.inexactness(config))
         if self.num_dropped:
             lines.append(
                 f"{self.num_dropped} prompts over {config.data.max_prompt_len} tokens are left out "

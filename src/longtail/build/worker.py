@@ -34,7 +34,14 @@ from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.optim import OptimizerSettings
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
-from longtail.system.device import DTYPES, choose_device, rollout_threads, set_threads, to_stderr
+from longtail.system.device import (
+    DTYPES,
+    choose_device,
+    multiplies_bfloat16,
+    rollout_threads,
+    set_threads,
+    to_stderr,
+)
 from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
@@ -140,7 +147,8 @@ def make_drafting(
             unroll_steps=loaded.training.unroll_steps,
             optimizer=OptimizerSettings(learning_rate=own.learning_rate),
             matrix_rate=_matrix_rate(own, recipe if is_fresh else None),
-            autocast=target.model.dtype == torch.bfloat16,
+            autocast=target.model.dtype == torch.bfloat16
+            and multiplies_bfloat16(target.model.device),
             fit_tokens=recipe.fit_tokens if is_fresh else 0,
         ),
         batch_tokens=own.batch_tokens,
@@ -236,6 +244,6 @@ def _learner_settings(config: RunConfig) -> LearnerSettings:
         kl_coef=own.kl_coef,
         tis_cap=own.tis_cap,
         recompute=own.gradient_checkpointing,
-        autocast=own.autocast,
+        autocast=own.autocast is True,
         sharding=own.sharding,
     )

@@ -121,9 +121,6 @@ def _hardware() -> Iterator[Finding]:
     yield fact("processor", machine.cpu_name())
     yield fact("cores", str(machine.usable_cores()))
     yield fact("instructions", ", ".join(flags) or "none that matter")
-    fast = {"avx512_bf16", "amx_bf16", "bf16"} & set(flags)
-    slow = "" if fast else "keep rollout.dtype = float32 on this processor"
-    yield fact("bfloat16 on the CPU", "native" if fast else "emulated, slow", slow)
     yield fact("memory", f"{_gigabytes(memory.available)} of {_gigabytes(memory.total)} available")
     yield fact("disk", f"{_gigabytes(machine.disk_free(Path('runs')))} free for runs/")
     if find_spec("torch") is not None:
@@ -134,7 +131,6 @@ def _torch_facts() -> Iterator[Finding]:
     import torch
 
     from longtail.model.kernels import native
-    from longtail.system.device import DTYPES
 
     fact = partial(fact_of, "hardware")
     yield fact("compute threads", str(torch.get_num_threads()))
@@ -144,8 +140,7 @@ def _torch_facts() -> Iterator[Finding]:
     if why is None and native.functions(torch.float32) is None:
         why = "the C compiler fails on them; its message is printed at first use"
     yield fact("native kernels", "absent, generation is slower" if why else "built here", why or "")
-    exact = [name for name, dtype in DTYPES.items() if native.layout(dtype) is not None]
-    yield fact("batch-invariant", " and ".join(exact) or "no dtype: texts may differ at near-ties")
+    yield from _precision("CPU")
     if not torch.cuda.is_available():
         yield fact("GPU", "none; everything runs on the CPU")
     for index in range(torch.cuda.device_count()):
@@ -156,6 +151,30 @@ def _torch_facts() -> Iterator[Finding]:
             f"GPU {index}",
             f"{properties.name}, {free} of {size} free, compute capability {level}",
         )
+    if torch.cuda.is_available():
+        yield from _precision("GPU")
+
+
+def _precision(where: str) -> Iterator[Finding]:
+    """Yield what `auto` is on the CPU or GPU, for what bfloat16 is fast, and where bits hold."""
+    import torch
+
+    from longtail.build import precision
+    from longtail.model.kernels import native
+    from longtail.system.device import DTYPES, multiplies_bfloat16
+
+    fact, device = partial(fact_of, "precision"), torch.device("cpu" if where == "CPU" else "cuda")
+    trains, dtype = multiplies_bfloat16(device), precision.fastest_dtype(device)
+    yield fact(f"auto on the {where}", f"rollout.dtype = {dtype}, autocast = {str(trains).lower()}")
+    rollouts = "fast" if dtype == "bfloat16" else "emulated, up to twice as long as float32"
+    yield fact(f"bfloat16 rollouts on the {where}", rollouts)
+    training = "in hardware" if trains else "emulated, 12 times as long as float32"
+    yield fact(f"bfloat16 training on the {where}", training)
+    if where == "GPU":
+        yield fact("batch-invariant on the GPU", "with rollout.batch_invariant = true")
+        return
+    exact = [name for name, dtype in DTYPES.items() if native.layout(dtype) is not None]
+    yield fact("batch-invariant", " and ".join(exact) or "no dtype: texts may differ at near-ties")
 
 
 def _extras() -> Iterator[Finding]:

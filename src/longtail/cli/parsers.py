@@ -183,7 +183,7 @@ def _drafter_import() -> Parser:
         type=int,
         help="attention window; 0: unbounded (default: as stored)",
     )
-    add("--dtype", choices=_DTYPES, help="dtype of the target (default: as stored)")
+    _add_dtype(parser, "the target")
     _option(parser, "--threads", 1, "number of compute threads")
     return parser
 
@@ -201,6 +201,15 @@ def _add_drafter_and_target(parser: Parser) -> None:
     )
 
 
+def _add_dtype(parser: Parser, what: str) -> None:
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *_DTYPES),
+        default="auto",
+        help=f"dtype of {what}; auto (default): as stored, or float32 where that is emulated",
+    )
+
+
 def _add_measurement(parser: Parser, *, n: int, max_tokens: int) -> None:
     parser.add_argument(
         "--prompts",
@@ -210,7 +219,7 @@ def _add_measurement(parser: Parser, *, n: int, max_tokens: int) -> None:
     _option(parser, "--n", n, "number of prompts")
     _option(parser, "--max-tokens", max_tokens, "longest completion, tokens")
     _option(parser, "--temperatures", "0,0.6,1", "sampling temperatures", "X,X")
-    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the target (default: as stored)")
+    _add_dtype(parser, "the target")
     _option(parser, "--seed", 0, "seed of generated prompts")
     _option(parser, "--threads", 1, "number of compute threads")
 
@@ -230,7 +239,7 @@ def _generate() -> Parser:
     _option(parser, "--min-p", 0.0, "smallest probability relative to the most likely token")
     add("--stop", metavar="TEXT", action="append", default=[], help="stop string; may be repeated")
     _option(parser, "--seed", 0, "seed of the sampling noise")
-    add("--dtype", choices=_DTYPES, help="dtype of weights and KV cache (default: as stored)")
+    _add_dtype(parser, "weights and KV cache")
     _option(parser, "--device", "auto", "device: auto, cpu, cuda or cuda:N", "DEVICE")
     _option(parser, "--threads", 0, "number of compute threads; 0: all cores")
     add("--batch-invariant", action="store_true", help="same bits in any batch, on a GPU, too")

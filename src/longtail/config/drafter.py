@@ -29,8 +29,9 @@ class TargetSection(Section):
 
     path: Name = "tiny-reasoner"
     """Model, named as in `model.path` of train."""
-    dtype: Dtype = "float32"
-    """Type of the target's weights; the drafter is float32 (float64 with float64)."""
+    dtype: Dtype = "auto"
+    """Type of the target's weights, `auto` as in `rollout.dtype` of train; the drafter is float32
+    (float64 with float64)."""
 
 
 class DrafterSection(Section):

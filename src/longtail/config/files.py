@@ -335,7 +335,7 @@ def _kind(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return _kind(next(option for option in options if option is not type(None)))
     if origin is Literal:
-        return "|".join(options)
+        return "|".join(str(option).lower() for option in options)
     if origin is tuple:
         return f"{_kind(options[0])},..."
     if origin is dict or _table_of(annotation) is not None:

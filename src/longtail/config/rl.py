@@ -60,11 +60,12 @@ class RolloutSection(Section):
     """Most tokens of one engine step; longer prompts are prefilled in chunks."""
     kv_tokens: Amount = 0
     """Capacity of the KV cache in tokens; 0 fits `max_running` longest requests."""
-    dtype: Dtype = "float32"
-    """Type of the weights and the KV cache during generation."""
+    dtype: Dtype = "auto"
+    """Type of the weights and the KV cache during generation; `auto` is bfloat16 where it is fast
+    (a GPU, native CPU kernels, a CPU that multiplies it), else float32."""
     batch_invariant: bool = False
-    """Whether, on a GPU, the batch (hence drafting) changes no bit; slower. CPU kernels always
-    are batch-invariant."""
+    """Whether, on a GPU, the batch (hence drafting) changes no bit; slower. Native CPU kernels
+    always are batch-invariant; `longtail doctor` says where they run."""
 
 
 class SpeculationSection(Section):
@@ -308,5 +309,5 @@ def _learner_problems(config: RunConfig) -> Iterator[str]:
             f"learner.overlong_buffer = {learner.overlong_buffer}: it must be less than "
             f"rollout.max_tokens = {rollout.max_tokens}"
         )
-    if learner.autocast and learner.dtype == "float64":
+    if learner.autocast is True and learner.dtype == "float64":
         yield "learner.autocast = true: learner.dtype = 'float64' is the exact reference; drop one"

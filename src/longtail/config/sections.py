@@ -5,7 +5,7 @@ The class defaults are the vetted recipe. The docstring under a field is its hel
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from longtail.system.machine import MAX_INT32, MAX_THREADS
 
@@ -21,7 +21,12 @@ NotNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Dtype = Literal["float32", "bfloat16", "float64"]
+Dtype = Literal["auto", "float32", "bfloat16", "float64"]
+Switch = Annotated[
+    Literal["auto", True, False],
+    BeforeValidator(lambda value: {"true": True, "false": False}.get(value, value)),
+]
+"""A truth value, or `auto`; the command line gives it as text."""
 Schedule = Literal["constant", "linear", "cosine"]
 Table = dict[str, JsonValue]
 """A table of any keys, whose values have the types of TOML."""
@@ -58,8 +63,9 @@ class OptimizerSection(Section):
     """Decay rates of AdamW's first and second moment."""
     max_grad_norm: Positive = 1.0
     """Global norm to which larger gradients are scaled down."""
-    autocast: bool = False
-    """Whether matrix products run in bfloat16 over float32 weights."""
+    autocast: Switch = "auto"
+    """Whether matrix products run in bfloat16 over float32 weights; `auto`: where the hardware
+    multiplies bfloat16. Elsewhere they are emulated, and take about 12 times as long."""
 
 
 class CommonRunSection(Section):

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from longtail.build.drafters import Target, check_names, read_drafter
 from longtail.build.models import model_directory
+from longtail.build.precision import costs, decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
@@ -131,6 +132,8 @@ class Components(steps.Components):
             f"{len(corpus.training)} texts, {len(corpus.heldout)} held out, run directory "
             f"{config.run.dir}" + (f", resumed after step {self.steps}" if self.steps else "")
         )
+        for line in costs(config):
+            console.log(line)
         if corpus.num_dropped:
             console.log(
                 f"{corpus.num_dropped} rows are left out: the prompt is too long, or the text is "
@@ -174,6 +177,7 @@ def run(config: DrafterTrainConfig) -> int:
     """Run `longtail drafter train` from the configuration to the last checkpoint."""
     if config.drafter.init is not None:
         check_names(config.drafter.init, field="drafter.init")
+    config = decided(config)
 
     def build(
         directory: RunDirectory, checkpoint: Checkpoint | None, console: Console
@@ -234,7 +238,7 @@ def assemble(
         unroll_steps=_num_unrolled(config, layer),
         optimizer=steps.optimizer_settings(own, own.steps),
         matrix_rate=own.matrix_rate or None,
-        autocast=own.autocast,
+        autocast=own.autocast is True,
         fit_tokens=own.fit_tokens,
     )
     return Components(

@@ -14,6 +14,7 @@ from typing import final
 import torch
 
 from longtail.build.models import TINY_REASONER, model_directory
+from longtail.build.precision import costs, decided
 from longtail.config.data import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
@@ -95,6 +96,8 @@ class Components(steps.Components):
             f"run directory {config.run.dir}"
             + (f", resumed after step {self.steps}" if self.steps else "")
         )
+        for line in costs(config):
+            console.log(line)
         if self.num_dropped:
             console.log(
                 f"{self.num_dropped} examples over {config.data.max_len} tokens are left out "
@@ -120,6 +123,7 @@ class Components(steps.Components):
 
 def run(config: SftConfig) -> int:
     """Run `longtail sft` from the configuration to the last checkpoint; 130 if interrupted."""
+    config = decided(config)
     return steps.run(config, lambda directory, checkpoint, console: assemble(config))
 
 
@@ -141,7 +145,7 @@ def assemble(config: SftConfig) -> Components:
         optimizer=steps.optimizer_settings(own, own.steps),
         tokens_per_micro_batch=own.tokens_per_micro_batch,
         recompute=own.gradient_checkpointing,
-        autocast=own.autocast,
+        autocast=own.autocast is True,
     )
     return Components(
         config=config,

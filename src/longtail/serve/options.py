@@ -98,7 +98,7 @@ class ServeOptions:
     limits: Limits
     drain_s: float
     """Seconds that unfinished requests have when the server is stopped."""
-    dtype: str | None = None
+    dtype: str = "auto"
     device: str = "auto"
     threads: int = 0
     batch_invariant: bool = False
@@ -127,7 +127,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         value = getattr(defaults, name)
         add(_option(name), metavar="N", type=int, default=value, help=f"{text} (default {value})")
     add("--drain-s", metavar="X", type=float, default=30.0, help="grace on shutdown (default 30)")
-    add("--dtype", choices=("float32", "bfloat16", "float64"), help="(default: as stored)")
+    dtypes = ("auto", "float32", "bfloat16", "float64")
+    text = "auto (default): as stored, or float32 where that is emulated"
+    add("--dtype", choices=dtypes, default="auto", help=text)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
     add("--threads", metavar="N", type=int, default=0, help="compute threads; 0: every core")
     add("--batch-invariant", action="store_true", help="as rollout.batch_invariant of train")

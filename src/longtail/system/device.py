@@ -54,6 +54,20 @@ def rollout_threads(hidden_size: int) -> int:
     return 1 if hidden_size < _MULTITHREADED_SIZE else torch.get_num_threads()
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether a device has instructions for products of bfloat16, and PyTorch uses them.
+
+    Elsewhere PyTorch emulates such products: learning takes about 12 times as long as in float32.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return (
+        torch._C._has_mkldnn
+        and machine.multiplies_bfloat16()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
 def to_stderr(line: str) -> None:
     """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 Cores and memory are those that this process may use, so a container's limits are included.
 """
 
+import functools
 import json
 import os
 import platform
@@ -136,6 +137,7 @@ def file_system(path: Path) -> str:
     return max(around, key=lambda row: len(row[1]), default=["", "", ""])[2]
 
 
+@functools.cache
 def _cpuinfo(key: str) -> str:
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []

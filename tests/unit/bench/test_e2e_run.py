@@ -248,7 +248,7 @@ def test_a_refusal_names_arms_numbers_and_the_field_to_lower(
 def test_a_drafter_is_counted_for_arms_that_have_one() -> None:
     def arm(drafter: str, train: str) -> ArmBytes:
         words = (f"--speculation.drafter={drafter}", f"--spot.train={train}")
-        own = config.load(None, ["--cluster.workers=2", *words])
+        own = config.load(None, ["--cluster.workers=2", "--rollout.dtype=float32", *words])
         return room.arm_bytes(own, tiny_config("llama"), on_cpu=True)
 
     off, history = arm("none", "never"), arm("history", "never")
@@ -259,7 +259,7 @@ def test_a_drafter_is_counted_for_arms_that_have_one() -> None:
 
 
 def test_arms_are_not_parked_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arms = {"off": config.load(None)}
+    arms = {"off": config.load(None, ["--rollout.dtype=float32"])}
     room.check_disk(arms, tiny_config(), tmp_path)
     monkeypatch.setattr(machine, "disk_free", lambda path: 10)
     with pytest.raises(ConfigError, match=r"parked arms need .* set TMPDIR"):

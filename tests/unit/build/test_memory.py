@@ -1,15 +1,22 @@
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from longtail.build import memory
-from longtail.config.rl import RunConfig, load
+from longtail.config import rl as config_module
+from longtail.config.rl import RunConfig
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Family, ModelConfig, Transformer
 from support.tiny_models import tiny_config, tiny_model
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def load(path: None, words: Sequence[str] = ()) -> RunConfig:
+    """Return a configuration whose dtypes do not depend on this machine."""
+    return config_module.load(path, ["--rollout.dtype=float32", *words])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,7 +117,7 @@ def test_each_worker_holds_one_shard_and_all_weights_are_in_main_memory() -> Non
 
 
 def test_the_total_is_the_sum_and_a_misfit_names_the_fields_to_lower() -> None:
-    estimated = memory.estimate(RunConfig(), tiny_config())
+    estimated = memory.estimate(load(None), tiny_config())
     assert estimated.total == sum(item.bytes for item in estimated.items.values())
     cells = [list(c.cells) for c in memory.table(estimated, estimated.total - 1, "cpu").columns]
     assert any("does not fit; lower" in str(cell) for cell in cells[2])

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from longtail.build import precision
 from longtail.cli import doctor
 from longtail.cli import main as cli
 from longtail.model.kernels import native
-from longtail.system import machine
+from longtail.system import device, machine
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.cost_file import save_costs
 
@@ -44,6 +45,27 @@ def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(
     assert batch_invariant() == "float32"
     monkeypatch.setattr(native, "layout", lambda dtype: None)
     assert batch_invariant() == "no dtype: texts may differ at near-ties"
+
+
+@pytest.mark.parametrize(
+    ("layout", "multiplies", "auto", "rollouts", "training"),
+    [
+        ("pairs", True, "rollout.dtype = bfloat16, autocast = true", "fast", "in hardware"),
+        ("halves", False, "rollout.dtype = bfloat16, autocast = false", "fast", "emulated"),
+        (None, False, "rollout.dtype = float32, autocast = false", "emulated", "emulated"),
+    ],
+)
+def test_it_says_what_auto_is_and_where_bfloat16_is_fast(
+    layout: str | None, multiplies: bool, auto: str, rollouts: str, training: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(native, "layout", lambda dtype: layout)
+    for module in (device, precision):
+        monkeypatch.setattr(module, "multiplies_bfloat16", lambda device: multiplies)
+    found = {finding.name: finding.value for finding in doctor.examine()}
+    assert found["auto on the CPU"] == auto
+    assert found["bfloat16 rollouts on the CPU"].startswith(rollouts)
+    assert found["bfloat16 training on the CPU"].startswith(training)
 
 
 def test_an_absent_extra_comes_with_the_command_and_is_no_failure(

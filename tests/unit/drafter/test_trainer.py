@@ -12,10 +12,13 @@ from longtail.drafter.training.texts import TextBatches, pack_texts, read_texts,
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, DataError, NonFiniteError
 from longtail.model.attention import PackedAttention
+from longtail.model.kernels import products
 from longtail.model.transformer import Transformer
+from longtail.rl import muon
 from longtail.rl.data.examples import Example
 from longtail.rl.optim import OptimizerSettings
 from longtail.types import PackedSequences
+from support.processors import HalfProducts
 from support.tiny_models import tiny_model
 
 SETTINGS = TrainerSettings(unroll_steps=3, optimizer=OptimizerSettings(learning_rate=1e-2))
@@ -209,6 +212,25 @@ def test_depths_beyond_the_trained_ones_are_measured_up_to_the_texts_length() ->
 def test_autocast_trains_the_same_within_its_precision() -> None:
     exact, rough = _trainer(), _trainer(settings=replace(SETTINGS, autocast=True))
     assert exact.step(_batch()).loss == pytest.approx(rough.step(_batch()).loss, rel=0.02)
+
+
+@pytest.mark.parametrize("matrix_rate", [None, 0.02])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_product_is_emulated_over_a_bfloat16_target(recipe, matrix_rate, monkeypatch) -> None:
+    settings = replace(SETTINGS, matrix_rate=matrix_rate)
+    exact = _trainer(recipe, settings=settings)
+    for module in (products, muon):
+        monkeypatch.setattr(module, "multiplies_bfloat16", lambda device: False)
+    target = tiny_model(dtype=torch.bfloat16)
+    trainer = _trainer(recipe, settings=settings, target=target)
+    with HalfProducts() as half:
+        report = trainer.step(_batch())
+    assert half.found == []
+    assert report.loss == pytest.approx(exact.step(_batch()).loss, rel=0.02)
+    monkeypatch.undo()
+    with HalfProducts() as half:
+        _trainer(settings=replace(settings, autocast=True)).step(_batch())
+    assert half.found, "products are seen"
 
 
 def test_a_packed_target_trains_the_same() -> None:

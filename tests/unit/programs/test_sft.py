@@ -43,6 +43,7 @@ def settings(place: Path, name: str, *words: str) -> sft_config.SftConfig:
             "--data.max_len=64",
             "--train.batch_tokens=64",
             "--train.learning_rate=0.01",
+            "--train.autocast=false",
             "--train.warmup_steps=2",
             "--train.schedule=constant",
             "--run.checkpoint_every=3",

@@ -20,6 +20,7 @@ from longtail.rl.loss import LOSSES
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import lay_out, pack_mini_batches, pack_rollouts
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
+from support.processors import needs_bfloat16
 from support.tiny_models import tiny_model
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)
@@ -54,9 +55,7 @@ def rollouts(model: Transformer, lengths=((3, 5), (2, 9), (4, 1), (1, 7))) -> li
 ADVANTAGES = [1.0, -0.7, 0.4, -1.3]
 
 
-def alone(
-    model: Transformer, tokens: torch.Tensor, prompt_len: int, temperature: float
-) -> torch.Tensor:
+def alone(model: Transformer, tokens: torch.Tensor, prompt_len: int, temperature: float):
     """Logprobs of one completion from a forward pass over it alone, the LM head on every row."""
     count = len(tokens)
     hidden = model(tokens, torch.arange(count), PackedAttention((0, count)))
@@ -309,6 +308,7 @@ def test_autocast_comes_close_to_float32(family, recompute):
     assert F.cosine_similarity(moved, also, dim=0) > 0.98
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("compiled", [True, False])
 def test_weights_converted_once_an_update_give_the_update_of_autocast(compiled, monkeypatch):
     if not compiled:

@@ -1,11 +1,13 @@
 """Muon for the matrices of layers, AdamW for the rest: split, orthogonality, refusal, state."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from longtail.errors import CheckpointError, NonFiniteError
+from longtail.rl import muon
 from longtail.rl.muon import MuonOptimizer
 from longtail.rl.optim import Optimizer, OptimizerSettings
 from support.tiny_models import tiny_model
@@ -38,6 +40,25 @@ def test_a_matrix_of_a_layer_moves_by_a_nearly_orthogonal_step():
             # [0.7, 1.2]; the gradient's own spread by a factor of more than ten.
             assert values.max() < 1.4, name
             assert values.median() > 0.6, name
+
+
+@pytest.mark.parametrize(("in_hardware", "tolerance"), [(True, 0.0), (False, 0.02)])
+def test_matrices_move_as_under_pytorchs_muon(in_hardware, tolerance, monkeypatch):
+    monkeypatch.setattr(muon, "multiplies_bfloat16", lambda device: in_hardware)
+    settings = replace(SETTINGS, schedule="constant", weight_decay=0.1)
+    ours, theirs = tiny_model(), tiny_model()
+    optimizer = MuonOptimizer(ours, settings, matrix_rate=0.5)
+    matrices = {n: p for n, p in theirs.named_parameters() if "layers." in n and p.dim() == 2}
+    expected = torch.optim.Muon(matrices.values(), lr=0.5, weight_decay=0.1)
+    before = snapshot(theirs)
+    for step in range(3):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        optimizer.update(step)
+        expected.step()
+    for name, parameter in matrices.items():
+        apart = (snapshot(ours)[name] - parameter.detach()).norm()
+        assert apart <= tolerance * (parameter.detach() - before[name]).norm(), name
 
 
 def test_everything_but_the_matrices_of_layers_moves_as_under_adamw():

@@ -40,6 +40,7 @@ from longtail.rl.data.examples import Example
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.sft_learner import SftLearner, SftSettings
 from longtail.system.cache import build_once
+from longtail.system.device import multiplies_bfloat16
 from longtail.types import SamplingParams
 
 NAME = "text-model"
@@ -181,7 +182,7 @@ def train_target(recipe: TargetRecipe, sources: Sources, place: Path, log: Log) 
             optimizer=_schedule(recipe),
             matrix_rate=recipe.matrix_rate,
             tokens_per_micro_batch=recipe.batch_tokens,
-            autocast=recipe.autocast,
+            autocast=recipe.autocast and multiplies_bfloat16(torch.device("cpu")),
         ),
     )
     batches = TextBatches(examples, recipe.batch_tokens, recipe.seed)
@@ -216,7 +217,7 @@ def train_drafter(
         unroll_steps=recipe.unroll_steps,
         optimizer=_schedule(recipe),
         matrix_rate=recipe.matrix_rate,
-        autocast=recipe.autocast,
+        autocast=recipe.autocast and multiplies_bfloat16(torch.device("cpu")),
     )
     trainer = DrafterTrainer(layer, target, settings)
     batches = TextBatches(learned, recipe.batch_tokens, recipe.seed)

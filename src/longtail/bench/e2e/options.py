@@ -137,7 +137,7 @@ class E2eBenchOptions:
             f"--rollout.max_running={_GROUP_SIZE * (prompts_per_worker + 1)}",
             f"--rollout.dtype={self.dtype}",
             f"--learner.dtype={'float32' if autocast else self.dtype}",
-            f"--learner.autocast={str(autocast).lower()}",
+            f"--learner.autocast={'auto' if autocast else 'false'}",
             f"--learner.learning_rate={self.learning_rate}",
             *(["--rollout.max_tokens=256"] if self.quick else []),
         )

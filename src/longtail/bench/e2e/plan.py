@@ -21,6 +21,7 @@ from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.task import write_prompts
 from longtail.build import drafters
 from longtail.build.models import TINY_REASONER, model_directory
+from longtail.build.precision import decided
 from longtail.config import files as configfile
 from longtail.config import rl as config
 from longtail.drafter.formats.checkpoint import identity, load_drafter, save_drafter
@@ -116,7 +117,7 @@ def _configurations(
 ) -> dict[str, config.RunConfig]:
     """Return the configuration of each arm, with a run directory of its own."""
     return {
-        name: config.load(path, [*words, *_WORDS[name], f"--run.dir={place / name}"])
+        name: decided(config.load(path, [*words, *_WORDS[name], f"--run.dir={place / name}"]))
         for name in names
     }
 

@@ -24,6 +24,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
 from longtail.rl.optim import OptimizerSettings
 from longtail.speculation.taps import Taps
+from longtail.system.device import multiplies_bfloat16
 from longtail.types import SamplingParams
 
 _DEPTHS = 6
@@ -141,7 +142,7 @@ def curve(one: Candidate, corpus: Corpus, options: RecipesBenchOptions) -> list[
             unroll_steps=recipe.unroll_steps,
             optimizer=OptimizerSettings(learning_rate=recipe.learning_rate, warmup_steps=10),
             matrix_rate=recipe.matrix_rate,
-            autocast=options.dtype == "bfloat16",
+            autocast=options.dtype == "bfloat16" and multiplies_bfloat16(target.device),
             fit_tokens=recipe.fit_tokens,
         ),
         draft_ids=commonest_tokens(corpus.training, size, corpus.eos_ids) if size else None,

@@ -31,6 +31,7 @@ from longtail.model.hf.model import load_model
 from longtail.model.transformer import Transformer
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import lay_out, pack
+from longtail.system.device import multiplies_bfloat16
 from longtail.types import PackedSequences
 
 _UPDATES = 4
@@ -69,18 +70,18 @@ class SpotUpdates:
         return DrafterTrainer(
             layer,
             self._target,
-            _settings(recipe),
+            _settings(recipe, multiplies_bfloat16(self._target.device)),
             draft_ids=torch.arange(size) if size else None,
             lookup=lambda tokens, _: states.get(tuple(tokens)),
         )
 
 
-def _settings(recipe: DrafterRecipe) -> TrainerSettings:
+def _settings(recipe: DrafterRecipe, autocast: bool) -> TrainerSettings:
     return TrainerSettings(
         unroll_steps=recipe.unroll_steps,
         optimizer=OptimizerSettings(learning_rate=recipe.learning_rate),
         matrix_rate=recipe.matrix_rate,
-        autocast=True,
+        autocast=autocast,
     )
 
 

@@ -1,12 +1,12 @@
 """`longtail bench learner --model MODEL`: one step beside its matrix products and other trainers.
 
-    longtail       packed, sequences without an advantage left out, bfloat16 autocast, one update
+    longtail       packed, sequences without an advantage left out, one update
     products       its matrix products alone: forward, for inputs, for weights, each once
     transformers   a plain loop over the same sequences, sorted by length and padded
     trl            TRL's loss over the whole batch, eight sequences at a time, as it would
 
 Texts are random tokens of heavy-tailed lengths; every second group of eight has an advantage. All
-contestants take turns.
+contestants take turns, under bfloat16 autocast where the processor multiplies it.
 """
 
 import sys
@@ -36,6 +36,7 @@ from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import pack_rollouts
+from longtail.system.device import multiplies_bfloat16
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
 
 _GROUP = 8
@@ -94,12 +95,17 @@ class StepBatch:
             "advantages": [self.advantages[i] for i in indices],
             "batches": [list(members) for members in batches],
             "num_sequences": len(self.texts),
+            "autocast": _autocasts(),
         }
 
     def trl_turn(self) -> dict[str, Any]:
         """Return the job for TRL: all texts, in micro-batches of its default size."""
         whole = range(len(self.texts))
         return self.turn(whole, [whole[i : i + _GROUP] for i in whole[::_GROUP]])
+
+
+def _autocasts() -> bool:
+    return multiplies_bfloat16(torch.device("cpu"))
 
 
 def make_texts(
@@ -130,8 +136,9 @@ class Products:
 
     def __init__(self, model: Transformer, batch: TrainBatch) -> None:
         layers = [m for m in model.modules() if isinstance(m, Linear) and m is not model.head]
-        self._layers = [each.weight.detach().to(torch.bfloat16) for each in layers]
-        self._head = model.head.weight.detach().to(torch.bfloat16)
+        self._dtype = torch.bfloat16 if _autocasts() else torch.float32
+        self._layers = [each.weight.detach().to(self._dtype) for each in layers]
+        self._head = model.head.weight.detach().to(self._dtype)
         self._rows = [one.packed.num_tokens for one in batch.micro_batches]
         self._scored = [int(one.packed.loss_mask.sum()) for one in batch.micro_batches]
         self._inputs: dict[tuple[int, int], Tensor] = {}
@@ -159,7 +166,7 @@ class Products:
         """Return numbers of some size, made once; rows as the learner pads them."""
         rows = -(-rows // ROWS) * ROWS
         if (rows, size) not in self._inputs:
-            self._inputs[rows, size] = torch.randn(rows, size).to(torch.bfloat16)
+            self._inputs[rows, size] = torch.randn(rows, size).to(self._dtype)
         return self._inputs[rows, size]
 
 
@@ -202,7 +209,7 @@ def run(options: LearnerBenchOptions) -> int:
     packed = batch.packed(options.budget)
     products = Products(model, packed)
     optimizer = OptimizerSettings(learning_rate=1e-6)
-    learner = Learner(model, LearnerSettings(autocast=True, optimizer=optimizer))
+    learner = Learner(model, LearnerSettings(autocast=_autocasts(), optimizer=optimizer))
     ours: list[LearnerReport] = []
     functions: dict[str, Callable[[], float | None]] = {
         "longtail": lambda: ours.append(learner.step([packed])),

@@ -3,11 +3,11 @@
     python -I step_worker.py {"kind": "transformers", "model_dir": DIR, "threads": 1}
 
     --> {"texts": [[1, 2, 3]], "prompt_lens": [1], "advantages": [1.0],
-         "batches": [[0]], "num_sequences": 1}
+         "batches": [[0]], "num_sequences": 1, "autocast": true}
     <-- {"ready": "transformers 5.23.0, sdpa"}             once, when the model is loaded
     <-- {"forward": 1.0, "backward": 2.1, "update": 0.4, "loss": 0.0, "grad_norm": 1.5}
 
-longtail is not imported. Both train float32 weights under bfloat16 autocast with a fused AdamW.
+longtail is not imported. Both train float32 weights with a fused AdamW.
 `transformers` is a plain loop that computes nothing but the GRPO loss; `trl` calls the loss of
 TRL's own trainer.
 """
@@ -125,7 +125,7 @@ def step(turn: dict[str, Any], model: Any, loss: Loss, optimizer: Any) -> dict[s
     forward = backward = total = 0.0
     for members in turn["batches"]:
         batch, start = padded(turn, members), time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=turn["autocast"]):
             part = loss(batch, turn["num_sequences"])
         middle = time.perf_counter()
         part.backward()

@@ -63,7 +63,8 @@ class TrainerSettings:
     matrix_rate: float | None = None
     """Muon's learning rate for the matrices; None: AdamW for all parameters."""
     autocast: bool = False
-    """Whether matrix products, the target's included, are bfloat16 over float32 weights."""
+    """Whether matrix products, the target's included, are bfloat16 over float32 weights; a
+    bfloat16 target is read in bfloat16 anyway."""
     fit_tokens: int = 0
     """eagle1: trained tokens of the closed-form start of a fresh drafter, before gradient steps."""
 
@@ -355,8 +356,8 @@ class DrafterTrainer:
             outputs = unroll(self._layer, states.features, states.embeddings, pairs, len(counts))
             scored = torch.stack([output.scored.index_select(0, chosen) for output in outputs])
         head = self._target.head.weight.detach()
-        if self._settings.autocast and dtype == torch.float32:
-            head = head.bfloat16()
+        if dtype != torch.float64:
+            head = head.to(torch.bfloat16 if self._settings.autocast else torch.float32)
         teacher = Teacher(
             hidden=states.after.index_select(0, in_loss),
             head=head,

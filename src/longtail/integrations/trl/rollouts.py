@@ -16,6 +16,7 @@ from typing import Any, Literal, final
 import torch
 
 from longtail.build.drafters import Target, check_names
+from longtail.build.precision import is_fast
 from longtail.drafter.formats.layouts import Layout, check
 from longtail.errors import ConfigError
 from longtail.integrations.trl import host
@@ -66,9 +67,9 @@ def longtail_rollouts(
     during the run, "none" decodes plainly; texts are the same. `train` "idle": it learns while this
     process waits for others, or, alone, for at most a tenth of a rollout while that pays. `seed` is
     that of the noise, by default the trainer's. `dtype` is "float32" or "bfloat16", by default what
-    the trainer computes in. `resume` is a checkpoint of the trainer whose drafter is used, by
-    default the one in its output directory that it resumes from. Raises ConfigError for other
-    values.
+    the trainer computes in, but float32 where bfloat16 is emulated. `resume` is a checkpoint of the
+    trainer whose drafter is used, by default the one in its output directory that it resumes from.
+    Raises ConfigError for other values.
     """
     check_names(drafter, field="drafter")
     if train not in ("idle", "never"):
@@ -308,7 +309,8 @@ def _open_target(settings: Any, dtype: str | None) -> Target:
     known = next(model.parameters()).dtype
     if dtype is None:
         is_bf16 = accelerator.mixed_precision == "bf16" or known == torch.bfloat16
-        precision = torch.bfloat16 if is_bf16 else torch.float32
+        is_fast_here = is_fast(torch.bfloat16, torch.device(accelerator.device))
+        precision = torch.bfloat16 if is_bf16 and is_fast_here else torch.float32
         precision = torch.float64 if known == torch.float64 else precision
     else:
         precision = DTYPES[dtype]

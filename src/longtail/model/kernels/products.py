@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from longtail.model.kernels import native
 from longtail.system import machine
+from longtail.system.device import multiplies_bfloat16
 
 ROWS = 128
 """oneDNN products have a multiple of this number of rows, or a smaller power of two."""
@@ -185,12 +186,7 @@ def _prefers_onednn() -> bool:
 
 def can_hold_casts(device: torch.device) -> bool:
     """Whether products under autocast can use copies of the weights: oneDNN in bfloat16."""
-    return (
-        device.type == "cpu"
-        and torch._C._has_mkldnn
-        and machine.multiplies_bfloat16()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    return device.type == "cpu" and multiplies_bfloat16(device)
 
 
 def training_product(
@@ -201,10 +197,15 @@ def training_product(
 ) -> Float[Tensor, "rows outputs"]:
     """Return x W^T + bias, for float32 rows on a CPU by the fastest library.
 
+    A bfloat16 weight is widened where a CPU would emulate the product, four times as slowly.
     `copy` is the weight in the dtype of autocast; with it the gradient is added to `weight.grad`.
     """
     if copy is not None and len(x) and torch.is_autocast_enabled("cpu"):
         return apply(_CastProduct, x, weight, bias, copy)
+    is_half = x.device.type == "cpu" and weight.dtype == torch.bfloat16
+    if is_half and not multiplies_bfloat16(x.device):
+        wide = None if bias is None else bias.float()
+        return F.linear(x.float(), weight.float(), wide).to(x.dtype)
     if x.device.type != "cpu" or weight.dtype != torch.float32 or not len(x):
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu"):  # always oneDNN
