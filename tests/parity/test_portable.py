@@ -1,7 +1,7 @@
 """The native kernels on processors that this machine is not, under an emulator or capped.
 
-The C program beside this file checks products and attention; it is compiled with the kernels for each
-architecture. Debian: apt-get install gcc-aarch64-linux-gnu qemu-user
+The C program beside this file checks products and attention; it is compiled with the kernels for
+each architecture. Debian: apt-get install gcc-aarch64-linux-gnu qemu-user
 """
 
 import shutil

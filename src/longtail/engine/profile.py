@@ -30,8 +30,8 @@ _SECONDS = 1.0
 _DRAFT_SECONDS = 0.3
 _COUNTS = (1, 64, 8, 16, 9, 4, 32, 12, 13, 2, 6, 17, 24, 3, 128, 256, 512)
 """Flat tokens of the measured steps, the most informative first: few tokens decide whether drafting
-pays, and larger steps continue the line of the last two. Rows are computed in tiles of at most 12, of 6
-without AVX-512 or of 16 with AMX, so that costs rise in steps."""
+pays, and larger steps continue the line of the last two. Rows are computed in tiles of at most 12,
+of 6 without AVX-512 or of 16 with AMX, so that costs rise in steps."""
 _REPEATS = 3
 _SHORT, _LONG, _A_STEP = 32, 512, 4
 """Tokens of context, and tokens per step of a drafted request."""

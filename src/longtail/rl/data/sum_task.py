@@ -1,9 +1,9 @@
 """The embedded task `running_sums`: add several numbers, one at a time, in writing.
 
-A worked text is as long as its sum has terms, and one sum in eight is ten to thirty times as long as
-the others: a long tail. As in the training data of a base model, many solutions of short sums answer
-at once. Supervised learning reproduces both kinds; reinforcement learning finds that working step by
-step pays. It owns problems and solutions; pure Python, no model, no tokenizer.
+A worked text is as long as its sum has terms, and one sum in eight is ten to thirty times as long
+as the others: a long tail. As in the training data of a base model, many solutions of short sums
+answer at once. Supervised learning reproduces both kinds; reinforcement learning finds that working
+step by step pays. It owns problems and solutions; pure Python, no model, no tokenizer.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _LARGEST = 9
 _SHORT, _LONG, _SOLVED = (2, 8), (40, 120), (2, 80)
 """Fewest and most terms of a sum; their logarithm is distributed evenly."""
 _TOGETHER = 8
-"""One of so many consecutive problems is long, in a random place, so that every batch has a tail."""
+"""Number of consecutive problems of which one is long, so that every batch has a tail."""
 _HASTY_SHARE = 0.5
 """Share of the solutions of short sums that answer at once."""
 _HELDOUT_SHARE = 4
