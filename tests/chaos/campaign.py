@@ -30,10 +30,8 @@ from chaos.plan import Plan, plans
 from chaos.reference import Reference, undisturbed
 from chaos.sitting import Failure
 from chaos.trial import Kill, Outcome, Trial
-from longtail.build.models import TINY_REASONER, model_directory
 from longtail.model.kernels import native
 from longtail.system.device import DTYPES
-from longtail.tiny import drafter
 
 _HANG_S = 30
 WORDS = (
@@ -192,7 +190,6 @@ def main(words: Sequence[str] | None = None) -> int:
         print("no native kernels here, so texts may depend on their batch: see `longtail doctor`")
         return 2
     print(f"seed {own.seed}, {' and '.join(dtypes)}, {own.workers} workers, in {place}", flush=True)
-    drafter.ensure(model_directory(TINY_REASONER))  # may take minutes, which would be a hang
     began = time.monotonic()
     dealt = plans(own.seed, dtypes, counts, blows=own.blows)
     try:

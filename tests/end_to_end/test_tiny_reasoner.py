@@ -1,4 +1,4 @@
-"""The built-in model at a hundredth of its size: supervised warm start, RL, generation."""
+"""The built-in model: RL from its shipped weights, generation."""
 
 from pathlib import Path
 
@@ -6,25 +6,15 @@ import pytest
 
 from end_to_end.workshop import Workshop, say
 from longtail.model.hf.model import load_config
-from longtail.tiny import warmstart
-
-BRIEF = warmstart.Recipe(num_examples=64, steps=3, batch_tokens=512, autocast=False)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return warmstart.ensure(tmp_path_factory.mktemp("cache"), recipe=BRIEF)
+from longtail.tiny import REASONER
 
 
 @pytest.mark.slow
-def test_the_tiny_reasoner_is_trained_on_its_own_task_with_its_own_reward(
-    model: Path, tmp_path: Path
-) -> None:
+def test_the_tiny_reasoner_is_trained_on_its_own_task_with_its_own_reward(tmp_path: Path) -> None:
     run = Workshop(path=tmp_path)
     said = say(
         "train",
         "tiny",
-        f"--model.path={model}",
         f"--run.dir={tmp_path / 'run'}",
         "--run.steps=2",
         "--run.threads=1",
@@ -34,7 +24,6 @@ def test_the_tiny_reasoner_is_trained_on_its_own_task_with_its_own_reward(
         "--rollout.prompts_per_step=2",
         "--rollout.group_size=2",
         "--rollout.max_tokens=24",
-        "--speculation.drafter=history",  # the recipe's own drafts for the whole reasoner only
     )
     assert said.code == 0, said.err
     rows = run.metrics("run")
@@ -42,6 +31,6 @@ def test_the_tiny_reasoner_is_trained_on_its_own_task_with_its_own_reward(
     assert all(row["reward/failures"] == 0 for row in rows)
     assert all(0 <= row["reward/mean"] <= 1 for row in rows)
     assert run.summary("run")["reward_before"] is not None
-    assert load_config(run.policy("run", 2)) == load_config(model)
+    assert load_config(run.policy("run", 2)) == load_config(REASONER)
     answered = say("generate", str(tmp_path / "run"), "--prompt=2 + 2", "--max-tokens=8")
     assert answered.code == 0, answered.err

@@ -4,8 +4,7 @@ auto               the drafter of the embedded model or of the run that the targ
                    in training, fresh+history, and elsewhere history
 fresh              a new EAGLE drafter of the target's shape, which learns during the run
 history            suffixes of earlier completions, no weights
-tiny-reasoner      the embedded model's drafter, trained once on this machine (recipe eagle1, or
-                   tiny-reasoner:eagle3)
+tiny-reasoner      the embedded model's drafter (recipe eagle1, or tiny-reasoner:eagle3)
 a directory        a drafter of `longtail drafter train` or its run, the newest of a run of
                    `longtail train`, one in a layout of vLLM, SGLang or speculators; or a small
                    model with the target's tokenizer
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from longtail import tiny
 from longtail.build.fresh import fresh
 from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.eagle.drafter import EagleDrafter
@@ -30,9 +30,6 @@ from longtail.run.checkpoint import RunDirectory, policy_directory
 from longtail.run.drafter_store import load_run_drafter, run_drafters
 from longtail.speculation.drafter import Drafter
 from longtail.system.hints import meant
-from longtail.tiny import drafter as tiny_drafter
-
-_LOG_EVERY = 50
 
 HISTORY, FRESH, TINY_REASONER = "history", "fresh", "tiny-reasoner"
 NONE, AUTO = "none", "auto"
@@ -95,7 +92,7 @@ def read_drafter(
         made.layer.to(dtype or torch.float32)
         return made
     if embedded == TINY_REASONER:
-        path = trained_drafter(target, recipe or "eagle1", log, field=field)
+        path = embedded_drafter(target, recipe or "eagle1", field=field)
     else:
         path = Path(name)
     if not path.is_dir():
@@ -217,28 +214,18 @@ def _is_model(path: Path) -> bool:
         return False
 
 
-def trained_drafter(
-    target: Target,
-    recipe: str,
-    log: Callable[[str], None],
-    *,
-    field: str = "speculation.drafter",
-) -> Path:
-    """Return the embedded model's drafter; it is trained first if it is not cached."""
+def embedded_drafter(target: Target, recipe: str, *, field: str = "speculation.drafter") -> Path:
+    """Return the directory of the embedded model's drafter; ConfigError for another target."""
     if target.name != TINY_REASONER:
         raise ConfigError(
             f"{field} = {TINY_REASONER!r} drafts for model.path = {TINY_REASONER!r} "
             f"only, not for {target.name!r}: set it to {HISTORY} or none, or train one with "
             "`longtail drafter train`"
         )
-    if recipe not in ("eagle1", "eagle3"):
-        raise ConfigError(f"{field} = '{TINY_REASONER}:{recipe}': the recipes are eagle1, eagle3")
-
-    def report(progress: tiny_drafter.TrainingProgress) -> None:
-        if progress.step % _LOG_EVERY == 0:
-            log(progress.line())
-
-    return tiny_drafter.ensure(target.directory, on_progress=report, recipe=recipe)
+    if recipe not in tiny.DRAFTERS:
+        known = ", ".join(tiny.DRAFTERS)
+        raise ConfigError(f"{field} = '{TINY_REASONER}:{recipe}': the recipes are {known}")
+    return tiny.DRAFTERS[recipe]
 
 
 def _small_model(name: str, path: Path, target: Target) -> Drafter:

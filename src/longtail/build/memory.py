@@ -266,10 +266,6 @@ def _verdict(estimated: Estimate, available: int | None) -> str:
 
 def model_shape(path: str) -> ModelConfig:
     """Read the shape of `model.path`, without its weights."""
-    if path == TINY_REASONER:
-        from longtail import tiny
-
-        return tiny.model_config()
     return load_config(model_directory(path))
 
 

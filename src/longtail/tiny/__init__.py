@@ -1,21 +1,12 @@
-"""The embedded default: a small model that reasons in writing, and what it reasons about."""
+"""The embedded model of 1.6M parameters, which reasons in writing, and its drafters, as files.
 
-from longtail.model.transformer import ModelConfig
-from longtail.tiny.tokenizer import vocabulary
+    reasoner/         Hugging Face directory, bfloat16
+    eagle1/, eagle3/  drafter directories
 
+tests/support/make_toy.py writes them.
+"""
 
-def model_config() -> ModelConfig:
-    """Return the shape of the tiny reasoner: deep for its width, as reasoning models are."""
-    return ModelConfig(
-        family="qwen3",
-        vocab_size=len(vocabulary()),
-        hidden_size=128,
-        intermediate_size=384,
-        num_layers=8,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        max_positions=4096,
-        qk_norm=True,
-        tied_embeddings=True,
-    )
+from pathlib import Path
+
+REASONER = Path(__file__).parent / "reasoner"
+DRAFTERS = {recipe: Path(__file__).parent / recipe for recipe in ("eagle1", "eagle3")}

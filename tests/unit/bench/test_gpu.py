@@ -21,8 +21,9 @@ from longtail.bench.gpu.options import GpuBenchOptions
 from longtail.build.memory import count_parameters
 from longtail.cli.main import main
 from longtail.config import rl as config
+from longtail.model.hf.model import load_config
 from longtail.model.kernels.ops import Kernels, TorchKernels
-from longtail.tiny import model_config
+from longtail.tiny import REASONER
 from support import interpreted
 from support.fakes import unchecked_shapes
 
@@ -117,7 +118,8 @@ def test_figures_of_other_parts_are_left_out():
 
 def test_the_shape_is_qwens_and_the_tiny_reasoner_can_grow_into_it():
     assert count_parameters(gpu_measure.QWEN_7B) == 7_615_616_512, "as its model card has it"
-    _places(model_config(), grown_shape(model_config(), gpu_measure.QWEN_7B))  # refuses what cannot
+    toy = load_config(REASONER)
+    _places(toy, grown_shape(toy, gpu_measure.QWEN_7B))  # refuses what cannot
 
 
 def test_training_runs_one_worker_on_the_device_and_returns_its_ratios():

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail import tiny
 from longtail.config import files as configfile
 from longtail.config import sft as sft_config
 from longtail.errors import ConfigError, DataError
@@ -14,7 +13,7 @@ from longtail.model.hf.model import load_config, load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs import sft
 from longtail.run.checkpoint import RunDirectory
-from longtail.tiny import warmstart
+from longtail.tiny import REASONER
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
@@ -109,7 +108,7 @@ def test_the_embedded_model_is_trained_from_random_weights(place):
     assert sft.run(chosen) == 0
     checkpoint = RunDirectory(place / "tiny").load_latest()
     assert checkpoint is not None
-    assert load_config(checkpoint.policy) == tiny.model_config()
+    assert load_config(checkpoint.policy) == load_config(REASONER)
 
 
 @pytest.mark.parametrize(
@@ -125,51 +124,3 @@ def test_the_embedded_model_is_trained_from_random_weights(place):
 def test_bad_input_is_refused_before_any_training(place, word, error, message):
     with pytest.raises(error, match=message):
         sft.run(settings(place, "run", word))
-
-
-RECIPE = warmstart.Recipe(num_examples=64, steps=2, batch_tokens=256, autocast=False)
-
-
-@pytest.mark.slow
-def test_the_warm_start_is_trained_once_and_cached(tmp_path):
-    lessons = []
-    first = warmstart.ensure(tmp_path, lessons.append, RECIPE)
-    assert [lesson.step for lesson in lessons] == [1, 2]
-    assert "1/2" in lessons[0].line()
-    assert warmstart.ensure(tmp_path, lessons.append, RECIPE) == first
-    assert len(lessons) == 2
-    assert load_config(first) == tiny.model_config()
-    assert load_tokenizer(first).vocab_size == tiny.model_config().vocab_size
-    assert [path.name for path in first.parent.iterdir()] == [first.name]
-
-
-@pytest.mark.slow
-def test_another_recipe_has_another_cache_entry(tmp_path):
-    other = warmstart.Recipe(num_examples=64, steps=1, batch_tokens=256, autocast=False, seed=1)
-    assert warmstart.ensure(tmp_path, None, RECIPE) != warmstart.ensure(tmp_path, None, other)
-
-
-def test_a_failed_warm_start_leaves_no_files(tmp_path):
-    class Stopped(Exception):  # noqa: N818
-        pass
-
-    def stop(_: warmstart.TrainingProgress) -> None:
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        warmstart.ensure(tmp_path, stop, RECIPE)
-    assert list(tmp_path.rglob("*.safetensors")) == []
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-@pytest.mark.slow
-def test_two_concurrent_warm_starts_leave_one_result(tmp_path):
-    inner = []
-
-    def meanwhile(lesson: warmstart.TrainingProgress) -> None:
-        if lesson.step == 1:  # another process starts later and finishes first
-            inner.append(warmstart.ensure(tmp_path, None, RECIPE))
-
-    outer = warmstart.ensure(tmp_path, meanwhile, RECIPE)
-    assert inner == [outer]
-    assert [path.name for path in outer.parent.iterdir()] == [outer.name]

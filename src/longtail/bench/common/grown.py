@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from longtail import tiny
 from longtail.drafter.eagle.layer import EagleLayer
+from longtail.model.hf.model import load_config
 from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import (
     DecoderLayer,
@@ -31,6 +31,7 @@ from longtail.model.transformer import (
     SelfAttention,
     Transformer,
 )
+from longtail.tiny import REASONER
 
 
 def grown_shape(small: ModelConfig, large: ModelConfig) -> ModelConfig:
@@ -61,7 +62,7 @@ def large_shape(small: ModelConfig) -> ModelConfig:
     return grown_shape(small, large)
 
 
-LARGE = large_shape(tiny.model_config())
+LARGE = large_shape(load_config(REASONER))
 
 
 def grow_target(model: Transformer, shape: ModelConfig) -> Transformer:

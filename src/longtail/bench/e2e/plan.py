@@ -29,7 +29,7 @@ from longtail.errors import ConfigError
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.system.device import threads_each
-from longtail.tiny import drafter as tiny_drafter
+from longtail.tiny import DRAFTERS
 
 _WORDS: Mapping[str, tuple[str, ...]] = {
     OFF: ("--speculation.drafter=none", "--spot.train=never"),
@@ -172,7 +172,7 @@ def _tiny_plan(options: E2eBenchOptions, place: Path, overrides: Sequence[str]) 
 def grow(small: Path, place: Path) -> tuple[Path, Path]:
     """Write the tiny reasoner and its drafter, grown to 100M parameters, as directories."""
     tokenizer, model = load_tokenizer(small), load_model(small)
-    loaded = load_drafter(tiny_drafter.ensure(small), model, tokenizer, strict_weights=False)
+    loaded = load_drafter(DRAFTERS["eagle1"], model, tokenizer, strict_weights=False)
     target = grow_target(model, LARGE)
     save_model(target, place / "model", eos_ids=tokenizer.eos_ids)
     tokenizer.save(place / "model")

@@ -148,7 +148,7 @@ def measure(options: GpuBenchOptions, log: Log) -> dict[str, Any]:
         if options.quick:
             subject = random_subject(shape, sizes.dtype, device)
         else:
-            subject = grown_subject(shape, device, log)
+            subject = grown_subject(shape, device)
         add("speculation", speculation(subject, sizes.speculation_batches, sizes.tokens, log))
         del subject
         _free(device)

@@ -11,7 +11,7 @@ PARTS = ("checks", "attention", "sampling", "small", "steps", "graphs", "specula
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBenchOptions:
-    """Parts and device. `training` may train the tiny reasoner first, so quick leaves it out."""
+    """Parts and device. Quick leaves out `training`."""
 
     parts: Annotated[tuple[str, ...], Option("parts", choices=PARTS, quick=PARTS[:-1])] = PARTS
     device: Annotated[str, Option("cuda, cuda:N, or cpu with --quick", "NAME")] = "cuda"

@@ -26,9 +26,9 @@ from longtail.types import SamplingParams
 _DRAFTER = "eagle1"
 
 
-def grown_subject(large: ModelConfig, device: torch.device, log: Log) -> Subject:
-    """Return the tiny reasoner in a large shape; the first use trains it, in minutes."""
-    target, layers = tiny_reasoner("bfloat16", (_DRAFTER,), log)
+def grown_subject(large: ModelConfig, device: torch.device) -> Subject:
+    """Return the tiny reasoner in a large shape."""
+    target, layers = tiny_reasoner("bfloat16", (_DRAFTER,))
     small, layer = target.model.to(device), layers[_DRAFTER].to(device)
     shape = grown.grown_shape(small.config, large)
     with torch.device(device):  # not by way of the host

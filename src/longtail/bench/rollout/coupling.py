@@ -82,7 +82,7 @@ def coupling(
 
 def length_decay(dtype_name: str, log: Log) -> dict[str, Any]:
     """Measure accept length early and late in long texts, with both kinds of window."""
-    target, layers = tiny_reasoner(dtype_name, ("eagle1", "eagle3"), log)
+    target, layers = tiny_reasoner(dtype_name, ("eagle1", "eagle3"))
     prompts = hailstones(target.tokenizer, at_least=_LONG_STEPS)[::4]
     subject = tiny_subject("tiny", target, target.model, {})
     found: dict[str, Any] = {}

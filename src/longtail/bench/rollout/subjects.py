@@ -8,7 +8,7 @@ from longtail.bench.common import grown, textmodel
 from longtail.bench.common.own import drafter_maker, open_own
 from longtail.bench.common.process import Log
 from longtail.bench.rollout.options import OWN_DRAFTER, RolloutBenchOptions
-from longtail.build.drafters import Target, trained_drafter
+from longtail.build.drafters import Target, embedded_drafter
 from longtail.build.models import TINY_REASONER, model_directory
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleLayer
@@ -79,7 +79,7 @@ def make_subject(name: str, dtype_name: str, drafters: Sequence[str], log: Log) 
     """Load or train the model `tiny`, `100m` or `text` and its drafters."""
     if name == "text":
         return _text_subject(dtype_name, drafters, log)
-    target, layers = tiny_reasoner(dtype_name, drafters, log)
+    target, layers = tiny_reasoner(dtype_name, drafters)
     model = target.model
     if name == "100m":
         model = grown.grow_target(model, grown.LARGE)
@@ -131,11 +131,9 @@ def tiny_subject(
     )
 
 
-def tiny_reasoner(
-    dtype_name: str, drafters: Sequence[str], log: Log
-) -> tuple[Target, dict[str, EagleLayer]]:
-    """Load the tiny reasoner and its EAGLE drafters, training what is not in the cache."""
-    directory = model_directory(TINY_REASONER, log)
+def tiny_reasoner(dtype_name: str, drafters: Sequence[str]) -> tuple[Target, dict[str, EagleLayer]]:
+    """Load the tiny reasoner and its EAGLE drafters."""
+    directory = model_directory(TINY_REASONER)
     dtype = DTYPES[dtype_name]
     tokenizer = load_tokenizer(directory)
     model = load_model(directory, dtype)
@@ -143,7 +141,7 @@ def tiny_reasoner(
     layers = {}
     for recipe in drafters:
         if recipe != "history":
-            path = trained_drafter(target, recipe, log)
+            path = embedded_drafter(target, recipe)
             loaded = load_drafter(path, model, tokenizer, strict_weights=False, dtype=dtype)
             layers[recipe] = loaded.layer
     return target, layers

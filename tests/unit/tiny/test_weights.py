@@ -1,25 +1,59 @@
-"""The tiny reasoner's tokenizer: exact round trips, digits, the chat template."""
+"""The embedded model: its files, and its tokenizer, which writes every text exactly."""
 
+import json
 from random import Random
 
 import pytest
+import torch
+from torch.nn import functional
 
-from longtail import tiny
+from longtail.drafter.formats.checkpoint import load_drafter
+from longtail.model.attention import PackedAttention
+from longtail.model.hf.model import load_config, load_model
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.rl.data import tiny_task as task
-from longtail.tiny import tokenizer
-from longtail.tiny.tokenizer import vocabulary
+from longtail.tiny import DRAFTERS, REASONER
+from support import toy_tokenizer
+from support.toy_tokenizer import vocabulary
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.write(directory)
-    return load_tokenizer(directory)
+def words() -> Tokenizer:
+    return load_tokenizer(REASONER)
+
+
+def test_the_tokenizer_is_the_scripts(words, tmp_path):
+    toy_tokenizer.write(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shipped, written = (
+            json.loads((place / name).read_text()) for place in (REASONER, tmp_path)
+        )
+        assert shipped == written
 
 
 def test_the_model_has_a_row_for_every_token(words):
-    assert words.vocab_size == tiny.model_config().vocab_size == len(set(vocabulary()))
+    assert words.vocab_size == load_config(REASONER).vocab_size == len(set(vocabulary()))
+
+
+@pytest.mark.parametrize("recipe", DRAFTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_drafter_is_of_just_these_weights_in_either_dtype(words, recipe, dtype):
+    model = load_model(REASONER, dtype)
+    loaded = load_drafter(DRAFTERS[recipe], model, words, strict_weights=True)
+    assert loaded.layer.config.recipe == recipe
+
+
+def test_the_model_expects_solutions_that_it_never_saw(words):
+    model = load_model(REASONER, torch.float32)
+    for example in task.examples(8, seed=1):
+        prompt = words.chat(example["prompt"])
+        tokens = torch.tensor((*prompt, *words.encode(example["completion"])))
+        attention = PackedAttention(torch.tensor([0, len(tokens)], dtype=torch.int32))
+        positions = torch.arange(len(tokens), dtype=torch.int32)
+        with torch.no_grad():
+            hidden = model(tokens, positions, attention)
+            logits = model.logits(hidden[len(prompt) - 1 : -1])
+        assert functional.cross_entropy(logits, tokens[len(prompt) :]) < 1.0
 
 
 def test_solutions_round_trip_without_a_character_alone(words):
