@@ -65,6 +65,17 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 test: coverage
 	$(PYTEST) -m slow
 
+# A processor with AVX2 and no AVX-512, on any x86-64: our kernels, PyTorch's and oneDNN's. The first
+# steps of the quickstart run so, too.
+CAPPED = LONGTAIL_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+test-capped: develop
+	$(CAPPED) $(PYTEST) tests/laws tests/parity tests/unit/engine tests/unit/rl tests/unit/model \
+		tests/end_to_end/test_training.py
+	rm -rf build/capped
+	$(CAPPED) $(BIN)/longtail sft quickstart --train.steps=1 --run.dir=build/capped/sft
+	$(CAPPED) $(BIN)/longtail train quickstart --model.path=build/capped/sft --run.steps=1 \
+		--data.heldout_size=4 --run.dir=build/capped/run
+
 test-fast: develop
 	$(PYTEST) -m "not slow"
 

@@ -48,7 +48,7 @@ def test_the_model_expects_solutions_that_it_never_saw(words):
     for example in task.examples(8, seed=1):
         prompt = words.chat(example["prompt"])
         tokens = torch.tensor((*prompt, *words.encode(example["completion"])))
-        attention = PackedAttention(torch.tensor([0, len(tokens)], dtype=torch.int32))
+        attention = PackedAttention([0, len(tokens)])
         positions = torch.arange(len(tokens), dtype=torch.int32)
         with torch.no_grad():
             hidden = model(tokens, positions, attention)
