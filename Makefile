@@ -74,7 +74,7 @@ test-capped: develop
 	rm -rf build/capped
 	$(CAPPED) $(BIN)/longtail sft quickstart --train.steps=1 --run.dir=build/capped/sft
 	$(CAPPED) $(BIN)/longtail train quickstart --model.path=build/capped/sft --run.steps=1 \
-		--data.heldout_size=4 --run.dir=build/capped/run
+		--rollout.max_tokens=256 --data.heldout_size=4 --run.dir=build/capped/run
 
 test-fast: develop
 	$(PYTEST) -m "not slow"

@@ -20,13 +20,14 @@ def test_an_answer_is_the_sum_of_the_prompts_terms():
         assert row["completion"].endswith(f"The sum is {row['answer']}.")
 
 
-def test_a_solution_adds_each_term_to_the_total_before_it():
+def test_a_solution_adds_each_term_to_the_total_so_far():
     for row in SOLVED:
         own = terms(row)
         total = own[0]
-        for line, term in zip(additions(own), own[1:], strict=True):
-            assert line == f"{total} + {term} = {total + term}"
+        for number, (line, term) in enumerate(zip(additions(own), own[1:], strict=True)):
+            before = f"{total} " if number == 0 else ""
             total += term
+            assert line == f"{before}+ {term} = {total}"
 
 
 def test_some_solutions_of_short_sums_answer_at_once_and_all_others_are_worked():

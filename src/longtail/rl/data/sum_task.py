@@ -7,7 +7,7 @@ step by step pays. It owns problems and solutions; pure Python, no model, no tok
 """
 
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from random import Random
 from typing import Any
 from zlib import crc32
@@ -38,7 +38,7 @@ def examples(size: int, seed: int) -> list[dict[str, Any]]:
     """Draw solved problems, none of them held out, to learn from.
 
     Example row: {"prompt": "Add 6 + 8 + 2", "answer": "16",
-                  "completion": "6 + 8 = 14\\n14 + 2 = 16\\nThe sum is 16."}
+                  "completion": "6 + 8 = 14\\n+ 2 = 16\\nThe sum is 16."}
     """
     rng = Random(f"running_sums/examples/{seed}")
     rows = []
@@ -74,12 +74,10 @@ def _prompt(terms: list[int]) -> str:
 
 
 def additions(terms: list[int]) -> list[str]:
-    """Return a line for each addition.
+    """Return a line for each addition; from the second on, the total so far is not repeated.
 
-    Example: additions([6, 8, 2]) == ["6 + 8 = 14", "14 + 2 = 16"]
+    Example: additions([6, 8, 2]) == ["6 + 8 = 14", "+ 2 = 16"]
     """
-    totals = accumulate(terms)
-    return [
-        f"{before} + {term} = {after}"
-        for (before, after), term in zip(pairwise(totals), terms[1:], strict=True)
-    ]
+    totals = list(accumulate(terms))[1:]
+    lines = [f"+ {term} = {total}" for term, total in zip(terms[1:], totals, strict=True)]
+    return [f"{terms[0]} {lines[0]}", *lines[1:]]
