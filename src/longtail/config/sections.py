@@ -24,7 +24,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 Switch = Annotated[
     Literal["auto", True, False],
-    BeforeValidator(lambda value: {"true": True, "false": False}.get(value, value)),
+    BeforeValidator(lambda value: value == "true" if value in ("true", "false") else value),
 ]
 """A truth value, or `auto`; the command line gives it as text."""
 Schedule = Literal["constant", "linear", "cosine"]
