@@ -11,7 +11,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from longtail.build.models import model_directory
+from longtail.assembly.models import model_directory
 from longtail.integrations.transformers import generate
 
 QUESTIONS = ("How many steps does 27 take to reach 1?", "How many steps does 6 take to reach 1?")

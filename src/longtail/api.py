@@ -17,15 +17,15 @@ from typing import Any, final
 
 import torch
 
-from longtail.build.drafters import Target, check_names, read_drafter
-from longtail.build.engine import (
+from longtail.assembly.drafters import Target, check_names, read_drafter
+from longtail.assembly.engine import (
     GrowingEngine,
     GrowingLimits,
     completion_key,
     open_engine,
     open_model,
 )
-from longtail.build.models import model_directory
+from longtail.assembly.models import model_directory
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import Piece, StepReport
 from longtail.errors import ConfigError, RequestError

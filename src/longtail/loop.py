@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from longtail.build import memory
-from longtail.build.drafters import check_names
-from longtail.build.models import model_directory
-from longtail.build.precision import decided
-from longtail.build.trainer import TrainerComponents, assemble
+from longtail.assembly import memory
+from longtail.assembly.drafters import check_names
+from longtail.assembly.models import model_directory
+from longtail.assembly.precision import decided
+from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutResult
 from longtail.cluster.timeline import Timeline

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from end_to_end.workshop import Said, Workshop, build, say
-from longtail.build.drafters import Target, drafter_names, open_drafters, read_drafter
+from longtail.assembly.drafters import Target, drafter_names, open_drafters, read_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
 from longtail.drafter.formats.layouts import to_tensors

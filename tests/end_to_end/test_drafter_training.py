@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from end_to_end.workshop import Said, Workshop, build, read_lines, say, write_lines
-from longtail.build.drafters import drafter_directory
+from longtail.assembly.drafters import drafter_directory
 from longtail.drafter.formats.checkpoint import load_drafter
 from longtail.drafter.training.trainer import DrafterTrainer
 from longtail.errors import ConfigError

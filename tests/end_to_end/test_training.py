@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, say, write_lines
-from longtail.build import precision
+from longtail.assembly import precision
 from longtail.config.rl import RunConfig, load
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import load_model

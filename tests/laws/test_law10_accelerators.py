@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, read_lines, write_lines
-from longtail.build import worker as worker_parts
+from longtail.assembly import worker as worker_parts
 from longtail.cluster import group
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig

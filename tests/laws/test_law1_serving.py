@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from longtail.build.engine import completion_key
+from longtail.assembly.engine import completion_key
 from longtail.cli import main as cli
 from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.history import HistoryDrafter

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from longtail.build.engine import completion_key
+from longtail.assembly.engine import completion_key
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.integrations import transformers as ours

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from longtail.build.drafters import Target
+from longtail.assembly.drafters import Target
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv.cache import KVUsage
 from longtail.engine.limits import EngineLimits

@@ -62,7 +62,7 @@ def dataset(size: int = 32) -> Any:
 
 def model() -> str:
     """Return the directory of the tiny reasoner."""
-    from longtail.build.models import model_directory
+    from longtail.assembly.models import model_directory
 
     return str(model_directory("tiny-reasoner"))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import longtail
-from longtail.build.drafters import read_drafter
+from longtail.assembly.drafters import read_drafter
 from longtail.cluster.group import DrafterState
 from longtail.drafter.eagle.weights import copy_parameters, with_prefix
 from longtail.programs.drafter_eval import complete

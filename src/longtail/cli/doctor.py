@@ -159,7 +159,7 @@ def _precision(where: str) -> Iterator[Finding]:
     """Yield what `auto` is on the CPU or GPU, for what bfloat16 is fast, and where bits hold."""
     import torch
 
-    from longtail.build import precision
+    from longtail.assembly import precision
     from longtail.model.kernels import native
     from longtail.system.device import DTYPES, multiplies_bfloat16
 

@@ -145,12 +145,12 @@ def _run_configured(command: str, words: list[str]) -> int:
     if not args.dry_run:
         module, _, name = _CONFIGURED_PROGRAMS[command].rpartition(".")
         return getattr(import_module(f"longtail.{module}"), name)(config) or 0
-    from longtail.build.precision import decided
+    from longtail.assembly.precision import decided
 
     config = decided(config)
     print(files.render(config))
     if command == "train":
-        from longtail.build import memory
+        from longtail.assembly import memory
 
         print("".join(f"# {row}\n" for row in memory.report(config).splitlines()))
     return 0

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from longtail.build.drafters import (
+from longtail.assembly.drafters import (
     HISTORY,
     NONE,
     Target,
@@ -29,8 +29,8 @@ from longtail.build.drafters import (
     drafter_names,
     open_drafters,
 )
-from longtail.build.engine import GrowingEngine, GrowingLimits, completion_key
-from longtail.build.models import model_directory, model_name
+from longtail.assembly.engine import GrowingEngine, GrowingLimits, completion_key
+from longtail.assembly.models import model_directory, model_name
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculation.speculator import Speculation

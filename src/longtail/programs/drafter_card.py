@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longtail.build.drafters import Target
+from longtail.assembly.drafters import Target
 from longtail.drafter.formats.checkpoint import LoadedDrafter, identity
 from longtail.drafter.formats.layouts import Layout, engine_window
 from longtail.engine.speculation.acceptance import POSITIONS

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtail.build.models import TINY_REASONER
+from longtail.assembly.models import TINY_REASONER
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.drafter.training.texts import read_texts, save_texts, write_texts
 from longtail.engine.engine import RolloutEngine

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longtail.build.drafters import Target, open_drafter
+from longtail.assembly.drafters import Target, open_drafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.acceptance import POSITIONS, Acceptance

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from longtail.build.drafters import TINY_REASONER, Target, at_work, read_drafter
+from longtail.assembly.drafters import TINY_REASONER, Target, at_work, read_drafter
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.eagle.weights import tensors_digest

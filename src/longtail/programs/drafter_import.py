@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from longtail.build.engine import open_model
-from longtail.build.models import model_directory
+from longtail.assembly.engine import open_model
+from longtail.assembly.models import model_directory
 from longtail.drafter.formats.published import ImportOptions, is_published, load_published
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import load_tokenizer

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtail.build.drafters import Target, check_names, open_drafter
-from longtail.build.engine import open_model
-from longtail.build.models import TINY_REASONER, model_directory
-from longtail.build.prompts import load_prompts
+from longtail.assembly.drafters import Target, check_names, open_drafter
+from longtail.assembly.engine import open_model
+from longtail.assembly.models import TINY_REASONER, model_directory
+from longtail.assembly.prompts import load_prompts
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig

@@ -16,9 +16,9 @@ import torch
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from longtail.build.drafters import Target, check_names, read_drafter
-from longtail.build.models import model_directory
-from longtail.build.precision import costs, decided
+from longtail.assembly.drafters import Target, check_names, read_drafter
+from longtail.assembly.models import model_directory
+from longtail.assembly.precision import costs, decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers

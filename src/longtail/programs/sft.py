@@ -13,8 +13,8 @@ from typing import final
 
 import torch
 
-from longtail.build.models import TINY_REASONER, model_directory
-from longtail.build.precision import costs, decided
+from longtail.assembly.models import TINY_REASONER, model_directory
+from longtail.assembly.precision import costs, decided
 from longtail.config.data import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
-from longtail.build.engine import completion_key
+from longtail.assembly.engine import completion_key
 from longtail.errors import CompletionError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.serve.protocol import APIError, ChatCompletionRequest, CompletionRequest

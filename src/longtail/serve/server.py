@@ -10,9 +10,9 @@ from pathlib import Path
 
 from starlette.types import ASGIApp
 
-from longtail.build.drafters import check_names
-from longtail.build.engine import open_engine, open_model
-from longtail.build.models import model_directory
+from longtail.assembly.drafters import check_names
+from longtail.assembly.engine import open_engine, open_model
+from longtail.assembly.models import model_directory
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer

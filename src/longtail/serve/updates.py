@@ -13,8 +13,8 @@ from typing import final
 
 from torch import Tensor
 
-from longtail.build.drafters import AUTO, HISTORY, NONE, Target, check_names
-from longtail.build.engine import open_speculation
+from longtail.assembly.drafters import AUTO, HISTORY, NONE, Target, check_names
+from longtail.assembly.engine import open_speculation
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config, read_model

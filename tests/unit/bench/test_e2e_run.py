@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, save_untaught, say
+from longtail.assembly import memory
+from longtail.assembly.models import TINY_REASONER, model_directory
 from longtail.bench.common.options import split_overrides
 from longtail.bench.e2e import beside, room
 from longtail.bench.e2e.arms import ArmResult
@@ -19,8 +21,6 @@ from longtail.bench.e2e.measure import find_room, measure, run_arms
 from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.plan import Plan, make_plan
 from longtail.bench.e2e.room import ArmBytes, Room, make_room
-from longtail.build import memory
-from longtail.build.models import TINY_REASONER, model_directory
 from longtail.config import files as configfile
 from longtail.config import rl as config
 from longtail.errors import ConfigError

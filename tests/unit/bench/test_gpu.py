@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longtail.assembly.memory import count_parameters
 from longtail.bench.common.grown import _places, grown_shape
 from longtail.bench.e2e.arms import ArmResult
 from longtail.bench.e2e.measure import Measured
@@ -18,7 +19,6 @@ from longtail.bench.gpu import kernels as gpu_kernels
 from longtail.bench.gpu import measure as gpu_measure
 from longtail.bench.gpu import small as gpu_small
 from longtail.bench.gpu.options import GpuBenchOptions
-from longtail.build.memory import count_parameters
 from longtail.cli.main import main
 from longtail.config import rl as config
 from longtail.model.hf.model import load_config

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from longtail.assembly.drafters import Target
 from longtail.bench.vllm import card, live, rules
 from longtail.bench.vllm.subject import Reply, differing_share, open_subject
-from longtail.build.drafters import Target
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
 from longtail.errors import ConfigError

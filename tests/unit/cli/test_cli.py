@@ -12,7 +12,7 @@ import pytest
 
 import longtail
 from longtail import api
-from longtail.build.drafters import Target
+from longtail.assembly.drafters import Target
 from longtail.cli import generate
 from longtail.cli import main as cli
 from longtail.cli import parsers as cli_parsers

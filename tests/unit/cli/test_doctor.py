@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail.build import precision
+from longtail.assembly import precision
 from longtail.cli import doctor
 from longtail.cli import main as cli
 from longtail.model.kernels import native

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from end_to_end.workshop import Workshop, build
-from longtail.build.trainer import TrainerComponents, assemble
-from longtail.build.worker import build_worker
+from longtail.assembly.trainer import TrainerComponents, assemble
+from longtail.assembly.worker import build_worker
 from longtail.cluster.pool import LocalWorkerPool
 from longtail.cluster.records import Progress
 from longtail.cluster.states import State

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
-from longtail.build.worker import build_components
+from longtail.assembly.worker import build_components
 from longtail.cluster.drafter.offers import Offer
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker, WorkerComponents

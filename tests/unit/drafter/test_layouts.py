@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail.build.drafters import Target, at_work
+from longtail.assembly.drafters import Target, at_work
 from longtail.drafter.eagle.loss import Teacher, score_rows
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.formats.layout_reader import LayoutReader

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtail.build.drafters import Target, at_work, open_drafters
+from longtail.assembly.drafters import Target, at_work, open_drafters
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.formats.layout_reader import LayoutReader
 from longtail.drafter.formats.published import ImportOptions, load_published, translate

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail.build.drafters import Target, drafter_names, open_drafters
+from longtail.assembly.drafters import Target, drafter_names, open_drafters
 from longtail.cluster.group import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.errors import CheckpointError, ConfigError

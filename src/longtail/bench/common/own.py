@@ -4,10 +4,10 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from longtail.assembly.drafters import Target, open_drafter, read_drafter
+from longtail.assembly.engine import open_model
+from longtail.assembly.models import model_directory
 from longtail.bench.common.process import Log
-from longtail.build.drafters import Target, open_drafter, read_drafter
-from longtail.build.engine import open_model
-from longtail.build.models import model_directory
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.history import HistoryDrafter
 from longtail.model.hf.tokenizer import load_tokenizer

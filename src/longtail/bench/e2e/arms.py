@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from longtail.build.models import model_directory
+from longtail.assembly.models import model_directory
 from longtail.cluster.placement import LengthHistory
 from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile

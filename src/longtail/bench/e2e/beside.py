@@ -12,11 +12,11 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
+from longtail.assembly.models import model_directory
 from longtail.bench.common.peers import PeerProcess
 from longtail.bench.common.timing import Spread, ratios
 from longtail.bench.e2e.arms import ArmResult
 from longtail.bench.training.step import StepBatch, open_trainer, step_seconds
-from longtail.build.models import model_directory
 from longtail.config.rl import RunConfig
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.rl.advantage import dr_grpo

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from longtail.assembly import memory
 from longtail.bench.common.process import Log
 from longtail.bench.e2e import beside
 from longtail.bench.e2e.arms import OFF, Arm, ArmResult
 from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.plan import Plan, make_plan
 from longtail.bench.e2e.room import Room, check_disk, room_for
-from longtail.build import memory
 from longtail.system.device import choose_device
 
 

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from longtail.assembly import drafters
+from longtail.assembly.models import TINY_REASONER, model_directory
+from longtail.assembly.precision import decided
 from longtail.bench.common.grown import LARGE, grow_drafter, grow_target
 from longtail.bench.e2e.arms import COLD, FROZEN, HISTORY, OFF, SERIAL, SPOT, UNPLACED
 from longtail.bench.e2e.options import E2eBenchOptions
 from longtail.bench.e2e.task import write_prompts
-from longtail.build import drafters
-from longtail.build.models import TINY_REASONER, model_directory
-from longtail.build.precision import decided
 from longtail.config import files as configfile
 from longtail.config import rl as config
 from longtail.drafter.formats.checkpoint import identity, load_drafter, save_drafter

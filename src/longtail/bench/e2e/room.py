@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtail.build import memory
+from longtail.assembly import memory
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
 from longtail.model.transformer import ModelConfig

@@ -4,12 +4,12 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from longtail.assembly.drafters import Target, embedded_drafter
+from longtail.assembly.models import TINY_REASONER, model_directory
 from longtail.bench.common import grown, textmodel
 from longtail.bench.common.own import drafter_maker, open_own
 from longtail.bench.common.process import Log
 from longtail.bench.rollout.options import OWN_DRAFTER, RolloutBenchOptions
-from longtail.build.drafters import Target, embedded_drafter
-from longtail.build.models import TINY_REASONER, model_directory
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.formats.checkpoint import load_drafter

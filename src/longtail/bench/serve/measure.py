@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, final
 
+from longtail.assembly.models import TINY_REASONER, model_directory
 from longtail.bench.common.process import Log
 from longtail.bench.common.timing import Spread, ratios
 from longtail.bench.rollout.subjects import make_subject
 from longtail.bench.serve.client import Answer
 from longtail.bench.serve.options import ServeBenchOptions
-from longtail.build.models import TINY_REASONER, model_directory
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation

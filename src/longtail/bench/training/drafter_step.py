@@ -14,13 +14,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from longtail.assembly.models import model_directory
+from longtail.assembly.worker import SPOT_MICRO_TOKENS
 from longtail.bench.common.card import Table, print_card
 from longtail.bench.common.process import progress
 from longtail.bench.common.timing import Spread, paired, pin_threads, ratios
 from longtail.bench.training.options import DrafterBenchOptions
 from longtail.bench.training.step import make_texts
-from longtail.build.models import model_directory
-from longtail.build.worker import SPOT_MICRO_TOKENS
 from longtail.config.rl import SpotSection
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.recipe import DrafterRecipe, recipe_for

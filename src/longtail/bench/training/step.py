@@ -21,13 +21,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from longtail.assembly.models import model_directory
 from longtail.bench.common.card import Table, numbers, print_card
 from longtail.bench.common.peers import PeerProcess
 from longtail.bench.common.process import progress
 from longtail.bench.common.timing import Spread, paired, pin_threads, ratios
 from longtail.bench.training.options import LearnerBenchOptions
 from longtail.bench.training.workload import fill_rows
-from longtail.build.models import model_directory
 from longtail.model.hf.model import load_model
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.products import ROWS

@@ -20,11 +20,11 @@ from statistics import median
 from typing import Any, final
 
 import longtail
+from longtail.assembly.models import model_directory
 from longtail.bench.common.card import Table, print_card
 from longtail.bench.common.options import settings
 from longtail.bench.common.process import progress
 from longtail.bench.trl.options import TrlBenchOptions
-from longtail.build.models import model_directory
 from longtail.errors import ConfigError, LongtailError
 from longtail.rl.data.tiny_task import problems
 

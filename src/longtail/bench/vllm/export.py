@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from longtail.assembly.drafters import at_work, read_drafter
 from longtail.bench.common.card import Table
 from longtail.bench.common.process import progress
 from longtail.bench.vllm.options import VllmBenchOptions
-from longtail.build.drafters import at_work, read_drafter
 from longtail.drafter.formats.layouts import engine_window
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, LongtailError

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import longtail
+from longtail.assembly.drafters import Target, read_drafter
 from longtail.bench.common.peers import PeerProcess
 from longtail.bench.vllm.export import METHODS
 from longtail.bench.vllm.options import VllmBenchOptions
-from longtail.build.drafters import Target, read_drafter
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.errors import ConfigError
 from longtail.programs.drafter_eval import complete

@@ -13,8 +13,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from longtail.build.drafters import Target
-from longtail.build.engine import GrowingLimits
+from longtail.assembly.drafters import Target
+from longtail.assembly.engine import GrowingLimits
 from longtail.drafter.eagle.weights import are_finite
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import StepReport

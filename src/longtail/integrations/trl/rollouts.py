@@ -15,8 +15,8 @@ from typing import Any, Literal, final
 
 import torch
 
-from longtail.build.drafters import Target, check_names
-from longtail.build.precision import is_fast
+from longtail.assembly.drafters import Target, check_names
+from longtail.assembly.precision import is_fast
 from longtail.drafter.formats.layouts import Layout, check
 from longtail.errors import ConfigError
 from longtail.integrations.trl import host

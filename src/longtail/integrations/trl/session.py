@@ -8,8 +8,8 @@ from typing import final
 
 from torch import Tensor
 
-from longtail.build.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
-from longtail.build.worker import feature_store, make_drafting, without_fresh
+from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
+from longtail.assembly.worker import feature_store, make_drafting, without_fresh
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import RolloutMeter, StepReport

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, write_lines
-from longtail.build.models import model_directory
-from longtail.build.trainer import TrainerComponents, assemble
-from longtail.build.worker import build_components
+from longtail.assembly.models import model_directory
+from longtail.assembly.trainer import TrainerComponents, assemble
+from longtail.assembly.worker import build_components
 from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import RunConfig, load
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from end_to_end.workshop import Workshop, build
-from longtail.build.prompts import load_prompts
+from longtail.assembly.prompts import load_prompts
 from longtail.config.rl import load
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.tokenizer import load_tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail.build.drafters import (
+from longtail.assembly.drafters import (
     Target,
     drafter_directory,
     drafter_names,

@@ -1,6 +1,6 @@
 """Build a worker from the configuration: an engine that speculates, a learner, a drafter trainer.
 
-This runs in the worker's own process if there are several. Only `build` translates configuration
+This runs in the worker's own process if there are several. Only `assembly` translates configuration
 into numbers.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from longtail.build import memory
-from longtail.build.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
+from longtail.assembly import memory
+from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.drafter.eagle.drafter import EagleDrafter

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from longtail import tiny
-from longtail.build.fresh import fresh
+from longtail.assembly.fresh import fresh
 from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.formats import checkpoint, published

@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from longtail.build.drafters import AUTO, FRESH
-from longtail.build.models import TINY_REASONER, model_directory
+from longtail.assembly.drafters import AUTO, FRESH
+from longtail.assembly.models import TINY_REASONER, model_directory
 from longtail.config.rl import RunConfig
 from longtail.drafter.eagle.recipe import recipe_for
 from longtail.model.hf.model import load_config

@@ -8,8 +8,8 @@ from typing import final
 
 import torch
 
-from longtail.build.drafters import Target, drafter_names, open_drafters
-from longtail.build.precision import emulated, is_fast
+from longtail.assembly.drafters import Target, drafter_names, open_drafters
+from longtail.assembly.precision import emulated, is_fast
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.speculator import Speculation

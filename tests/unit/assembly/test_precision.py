@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail.build import precision
+from longtail.assembly import precision
 from longtail.config import drafter, files, rl, sft
 from longtail.model.kernels import native
 from longtail.run.checkpoint import RunDirectory

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from longtail.build import precision
-from longtail.build.prompts import load_prompts, prompt_source
-from longtail.build.worker import build_worker, build_worker_apart
+from longtail.assembly import precision
+from longtail.assembly.prompts import load_prompts, prompt_source
+from longtail.assembly.worker import build_worker, build_worker_apart
 from longtail.cluster.group import WorkerGroup, WorkerGroupSettings
 from longtail.cluster.pool import LocalWorkerPool
 from longtail.cluster.ray.address import check_answers

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from longtail.build import memory
+from longtail.assembly import memory
 from longtail.config import rl as config_module
 from longtail.config.rl import RunConfig
 from longtail.model.attention import PackedAttention
