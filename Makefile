@@ -27,7 +27,7 @@ help:
 	@echo "make lint         ruff, import-linter and mypy"
 	@echo "make format       ruff's formatter, in place"
 	@echo "make bench        every benchmark"
-	@echo "make docs         write the generated pages anew: command line, configuration, metrics"
+	@echo "make docs         write the generated pages anew: command line, configuration"
 	@echo "make site         build docs/ as a site in build/site, with warnings as errors"
 	@echo "make figures      draw the pages' pictures anew from the cards in benchmarks/"
 	@echo "make dist         wheel and source distribution, in dist/"
@@ -157,7 +157,7 @@ bench: develop
 	$(BIN)/longtail bench e2e
 
 docs: develop
-	$(BIN)/python -m longtail.cli.docs docs/cli.md docs/configuration.md docs/metrics.md
+	$(BIN)/python -m longtail.cli.docs docs/cli.md docs/configuration.md
 
 site: develop
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,6 +1,6 @@
-"""Write the generated pages: command line, configuration and metrics, as the program has them.
+"""Write the generated pages: command line and configuration, as the program has them.
 
-    python -m longtail.cli.docs docs/cli.md docs/configuration.md docs/metrics.md
+    python -m longtail.cli.docs docs/cli.md docs/configuration.md
 
 The name of a file says which page it is.
 """
@@ -12,7 +12,6 @@ from pathlib import Path
 from longtail.cli import main as cli
 from longtail.cli import parsers as cli_parsers
 from longtail.config.tables import tables
-from longtail.run.metric_table import TABLE
 
 _COMMANDS = """\
 # The command line
@@ -32,22 +31,6 @@ of memory, and the run keeps it as `config.toml` in its directory. A wrong name 
 answered before any work starts, with the field, the value and the remedy.
 
 The allowed values are in the help of the commands, as text: [command line](cli.md).
-"""
-_METRICS = """\
-# Metrics
-
-This page is written by `make docs` from `longtail.run.metric_table`; a test compares it, and
-another fails for a metric that a run writes and that has no line here.
-
-A run appends one line of JSON per step to `metrics.jsonl`: `{"step": 3, "reward/mean": 0.41,
-"timing_s/rollout": 6.2}`. With `run.writers = ["tensorboard"]` or `["wandb"]` the same names go
-there, too. Names are verl's where verl has one. A star stands for the name of a reward's part, a
-task or a depth. Shares are between 0 and 1. `logprob` is the natural log under the distribution
-that was sampled (temperature and truncation included).
-
-`longtail serve` has metrics of its own at `/metrics`, in Prometheus' format:
-[serving](serving.md#metrics). In vLLM the plugin adds three to vLLM's registry:
-[vLLM](vllm.md#a-live-drafter).
 """
 
 
@@ -95,20 +78,9 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
 
 
-def metrics() -> str:
-    """Return the page of the metrics."""
-    parts = [_METRICS]
-    for section, rows in TABLE.items():
-        lines = [f"## {section}\n", "| metric | unit | meaning |", "|---|---|---|"]
-        lines += [f"| `{row.name}` | {row.unit} | {_cell(row.text)} |" for row in rows]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
-
-
 PAGES: Mapping[str, Callable[[], str]] = {
     "cli.md": commands,
     "configuration.md": configuration,
-    "metrics.md": metrics,
 }
 
 

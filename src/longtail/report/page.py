@@ -17,7 +17,6 @@ from longtail.engine.rollout_log import LoggedRollout, read_rollout
 from longtail.errors import CheckpointError, ConfigError, LongtailError
 from longtail.report.rollout_plot import draw, plain_share
 from longtail.run import summary
-from longtail.run.metric_table import describe
 from longtail.run.metrics import Number
 from longtail.run.summary import read_metrics, read_summary
 from longtail.system.device import to_stderr
@@ -186,7 +185,7 @@ def _history(directory: Path) -> str:
         ("rollout time", "timing_s/rollout", "{:.1f} s"),
         ("accept length", "speculation/accept_length", "{:.2f}"),
     ]
-    drawn = [_chart(title, name, _points(rows, name), form) for title, name, form in charts]
+    drawn = [_chart(title, _points(rows, name), form) for title, name, form in charts]
     return f'<h2>Training steps</h2><div class="charts">{"".join(drawn)}</div>'
 
 
@@ -206,11 +205,8 @@ def _points(rows: Iterable[Mapping[str, Number | None]], name: str) -> list[tupl
     ]
 
 
-def _chart(title: str, name: str, points: Sequence[tuple[int, float]], form: str) -> str:
-    """Return a line chart, captioned with its first and last value and its range.
-
-    Its tooltip is the description of the metric `name`.
-    """
+def _chart(title: str, points: Sequence[tuple[int, float]], form: str) -> str:
+    """Return a line chart, captioned with its first and last value and its range."""
     if not points:
         return ""
     steps, values = [step for step, _ in points], [value for _, value in points]
@@ -226,14 +222,9 @@ def _chart(title: str, name: str, points: Sequence[tuple[int, float]], form: str
     )
     return (
         f'<figure class="chart"><svg viewBox="-4 -6 {_WIDE + 8} {_HIGH + 12}" role="img" '
-        f'aria-label="{caption}">{_tooltip(name)}<path class="frame" d="M0,0V{_HIGH}H{_WIDE}"/>'
+        f'aria-label="{caption}"><path class="frame" d="M0,0V{_HIGH}H{_WIDE}"/>'
         f'<polyline points="{line}"/></svg><figcaption>{caption}</figcaption></figure>'
     )
-
-
-def _tooltip(name: str) -> str:
-    metric = describe(name)
-    return "" if metric is None else f"<title>{_text(f'{name}: {metric.text}')}</title>"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, heads: bool = False) -> str:
