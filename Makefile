@@ -18,7 +18,7 @@ help:
 	@echo "make test-capped  laws, kernels, engine, learner and a first run without AVX-512"
 	@echo "make test-fast    the tests not marked slow, in about a minute"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
-	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches three of its releases"
+	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"
 	@echo "make coverage     coverage of the fast tests, which has a floor"
 	@echo "make fuzz         random input to every reader for MINUTES=10"
 	@echo "make chaos        kill workers and drivers of small runs for MINUTES=20, compare texts"
@@ -95,7 +95,7 @@ $(VENV)-min/.installed: pyproject.toml constraints-min.txt
 
 # Sources of released vLLMs (45 MB each), its kernels under Triton's interpreter: no GPU, no installed
 # vLLM. REQUESTS=1000 makes each case smaller, VLLM=0.33.0 tests one release.
-VLLM ?= 0.24.0 0.29.0 0.33.0
+VLLM ?= 0.32.0 0.33.0
 test-vllm: $(VLLM:%=test-vllm-%) test-vllm-wheel
 
 # A CPU wheel of vLLM in its own environment (1.5 GB), with longtail from here.

@@ -1,4 +1,4 @@
-"""Stand-ins for the modules of vLLM's Model Runner V2, with the parameters of three releases.
+"""Stand-ins for the modules of vLLM's Model Runner V2, with the parameters of two releases.
 
 Parameters are facts of the releases. The draw is Gumbel-max with longtail's noise, keyed as vLLM's
 is: by the request's seed, the position and the token id.
@@ -20,30 +20,27 @@ _REJECTION = (
     "target_logits draft_logits draft_sampled cu_num_logits pos idx_mapping expanded_idx_mapping "
     "expanded_local_pos temperature seed num_speculative_steps synthetic_conditional_rates use_fp64"
 )
-_DRAFT = "self hidden_states {} idx_mapping temperature seeds draft_step draft_logits"
-_GUMBEL = "logits expanded_idx_mapping temperature seed pos apply_temperature"
+_DRAFT = (
+    "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step draft_logits"
+)
+_GUMBEL = (
+    "logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting logits_cache "
+    "logits_cache_col use_fp64 logits_cache_source"
+)
+_FEATURES = "use_block_verification contexts watermarking watermarking_skip_mask"
 PARAMETERS = {
-    "0.24": {
-        "rejection_sample": _REJECTION,
-        "sample_draft": _DRAFT.format("positions"),
-        "gumbel_sample": f"{_GUMBEL} output_processed_logits output_processed_logits_col use_fp64",
-        "apply_top_k_top_p": "logits k p",
-        "apply_top_k_top_p_triton": "logits k p mask_value",
-    },
-    "0.29": {
-        "rejection_sample": f"{_REJECTION} use_block_verification",
-        "sample_draft": _DRAFT.format("sample_src_positions"),
-        "gumbel_sample": f"{_GUMBEL} is_drafting logits_cache logits_cache_col use_fp64",
+    "0.32": {
+        "rejection_sample": f"{_REJECTION} {_FEATURES}",
+        "sample_draft": f"{_DRAFT} spec_step_idx",
+        "gumbel_sample": _GUMBEL,
         "apply_top_k_top_p": "logits k p",
         "apply_top_k_top_p_triton": "logits k p mask_value",
     },
     "0.33": {
-        "rejection_sample": f"{_REJECTION} use_block_verification contexts watermarking "
-        "watermarking_skip_mask watermark_key fly_window_size fly_entropy_threshold "
-        "fly_entropy_top_k",
-        "sample_draft": _DRAFT.format("sample_src_positions") + " spec_step_idx num_steps",
-        "gumbel_sample": f"{_GUMBEL} is_drafting logits_cache logits_cache_col use_fp64 "
-        "logits_cache_source",
+        "rejection_sample": f"{_REJECTION} {_FEATURES} watermark_key fly_window_size "
+        "fly_entropy_threshold fly_entropy_top_k",
+        "sample_draft": f"{_DRAFT} spec_step_idx num_steps",
+        "gumbel_sample": _GUMBEL,
         "apply_top_k_top_p": "logits k p has_topp_only_rows",
         "apply_top_k_top_p_triton": "logits k p mask_value has_topp_only_rows",
     },
@@ -93,20 +90,16 @@ def release(monkeypatch: pytest.MonkeyPatch, version: str) -> dict[str, ModuleTy
         use_fp64_gumbel = False
         sample_draft = function(given["sample_draft"], untouched)
 
-        if version == "0.33":
+        def compute_draft_logits(self, hidden, step):
+            return self.model.compute_logits(hidden)
 
-            def compute_draft_logits(self, hidden, step):
-                return self.model.compute_logits(hidden)
-
-            def _maybe_predict_acceptance(self, logits, requests, step):
-                self.predicted = len(logits)
-
-    class AutoRegressiveSpeculator(DraftModelSpeculator):
-        pass
+        def _maybe_predict_acceptance(self, logits, requests, step):
+            self.predicted = len(logits)
 
     truncate = function(given["apply_top_k_top_p"], untouched)
     kernel = function(given["apply_top_k_top_p_triton"], lambda logits, *_, **__: logits + 1)
-    sampler = module("sampler", apply_top_k_top_p=truncate, flashinfer_sampler_supported=lambda: 1)
+    fused = dict.fromkeys(("flashinfer_sampler_supported", "xpu_sampler_supported"), lambda: 1)
+    sampler = module("sampler", apply_top_k_top_p=truncate, **fused)
     made = {
         f"{GPU}.sample.gumbel": module("g", gumbel_sample=function(given["gumbel_sample"], draw)),
         f"{GPU}.sample.sampler": sampler,
@@ -117,13 +110,8 @@ def release(monkeypatch: pytest.MonkeyPatch, version: str) -> dict[str, ModuleTy
         f"{GPU}.spec_decode.speculator": module(
             "speculator", DraftModelSpeculator=DraftModelSpeculator
         ),
-        f"{GPU}.spec_decode.autoregressive.speculator": module(
-            "autoregressive", AutoRegressiveSpeculator=AutoRegressiveSpeculator
-        ),
         "vllm.v1.sample.ops.topk_topp_triton": module("k", apply_top_k_top_p_triton=kernel),
     }
     for name, each in made.items():
         monkeypatch.setitem(sys.modules, name, each)
-    return {
-        name.rsplit(".", 2 if "autoregressive" in name else 1)[1]: m for name, m in made.items()
-    }
+    return {name.rpartition(".")[2]: each for name, each in made.items()}

@@ -26,12 +26,6 @@ def lost(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
     return torch.full((num_tokens,), -77.0)
 
 
-def expanded(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
-    """Return what a mended kernel gives."""
-    counts = cu_num_tokens.long().diff(prepend=torch.zeros(1, dtype=torch.int64))
-    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts)
-
-
 class TopKTopPSampler(torch.nn.Module):
     logprobs_mode = "processed_logprobs"
 
@@ -49,7 +43,7 @@ def rejection_sample(
     raise AssertionError("vLLM's own verification was called")
 
 
-def install(monkeypatch: pytest.MonkeyPatch, expand: Any = lost) -> SimpleNamespace:
+def install(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Put the stand-ins in place of vLLM's modules and return the classes and modules."""
 
     def apply_sampling_constraints(logits, cu_num_draft_tokens, sampling_metadata):
@@ -117,7 +111,7 @@ def install(monkeypatch: pytest.MonkeyPatch, expand: Any = lost) -> SimpleNamesp
     rejection = module(
         "vllm.v1.sample.rejection_sampler",
         rejection_sample=rejection_sample,
-        expand_batch_to_tokens=expand,
+        expand_batch_to_tokens=lost,
         apply_sampling_constraints=apply_sampling_constraints,
     )
     platform = SimpleNamespace(is_cpu=lambda: True)

@@ -30,7 +30,7 @@ def main(job: dict[str, Any]) -> None:
     plugin.register()
     scenes: dict[str, Callable[[dict[str, Any]], Any]] = {
         "plain": plain, "eagle3": eagle3, "eagle1": eagle1, "draft_model": draft_model,
-        "cramped": cramped, "live": live, "calls": calls,
+        "cramped": cramped, "live": live,
     }  # fmt: skip
     found = {}
     for name, scene in scenes.items():
@@ -115,7 +115,7 @@ def texts(job: dict[str, Any], llm: Any, *, backwards: bool = False) -> dict[str
         "metrics": {
             each.name: each.value
             for each in llm.get_metrics()
-            if each.name.startswith(("vllm:longtail", "vllm:spec_decode_num", "vllm:num_preempt"))
+            if each.name.startswith(("vllm:spec_decode_num", "vllm:num_preempt"))
             and hasattr(each, "value")
         },
     }
@@ -167,17 +167,6 @@ def live(job: dict[str, Any]) -> Any:
         found["of_run"] = texts(job, llm)
         found["adopted"] = [[each.digest, each.version] for each in (first, second)]
     return found
-
-
-def calls(job: dict[str, Any]) -> Any:
-    """Adopt an exported drafter by vLLM's own calls for draft weights."""
-    options = {"weight_transfer_config": {"backend": "longtail"}}
-    with engine(job, "worse", **options) as llm:
-        llm.init_weight_transfer_engine({"init_info": {}})
-        llm.start_draft_weight_update()
-        llm.update_weights({"update_info": {"path": job["eagle3"]}})
-        llm.finish_weight_update()
-        return texts(job, llm)
 
 
 def refused(act: Callable[[], object]) -> str:

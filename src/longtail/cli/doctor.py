@@ -1,7 +1,7 @@
 """`longtail doctor`: packages, hardware and self checks, with the remedy for what is missing.
 
 Each line is a finding with a level. The exit code is 1 if a finding has level `missing`. Nothing is
-changed. With `--vllm` the findings are those of another environment, about longtail in its vLLM.
+changed.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from longtail.cli.findings import Finding, fact_of
-from longtail.cli.vllm_findings import vllm_findings
 from longtail.system import listening, machine
 
 _PURPOSES = {
@@ -41,7 +40,7 @@ _PURPOSES = {
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; return 1 if a required package is missing or a self check failed."""
-    findings = examine(args.run) if args.vllm is None else vllm_findings(args.vllm)
+    findings = examine(args.run)
     healthy = all(finding.level != "missing" for finding in findings)
     if args.json:
         print(json.dumps({"ok": healthy, "findings": [asdict(f) for f in findings]}))

@@ -309,10 +309,5 @@ def _doctor() -> Parser:
         metavar="DIR",
         help="run with the cost model (default: newest in runs/) and open sockets to show",
     )
-    add(
-        "--vllm",
-        metavar="PYTHON",
-        help="python of an environment with vLLM: say what longtail can do there, and why not",
-    )
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser

@@ -20,14 +20,14 @@ from longtail.tuner.cost_file import save_costs
 def test_a_healthy_machine_gets_a_table_and_exit_code_0(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert doctor.run(Namespace(json=False, run=None, vllm=None)) == 0
+    assert doctor.run(Namespace(json=False, run=None)) == 0
     out = capsys.readouterr().out
     for word in ("python", "torch", "cores", "memory", "extra", "self check", "ready"):
         assert word in out
 
 
 def test_json_holds_the_same_findings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(Namespace(json=True, run=None, vllm=None)) == 0
+    assert doctor.run(Namespace(json=True, run=None)) == 0
     report = json.loads(capsys.readouterr().out)
     names = {finding["name"] for finding in report["findings"]}
     assert report["ok"] is True
@@ -79,7 +79,7 @@ def test_an_absent_extra_comes_with_the_command_and_is_no_failure(
         return version(name)
 
     monkeypatch.setattr(metadata, "version", without_math_verify)
-    assert doctor.run(Namespace(json=False, run=None, vllm=None)) == 0
+    assert doctor.run(Namespace(json=False, run=None)) == 0
     assert f"{sys.executable} -m pip install" in capsys.readouterr().out
     found = {finding.name: finding for finding in doctor.examine()}
     assert found["math"].level == "optional"
@@ -92,7 +92,7 @@ def test_a_torch_that_is_too_old_fails_with_the_command(
 ) -> None:
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda n: "2.9.1+cpu" if n == "torch" else version(n))
-    assert doctor.run(Namespace(json=False, run=None, vllm=None)) == 1
+    assert doctor.run(Namespace(json=False, run=None)) == 1
     out = capsys.readouterr().out
     assert "MISSING" in out
     assert "2.9.1+cpu, at least 2.10" in out

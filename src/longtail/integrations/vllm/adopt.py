@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm.guards import Patch, Signature, check, class_of, module_of, names
+from longtail.integrations.vllm.guards import Patch, Signature, check, class_of, module_of
 from longtail.integrations.vllm.weights import read_weights
 
 METHOD = "longtail_adopt_drafter"
 """Method that every worker has, for `collective_rpc`."""
-_BEGIN = Signature(first=names("model"))
-_FINISH = Signature(first=names("model", "model_config"))
-_GET = Signature(first=names("self"))
+_BEGIN = Signature(first=("model",))
+_FINISH = Signature(first=("model", "model_config"))
+_GET = Signature(first=("self",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

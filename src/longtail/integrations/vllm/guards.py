@@ -12,7 +12,7 @@ from typing import Any
 
 from longtail.errors import ConfigError
 
-TESTED = "0.24 to 0.33"
+TESTED = "0.32 or 0.33"
 """vLLM releases whose functions are known."""
 _REMEDY = f"use vLLM {TESTED}, or start it without LONGTAIL_VLLM and additional_config.longtail"
 
@@ -21,11 +21,11 @@ _REMEDY = f"use vLLM {TESTED}, or start it without LONGTAIL_VLLM and additional_
 class Signature:
     """Known parameters of a function of vLLM.
 
-    Example: Signature(first=(("self",), ("positions", "sample_src_positions")), then=("steps",))
+    Example: Signature(first=("self", "hidden_states"), then=("num_steps",))
     """
 
-    first: tuple[tuple[str, ...], ...]
-    """Names that each of the first parameters may have."""
+    first: tuple[str, ...]
+    """Names of the first parameters, in order."""
     then: tuple[str, ...] = ()
     """Names of parameters that may follow, in any order."""
 
@@ -49,26 +49,19 @@ class Patch:
         return ".".join(part for part in (module, owner, self.name) if part)
 
 
-def names(*each: str) -> tuple[tuple[str, ...], ...]:
-    """Return parameters that have one possible name each, for `Signature.first`."""
-    return tuple((name,) for name in each)
-
-
 def check(owner: Any, name: str, signature: Signature) -> Callable[..., Any]:
     """Return the function of `owner`; ConfigError if it is missing or has unknown parameters."""
     place = f"{getattr(owner, '__module__', '')} {getattr(owner, '__name__', owner)}".strip()
     function = getattr(owner, name, None)
     if not callable(function):
         raise ConfigError(f"this vLLM has no {name} in {place}; {_REMEDY}")
-    found = list(inspect.signature(function).parameters)
-    first = found[: len(signature.first)]
-    fits = len(first) == len(signature.first) and all(
-        given in allowed for given, allowed in zip(first, signature.first, strict=True)
-    )
-    unknown = [given for given in found[len(first) :] if given not in signature.then]
-    if not fits or unknown:
-        expected = ", ".join("|".join(allowed) for allowed in signature.first)
-        what = f"takes {', '.join(found)}" if not fits else f"has a new parameter {unknown[0]}"
+    found = tuple(inspect.signature(function).parameters)
+    first, rest = found[: len(signature.first)], found[len(signature.first) :]
+    unknown = [given for given in rest if given not in signature.then]
+    if first != signature.first or unknown:
+        fits = first == signature.first
+        what = f"has a new parameter {unknown[0]}" if fits else f"takes {', '.join(found)}"
+        expected = ", ".join(signature.first)
         raise ConfigError(f"{name} in {place} {what}; known is {expected}; {_REMEDY}")
     return function
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import extras, guards
+from longtail.integrations.vllm import guards
 from longtail.integrations.vllm.settings import (
     KEY,
     VARIABLE,
@@ -99,9 +99,9 @@ def install(config: Any) -> Installed | None:
 def _replace(settings: VllmSettings, config: Any) -> Installed:
     """Replace the functions of the model runner that vLLM will run."""
     runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
-    patches = import_module(RUNNERS[runner]).patches(settings, config)
+    adopt = import_module("longtail.integrations.vllm.adopt")  # it needs torch
+    patches = [*import_module(RUNNERS[runner]).patches(settings, config), *adopt.patches()]
     guards.replace(patches)
-    extras.in_worker()
     logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
     return Installed(
         runner=runner, settings=settings, replaced=tuple(str(patch) for patch in patches)
@@ -133,7 +133,6 @@ def prepare(config: Any) -> None:
     if isinstance(config.additional_config, dict):
         # A copy: the dictionary is the caller's, who may start another engine with it.
         config.additional_config = {**config.additional_config, KEY: settings.as_dict()}
-    extras.in_front_end()
 
 
 def _status(_worker: Any) -> dict[str, Any] | None:

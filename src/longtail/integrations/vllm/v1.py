@@ -31,7 +31,6 @@ from longtail.integrations.vllm.guards import (
     check,
     class_of,
     module_of,
-    names,
 )
 from longtail.integrations.vllm.settings import VllmSettings
 from longtail.integrations.vllm.v1_sampling import (
@@ -42,24 +41,24 @@ from longtail.integrations.vllm.v1_sampling import (
     request_key,
 )
 
-_INIT = Signature(first=names("self", "vllm_config", "device"))
-_SAMPLE = Signature(first=names("self", "logits", "spec_decode_metadata"))
-_SAMPLER = Signature(first=names("self", "logits", "generators", "k", "p"))
-_TRUNCATE = Signature(first=names("logits", "k", "p"))
+_INIT = Signature(first=("self", "vllm_config", "device"))
+_SAMPLE = Signature(first=("self", "logits", "spec_decode_metadata"))
+_SAMPLER = Signature(first=("self", "logits", "generators", "k", "p"))
+_TRUNCATE = Signature(first=("logits", "k", "p"))
 _REJECTION = Signature(
-    first=names(
+    first=(
         "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens",
         "draft_probs", "target_logits", "bonus_token_ids", "sampling_metadata",
     ),
     then=("synthetic_mode", "synthetic_conditional_rates", "use_fp64_gumbel"),
 )  # fmt: skip
 _FIRST_PASS = Signature(
-    first=names(
+    first=(
         "self", "target_token_ids", "next_token_ids", "target_positions", "target_hidden_states",
         "token_indices_to_sample", "cad", "num_rejected_tokens_gpu",
     )
 )  # fmt: skip
-_DRAFT = Signature(first=names("self", "hidden_states", "sampling_metadata"))
+_DRAFT = Signature(first=("self", "hidden_states", "sampling_metadata"))
 _READ = ("positions", "query_start_loc", "input_batch", "requests", "sampler", "device")
 """Attributes of a model runner that are read in every step."""
 

@@ -6,22 +6,22 @@ apart from the target's. Here each verified row draws as plain decoding would, a
 it equals that draw, and drafts are drawn with the target's noise. So a text is a function of
 logits, sampling parameters and seed, whatever is drafted, and no cache of draft logits is needed.
 
-Known functions: vLLM 0.24 to 0.33. Nothing here waits for the device.
+Known functions: vLLM 0.32 and 0.33. Nothing here waits for the device.
 """
 
-import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longtail.integrations.vllm.guards import Patch, Signature, check, module_of, names
+from longtail.integrations.vllm.guards import Patch, Signature, check, module_of
 from longtail.integrations.vllm.settings import VllmSettings
 
 _GPU = "vllm.v1.worker.gpu"
 _REJECTION = Signature(
-    first=names(
+    first=(
         "target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping",
         "expanded_idx_mapping", "expanded_local_pos", "temperature", "seed",
         "num_speculative_steps", "synthetic_conditional_rates", "use_fp64",
@@ -33,13 +33,13 @@ _REJECTION = Signature(
 )  # fmt: skip
 _DRAFT = Signature(
     first=(
-        ("self",), ("hidden_states",), ("positions", "sample_src_positions"), ("idx_mapping",),
-        ("temperature",), ("seeds",), ("draft_step",), ("draft_logits",),
+        "self", "hidden_states", "sample_src_positions", "idx_mapping",
+        "temperature", "seeds", "draft_step", "draft_logits",
     ),
     then=("spec_step_idx", "num_steps"),
 )  # fmt: skip
 _GUMBEL = Signature(
-    first=names(
+    first=(
         "logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature"
     ),
     then=(
@@ -47,9 +47,9 @@ _GUMBEL = Signature(
         "output_processed_logits", "output_processed_logits_col",
     ),
 )  # fmt: skip
-_TRUNCATION = Signature(first=names("logits", "k", "p"), then=("has_topp_only_rows",))
+_TRUNCATION = Signature(first=("logits", "k", "p"), then=("has_topp_only_rows",))
 _TRUNCATION_KERNEL = Signature(
-    first=names("logits", "k", "p"), then=("mask_value", "has_topp_only_rows")
+    first=("logits", "k", "p"), then=("mask_value", "has_topp_only_rows")
 )
 
 
@@ -88,14 +88,8 @@ def patches(settings: VllmSettings, _config: Any) -> list[Patch]:
 
 
 def _target_draw(gumbel_sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return gumbel_sample with the target's noise, also where drafts have a noise of their own."""
-    salted = "is_drafting" in inspect.signature(gumbel_sample).parameters
-    target = {"is_drafting": False} if salted else {}
-
-    def draw(*args: Any, **options: Any) -> Tensor:
-        return gumbel_sample(*args, **target, **options)
-
-    return draw
+    """Return gumbel_sample with the target's noise, for drafts, too."""
+    return partial(gumbel_sample, is_drafting=False)
 
 
 def _verification(draw: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -136,22 +130,15 @@ def _verification(draw: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Te
 def _drafting(draw: Callable[..., Tensor]) -> Patch:
     """Return the replacement of sample_draft: drafts are drawn with the target's noise.
 
-    A draw's noise is keyed by the position before the token. Up to 0.28 the argument `positions` is
-    the drafter's row, one before that; DFlash and several MTP modules keep vLLM's drafts there.
+    A draw's noise is keyed by the position before the token.
     """
-    module = module_of(f"{_GPU}.spec_decode.speculator")
-    owner = module.DraftModelSpeculator
-    stock = check(owner, "sample_draft", _DRAFT)
-    behind = "positions" in inspect.signature(stock).parameters
-    if behind:
-        owner = module_of(f"{_GPU}.spec_decode.autoregressive.speculator").AutoRegressiveSpeculator
-    of_step = hasattr(owner, "compute_draft_logits")
-    estimated = hasattr(owner, "_maybe_predict_acceptance")
+    owner = module_of(f"{_GPU}.spec_decode.speculator").DraftModelSpeculator
+    check(owner, "sample_draft", _DRAFT)
 
     def sample_draft(  # noqa: PLR0913  (vLLM's signature)
         self: Any,
         hidden_states: Tensor,
-        positions: Tensor,
+        sample_src_positions: Tensor,
         idx_mapping: Tensor,
         temperature: Tensor,
         seeds: Tensor,
@@ -161,21 +148,17 @@ def _drafting(draw: Callable[..., Tensor]) -> Patch:
         num_steps: int = 1,
     ) -> Tensor:
         """Draw drafts from the drafter's logits with the noise of their positions."""
-        if of_step:
-            logits = self.compute_draft_logits(hidden_states, spec_step_idx)
-        else:
-            logits = self.model.compute_logits(hidden_states)
+        logits = self.compute_draft_logits(hidden_states, spec_step_idx)
         drafts = draw(
             logits,
             idx_mapping,
             temperature,
             seeds,
-            positions + 1 if behind else positions,
+            sample_src_positions,
             apply_temperature=True,
             use_fp64=self.use_fp64_gumbel,
         )
-        if estimated:
-            self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
+        self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         return drafts
 
     return Patch(owner=owner, name="sample_draft", replacement=sample_draft)
@@ -224,7 +207,7 @@ def _without_fused_samplers() -> list[Patch]:
     their own. vLLM gives such a request a random seed, which is then the one its text depends on.
     """
     sampler = module_of(f"{_GPU}.sample.sampler")
-    names_there = ("flashinfer_sampler_supported", "xpu_sampler_supported")
-    found = [name for name in names_there if hasattr(sampler, name)]
-    check(sampler, names_there[0], Signature(first=()))
+    found = ("flashinfer_sampler_supported", "xpu_sampler_supported")
+    for name in found:
+        check(sampler, name, Signature(first=()))
     return [Patch(owner=sampler, name=name, replacement=lambda: False) for name in found]

@@ -13,7 +13,7 @@ from longtail.drafter.eagle.weights import copy_parameters, with_prefix
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TargetIdentity, TrainingRecord
 from longtail.drafter.formats.layouts import SECTION, layer_tensors
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import adopt, metrics
+from longtail.integrations.vllm import adopt
 from longtail.integrations.vllm.weights import read_weights
 from longtail.model.hf.weights import write_tensors
 from longtail.run.drafter_store import DrafterStore
@@ -168,16 +168,3 @@ def test_all_workers_answer_with_one_adoption():
     llm = SimpleNamespace(collective_rpc=lambda method, args: answers)
     found = adopt.adopt_drafter(llm, "s")
     assert (found.seconds, found.version) == (0.2, 3)
-
-
-def test_accept_lengths_are_counted_for_each_drafter():
-    counts = metrics.Counts()
-    step = SimpleNamespace(num_drafts=2, num_accepted_tokens=3)
-    counts.observe(step)
-    assert counts.present.length == 2.5
-    assert counts.line().endswith("accept length 2.50")
-    counts.adopt(adopt.Adoption(digest="3fa9" * 16, seconds=0.1, version=4, source="runs/a"))
-    assert (counts.present.length, counts.previous.length) == (0.0, 2.5)
-    counts.observe(SimpleNamespace(num_drafts=1, num_accepted_tokens=3))
-    assert "4.00 with the drafter of runs/a (3fa93fa93fa9, version 4), 2.50" in counts.line()
-    assert (counts.take_new_adoptions(), counts.take_new_adoptions()) == (1, 0)

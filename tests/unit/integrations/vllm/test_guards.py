@@ -11,7 +11,6 @@ from longtail.integrations.vllm.guards import (
     Signature,
     check,
     module_of,
-    names,
     problems,
     refuse,
     replace,
@@ -26,11 +25,11 @@ def config(**speculative):
 
 
 def test_known_parameters_pass_and_others_are_refused_by_name():
-    known = Signature(first=(("a",), ("b", "c")), then=("d",))
-    for parameters in ("a b", "a c", "a b d"):
+    known = Signature(first=("a", "b"), then=("d",))
+    for parameters in ("a b", "a b d"):
         there = module("there", f=function(parameters, lambda: 1))
         assert check(there, "f", known) is there.f
-    with pytest.raises(ConfigError, match=r"f in there takes b, a; known is a, b\|c; use vLLM"):
+    with pytest.raises(ConfigError, match=r"f in there takes b, a; known is a, b; use vLLM"):
         check(module("there", f=function("b a", lambda: 1)), "f", known)
     with pytest.raises(ConfigError, match="f in there has a new parameter e"):
         check(module("there", f=function("a b e", lambda: 1)), "f", known)
@@ -41,7 +40,7 @@ def test_known_parameters_pass_and_others_are_refused_by_name():
 def test_a_missing_module_is_named_and_another_missing_package_is_not_hidden(monkeypatch):
     with pytest.raises(ConfigError, match=r"this vLLM has no module no_such_package\.module"):
         module_of("no_such_package.module")
-    release(monkeypatch, "0.29")
+    release(monkeypatch, "0.32")
     assert module_of("vllm.v1.worker.gpu.sample.gumbel").gumbel_sample
 
 
@@ -123,7 +122,3 @@ def test_a_release_with_a_new_feature_is_refused(monkeypatch, place, name):
     monkeypatch.setattr(modules[place], name, newer)
     with pytest.raises(ConfigError, match=f"{name} .* has a new parameter novelty"):
         v2.patches(VllmSettings(), None)
-
-
-def test_names_are_single_possibilities():
-    assert names("a", "b") == (("a",), ("b",))

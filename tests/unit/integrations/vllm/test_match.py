@@ -61,16 +61,12 @@ def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, ve
     seeds = torch.randint(0, 2**62, (requests,), generator=generator)
     plain = draw(logits, owners, heat, seeds, positions, False)
 
-    speculator = modules["speculator" if version != "0.24" else "autoregressive"]
-    owner = getattr(
-        speculator, "DraftModelSpeculator" if version != "0.24" else "AutoRegressiveSpeculator"
-    )()
+    owner = modules["speculator"].DraftModelSpeculator()
     owner.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
-    ahead = 1 if version == "0.24" else 0
     at_one = heat.clamp(max=0) + (heat > 0)  # the logits have their temperature already
     rows = places < STEPS
     drafts = owner.sample_draft(
-        logits[rows], positions[rows] - ahead, owners[rows], at_one, seeds, torch.tensor(0), None
+        logits[rows], positions[rows], owners[rows], at_one, seeds, torch.tensor(0), None
     )
     assert torch.equal(drafts, plain[rows])  # the drafter knows the target: all drafts stand
 
@@ -87,7 +83,7 @@ def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, ve
             assert torch.equal(each[:n], whole[:n])
 
 
-def test_drafts_of_0_33_still_feed_the_acceptance_estimate(monkeypatch):
+def test_drafts_still_feed_the_acceptance_estimate(monkeypatch):
     modules = release(monkeypatch, "0.33")
     owner = modules["speculator"].DraftModelSpeculator
     for patch in v2.patches(VllmSettings(), None):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import plugin
+from longtail.integrations.vllm import adopt, plugin
 from longtail.integrations.vllm.settings import VllmSettings
 from support.vllm_releases import module, release
 
@@ -36,8 +36,7 @@ def process(monkeypatch):
     monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
     monkeypatch.setattr(plugin._Process, "installed", None)
     monkeypatch.setattr(plugin._Process, "workers", 0)
-    for addition in ("in_front_end", "in_worker"):  # they have tests of their own
-        monkeypatch.setattr(plugin.extras, addition, lambda: None)
+    monkeypatch.setattr(adopt, "patches", list)  # it has tests of its own
     made = SimpleNamespace(EngineArgs=EngineArgs, WorkerBase=WorkerBase)
     for path, name in (("vllm.engine.arg_utils", "EngineArgs"), (plugin._WORKER, "WorkerBase")):
         monkeypatch.setitem(sys.modules, path, module(path, **{name: getattr(made, name)}))

@@ -216,16 +216,9 @@ def test_with_match_the_drafts_stay_vllms(monkeypatch):
 # ---- the CPU path
 
 
-def test_the_defects_are_found_by_trial_and_stepped_round(monkeypatch):
-    vllm_v1.install(monkeypatch)
-    assert v1_cpu.loses_expanded(vllm_v1.lost)
-    assert not v1_cpu.loses_expanded(vllm_v1.expanded)
-    assert v1_cpu.fails_without_rows(vllm_v1.truncated)
-    assert not v1_cpu.fails_without_rows(lambda logits, k, p: logits)
+def test_values_are_repeated_for_each_token_in_their_type():
     heat, ends = torch.tensor([0.7, 0.0]), torch.tensor([2, 3], dtype=torch.int32)
-    for stock in (vllm_v1.lost, vllm_v1.expanded):
-        expand = v1_cpu._expanding(stock)
-        assert expand(heat, ends, 3, 0, 1).tolist() == torch.tensor([0.7, 0.7, 1.0]).tolist()
+    assert v1_cpu.expand(heat, ends, 0, 1).tolist() == torch.tensor([0.7, 0.7, 1.0]).tolist()
 
 
 def test_blocks_of_rows_compute_the_same_products_and_no_neighbour_matters():
