@@ -26,7 +26,7 @@ help:
 	@echo "make develop      the same with the development tools"
 	@echo "make lint         ruff, import-linter and mypy"
 	@echo "make format       ruff's formatter, in place"
-	@echo "make bench        every benchmark"
+	@echo "make bench        engine, learner and whole runs, on SmolLM2"
 	@echo "make docs         write the generated pages anew: command line, configuration"
 	@echo "make site         build docs/ as a site in build/site, with warnings as errors"
 	@echo "make figures      draw the pages' pictures anew from the cards in benchmarks/"
@@ -149,11 +149,7 @@ format: develop
 
 bench: develop
 	$(BIN)/longtail bench engine
-	$(BIN)/longtail bench rollout
-	$(BIN)/longtail bench tuner
 	$(BIN)/longtail bench learner
-	$(BIN)/longtail bench drafter
-	$(BIN)/longtail bench serve
 	$(BIN)/longtail bench e2e
 
 docs: develop

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from longtail.bench.e2e.plot import draw_curves
+
 from longtail.cluster.timeline import Timeline
 from longtail.engine.rollout_log import read_rollout
 from longtail.report import rollout_plot, timeline_plot

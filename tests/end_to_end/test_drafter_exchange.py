@@ -1,27 +1,20 @@
 """Drafters change hands: exported, imported, taken from one run to the next."""
 
 import json
-import os
-from argparse import Namespace
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 from end_to_end.workshop import Said, Workshop, build, say
-from longtail.assembly.drafters import Target, drafter_names, open_drafters, read_drafter
+from longtail.assembly.drafters import Target, drafter_names, open_drafters
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
 from longtail.drafter.formats.layouts import to_tensors
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs import drafter_export
-from longtail.programs.drafter_eval import complete
-from longtail.programs.drafter_prompts import open_target, require_prompts
 from longtail.run.drafter_store import DrafterStore, load_run_drafter
-from longtail.types import SamplingParams
 
 DRAFTED = ("--speculation.tuner=fixed", "--speculation.depth=3", "--run.steps=2")
 
@@ -242,63 +235,3 @@ def test_training_goes_on_from_a_drafter_of_any_form(workshop):
     said = say(*words[:-1], "--drafter.init=history", f"--run.dir={workshop.path / 'not'}")
     assert said.code == 2
     assert "no EAGLE layer to train" in said.err
-
-
-@pytest.mark.skipif(
-    "LONGTAIL_VLLM_PYTHON" not in os.environ,
-    reason="LONGTAIL_VLLM_PYTHON names the python of an environment with vLLM",
-)
-def test_a_real_vllm_accepts_an_exported_drafter_as_often_as_we_do(tmp_path: Path) -> None:
-    # A reduced vocabulary with gaps: a wrong offset would cost nearly all acceptance.
-    asked = {"target": "tiny-reasoner", "drafter": "history", "prompts": None, "dtype": "float32"}
-    words = Namespace(**asked, n=4, max_tokens=128, seed=0)
-    target = open_target(words)
-    prompts = require_prompts(words, target).tokens
-    sampling = SamplingParams(max_tokens=128, stop_token_ids=target.tokenizer.eos_ids)
-    written, _ = complete(target, prompts, sampling, None)
-    ids = torch.tensor(sorted({token for each in written for token in each.tokens}))
-    loaded = read_drafter("tiny-reasoner:eagle3", target, print, None)
-    assert loaded is not None
-    loaded.layer.config = replace(loaded.layer.config, draft_vocab_size=len(ids))
-    replace(loaded, draft_ids=ids).save(tmp_path / "reduced")
-    said = say(
-        *("bench", "vllm", "--python", os.environ["LONGTAIL_VLLM_PYTHON"], "--parts", "export"),
-        *(
-            "--n",
-            "4",
-            "--max-tokens",
-            "128",
-            "--drafters",
-            f"tiny-reasoner:eagle1,{tmp_path / 'reduced'}",
-        ),
-    )
-    assert said.code == 0, said.err
-    compared = json.loads(said.out.splitlines()[-1])["compared"]
-    assert [each["layout"] for each in compared] == ["vllm", "vllm", "speculators"]
-    assert all(each["ours"] > 2 for each in compared)
-
-
-def test_a_python_without_vllm_is_named_with_its_last_words(workshop: Workshop, tmp_path: Path):
-    words = ("--target", str(workshop.model), "--prompts", str(workshop.prompts), "--n", "1")
-    words += ("--drafters", str(workshop.path / "drafter"), "--max-tokens", "4")
-    said = say("bench", "vllm", "--python", str(tmp_path / "python"), "--parts", "export", *words)
-    assert said.code == 2
-    assert "--python" in said.err
-
-
-@pytest.mark.parametrize(("accepted", "code"), [(0, 0), (30, 1)])
-def test_accept_lengths_that_disagree_are_a_failure(workshop, tmp_path, accepted, code):
-    fake = tmp_path / "python"  # stands in for the interpreter of an environment with vLLM
-    answer = {"engine": "vllm 0", "num_drafts": 10, "num_accepted": accepted, "tokens": [[1]]}
-    fake.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked\necho '{json.dumps(answer)}'\n")
-    fake.chmod(0o755)
-    words = ("--target", str(workshop.model), "--prompts", str(workshop.prompts), "--n", "1")
-    words += ("--drafters", str(workshop.path / "drafter"), "--max-tokens", "8")
-    said = say("bench", "vllm", "--python", str(fake), "--parts", "export", *words)
-    assert said.code == code, said.err
-    asked = json.loads((tmp_path / "asked").read_text())
-    assert (asked["method"], asked["depth"], asked["max_tokens"]) == ("eagle3", 4, 8)
-    for each in json.loads(said.out.splitlines()[-1])["compared"]:
-        assert each["theirs"] == 1 + accepted / 10
-        assert each["ratio"] == each["theirs"] / each["ours"]
-        assert each["window"] == 16

@@ -8,7 +8,7 @@ from longtail.bench.registry import BENCHES
 
 
 def parse(name: str, *words: str) -> Any:
-    """Return the options of one benchmark. Example: parse("engine", "--quick")"""
+    """Return the options of one benchmark. Example: parse("engine", "--batches=1,8")"""
     parser = argparse.ArgumentParser()
     BENCHES[name].add_arguments(parser)
     return read(BENCHES[name].options, parser.parse_args(words))

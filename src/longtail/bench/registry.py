@@ -7,17 +7,9 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from longtail.bench import options as options_of
 from longtail.bench.common.options import add_arguments, read
-from longtail.bench.e2e.options import E2eBenchOptions
-from longtail.bench.engine.options import EngineBenchOptions
 from longtail.bench.gpu.options import GpuBenchOptions
-from longtail.bench.recipes.options import RecipesBenchOptions
-from longtail.bench.rollout.options import RolloutBenchOptions
-from longtail.bench.serve.options import ServeBenchOptions
-from longtail.bench.training.options import DrafterBenchOptions, LearnerBenchOptions
-from longtail.bench.trl.options import TrlBenchOptions
-from longtail.bench.tuner.options import TunerBenchOptions
-from longtail.bench.vllm.options import VllmBenchOptions
 
 __all__ = ["BENCHES", "Bench"]
 
@@ -43,60 +35,35 @@ class Bench:
 
 BENCHES: Mapping[str, Bench] = MappingProxyType(
     {
+        "e2e": Bench(
+            "Compare a training run with and without drafting and spot training.",
+            options_of.E2eBenchOptions,
+            "e2e.run",
+        ),
         "engine": Bench(
-            "Compare the rollout engine with transformers, vLLM and the bare matrix products.",
-            EngineBenchOptions,
+            "Compare generation: plain, with fixed drafts, tuned, in transformers and in vLLM.",
+            options_of.EngineBenchOptions,
             "engine.run",
         ),
-        "rollout": Bench(
-            "Measure the speedup of speculative decoding with fixed strategies.",
-            RolloutBenchOptions,
-            "rollout.run",
-        ),
-        "tuner": Bench(
-            "Compare the adaptive strategy with every fixed strategy.",
-            TunerBenchOptions,
-            "tuner.run",
-        ),
         "learner": Bench(
-            "Compare packed with padded batches in the learner.",
-            LearnerBenchOptions,
-            "training.learner",
-        ),
-        "drafter": Bench(
-            "Compare packed with padded batches in drafter training.",
-            DrafterBenchOptions,
-            "training.drafter",
-        ),
-        "recipes": Bench(
-            "Compare recipes of a fresh drafter by its acceptance after some trained tokens.",
-            RecipesBenchOptions,
-            "recipes.run",
-        ),
-        "serve": Bench(
-            "Measure serving over HTTP with and without drafts, or soak the server.",
-            ServeBenchOptions,
-            "serve.run",
-        ),
-        "vllm": Bench(
-            "Compare the acceptance of exported drafters in vLLM with longtail's.",
-            VllmBenchOptions,
-            "vllm.run",
+            "Compare a learner step with its matrix products and with other trainers.",
+            options_of.LearnerBenchOptions,
+            "learner",
         ),
         "trl": Bench(
             "Compare TRL's GRPO alone with TRL where longtail generates.",
-            TrlBenchOptions,
-            "trl.run",
+            options_of.TrlBenchOptions,
+            "trl",
+        ),
+        "vllm": Bench(
+            "Compare rules of drafting in vLLM, with longtail's plugin and without.",
+            options_of.VllmBenchOptions,
+            "vllm",
         ),
         "gpu": Bench(
-            "Measure kernels, steps and rollouts on a GPU against its peak.",
+            "Measure kernels and steps on a GPU against its peak.",
             GpuBenchOptions,
             "gpu.run",
-        ),
-        "e2e": Bench(
-            "Compare whole training runs with and without drafting and spot training.",
-            E2eBenchOptions,
-            "e2e.run",
         ),
     }
 )

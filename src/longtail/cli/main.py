@@ -29,7 +29,7 @@ verbs:
   drafter    train, evaluate, export or import a drafter for speculative decoding
   generate   generate completions with a model or the newest checkpoint of a run
   serve      serve a model or the newest checkpoint of a run with the OpenAI HTTP API
-  bench      measure engine, speculation, tuner, learner, drafter, serving or whole runs
+  bench      measure whole runs, generation, the learner, or longtail inside TRL or vLLM
   report     write one page about a run: its summary, rollouts and drafting decisions
   view       show runs on a live web page: rewards, workers, drafts and rollouts to read
   doctor     check packages, hardware and kernels, and print a remedy for what is missing

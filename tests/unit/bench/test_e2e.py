@@ -1,26 +1,26 @@
-"""`longtail bench e2e`: its ratios, its predictions and its card."""
+"""`longtail bench e2e`: its arms, its ratios, its prediction and its card."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
+from end_to_end.workshop import Workshop, build, save_untaught, say
+from longtail.assembly import memory
+from longtail.bench.common.options import split_overrides
 from longtail.bench.e2e import card
-from longtail.bench.e2e.arms import ArmResult, SaveTimes, differing_share
-from longtail.bench.e2e.by_running import by_running, plain_step
-from longtail.bench.e2e.options import E2eBenchOptions
-from longtail.bench.e2e.outlook import MeasuredStep, Outlook, outlook, speedup_by_running
-from longtail.bench.e2e.plan import Setting
-from longtail.bench.e2e.plot import draw_curves
-from longtail.bench.e2e.task import write_prompts
-from longtail.engine.rollout_log import RolloutSeries
+from longtail.bench.e2e.arms import ArmResult, differing_share, generating_s
+from longtail.bench.e2e.plan import Plan, make_plan
+from longtail.bench.e2e.run import must_park, run_arms
+from longtail.bench.options import E2eBenchOptions
+from longtail.cluster.states import State
+from longtail.cluster.timeline import Span, Timeline
+from longtail.config import files as configfile
+from longtail.config import rl as config
 from longtail.errors import ConfigError
-from longtail.rl.data.prompts import Encoder, make_prompts
-from longtail.rl.data.sources import load_rows
-from longtail.tuner.cost import CostModel, TimeCurve
-from longtail.types import Prompt
-from support.fakes import do_without
+from longtail.system import parking
 
 
 def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
@@ -34,16 +34,20 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
             "cluster/idle_s": rollout / 2,
             "cluster/spot_s": rollout / 2,
             "cluster/idle_utilization": 0.5,
-            "cluster/reused_share": 0.25,
             "cluster/spot_stop_latency_s": 0.1 * index,
             "speculation/accept_length": 3.0 + index,
         }
         for index, rollout in enumerate(rollouts)
     ]
-    return ArmResult(metrics=rows, texts=texts)
+    worker_s = [(rollout, rollout / 2) for rollout in rollouts]
+    return ArmResult(metrics=rows, worker_s=worker_s, texts=texts)
 
 
-SETTING = Setting(model="tiny", workers=2, threads=1, steps=3)
+PLAN = Plan(
+    arms={"off": config.load(None, ["--model.path=small", "--cluster.workers=2"])},
+    steps=3,
+    notes=(),
+)
 FOUND = {
     "off": arm([8.0, 4.0, 6.0], 2.0, a="one", b="two"),
     "spot": arm([2.0, 2.0, 2.0], 2.0, a="one", b="three"),
@@ -51,15 +55,15 @@ FOUND = {
 
 
 def test_ratios_are_taken_step_by_step() -> None:
-    found = card.as_json(SETTING, FOUND)
+    found = card.as_json(PLAN, FOUND)
     assert found["rollout_speedup"]["spot"] == {"median": 3.0, "low": 2.0, "high": 4.0}
     assert found["step_speedup"]["spot"] == {"median": 2.0, "low": 1.5, "high": 2.5}
     assert found["differing_share"] == {"spot": 0.5}
     assert found["rewards_agree"] is True
-    assert found["idle_utilization"] == 0.5
-    assert found["reused_share"] == 0.25
-    assert found["stop_latency_s"] == {"median": 0.1, "max": 0.2}
-    assert found["accept_length"] == {"spot": [3.0, 4.0, 5.0]}
+    assert (found["model"], found["workers"], found["steps"]) == ("small", 2, 3)
+    assert found["idle_utilization"] == {"spot": 0.5}
+    assert found["stop_latency_s"]["spot"] == [0.0, 0.1, 0.2]
+    assert found["accept_length"]["spot"] == [3.0, 4.0, 5.0]
     assert found["idle_share"]["off"] == 0.5
     json.dumps(found)
 
@@ -67,12 +71,13 @@ def test_ratios_are_taken_step_by_step() -> None:
 def test_a_differing_reward_is_reported() -> None:
     other = arm([2.0, 2.0, 2.0], 2.0)
     other.metrics[1]["reward/mean"] = 0.25
-    assert not card.as_json(SETTING, {**FOUND, "spot": other})["rewards_agree"]
+    assert not card.as_json(PLAN, {**FOUND, "spot": other})["rewards_agree"]
 
 
 def test_the_card_has_a_line_for_each_arm_in_all_tables() -> None:
-    compared, lengths, parts = card.tables(SETTING, FOUND)
-    assert compared.title.startswith("Training tiny end to end, 2 workers")
+    compared, lengths, predicted, parts = card.tables(PLAN, FOUND)
+    assert compared.title.startswith("Training small end to end, 2 workers")
+    assert [row[0] for row in predicted.cells()] == ["2", "8", "32", "128"]
     assert parts.title.startswith("Seconds of a step")
     for table in (compared, lengths, parts):
         assert [row[0] for row in table.cells()] == ["off", "spot"]
@@ -123,10 +128,6 @@ def test_a_cold_start_is_told_by_its_later_half_too() -> None:
         "0.50x of the time (trained before: a gain), and 0.95x of the time (fresh at its start: a "
         "gain; in the last 3 steps 0.80x: a gain)."
     )
-    found = {"off": arm([10.0] * 6, 0.0), "cold": arm([10.0 * share for share in cold], 0.0)}
-    gains = card.as_json(SETTING, found)["cold_step_gain_by_step"]
-    assert gains == pytest.approx([1 / share for share in cold])
-    assert card.as_json(SETTING, FOUND)["cold_step_gain_by_step"] is None
 
 
 def test_texts_that_differ_are_said_before_any_table() -> None:
@@ -138,157 +139,189 @@ def test_only_texts_of_both_arms_are_compared() -> None:
     assert differing_share(arm([], 0.0), arm([], 0.0)) == 0.0
 
 
-# ---- another task in mid-run
-
-
-def prompts_of(source: str, size: int) -> tuple[Prompt, ...]:
-    encoder = Encoder(encode=lambda text: text.encode(), render=lambda chat: chat[0]["content"])
-    rows = load_rows(source, size, 0)
-    return make_prompts(rows, source=source, encoder=encoder, max_prompt_len=100).prompts
-
-
-@pytest.mark.slow
-def test_a_switched_task_has_the_same_problems_in_other_words(tmp_path: Path) -> None:
-    options = E2eBenchOptions(steps=5, prompts=3, switch_task=4)
-    found = prompts_of(str(write_prompts(tmp_path, options)), 0)
-    usual = prompts_of("tiny-reasoner", 2048)[:15]
-    assert found[:9] == usual[:9]
-    assert not {each.text for each in found[9:]} & {each.text for each in usual}
-    for one, other in zip(found, usual, strict=True):
-        assert (one.prompt_id, one.data["answer"]) == (other.prompt_id, other.data["answer"])
-
-
 # ---- more workers
 
-FLAT = CostModel(TimeCurve((1, 64), (0.001, 0.001)), pair_s=0.0, node_pair_s=0.0)
-"""A step takes a millisecond, whatever is in it."""
+
+def test_time_is_that_in_which_each_worker_generated() -> None:
+    spans = (
+        Span(worker=0, state=State.GENERATING, begin_s=1.0, end_s=4.0),
+        Span(worker=0, state=State.LEARNING, begin_s=4.0, end_s=6.0),
+        Span(worker=1, state=State.GENERATING, begin_s=1.0, end_s=2.0),
+        Span(worker=1, state=State.SPOT, begin_s=2.0, end_s=4.0),
+        Span(worker=1, state=State.GENERATING, begin_s=4.0, end_s=4.5),
+    )
+    line = Timeline(spans=spans, marks=(), begin_s=1.0, end_s=6.0)
+    assert generating_s(line) == (3.0, 1.5)
 
 
-def drafting(running: tuple[int, ...], accepted: tuple[int, ...], step_s: float) -> RolloutSeries:
-    return RolloutSeries(
-        seconds=tuple(step_s * (index + 1) for index in range(len(running))),
-        running=running,
-        drafts=running,
-        nodes=accepted,
-        accepted=accepted,
-        readings=((),) * len(running),
-        switches=(),
+def test_one_worker_waits_for_nobody() -> None:
+    found = card.predict([4.0, 2.0], [2.0, 1.0], others_s=0.0, workers=1)
+    assert found.idle_share == 0.0
+    assert found.rollout_speedup == found.step_speedup == pytest.approx(2.0)
+
+
+def test_many_workers_wait_for_the_slowest_and_other_parts_dilute_the_gain() -> None:
+    found = card.predict([1.0, 3.0], [1.0, 2.0], others_s=1.0, workers=100)
+    assert found.rollout_speedup == pytest.approx(1.5)
+    assert found.step_speedup == pytest.approx(4.0 / 3.0)
+    assert found.idle_share == pytest.approx(1 / 3, abs=0.02)
+
+
+def test_a_machine_that_is_slower_by_a_factor_changes_no_prediction() -> None:
+    plain, drafted = [1.0, 2.0, 5.0], [1.0, 1.5, 2.5]
+    one, slower = (
+        card.predict(
+            [factor * each for each in plain],
+            [factor * each for each in drafted],
+            others_s=factor * 0.5,
+            workers=8,
+        )
+        for factor in (1.0, 7.0)
+    )
+    assert asdict(one) == pytest.approx(asdict(slower))
+
+
+def test_without_an_arm_whose_drafter_learns_nothing_is_predicted() -> None:
+    found = {"off": FOUND["off"], "history": FOUND["spot"]}
+    assert card.as_json(PLAN, found)["predicted"] == []
+    assert len(card.tables(PLAN, found)) == 3
+
+
+# ---- the arms of a run
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return build(tmp_path_factory.mktemp("e2e"))
+
+
+def run_file(workshop: Workshop, *words: str) -> Path:
+    """Write a run's configuration."""
+    own = config.load(None, workshop.words("own", "--run.steps=3", *words)[1:])
+    path = workshop.path / "run.toml"
+    path.write_text(configfile.render(own))
+    return path
+
+
+def plan_of(workshop: Workshop, *words: str, **options: object) -> Plan:
+    path = run_file(workshop, *words)
+    return make_plan(E2eBenchOptions(run=str(path), **options), workshop.path / "arms")
+
+
+def test_words_of_the_configuration_are_told_from_options() -> None:
+    words = ["run.toml", "--steps", "2", "--run.seed", "1", "--rollout.stop=a.b", "--arms=off,cold"]
+    assert split_overrides(words) == (
+        ["run.toml", "--steps", "2", "--arms=off,cold"],
+        ("--run.seed", "1", "--rollout.stop=a.b"),
     )
 
 
-def test_a_speedup_is_tokens_a_second_over_those_of_plain_steps() -> None:
-    # 4 running: 4 + 12 tokens in 2 ms, plainly 4 in 1 ms; 1 running: 1 + 1 in 2 ms, 1 in 1 ms.
-    series = [drafting((4, 4), (12, 12), 0.002), drafting((1,), (1,), 0.002)]
-    faster = speedup_by_running(series, plain_step(FLAT, [10]))
-    assert faster(4) == pytest.approx(2.0)
-    assert faster(1) == pytest.approx(1.0)
-    assert 1.0 < faster(2) < 2.0
-    assert faster(100) == faster(4)
+def test_arms_have_the_configuration_of_the_run(workshop: Workshop) -> None:
+    drafter = save_untaught(workshop.model, workshop.path / "drafter")
+    words = ("--run.writers=wandb",)
+    plan = plan_of(workshop, *words, drafter=str(drafter), overrides=("--run.seed=7",))
+    assert list(plan.arms) == ["off", "history", "frozen", "spot", "cold"]
+    given = {name: (each.speculation.drafter, each.spot.train) for name, each in plan.arms.items()}
+    assert given == {
+        "off": ("none", "never"),
+        "history": ("history", "never"),
+        "frozen": (str(drafter), "never"),
+        "spot": (str(drafter), "spot"),
+        "cold": ("fresh+history", "spot"),
+    }
+    (common,) = {
+        own.model_copy(
+            update={
+                "speculation": config.SpeculationSection(),
+                "spot": config.SpotSection(),
+                "run": own.run.model_copy(update={"dir": "x"}),
+            }
+        ).model_dump_json()
+        for own in plan.arms.values()
+    }
+    assert plan.arms["off"].run.seed == 7
+    assert plan.arms["off"].run.writers == ()
+    assert '"heldout_size":4' in common
+    assert (plan.arms["off"].model.path, plan.steps) == (str(workshop.model), 3)
 
 
-def test_steps_are_told_apart_by_octaves_of_running_requests() -> None:
-    series = [drafting((5, 4, 3), (15, 12, 0), 0.002), drafting((1, 1), (1, 0), 0.001)]
-    one, two, four = by_running(series, plain_step(FLAT, [10]))
-    assert [each.low for each in (one, two, four)] == [1, 2, 4]
-    assert [each.share for each in (one, two, four)] == pytest.approx([0.25, 0.25, 0.5])
-    assert [each.drafting_share for each in (one, two, four)] == [0.5, 0.0, 1.0]
-    assert [each.speedup for each in (one, two, four)] == pytest.approx([1.5, 0.5, 2.0])
-    assert by_running([], plain_step(FLAT, [10])) == ()
+def test_a_run_without_a_trained_drafter_leaves_arms_out_and_says_how_to_get_one(
+    workshop: Workshop,
+) -> None:
+    plan = plan_of(workshop)
+    assert list(plan.arms) == ["off", "history", "cold"]
+    (note,) = plan.notes
+    assert note.startswith("left out: frozen, spot: ")
+    assert "give --drafter DIR" in note
+    with pytest.raises(ConfigError, match="--arms = off,spot; left out: spot"):
+        plan_of(workshop, arms=("off", "spot"))
 
 
-def test_the_card_says_where_the_time_of_the_rollouts_went() -> None:
-    spot = ArmResult(lengths=[10], costs=FLAT, series=[drafting((4, 1), (12, 0), 0.002)])
-    (table,) = card._octave_table({"off": ArmResult(), "spot": spot})
-    assert list(table.columns) == ["arm", "4-7", "1"]
-    assert table.cells() == [["spot", "50% at 2.00x", "50% at 0.50x"]]
-    assert card._octave_table({"off": ArmResult()}) == []
+def test_a_mistyped_drafter_and_a_run_that_never_drafts_are_refused(workshop: Workshop) -> None:
+    with pytest.raises(ConfigError, match=r"speculation.drafter = 'no/where': it is neither"):
+        plan_of(workshop, drafter="no/where+history")
+    with pytest.raises(ConfigError, match=r"speculation.tuner = 'off': no arm would draft"):
+        plan_of(workshop, "--speculation.tuner=off")
 
 
-def test_a_plain_step_reads_the_context_of_a_token_drawn_at_random() -> None:
-    costs = CostModel(TimeCurve((1, 64), (0.001, 0.001)), pair_s=1e-6, node_pair_s=0.0)
-    # Of 30 tokens, 10 have 5 behind them on average, 20 have 10: 25 / 3.
-    assert plain_step(costs, [10, 20])(3) == pytest.approx(0.001 + 3e-6 * 25 / 3)
+# ---- parked and resident
 
 
-def looked_out(costs: CostModel = FLAT, *series: RolloutSeries) -> list[Outlook]:
-    """A token in half the time, with drafts, however many are running; learning takes a second."""
-    measured = MeasuredStep(
-        lengths=[10, 1000],
-        series=series or [drafting((1,), (1,), 0.001)],
-        costs=costs,
-        writing_s=(1.0, 0.5),
-        requests_per_worker=4,
-        learning_s=1.0,
-    )
-    return outlook(measured, (1, 16))
-
-
-def test_learning_dilutes_what_the_rollout_gains() -> None:
-    few, many = looked_out()
-    assert few.rollout_gain == pytest.approx(2.0)
-    assert many.rollout_gain == pytest.approx(2.0)
-    assert few.idle_share == 0.0
-    assert many.idle_share > 0.0
-    # A worker writes for a second, half a second with drafts; many wait for the last one, too.
-    assert few.step_gain == pytest.approx(2.0 / 1.5)
-    waited = 1.0 / (1.0 - many.idle_share)
-    assert many.step_gain == pytest.approx((waited + 1.0) / (waited / 2 + 1.0))
-
-
-@pytest.mark.parametrize("factor", [0.4, 2.5])
-def test_costs_that_are_wrong_by_a_factor_change_no_prediction(factor: float) -> None:
-    right, wrong = (
-        CostModel(TimeCurve((1, 64), (0.001 * f, 0.02 * f)), pair_s=1e-7 * f, node_pair_s=0.0)
-        for f in (1.0, factor)
-    )
-    series = drafting((4, 1), (4, 3), 0.002)
-    for one, other in zip(looked_out(right, series), looked_out(wrong, series), strict=True):
-        assert asdict(one) == pytest.approx(asdict(other))
-
-
-def test_the_card_shows_how_far_the_prediction_is_from_the_measured_workers() -> None:
-    off, spot = arm([4.0] * 3, 2.0), arm([2.0] * 3, 2.0)
-    off.lengths, spot.lengths = [[50] * 48] * 2
-    spot.series, spot.costs = [drafting((1,), (1,), 0.001)], FLAT
-    for row in off.metrics:  # of 8 seconds of two workers' rollout
-        row["cluster/generating_s"] = 6.0
-    for row in spot.metrics:
-        row["cluster/generating_s"] = 4.0
-    found = {"off": off, "spot": spot}
-    # Workers with equal lengths do not wait: 3 seconds, 2 with drafts; it was 4 and 2.
-    assert card.as_json(SETTING, found)["prediction_error"] == pytest.approx(-0.25)
-    assert any(table.title.endswith("-25%") for table in card.tables(SETTING, found))
-
-
-def test_a_cold_start_has_caught_up_with_the_step_that_accepts_as_much() -> None:
-    cold, frozen = arm([1.0] * 3, 1.0), arm([1.0] * 3, 1.0)
-    for row, length in zip(cold.metrics, (1.0, 4.5, 4.0), strict=True):
-        row["speculation/accept_length"] = length
-    found = {"off": FOUND["off"], "frozen": frozen, "cold": cold}
-    assert card.as_json(SETTING, found)["steps_until_frozen"] == 1
-
-
-def test_checkpoint_times_are_compared_save_by_save() -> None:
-    spot = arm([2.0, 2.0, 2.0], 2.0, a="one", b="two")
-    spot.saves = [SaveTimes(own_s=0.001, full_s=0.010), SaveTimes(own_s=0.001, full_s=0.020)]
-    ratio = card.as_json(SETTING, {**FOUND, "spot": spot})["checkpoint_ratio"]
-    assert ratio == pytest.approx({"median": 0.075, "low": 0.05, "high": 0.1})
+def outcome(found: dict[str, ArmResult]) -> dict[str, object]:
+    """Everything of the arms that must not depend on parking."""
+    return {
+        name: (each.texts, each.column("reward/mean"), each.column("actor/grad_norm"), each.policy)
+        for name, each in found.items()
+    }
 
 
 @pytest.mark.slow
-def test_curves_are_drawn_of_arms_that_draft(tmp_path: Path) -> None:
-    by_arm = {"off": [0.0, 0.0], "spot": [2.0, 2.5], "frozen": [2.0, 1.9]}
-    draw_curves(by_arm, tmp_path / "c.png")
-    draw_curves(by_arm, tmp_path / "switched.png", switch_step=2)
-    plain, switched = ((tmp_path / name).read_bytes() for name in ("c.png", "switched.png"))
-    assert plain.startswith(b"\x89PNG")
-    assert switched.startswith(b"\x89PNG")
-    assert switched != plain, "the switch is marked"
+def test_parked_arms_make_the_same_run_as_resident_ones(workshop: Workshop) -> None:
+    drafter = save_untaught(workshop.model, workshop.path / "drafter")
+    words = ("--learner.mini_batches=2", "--rollout.max_tokens=8")
+    plan = plan_of(workshop, *words, arms=("off", "frozen"), drafter=str(drafter), steps=2)
+    resident = run_arms(plan, print, is_parked=False)
+    parked = run_arms(plan, print, is_parked=True)
+    assert outcome(parked) == outcome(resident)
+    assert len(resident["off"].texts) == 2 * 16
+    assert resident["off"].policy == resident["frozen"].policy != ""
 
 
-def test_curves_need_matplotlib_and_name_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_parked_tensors_have_no_memory_and_come_back_with_their_bits(tmp_path: Path) -> None:
+    first = torch.nn.Parameter(torch.randn(3, 5))
+    tensors = [first, torch.randn(7).bfloat16(), torch.zeros(0, 2)]
+    before = [each.detach().clone() for each in tensors]
+    parking.write(tensors, tmp_path / "parked")
+    parking.release(tensors)
+    assert [each.shape for each in tensors] == [each.shape for each in before]
+    assert sum(each.untyped_storage().nbytes() for each in tensors) <= 4 * len(tensors)
+    parking.read(tensors, tmp_path / "parked")
+    for one, other in zip(tensors, before, strict=True):
+        assert torch.equal(one.detach(), other)
+    assert tensors[0] is first
+    assert first.is_contiguous()
+
+
+def test_arms_are_parked_if_all_may_need_more_than_is_free(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    do_without(monkeypatch, "matplotlib")
-    with pytest.raises(ConfigError, match="plots need matplotlib"):
-        draw_curves({"spot": [2.0]}, tmp_path / "c.png")
+    plan = plan_of(workshop, arms=("off", "history"))
+    shape = memory.model_shape(str(workshop.model))
+    one = memory.estimate(plan.arms["off"], shape, on_cpu=True).total
+    for free, expected in ((2 * one, False), (2 * one - 1, True), (None, False)):
+        monkeypatch.setattr(memory, "available_bytes", lambda device, free=free: free)
+        assert must_park(plan) is expected
+
+
+def test_the_command_measures_a_run_and_ends_with_json(workshop: Workshop, tmp_path: Path) -> None:
+    path, words = run_file(workshop), ("--steps", "1", "--rollout.max_tokens", "8")
+    plot = tmp_path / "step.png"
+    said = say("bench", "e2e", str(path), "--arms=off,cold", f"--plot={plot}", *words)
+    assert said.code == 0, said.err
+    assert said.out.startswith("With a drafter that learns while you train, a step of this run")
+    assert "All arms wrote the same texts." in said.out
+    found = json.loads(said.out.splitlines()[-1])
+    assert (found["model"], found["steps"], found["workers"]) == (str(workshop.model), 1, 1)
+    assert found["differing_share"] == {"cold": 0.0}
+    assert (found["rewards_agree"], found["policies_agree"], found["parked"]) == (True, True, False)
+    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -2,100 +2,82 @@
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from longtail.assembly.drafters import Target
-from longtail.bench.vllm import card, live, rules
-from longtail.bench.vllm.subject import Reply, differing_share, open_subject
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
-from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
+from end_to_end.workshop import Workshop, build, save_untaught
+from longtail.bench import vllm
+from longtail.bench.common.subject import open_subject
 from longtail.errors import ConfigError
+from longtail.types import SamplingParams
 from support.benches import parse
-from support.tiny_models import tiny_model, tiny_tokenizer
 
-PROMPTS = [(5, 6), (7, 8), (9,)]
 STAND_IN = """
 import json, sys
 spec = json.loads(sys.argv[-1])
-rule, adopted = spec["rule"], "earlier" not in spec["drafter"]
+rule = spec["rule"]
 print(json.dumps({"ready": "vllm 0"}), flush=True)
 for line in sys.stdin:
     turn = json.loads(line)
-    adopted = adopted or turn["adopt"] is not None
     tokens = [[1, 2, 3, 4 + (rule == "greedy")] for _ in turn["prompts"]]
-    accepted = {"plain": 0, "greedy": 10, "probabilistic": 30}.get(rule, 20 if adopted else 5)
+    accepted = {"plain": 0, "greedy": 10, "probabilistic": 30}.get(rule, 20)
     drafts = 0 if rule == "plain" else 20
     print(json.dumps({"tokens": tokens, "num_drafts": drafts, "num_accepted": accepted,
-                      "seconds": 2.0 if rule == "plain" else 1.0, "cpu_seconds": 1.0}), flush=True)
+                      "num_tokens": 4 * len(tokens), "cpu_seconds": 1.0,
+                      "seconds": 2.0 if rule == "plain" else 1.0}), flush=True)
 """
 
 
-@pytest.fixture
-def subject(tmp_path):
-    """Return a function that opens a tiny target with a drafter and a stand-in interpreter."""
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    layer = EagleLayer(EagleConfig(recipe="eagle3", target=model.config, layers=(0, 1)))
-    layer.initialize(torch.Generator().manual_seed(1))
-    record = TrainingRecord(steps=1, tokens=1, unroll_steps=1)
-    save_drafter(tmp_path / "drafter", layer, None, identity("x", model, tokenizer), record)
-    target = Target(model=model, tokenizer=tokenizer, directory=tmp_path, name="x")
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return build(tmp_path_factory.mktemp("vllm"))
+
+
+def measured(workshop: Workshop, tmp_path: Path, drafter: str) -> dict[str, list[Any]]:
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/stand_in.py "$@"\n')
     python.chmod(0o755)
-
-    def make(*words):
-        options = parse(
-            "vllm", "--python", str(python), "--drafters", str(tmp_path / "drafter"),
-            "--dtype", "bfloat16", "--repeats", "2", *words,
-        )  # fmt: skip
-        return options, open_subject(options, target, PROMPTS, print)
-
-    return make
-
-
-def test_rules_are_compared_with_plain_decoding_in_the_same_round(subject):
-    options, opened = subject()
-    with opened as found:
-        measured = rules.measure_rules(found, options, print)
-        table = card.rules_table(measured, found, options, "not pinned")
-    assert measured.accept_length == {"coupled": 2.0, "greedy": 1.5, "probabilistic": 2.5}
-    assert measured.differing() == {"coupled": 0.0, "greedy": 1.0, "probabilistic": 0.0}
-    result = json.loads(json.dumps(card.rules_json(measured)))
-    assert result["differing_share"] == 0.0
-    assert result["throughput_ratio"]["coupled"]["median"] == 2.0
-    assert result["own_texts_share"] is None  # only in float32
-    assert [row[0] for row in table.cells()] == list(card._WORDS.values())
-
-
-def test_a_drafter_is_adopted_in_the_second_turn(subject):
-    options, opened = subject()
-    with opened as found:
-        assert found.drafter.is_dir()
-        measured = live.measure_live(found, options, print)
-    assert measured.adopted_gain == 2.0 / 1.25
-    assert measured.differing_share == 0.0
-    assert card.live_json(measured)["adopted_accept_length"]["before"] == 1.25
-    assert "0% of the texts change" in card.live_table(measured, options).title
-
-
-def test_equal_texts_are_promised_in_float32_and_in_blocks(subject):
-    assert card.is_equal(0.0, subject()[0])
-    assert card.is_equal(0.3, subject()[0])
-    assert not card.is_equal(0.3, subject("--block-rows", "32")[0])
-
-
-def test_shares_and_speeds_are_of_whole_texts():
-    assert differing_share([(1, 2), (3,)], [[1, 2], [4]]) == 0.5
-    reply = Reply(
-        tokens=((1, 2, 3), (4,)), num_drafts=2, num_accepted=3, seconds=2.0, cpu_seconds=2.0
+    options = parse(
+        *("vllm", f"--python={python}", f"--drafter={drafter}", f"--model={workshop.model}"),
+        *(f"--prompts={workshop.prompts}", "--n=3", "--repeats=2"),
     )
-    assert (reply.tokens_per_s, reply.accept_length) == (2.0, 2.5)
+    subject = open_subject(
+        options.model, options.prompts, dtype="float32", num_prompts=3,
+        sampling=SamplingParams(max_tokens=options.max_tokens), log=print,
+    )  # fmt: skip
+    engine, turns = vllm.measure(subject, options, print)
+    assert engine == "vllm 0"
+    return turns
 
 
-def test_a_drafter_without_weights_cannot_be_compared(subject):
-    _, opened = subject("--earlier", "history")
-    with pytest.raises(ConfigError, match="no EAGLE layer"), opened:
-        pass
+def test_rules_are_compared_with_plain_decoding_in_the_same_round(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    drafter = save_untaught(workshop.model, workshop.path / "drafter")
+    turns = measured(workshop, tmp_path, str(drafter))
+    assert {len(own) for own in turns.values()} == {2}, "the warm-up is left out"
+    result = json.loads(json.dumps(vllm.figures(turns)))
+    assert result["accept_length"] == {"coupled": 2.0, "greedy": 1.5, "probabilistic": 2.5}
+    assert result["differing_share"] == {"coupled": 0.0, "greedy": 1.0, "probabilistic": 0.0}
+    assert result["throughput_ratio"]["coupled"]["median"] == 2.0
+    rows = vllm.table("title", turns).cells()
+    assert [row[0] for row in rows] == list(vllm.RULES.values())
+    assert rows[2][1:] == ["1.500", "12 (12-12)", "2.00 (2.00-2.00)", "100%"]
+
+
+def test_equal_texts_are_promised_in_float32_and_in_blocks() -> None:
+    given = ("--python=p", "--drafter=d")
+    exact, blocks, neither = (
+        parse("vllm", *given, *more)
+        for more in ((), ("--dtype=bfloat16", "--block-rows=32"), ("--dtype=bfloat16",))
+    )
+    assert [vllm.is_kept(0.3, each) for each in (exact, blocks, neither)] == [False, False, True]
+    assert vllm.is_kept(0.0, exact)
+
+
+def test_a_drafter_without_weights_cannot_be_compared(workshop: Workshop, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--drafter = 'history': it has no EAGLE layer"):
+        measured(workshop, tmp_path, "history")

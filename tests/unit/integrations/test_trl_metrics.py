@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longtail.bench.trl.run import Arm, compare
+from longtail.bench.trl import Arm, compare
 from longtail.cluster.drafter.payoff import PayOff
 from longtail.engine.report import RolloutReport
 from longtail.integrations.trl.metrics import SessionMetrics

@@ -79,14 +79,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def medians(spreads: Mapping[str, Spread | None]) -> dict[str, float | None]:
-    """Return the medians for JSON, None where nothing was measured."""
-    return {name: None if each is None else each.median for name, each in spreads.items()}
-
-
-def numbers(spreads: Mapping[str, Spread | None]) -> dict[str, dict[str, float] | None]:
-    """Return median, low and high for JSON, None where nothing was measured."""
-    return {name: None if each is None else each.numbers() for name, each in spreads.items()}
+def numbers(spreads: Mapping[str, Spread]) -> dict[str, dict[str, float]]:
+    """Return median, low and high for JSON."""
+    return {name: each.numbers() for name, each in spreads.items()}
 
 
 def _text(value: object) -> str:

@@ -14,8 +14,8 @@ Needs no torch.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from longtail.errors import ConfigError
@@ -49,38 +49,7 @@ class Option:
     """Whether the value is a word without a flag."""
 
 
-Quick = Annotated[bool, Option("smaller defaults:")]
 Json = Annotated[bool, Option("print the JSON line only")]
-OwnModel = Annotated[
-    str | None,
-    Option("a model of your own, as model.path of train (default: those above)", "MODEL"),
-]
-OwnPrompts = Annotated[str | None, Option("prompts for --model, as data.source of train", "SOURCE")]
-OwnDrafter = Annotated[
-    str | None,
-    Option(
-        "drafter for --model, as speculation.drafter of train (rollout's default: history)", "NAME"
-    ),
-]
-OWN_DTYPE = "bfloat16"
-"""Dtype of a model of the user's own unless --dtype is given."""
-
-
-def check_own(model: str | None, others: Mapping[str, Any]) -> None:
-    """Check that --model has prompts, and that no option for it is given without it.
-
-    `others` are its options by flag, among them --prompts. Raises ConfigError.
-    """
-    if model is None:
-        for flag, value in others.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{flag} = {value!r}: it is for a model of your own; give --model"
-                )
-    elif others["--prompts"] is None:
-        raise ConfigError(
-            f"--model = {model!r}: give its prompts, as in --prompts reasoning_gym:chain_sum"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,11 +186,6 @@ def read(kind: type[T], args: argparse.Namespace) -> T:
         elif each.option.quick is not None and args.quick:
             values[each.name] = each.option.quick
     return kind(**values)
-
-
-def settings(options: Any) -> dict[str, Any]:
-    """Return the options for JSON, without those of the output."""
-    return {name: value for name, value in asdict(options).items() if name not in ("quick", "json")}
 
 
 def shown(value: Any) -> str:

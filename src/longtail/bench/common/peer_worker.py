@@ -1,13 +1,26 @@
-"""Another engine in a process of its own, driven by JSON lines; run by path, without longtail.
+"""Another engine in a process of its own, driven by JSON lines; run by path.
 
-    python -I peer_worker.py {"kind": "vllm", "model_dir": ..., ...}     as `peers.PeerSpec`
+    python -I peer_worker.py {"kind": "vllm", "model_dir": DIR, "dtype": "bfloat16", "threads": 1,
+                              "max_len": 512, "max_running": 32}
 
-    --> {"prompts": [[1, 2], [3]], "new_tokens": 64}       one line a turn on standard input
-    <-- {"ready": "vllm 0.32.0, ..."}                      once, when the model is loaded
-    <-- {"seconds": 0.8, "cpu_seconds": 0.8, "num_tokens": 128}
+    <-- {"ready": "vllm 0.32.0, ..."}                  once, when the model is loaded
+    --> {"prompts": [[1, 2], [3]], "lengths": [64, 12], "running": 8}
+    <-- {"seconds": 0.8, "cpu_seconds": 0.8, "num_tokens": 76}
 
-KIND is `generate` (transformers) or `vllm`; the standard library and that package are all it
-imports. Both sample at temperature 1, without truncation, end-of-sequence token or text.
+KIND is `transformers` or `vllm`. Both sample at temperature 1, without truncation, and write as
+many tokens after each prompt as `lengths` has, at most `running` texts at a time.
+
+A vLLM with a `rule` (with `drafter`, `method`, `depth`, `block_rows`, `packages`) gets texts that
+end by themselves, with `seeds`, `temperature` and `stop_token_ids`, and answers with `tokens`,
+`num_drafts` and `num_accepted`, too. The rules:
+
+    plain          longtail's keyed noise, no drafts
+    coupled        drafts with the noise of the target, verified by equality
+    greedy         vLLM's default: most likely drafts, its own sampler
+    probabilistic  vLLM's sampled drafts, verified by the ratio of probabilities
+
+vLLM's own rules run with the defects of its CPU path worked around, since noise would be compared
+otherwise. Only rules import longtail: from this environment, else from the folder `packages`.
 """
 
 import json
@@ -17,11 +30,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], int]
-"""Prompts and new tokens of each -> tokens generated in total."""
+Generate = Callable[[dict[str, Any]], dict[str, Any]]
+"""A turn -> what is answered beside its seconds."""
 
 
-def load_generate(spec: dict[str, Any]) -> tuple[str, Generate]:
+def load_transformers(spec: dict[str, Any]) -> tuple[str, Generate]:
     """Load `transformers`: dynamic cache and SDPA, its fastest eager mode on a CPU."""
     import torch
     import transformers
@@ -33,8 +46,10 @@ def load_generate(spec: dict[str, Any]) -> tuple[str, Generate]:
     )
     model.eval()
 
-    def generate(prompts: list[list[int]], new_tokens: int) -> int:
-        tokens = torch.tensor(prompts)
+    def batch(prompts: list[list[int]], new_tokens: int) -> None:
+        width = max(map(len, prompts))
+        tokens = torch.tensor([[0] * (width - len(each)) + each for each in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         settings = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=True,
             temperature=1.0,
@@ -46,26 +61,32 @@ def load_generate(spec: dict[str, Any]) -> tuple[str, Generate]:
             eos_token_id=None,
         )
         with torch.inference_mode():
-            out = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), generation_config=settings
-            )
-        return (out.shape[1] - tokens.shape[1]) * len(prompts)
+            model.generate(tokens, attention_mask=mask, generation_config=settings)
+
+    def generate(turn: dict[str, Any]) -> dict[str, Any]:
+        prompts, lengths, running = turn["prompts"], turn["lengths"], turn["running"]
+        for start in range(0, len(prompts), running):
+            # a batch lasts as long as its longest text
+            batch(prompts[start : start + running], max(lengths[start : start + running]))
+        return {"num_tokens": sum(lengths)}
 
     return f"transformers {transformers.__version__}, dynamic cache, sdpa", generate
 
 
 def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
-    """Load vLLM with its engine in this process and compiled, its fastest mode on one thread.
+    """Load vLLM with its engine in this process: a separate one would need a core of its own.
 
-    A separate engine process would need a core of its own: on a shared one it is a third slower.
+    Without a rule it is compiled, its fastest mode on one thread.
     """
     cpus = sorted(os.sched_getaffinity(0))[: spec["threads"]] if sys.platform == "linux" else []
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cpus)) or "nobind",
         VLLM_NO_USAGE_STATS="1",
+        LONGTAIL_VLLM="",
     )
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    more = drafting(spec) if "rule" in spec else {"disable_log_stats": True}
     import vllm
 
     engine = vllm.LLM(
@@ -73,39 +94,94 @@ def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
         skip_tokenizer_init=True,
         dtype=spec["dtype"],
         max_model_len=spec["max_len"],
-        max_num_seqs=spec["max_batch"],
-        disable_log_stats=True,
+        max_num_seqs=spec["max_running"],
+        enable_prefix_caching=False,  # turns repeat their prompts
         seed=0,
+        **more,
     )
 
-    def generate(prompts: list[list[int]], new_tokens: int) -> int:
-        params = vllm.SamplingParams(
-            temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
-        )
-        engine.reset_prefix_cache()  # the prompts of every turn are the same
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        done = engine.generate(inputs, params, use_tqdm=False)
-        return sum(len(each.outputs[0].token_ids) for each in done)
+    def generate(turn: dict[str, Any]) -> dict[str, Any]:
+        before = draft_counts(engine)
+        tokens = serve(engine, turn)
+        drafts, accepted = (a - b for a, b in zip(draft_counts(engine), before, strict=True))
+        found = {"num_tokens": sum(map(len, tokens)), "num_drafts": drafts}
+        return {**found, "num_accepted": accepted, "tokens": tokens}
 
-    return f"vllm {vllm.__version__}, in process, compiled", generate
+    mode = "" if "rule" in spec else ", in process, compiled"
+    return f"vllm {vllm.__version__}{mode}", generate
+
+
+def drafting(spec: dict[str, Any]) -> dict[str, Any]:
+    """Register longtail's plugin; return vLLM's options for a rule."""
+    sys.path.append(spec["packages"])  # behind the packages of this environment
+    from longtail.integrations.vllm import guards, plugin, v1_cpu
+
+    plugin.register()
+    rule = spec["rule"]
+    options: dict[str, Any] = {"enforce_eager": True, "disable_log_stats": False}
+    if rule in ("plain", "coupled"):
+        rows = spec["block_rows"] or None
+        options["additional_config"] = {"longtail": {"block_rows": rows}}
+    elif v1_cpu.is_cpu():
+        guards.replace(v1_cpu.defects())
+    if rule != "plain":
+        options["speculative_config"] = {
+            "method": spec["method"],
+            "model": spec["drafter"],
+            "num_speculative_tokens": spec["depth"],
+            "draft_sample_method": "probabilistic" if rule == "probabilistic" else "greedy",
+        }
+    return options
+
+
+def serve(engine: Any, turn: dict[str, Any]) -> list[list[int]]:
+    """Step until all texts are written, at most `running` at a time."""
+    import vllm
+
+    core, prompts = engine.llm_engine, turn["prompts"]
+    done: dict[int, list[int]] = {}
+    started = 0
+    while len(done) < len(prompts):
+        while started < len(prompts) and started - len(done) < turn["running"]:
+            params = vllm.SamplingParams(
+                temperature=turn.get("temperature", 1.0),
+                seed=turn["seeds"][started] if "seeds" in turn else None,
+                max_tokens=turn["lengths"][started],
+                ignore_eos=True,
+                stop_token_ids=turn.get("stop_token_ids", []),
+                detokenize=False,
+            )
+            core.add_request(str(started), {"prompt_token_ids": prompts[started]}, params)
+            started += 1
+        for each in core.step():
+            if each.finished:
+                done[int(each.request_id)] = list(each.outputs[0].token_ids)
+    return [done[index] for index in range(len(prompts))]
+
+
+def draft_counts(engine: Any) -> tuple[int, int]:
+    """Return vLLM's counters of drafts and of accepted tokens; 0 where it keeps none."""
+    if not engine.llm_engine.log_stats:
+        return 0, 0
+    found = {metric.name: metric for metric in engine.get_metrics()}
+    names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+    first, second = (found[name].value if name in found else 0 for name in names)
+    return first, second
 
 
 def main(spec: dict[str, Any]) -> None:
     """Load the engine, then serve turns until standard input ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the engine goes to the log
-    load = {"vllm": load_vllm, "generate": load_generate}[spec["kind"]]
+    load = {"vllm": load_vllm, "transformers": load_transformers}[spec["kind"]]
     description, generate = load(spec)
     print(json.dumps({"ready": description}), file=replies, flush=True)
     for line in sys.stdin:
         turn = json.loads(line)
         start, cpu_start = time.perf_counter(), time.process_time()
-        num_tokens = generate(turn["prompts"], turn["new_tokens"])
-        reply = {
-            "seconds": time.perf_counter() - start,
-            "cpu_seconds": time.process_time() - cpu_start,
-            "num_tokens": num_tokens,
-        }
+        found = generate(turn)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        reply = {"seconds": seconds, "cpu_seconds": cpu_seconds, **found}
         print(json.dumps(reply), file=replies, flush=True)
 
 

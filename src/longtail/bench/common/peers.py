@@ -1,6 +1,6 @@
-"""Handles on other engines: a process for each, started once per model, idle while others run.
+"""Programs in processes of their own: other engines and trainers, idle while others run.
 
-`peer_worker` is the program of that process; a foreign interpreter runs it by path.
+`peer_worker` generates, `learner_worker` and `trl_worker` train; an interpreter runs them by path.
 """
 
 import json
@@ -8,44 +8,16 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, final
+from typing import Any, TypeVar
 
 from longtail.errors import ConfigError
 
 PeerT = TypeVar("PeerT", bound="PeerProcess")
-PeerKind = Literal["generate", "vllm"]
-_WORKER = Path(__file__).with_name("peer_worker.py")
+ENGINE_WORKER = Path(__file__).with_name("peer_worker.py")
 _TIMEOUT_S = 900.0
 """Seconds in which a peer must load, and in which it must answer a turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerSpec:
-    """Arguments of `peer_worker`."""
-
-    kind: PeerKind
-    model_dir: str
-    dtype: str
-    threads: int
-    max_len: int
-    """Tokens of the longest prompt plus completion."""
-    max_batch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One batch generated, measured inside the peer's process.
-
-    Example: Turn(seconds=1.2, cpu_seconds=1.2, num_tokens=512)
-    """
-
-    seconds: float
-    cpu_seconds: float
-    """CPU seconds of all threads; below `seconds` when something else had the core."""
-    num_tokens: int
 
 
 class PeerProcess:
@@ -132,20 +104,3 @@ class PeerProcess:
         return ConfigError(
             f"the {self._kind} process ({self._python}) {what}; its last output:\n{last_lines}"
         )
-
-
-@final
-class Peer(PeerProcess):
-    """A running engine."""
-
-    def __init__(self, python: str, spec: PeerSpec) -> None:
-        """Start it and wait until its model is loaded; a ConfigError shows its last output."""
-        flag = f"--{spec.kind}-python"
-        super().__init__(python, _WORKER, spec.kind, asdict(spec), flag=flag)
-
-    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Turn:
-        """Write `new_tokens` tokens after each prompt."""
-        prompts = [list(prompt) for prompt in prompts]
-        done = Turn(**self.ask({"prompts": prompts, "new_tokens": new_tokens}))
-        assert done.num_tokens == new_tokens * len(prompts), f"{self._kind} stopped early: {done}"
-        return done

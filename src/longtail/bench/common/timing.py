@@ -1,12 +1,16 @@
-"""Timing of contestants in turns (A B A B ...), so that a slow minute falls on all of them."""
+"""Timing of contestants in turns (A B A B ...), so that a slow minute falls on all of them.
 
+Needs no torch: CPUs are chosen before it is imported.
+"""
+
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import final
 
-import torch
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +29,6 @@ class Spread:
         """Summarise at least one measurement."""
         assert values, "a spread needs at least one measurement"
         return Spread(median=statistics.median(values), low=min(values), high=max(values))
-
-    def scaled(self, factor: float) -> "Spread":
-        """Multiply by a positive factor (a change of unit)."""
-        return Spread(median=self.median * factor, low=self.low * factor, high=self.high * factor)
 
     def text(self, digits: int = 2, unit: str = "") -> str:
         """Render as `median (low-high)`."""
@@ -67,27 +67,23 @@ def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
-@final
-class CpuClock:
-    """CPU seconds and seconds of the blocks inside `with clock`, for a process of one thread."""
+def pin(threads: int) -> list[int]:
+    """Keep this process and its children on the last `threads` CPUs it may use; return them.
 
-    def __init__(self) -> None:
-        self._wall = self._cpu = 0.0
-
-    def __enter__(self) -> None:
-        self._wall -= time.perf_counter()
-        self._cpu -= time.process_time()
-
-    def __exit__(self, *_: object) -> None:
-        self._wall += time.perf_counter()
-        self._cpu += time.process_time()
-
-    def share(self) -> float:
-        """CPU seconds over seconds: below 1, another process had the core."""
-        return self._cpu / self._wall if self._wall else 1.0
+    The list is empty where the system cannot pin. To choose other CPUs, use `taskset`.
+    """
+    if sys.platform != "linux":
+        return []
+    cpus = sorted(os.sched_getaffinity(0))[-threads:]
+    os.sched_setaffinity(0, cpus)
+    return cpus
 
 
-def pin_threads(threads: int) -> None:
-    """Limit torch's compute threads in this process; 0 keeps the default."""
-    if threads > 0:
-        torch.set_num_threads(threads)
+def pinned(cpus: Sequence[int]) -> str:
+    """Return the words of a card for `pin`'s result."""
+    return f"pinned to CPU {', '.join(map(str, cpus))}" if cpus else "not pinned"
+
+
+def progress(bench: str) -> Log:
+    """Return a function that prints lines of progress to stderr."""
+    return lambda text: print(f"bench {bench}: {text}", file=sys.stderr, flush=True)

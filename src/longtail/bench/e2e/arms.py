@@ -1,49 +1,21 @@
 """An arm of `longtail bench e2e`: a whole training run in progress, and its figures."""
 
 import json
-import os
 import shutil
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
-from torch import Tensor
-
-from longtail.assembly.models import model_directory
-from longtail.cluster.placement import LengthHistory
+from longtail.cluster.states import State
 from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile
 from longtail.config.rl import RunConfig
-from longtail.engine import rollout_log
-from longtail.engine.rollout_log import RolloutSeries
 from longtail.loop import Trainer
-from longtail.model.hf.model import load_model
 from longtail.rl.grading.pool import GraderPool
-from longtail.run.checkpoint import RunDirectory, save_tensors
+from longtail.run.checkpoint import RunDirectory
 from longtail.run.console import Console
-from longtail.run.drafter_store import DrafterStore
-from longtail.tuner import cost_file
-from longtail.tuner.cost import CostModel
 
-OFF, HISTORY, FROZEN, SERIAL = "off", "history", "frozen", "serial"
-SPOT, COLD, UNPLACED = "spot", "cold", "unplaced"
 ACCEPT = "speculation/accept_length"
-_SAVES = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveTimes:
-    """Seconds that saving the drafter blocks a run.
-
-    Example: SaveTimes(own_s=0.001, full_s=0.02)
-    """
-
-    own_s: float
-    """The drafter's own weights and texts, written in the background."""
-    full_s: float
-    """Everything with optimizer, embedding and head, waited for until it is on disk."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,17 +23,10 @@ class ArmResult:
     """Figures of one arm's steps."""
 
     metrics: list[dict[str, float]] = field(default_factory=list)
+    worker_s: list[tuple[float, ...]] = field(default_factory=list)
+    """Seconds in which each worker generated, step by step."""
     texts: dict[str, str] = field(default_factory=dict)
     """Completions by request."""
-    lengths: list[int] = field(default_factory=list)
-    """Tokens of each completion."""
-    rollouts: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of rollouts.jsonl."""
-    series: list[RolloutSeries] = field(default_factory=list)
-    """Steps of each rollout that speculated."""
-    costs: CostModel | None = None
-    """Cost model at the end of the run."""
-    saves: list[SaveTimes] = field(default_factory=list)
     timeline: Timeline | None = None
     """Timeline of the last step."""
     policy: str = ""
@@ -76,11 +41,11 @@ class ArmResult:
 class Arm:
     """A run in progress, in the directory of its configuration.
 
-    Lifecycle: `step`, or between two steps `park` and `unpark`; `finish` after the last; `close`.
+    Lifecycle: `step`, or between two steps `park` and `unpark`; `close` after the last.
     """
 
     def __init__(self, name: str, config: RunConfig) -> None:
-        self.name, self.result, self._config = name, ArmResult(), config
+        self.name, self.result = name, ArmResult()
         self._place = Path(config.run.dir)
         shutil.rmtree(self._place, ignore_errors=True)
         self._run = RunDirectory(self._place)
@@ -102,11 +67,11 @@ class Arm:
 
     def step(self) -> dict[str, float]:
         """Train one step and return its metrics; no held-out prompt is evaluated."""
-        if self.name == UNPLACED:
-            self._trainer.workers.lengths = LengthHistory()
         metrics = self._trainer.make_step()
         self.result.metrics.append(metrics)
-        self.result.timeline = self._trainer.timeline
+        self.result.timeline = timeline = self._trainer.timeline
+        assert timeline is not None, "a step was made"
+        self.result.worker_s.append(generating_s(timeline))
         return metrics
 
     def park(self) -> None:
@@ -122,52 +87,36 @@ class Arm:
     def _parked(self) -> Path:
         return self._place / "parked"
 
-    def finish(self, *, times_saves: bool) -> None:
-        """Record the policy, and the time of checkpoints of the drafter if it was trained."""
+    def finish(self) -> None:
+        """Record the policy after the last step, before the arm is parked."""
         self.result.policy = self._trainer.workers.policy_digest()
-        if times_saves and self.name == SPOT and self._trainer.workers.published is not None:
-            target = load_model(model_directory(self._config.model.path))
-            frozen = {"embedding": target.embedding.weight, "head": target.head.weight}
-            self.result.saves = [self._save(frozen) for _ in range(_SAVES)]
 
     def close(self) -> ArmResult:
-        """End the run and read its files."""
+        """End the run and read its texts."""
         self._trainer.close()
         self._grader.close()
         self._run.close()
-        rows = self.result.rollouts = _lines(self._place / "rollouts.jsonl")
-        self.result.texts = {row["request_id"]: row["text"] for row in rows}
-        self.result.lengths = [row["num_tokens"] for row in rows]
-        if (self._place / rollout_log.FILE).exists():
-            logged = _lines(self._place / rollout_log.FILE)
-            self.result.series = [RolloutSeries.of_json(row) for row in logged]
-            self.result.costs = cost_file.load_costs(self._place / cost_file.FILE)
+        rollouts = self._place / "rollouts.jsonl"
+        if rollouts.exists():
+            lines = rollouts.read_text(encoding="utf-8").splitlines()
+            rows = [json.loads(line) for line in lines]
+            self.result.texts = {row["request_id"]: row["text"] for row in rows}
         return self.result
 
-    def _save(self, frozen: Mapping[str, Tensor]) -> SaveTimes:
-        """Time a save of the drafter both ways; `frozen` are the target's parts of a full one."""
-        store, began = DrafterStore(self._place / "saves"), time.perf_counter()
-        state = self._trainer.workers.drafter_state()
-        assert state is not None, "a drafter is published"
-        store.save(1, state)
-        own_s = time.perf_counter() - began
-        store.wait()
-        moments = {f"{name}/{k}": each for name, each in state.drafter().items() for k in "mv"}
-        began = time.perf_counter()
-        path = self._place / "full.safetensors"
-        save_tensors({**state.tensors, **moments, **frozen}, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        return SaveTimes(own_s=own_s, full_s=time.perf_counter() - began)
+
+def generating_s(timeline: Timeline) -> tuple[float, ...]:
+    """Return the seconds in which each worker generated."""
+    return tuple(
+        sum(
+            span.seconds
+            for span in timeline.spans
+            if span.worker == worker and span.state is State.GENERATING
+        )
+        for worker in timeline.workers
+    )
 
 
 def differing_share(one: ArmResult, other: ArmResult) -> float:
-    """Return the share of the texts that differ."""
+    """Return the share of the texts that differ, of those that both arms wrote."""
     both = one.texts.keys() & other.texts.keys()
     return sum(one.texts[name] != other.texts[name] for name in both) / max(len(both), 1)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,15 +1,16 @@
 """The card of `longtail bench e2e`."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from longtail.bench.common.card import Table, by_position, numbers
 from longtail.bench.common.timing import Spread, ratios
-from longtail.bench.e2e.arms import ACCEPT, COLD, OFF, SPOT, ArmResult, differing_share
-from longtail.bench.e2e.by_running import Octave, by_running, plain_step
-from longtail.bench.e2e.outlook import MeasuredStep, Outlook, outlook
-from longtail.bench.e2e.plan import Setting
+from longtail.bench.e2e.arms import ACCEPT, ArmResult, differing_share
+from longtail.bench.e2e.plan import COLD, OFF, SPOT, Plan
+from longtail.system.device import threads_each
 
 _MORE_WORKERS = (8, 32, 128)
 _SHOWN_STEPS = 12
@@ -20,56 +21,8 @@ _TELLING = 3
 _NOTHING = 0.02
 """Share of a step's time within which a difference is none."""
 _PARTS = ("rollout", "reward", "logprob", "update", "publish", "drafter", "step")
-
-
-def tables(setting: Setting, found: Mapping[str, ArmResult]) -> list[Table]:
-    """Return the comparison, the prediction for more workers, and the parts of a step."""
-    off, predicted = found[OFF], _predictions(setting, found)
-    error = _prediction_error(predicted, found)
-    outlooks = Table(
-        f"Prediction from measured lengths and costs; error for {setting.workers} workers "
-        f"{error or 0.0:+.0%}",
-        {
-            "workers": lambda each: each.workers,
-            "idle without drafts": lambda each: f"{each.idle_share:.0%}",
-            "rollout speedup": lambda each: each.rollout_gain,
-            "step speedup": lambda each: each.step_gain,
-        },
-        predicted,
-    )
-    parts = [
-        (
-            name,
-            *(f"{_median(result, f'timing_s/{part}'):.2f}" for part in _PARTS),
-            f"{_median(result, 'cluster/spot_stop_latency_s'):.3f}",
-        )
-        for name, result in found.items()
-    ]
-    return [
-        Table(
-            f"Training {setting.model} end to end, {setting.workers} workers, "
-            f"{setting.threads} thread(s) each, {setting.steps} steps in turn; speedups over the "
-            "arm off; median (lowest-highest) over steps",
-            {
-                "arm": lambda name: name,
-                "step speedup": lambda name: _speedup(off, found[name], "step"),
-                "rollout speedup": lambda name: _speedup(off, found[name], "rollout"),
-                "accept length": lambda name: _median(found[name], ACCEPT) or None,
-                "idle": lambda name: f"{_idle_share(found[name]):.0%}",
-                "idle time used": lambda name: (
-                    f"{_median(found[name], 'cluster/idle_utilization'):.0%}"
-                ),
-                "texts differ": lambda name: f"{differing_share(off, found[name]):.2%}",
-            },
-            list(found),
-        ),
-        *_accept_table(found),
-        *_octave_table(found),
-        *([] if error is None else [outlooks]),
-        Table(
-            "Seconds of a step, medians", by_position("arm", *_PARTS, "spot stop latency"), parts
-        ),
-    ]
+_SIMULATED = 1000
+"""Number of simulated rollouts."""
 
 
 def sentences(found: Mapping[str, ArmResult]) -> list[str]:
@@ -116,6 +69,44 @@ def _verdict(share: float, num_steps: int) -> str:
     return "no gain" if share <= 1.0 + _NOTHING else "a loss"
 
 
+def tables(plan: Plan, found: Mapping[str, ArmResult]) -> list[Table]:
+    """Return the comparison, accept lengths, the prediction, and the parts of a step."""
+    off, own = found[OFF], plan.arms[OFF]
+    workers = own.cluster.workers
+    parts = [
+        (
+            name,
+            *(f"{_median(result, f'timing_s/{part}'):.2f}" for part in _PARTS),
+            f"{_median(result, 'cluster/spot_stop_latency_s'):.3f}",
+        )
+        for name, result in found.items()
+    ]
+    return [
+        Table(
+            f"Training {own.model.path} end to end, {workers} workers, "
+            f"{threads_each(own.run.threads, workers)} thread(s) each, {plan.steps} steps in turn; "
+            "speedups over the arm off; median (lowest-highest) over steps",
+            {
+                "arm": lambda name: name,
+                "step speedup": lambda name: _speedup(off, found[name], "step"),
+                "rollout speedup": lambda name: _speedup(off, found[name], "rollout"),
+                "accept length": lambda name: _median(found[name], ACCEPT) or None,
+                "idle": lambda name: f"{_idle_share(found[name]):.0%}",
+                "idle time used": lambda name: (
+                    f"{_median(found[name], 'cluster/idle_utilization'):.0%}"
+                ),
+                "texts differ": lambda name: f"{differing_share(off, found[name]):.2%}",
+            },
+            list(found),
+        ),
+        *_accept_table(found),
+        *_prediction_table(workers, found),
+        Table(
+            "Seconds of a step, medians", by_position("arm", *_PARTS, "spot stop latency"), parts
+        ),
+    ]
+
+
 def _accept_table(found: Mapping[str, ArmResult]) -> list[Table]:
     """Return the accept length of some steps, evenly spaced; empty if no arm drafted."""
     lengths = {name: each.column(ACCEPT) for name, each in found.items()}
@@ -135,81 +126,113 @@ def _accept_table(found: Mapping[str, ArmResult]) -> list[Table]:
     ]
 
 
-def _octaves(found: Mapping[str, ArmResult]) -> dict[str, tuple[Octave, ...]]:
-    """Return the steps of each arm that drafted, by running requests."""
-    return {
-        name: by_running(each.series, plain_step(each.costs, each.lengths))
-        for name, each in found.items()
-        if each.costs is not None and each.lengths
-    }
+# ---- more workers
 
 
-def _octave_table(found: Mapping[str, ArmResult]) -> list[Table]:
-    """Return share and speed of the rollouts' steps by running requests; empty without drafts."""
-    octaves = _octaves(found)
-    lows = sorted({each.low for own in octaves.values() for each in own}, reverse=True)
-    if not lows:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A mean training step of a number of workers, each as busy as a measured one.
+
+    Example: Prediction(workers=32, idle_share=0.41, rollout_speedup=1.6, step_speedup=1.4)
+    """
+
+    workers: int
+    idle_share: float
+    """Idle share of the workers' time in a rollout without drafts."""
+    rollout_speedup: float
+    step_speedup: float
+    """Speedup of a step whose other parts take as long as measured."""
+
+
+def predict(
+    plain_s: Sequence[float], drafted_s: Sequence[float], *, others_s: float, workers: int
+) -> Prediction:
+    """Predict a step of `workers` from the seconds that measured workers generated.
+
+    Item i of `plain_s` and of `drafted_s` is the same worker in the same step, without drafts and
+    with them. A rollout lasts until the slowest of `workers` random draws of i is done.
+
+    Example: predict([1.0, 3.0], [1.0, 2.0], others_s=1.0, workers=100).rollout_speedup == 1.5
+    """
+    draws = np.random.default_rng(0).integers(len(plain_s), size=(_SIMULATED, workers))
+    plain, drafted = np.asarray(plain_s)[draws], np.asarray(drafted_s)[draws]
+    plain_rollout_s, drafted_rollout_s = (float(s.max(axis=1).mean()) for s in (plain, drafted))
+    return Prediction(
+        workers=workers,
+        idle_share=1.0 - float(plain.mean()) / plain_rollout_s,
+        rollout_speedup=plain_rollout_s / drafted_rollout_s,
+        step_speedup=(plain_rollout_s + others_s) / (drafted_rollout_s + others_s),
+    )
+
+
+def _predictions(workers: int, found: Mapping[str, ArmResult]) -> list[Prediction]:
+    """Predict the arm whose drafter learns, for the measured workers and for more of them."""
+    off, own = found[OFF], found.get(SPOT, found.get(COLD))
+    if own is None or not off.worker_s:
         return []
+    plain_s, drafted_s = ([s for step in each.worker_s for s in step] for each in (off, own))
+    steps, rollouts = off.column("timing_s/step"), off.column("timing_s/rollout")
+    others_s = Spread.of([a - b for a, b in zip(steps, rollouts, strict=True)]).median
+    return [
+        predict(plain_s, drafted_s, others_s=others_s, workers=count)
+        for count in (workers, *_MORE_WORKERS)
+    ]
 
-    def cell(own: tuple[Octave, ...], low: int) -> str:
-        here = [each for each in own if each.low == low]
-        return "".join(f"{each.share:.0%} at {each.speedup:.2f}x" for each in here)
 
+def _prediction_table(workers: int, found: Mapping[str, ArmResult]) -> list[Table]:
+    """Return the prediction; the first line can be compared with what was measured."""
+    predicted = _predictions(workers, found)
+    if not predicted:
+        return []
     return [
         Table(
-            "Running requests: share of the engine's time, and its speed over predicted plain "
-            "decoding",
-            by_position("arm", *(f"{low}-{2 * low - 1}" if low > 1 else "1" for low in lows)),
-            [(name, *(cell(own, low) for low in lows)) for name, own in octaves.items()],
+            "Predicted for more workers, each as busy as a measured one",
+            {
+                "workers": lambda each: each.workers,
+                "idle without drafts": lambda each: f"{each.idle_share:.0%}",
+                "rollout speedup": lambda each: each.rollout_speedup,
+                "step speedup": lambda each: each.step_speedup,
+            },
+            predicted,
         )
     ]
 
 
-def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
+# ---- JSON
+
+
+def as_json(plan: Plan, found: Mapping[str, ArmResult]) -> dict[str, Any]:
     """Return every figure."""
-    off = found[OFF]
+    own, off = plan.arms[OFF], found[OFF]
     others = {name: result for name, result in found.items() if name != OFF}
-    spot, predicted = found.get(SPOT), _predictions(setting, found)
-    latencies = [] if spot is None else spot.column("cluster/spot_stop_latency_s")
 
-    def speedups(part: str) -> dict[str, dict[str, float] | None]:
-        return numbers({name: _speedup(off, result, part) for name, result in others.items()})
+    def columns(metric: str) -> dict[str, list[float]]:
+        return {name: each.column(metric) for name, each in found.items()}
 
-    def of_spot(metric: str) -> float | None:
-        return None if spot is None else _median(spot, f"cluster/{metric}")
-
-    def columns(arms: Mapping[str, ArmResult], metric: str) -> dict[str, list[float]]:
-        return {name: each.column(metric) for name, each in arms.items()}
+    def speedups(part: str) -> dict[str, dict[str, float]]:
+        return numbers({name: _speedup(off, each, part) for name, each in others.items()})
 
     return {
         "bench": "e2e",
-        "model": setting.model,
-        "workers": setting.workers,
-        "steps": setting.steps,
-        "switch_step": setting.switch_step,
+        "model": own.model.path,
+        "workers": own.cluster.workers,
+        "steps": plan.steps,
         "step_speedup": speedups("step"),
         "rollout_speedup": speedups("rollout"),
-        "cold_step_gain_by_step": _gain_by_step(off, found.get(COLD)),
         "differing_share": {name: differing_share(off, each) for name, each in others.items()},
         "rewards_agree": all(
             each.column("reward/mean") == off.column("reward/mean") for each in others.values()
         ),
         "policies_agree": all(each.policy == off.policy for each in others.values()),
-        "idle_utilization": of_spot("idle_utilization"),
-        "reused_share": of_spot("reused_share"),
-        "stolen_share": of_spot("spot_stop_latency_share"),
-        "checkpoint_ratio": None if spot is None else _checkpoint_ratio(spot),
-        "stop_latency_s": {"median": _median_of(latencies), "max": max(latencies, default=0.0)},
-        "accept_length": columns(others, ACCEPT),
-        "by_running": {
-            name: [asdict(each) for each in own] for name, own in _octaves(found).items()
+        "idle_utilization": {
+            name: _median(each, "cluster/idle_utilization") for name, each in others.items()
         },
-        "steps_until_frozen": _steps_until_frozen(found),
-        "predicted": [asdict(each) for each in predicted],
-        "prediction_error": _prediction_error(predicted, found),
-        "reward": columns(found, "reward/mean"),
-        "step_s": columns(found, "timing_s/step"),
-        "rollout_s": columns(found, "timing_s/rollout"),
+        "stop_latency_s": columns("cluster/spot_stop_latency_s"),
+        "accept_length": columns(ACCEPT),
+        "predicted": [asdict(each) for each in _predictions(own.cluster.workers, found)],
+        "reward": columns("reward/mean"),
+        "step_s": columns("timing_s/step"),
+        "rollout_s": columns("timing_s/rollout"),
         "idle_share": {name: _idle_share(each) for name, each in found.items()},
         "last_step": {
             name: each.timeline.as_json() for name, each in found.items() if each.timeline
@@ -217,66 +240,12 @@ def as_json(setting: Setting, found: Mapping[str, ArmResult]) -> dict[str, Any]:
     }
 
 
-def _predictions(setting: Setting, found: Mapping[str, ArmResult]) -> list[Outlook]:
-    """Predict the effect of spot with more workers; empty if spot was not measured."""
-    off, spot = found[OFF], found.get(SPOT)
-    if spot is None or spot.costs is None or not off.lengths:
-        return []
-
-    def writing_s(result: ArmResult) -> float:
-        return _median(result, "cluster/generating_s") / setting.workers
-
-    logprob_s, update_s = (off.column(f"timing_s/{part}") for part in ("logprob", "update"))
-    measured = MeasuredStep(
-        lengths=off.lengths,
-        series=spot.series,
-        costs=spot.costs,
-        writing_s=(writing_s(off), writing_s(spot)),
-        requests_per_worker=max(len(off.lengths) // (setting.steps * setting.workers), 1),
-        learning_s=_median_of([a + b for a, b in zip(logprob_s, update_s, strict=True)]),
-    )
-    return outlook(measured, (setting.workers, *_MORE_WORKERS))
-
-
-def _prediction_error(predicted: list[Outlook], found: Mapping[str, ArmResult]) -> float | None:
-    """Return the relative error of the predicted rollout gain for the measured workers."""
-    if not predicted:
-        return None
-    return predicted[0].rollout_gain / _speedup(found[OFF], found[SPOT], "rollout").median - 1.0
-
-
-def _checkpoint_ratio(spot: ArmResult) -> dict[str, float] | None:
-    """Return the blocking seconds of the drafter's checkpoint over those of a full one."""
-    if not spot.saves:
-        return None
-    return ratios([s.own_s for s in spot.saves], [s.full_s for s in spot.saves]).numbers()
-
-
-def _steps_until_frozen(found: Mapping[str, ArmResult]) -> int | None:
-    """Return the steps after which the arm cold accepts as much as the arm frozen."""
-    if COLD not in found or "frozen" not in found:
-        return None
-    both = zip(found[COLD].column(ACCEPT), found["frozen"].column(ACCEPT), strict=True)
-    return next((step for step, (cold, frozen) in enumerate(both) if cold >= frozen), None)
-
-
-def _gain_by_step(off: ArmResult, own: ArmResult | None) -> list[float] | None:
-    """Return the speedup of each step; None without the arm."""
-    if own is None:
-        return None
-    both = zip(off.column("timing_s/step"), own.column("timing_s/step"), strict=True)
-    return [plain / mine for plain, mine in both]
-
-
 def _speedup(off: ArmResult, own: ArmResult, part: str) -> Spread:
     return ratios(off.column(f"timing_s/{part}"), own.column(f"timing_s/{part}"))
 
 
 def _median(result: ArmResult, name: str) -> float:
-    return _median_of(result.column(name))
-
-
-def _median_of(values: list[float]) -> float:
+    values = result.column(name)
     return Spread.of(values).median if values else 0.0
 
 

@@ -1,52 +1,92 @@
 """`longtail bench e2e`: whole training runs that differ in how they draft, arm against arm.
 
-With RUN the arms have the configuration of a user's own run; without it several workers on this
-machine train the tiny reasoner, with one thread each. See `e2e.plan` for the arms.
+All arms take turns, a step each, so a slow minute of the machine falls on all of them alike, and
+ratios are taken step by step:
+
+    step 1    off  history  frozen  spot  cold        each: unpark, STEP, park
+    step 2    cold  spot  frozen  history  off        only STEP is timed
+
+If the arms may need more memory together than there is, each is parked on disk between its steps:
+the weights and moments of its learner, and its KV cache is freed.
 """
 
 import tempfile
 from pathlib import Path
 
-from longtail.bench.common.process import progress
-from longtail.bench.e2e.options import E2eBenchOptions
+from longtail.bench.common.timing import Log, progress
+from longtail.bench.e2e.arms import Arm, ArmResult
+from longtail.bench.e2e.plan import COLD, OFF, SPOT, Plan, make_plan
+from longtail.bench.options import E2eBenchOptions
 
 
 def run(options: E2eBenchOptions) -> int:
     """Measure, print the card, and end with one JSON line."""
     from longtail.bench.common.card import print_card
-    from longtail.bench.e2e import beside, card
-    from longtail.bench.e2e.arms import ACCEPT, OFF
-    from longtail.bench.e2e.measure import measure
-    from longtail.bench.e2e.plot import draw_curves
-    from longtail.report.timeline_plot import draw
+    from longtail.bench.e2e import card
 
+    log = progress("e2e")
     with tempfile.TemporaryDirectory(prefix="longtail-e2e-") as place:
-        log = progress("e2e")
-        measured = measure(options, Path(place), log)
-        off, python = measured.plan.arms[OFF], options.peer_python
-        trl = beside.measure(python, off, measured.arms[OFF]) if python else None
-    setting, found, room = measured.plan.setting, measured.arms, measured.room
+        plan = make_plan(options, Path(place))
+        for note in plan.notes:
+            log(note)
+        parks = must_park(plan)
+        found = run_arms(plan, log, is_parked=parks)
+    memory = ["arms were parked on disk between their steps"] if parks else []
     print_card(
-        card.tables(setting, found),
-        card.as_json(setting, found)
-        | {
-            "trl_ratio": trl.ratio.numbers() if trl else None,
-            "parked": room.is_parked,
-            "memory_bytes": room.needed,
-        },
-        sentences=[
-            *card.sentences(found),
-            *([trl.sentence()] if trl else []),
-            *measured.plan.notes,
-            room.sentence(),
-        ],
+        card.tables(plan, found),
+        card.as_json(plan, found) | {"parked": parks},
+        sentences=[*card.sentences(found), *plan.notes, *memory],
         json_only=options.json,
     )
     if options.plot is not None:
-        labels = {"off": "Without drafting", "spot": "With longtail"}
-        pictured = [(labels[name], found[name].timeline) for name in labels if name in found]
-        draw([(name, line) for name, line in pictured if line is not None], Path(options.plot))
-    if options.curves is not None:
-        curves = {name: each.column(ACCEPT) for name, each in found.items()}
-        draw_curves(curves, Path(options.curves), switch_step=options.switch_task)
+        draw(found, Path(options.plot))
     return 0
+
+
+def must_park(plan: Plan) -> bool:
+    """Return whether all arms together may need more memory than is free."""
+    from longtail.assembly import memory
+    from longtail.system.device import choose_device
+
+    own = plan.arms[OFF]
+    device, shape = choose_device(own.run.device), memory.model_shape(own.model.path)
+    available = memory.available_bytes(device)
+    needed = sum(
+        each.cluster.workers * memory.estimate(each, shape, on_cpu=device.type == "cpu").total
+        for each in plan.arms.values()
+    )
+    return available is not None and needed > available and not own.is_sharded
+
+
+def run_arms(plan: Plan, log: Log, *, is_parked: bool) -> dict[str, ArmResult]:
+    """Train all arms in turn; parked ones have their memory during their own step only."""
+    arms: list[Arm] = []
+    try:
+        for name, own in plan.arms.items():
+            arms.append(Arm(name, own))
+            if is_parked:
+                arms[-1].park()
+        for step in range(1, plan.steps + 1):
+            seconds = []
+            for arm in arms if step % 2 else arms[::-1]:  # forward, then backward
+                if is_parked:
+                    arm.unpark()
+                metrics = arm.step()
+                if step == plan.steps:
+                    arm.finish()
+                if is_parked:
+                    arm.park()
+                seconds.append(f"{arm.name} {metrics['timing_s/step']:.1f} s")
+            log(f"step {step}/{plan.steps}: {', '.join(sorted(seconds))}")
+    finally:
+        found = {arm.name: arm.close() for arm in arms}
+    return found
+
+
+def draw(found: dict[str, ArmResult], path: Path) -> None:
+    """Draw the workers in the last step, without drafting and with it."""
+    from longtail.report import timeline_plot
+
+    labels = {OFF: "Without drafting", SPOT: "With longtail", COLD: "With longtail, begun fresh"}
+    pictured = [(labels[name], found[name].timeline) for name in labels if name in found]
+    timeline_plot.draw([(name, line) for name, line in pictured if line is not None], path)

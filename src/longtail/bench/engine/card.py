@@ -1,82 +1,61 @@
 """The card of `longtail bench engine`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longtail.bench.common.card import DISTURBED, Table, by_position
-from longtail.bench.common.options import settings
-from longtail.bench.common.process import pinned
-from longtail.bench.engine.measure import CellResult
-from longtail.bench.engine.options import EngineBenchOptions
-
-_HEADINGS = ("model, batch size", "contestant", "tokens/s", "step ms", "compared with longtail")
+from longtail.bench.engine.measure import TUNED, Cell
+from longtail.bench.options import EngineBenchOptions
 
 
-def table(options: EngineBenchOptions, cpus: Sequence[int], cells: Sequence[CellResult]) -> Table:
-    """Return the table, with one line for each contestant of each cell."""
-    title = (
-        f"Rollout engine, {options.dtype}, {options.new_tokens} new tokens, threads: "
-        f"{options.threads}, {pinned(cpus)}; median (lowest-highest) of {options.repeats} turns"
-    )
-    return Table(title, by_position(*_HEADINGS), [line for cell in cells for line in lines(cell)])
+def sentences(cells: Sequence[Cell]) -> list[str]:
+    """Return what drafting gains at each batch size, and where turns were disturbed."""
+    gains = [
+        f"{row.over_plain.median:.2f}x at {cell.batch}"
+        for cell in cells
+        for row in cell.rows
+        if row.name == TUNED
+    ]
+    found = [
+        f"With drafts, longtail generates {', '.join(gains)} running, relative to plain decoding."
+    ]
+    shared = [cell for cell in cells if cell.lowest_cpu_share < DISTURBED]
+    for cell in shared:
+        share = f"{cell.lowest_cpu_share:.0%}"
+        found.append(f"NOTE: other processes ran: a turn at {cell.batch} had {share} of its CPU.")
+    return found
 
 
-def lines(cell: CellResult) -> Iterator[tuple[str, ...]]:
-    """Yield the lines of one cell; spreads are over the ratios of the turns."""
-    speed = {name: f"{spread.median:,.0f}" for name, spread in cell.tokens_per_s.items()}
-    name = f"{cell.model}, {cell.batch}"
-    bookkeeping = f"bookkeeping {cell.bookkeeping_share.median:.1%} of a step"
-    yield name, "longtail", speed["engine"], f"{cell.step_ms.median:.2f}", bookkeeping
-    yield "", "", "", "", f"sampler {cell.sampler_share.median:.1%} of a step"
-    for kind, ratio in cell.peer_ratios.items():
-        yield "", kind, speed[kind], "", f"longtail is {ratio.text(unit='x')} as fast"
-    for floor, step_ms, ratio in (
-        ("matrix products", cell.floor_ms, cell.floor_ratio),
-        ("products with weights", cell.linear_floor_ms, cell.linear_floor_ratio),
-    ):
-        times = f"longtail takes {ratio.text(unit='x')} the time"
-        yield "", floor, "", f"{step_ms.median:.2f}", times
-    if cell.lowest_cpu_share < DISTURBED:
-        yield "", "NOTE", "", "", f"CPU shared: {cell.lowest_cpu_share:.0%} in a turn"
-        for name, ratio in cell.cpu_ratios.items():
-            unit = "the time" if name == "floor" else "as fast"
-            yield "", "by CPU time", "", "", f"{ratio.median:.2f}x {unit} ({name})"
+def table(title: str, cells: Sequence[Cell]) -> Table:
+    """Return a line for each contestant of each cell."""
+    rows = [
+        (
+            f"{cell.batch}, {row.name}",
+            f"{row.tokens_per_s.median:,.0f}",
+            row.over_plain,
+            row.accept_length or None,
+            None if row.differing_share is None else f"{row.differing_share:.1%}",
+        )
+        for cell in cells
+        for row in cell.rows
+    ]
+    headings = ("running, contestant", "tokens/s", "over plain", "accept length", "texts differ")
+    return Table(title, by_position(*headings), rows)
 
 
 def as_json(
-    options: EngineBenchOptions,
-    cpus: Sequence[int],
-    cells: Sequence[CellResult],
-    contestants: Mapping[str, str],
+    options: EngineBenchOptions, cells: Sequence[Cell], *, dtype: str, peers: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the figures; ratios by model, then batch size, None where one was not measured.
-
-    `floor_ratio` is that of the 100M model at batch 32, `bookkeeping_share` the highest at batch
-    32.
-
-    Example: {"generate_ratio": {"small": {"1": 4.1}}, "vllm_cpu_ratio": {"small": {"1": None}},
-              "floor_ratio": 1.2, "bookkeeping_share": 0.05, "cells": [...], ...}
-    """
-
-    def by_cell(read: Callable[[CellResult], float | None]) -> dict[str, dict[str, float | None]]:
-        return {
-            model: {str(cell.batch): read(cell) for cell in cells if cell.model == model}
-            for model in dict.fromkeys(cell.model for cell in cells)
-        }
-
-    def over(kind: str) -> Callable[[CellResult], float | None]:
-        return lambda cell: cell.peer_ratios[kind].median if kind in cell.peer_ratios else None
-
-    largest = [cell for cell in cells if cell.batch == 32]
-    floors = [cell.floor_ratio.median for cell in largest if cell.model == "100m"]
+    """Return every figure."""
     return {
+        "bench": "engine",
         "model": options.model,
-        "generate_ratio": by_cell(over("generate")),
-        "vllm_cpu_ratio": by_cell(over("vllm")),
-        "floor_ratio": floors[0] if floors else None,
-        "bookkeeping_share": max((cell.bookkeeping_share.median for cell in largest), default=None),
-        "cells": [asdict(cell) for cell in cells],
-        "setting": settings(options) | {"pinned_cpus": list(cpus)},
-        "contestants": dict(contestants),
+        "prompts": options.prompts,
+        "drafter": options.drafter,
+        "dtype": dtype,
+        "max_tokens": options.max_tokens,
+        "repeats": options.repeats,
+        "threads": options.threads,
+        "peers": dict(peers),
+        "cells": [cell.as_json() for cell in cells],
     }

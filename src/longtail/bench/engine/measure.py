@@ -1,304 +1,242 @@
-"""Cells of `longtail bench engine`: a cell is one model at one batch size.
+"""Turns of `longtail bench engine`: every contestant writes the same work, B texts at a time.
 
-In a cell every contestant writes the same number of tokens after the same prompts, in turns
-(engine, generate, vllm, floor, engine, ...), each on the same pinned thread.
+    plain, fixed, tuned    longtail's engine: the texts end by themselves, and are always the same
+    transformers, vllm     as many tokens after each prompt as longtail's text has
+
+A turn begins with B texts and ends with its longest one. Contestants take turns on the same CPUs.
 """
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
-from typing import final
+from typing import Any, final
 
-import torch
-
-from longtail.bench.common.floor import Floor, FloorTime
-from longtail.bench.common.own import open_own
-from longtail.bench.common.peers import Peer, PeerKind, PeerSpec, Turn
-from longtail.bench.common.process import Log
-from longtail.bench.common.timing import Spread, paired, ratios
-from longtail.bench.engine.options import MAX_NEW_TOKENS, EngineBenchOptions
+from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
+from longtail.bench.common.subject import Subject, drafter_maker
+from longtail.bench.common.timing import Log, Spread, paired, ratios
+from longtail.bench.options import HISTORY, EngineBenchOptions
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.engine.report import RolloutMeter, StepReport
-from longtail.model.hf.model import save_model
-from longtail.model.transformer import ModelConfig, Transformer
-from longtail.sampling import noise_key
-from longtail.system.device import DTYPES
-from longtail.types import Request, SamplingParams
+from longtail.engine.report import RolloutMeter
+from longtail.engine.speculation.speculator import Speculation
+from longtail.speculation.drafter import Drafter
+from longtail.speculation.strategy import Strategy
+from longtail.tuner.budget import BudgetTuner
 
-PROMPT_LEN = 16
-_FLOOR_SECONDS = 2.0
-
-
-def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int) -> ModelConfig:
-    return ModelConfig(
-        family="qwen3",
-        vocab_size=4096,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=64,
-        max_positions=PROMPT_LEN + MAX_NEW_TOKENS,
-        qk_norm=True,
-        tied_embeddings=True,
-    )
-
-
-MODELS: Mapping[str, ModelConfig] = {
-    "small": _qwen3(8, 256, 4, 2, 768),  # 7.3M parameters
-    "100m": _qwen3(16, 768, 12, 4, 2048),  # 103.8M parameters
+PLAIN, TUNED = "plain", "tuned"
+STRATEGIES: Mapping[str, Strategy] = {
+    "chain 2": Strategy(depth=2, size=2),
+    "chain 4": Strategy(depth=4, size=4),
+    "chain 8": Strategy(depth=8, size=8),
+    "tree 8": Strategy(depth=4, width=2, size=8),
 }
+"""Fixed strategies."""
+_STEP_TOKENS = 9
+"""Flat tokens of a request in a step: its root and the largest fixed draft."""
+_LEAST_TEXTS = 8
+_ROUNDS = 2
+"""Texts of a turn for each that runs at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellResult:
-    """Figures of one cell; spreads are over the turns."""
+class Turn:
+    """One turn of a contestant.
 
-    model: str
-    batch: int
-    tokens_per_s: Mapping[str, Spread]
-    """Generated tokens per second by contestant, prefill of the prompts included."""
-    peer_ratios: Mapping[str, Spread]
-    """Speed of this engine over that of the peer, within each turn."""
-    floor_ratio: Spread
-    """Seconds of this engine's decode step over those of the matrix products alone."""
-    linear_floor_ratio: Spread
-    """The same over the products with weights alone."""
-    step_ms: Spread
-    floor_ms: Spread
-    linear_floor_ms: Spread
-    floor_attention: str
-    bookkeeping_share: Spread
-    """Share of the engine's time outside forward passes and sampler."""
-    sampler_share: Spread
-    lowest_cpu_share: float
-    """CPU seconds over seconds of the most disturbed turn."""
-    cpu_ratios: Mapping[str, Spread]
-    """Ratios to the peers and the floor by CPU seconds: valid even in a disturbed turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTurn:
-    """One batch written by this engine."""
+    Example: Turn(seconds=2.0, cpu_seconds=2.0, num_tokens=400, accept_length=2.5, texts=((1, 2),))
+    """
 
     seconds: float
     cpu_seconds: float
-    decode_step_s: float
-    """Mean over the steps after the first, which computes the prompts."""
-    decode_step_cpu_s: float
-    bookkeeping_share: float
-    sampler_share: float
-
-
-def make_prompts(batch: int, vocab_size: int) -> list[list[int]]:
-    """Make distinct prompts of PROMPT_LEN tokens."""
-    return [[(7 * i + 13 * j) % vocab_size for j in range(PROMPT_LEN)] for i in range(batch)]
+    """CPU seconds of all threads; below `seconds` when something else had the core."""
+    num_tokens: int
+    accept_length: float = 0.0
+    """Tokens per verified draft; 0 without any."""
+    texts: tuple[tuple[int, ...], ...] = ()
+    """Tokens of each text; empty for other engines, whose noise is another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSubject:
-    """A model, and as many prompts of one length as the largest batch has."""
+class Row:
+    """One contestant at one batch size; spreads are over the turns."""
 
-    model: Transformer
-    prompts: Sequence[Sequence[int]]
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of each prompt."""
-        return len(self.prompts[0])
-
-
-def make_subject(name: str, options: EngineBenchOptions, log: Log) -> EngineSubject:
-    """Return a model of MODELS, or the user's own with its prompts cut to the shortest."""
-    most = max(options.batches)
-    if options.model is None or options.prompts is None:
-        model = make_model(MODELS[name], DTYPES[options.dtype])
-        return EngineSubject(model=model, prompts=make_prompts(most, model.config.vocab_size))
-    own = open_own(name, options.prompts, options.dtype, most, log)
-    shortest = min(map(len, own.prompts))
-    cut = [prompt[:shortest] for prompt in own.prompts]
-    return EngineSubject(
-        model=own.target.model, prompts=[cut[index % len(cut)] for index in range(most)]
-    )
+    name: str
+    tokens_per_s: Spread
+    over_plain: Spread
+    """Tokens/s over those of plain decoding, within each turn."""
+    accept_length: float
+    differing_share: float | None
+    """Share of the texts that are not those of plain decoding; None for another engine."""
 
 
-def make_model(config: ModelConfig, dtype: torch.dtype) -> Transformer:
-    """Draw random weights: speed does not depend on them."""
-    model = Transformer(config)
-    model.initialize(torch.Generator().manual_seed(0))
-    return model.to(dtype)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """All contestants at one batch size."""
+
+    batch: int
+    num_texts: int
+    num_tokens: int
+    rows: Sequence[Row]
+    best_fixed: str
+    tuned_over_best_fixed: Spread
+    lowest_cpu_share: float
+    """CPU seconds over seconds of the most disturbed turn."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures, with rows by name."""
+        return {**asdict(self), "rows": {each.name: asdict(each) for each in self.rows}}
 
 
-def make_engine(
-    model: Transformer, *, max_batch: int, new_tokens: int, prompt_len: int = PROMPT_LEN
-) -> RolloutEngine:
-    """Build an engine that runs `max_batch` requests at a time; text is not decoded."""
-    limits = EngineLimits(
-        max_running=max_batch,
-        max_step_tokens=max(512, max_batch * prompt_len),
-        max_len=prompt_len + new_tokens,
-    )
-    return RolloutEngine(model, lambda tokens: "", limits)
+class OwnEngine:
+    """longtail's engine as one contestant; it keeps its cost model from turn to turn."""
 
-
-def engine_turn(
-    engine: RolloutEngine, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> EngineTurn:
-    """Write `new_tokens` tokens after each prompt, timed from outside and by the step reports."""
-    sampling = SamplingParams(temperature=1.0, max_tokens=new_tokens)
-    requests = [
-        Request(
-            request_id=str(i),
-            prompt_tokens=tuple(tokens),
-            noise_key=noise_key(0, i),
-            sampling=sampling,
+    def __init__(
+        self, subject: Subject, batch: int, speculation: Callable[[], Speculation | None]
+    ) -> None:
+        self._subject, self._speculation = subject, speculation
+        limits = EngineLimits(
+            max_running=batch,
+            max_step_tokens=max(512, batch * _STEP_TOKENS),
+            max_len=max(map(len, subject.prompts)) + subject.sampling.max_tokens,
         )
-        for i, tokens in enumerate(prompts)
-    ]
-    meter = RolloutMeter()
-    ends: list[tuple[float, float]] = []
+        self._engine = RolloutEngine(subject.target.model, subject.target.tokenizer.decode, limits)
 
-    def on_step(step: StepReport) -> None:
-        meter.add(step)
-        ends.append((time.perf_counter(), time.process_time()))
-
-    start, cpu_start = time.perf_counter(), time.process_time()
-    engine.generate(requests, on_step)
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    (first, cpu_first), (last, cpu_last) = ends[0], ends[-1]
-    report, num_decodes = meter.report(), len(ends) - 1
-    return EngineTurn(
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
-        decode_step_s=(last - first) / num_decodes,
-        decode_step_cpu_s=(cpu_last - cpu_first) / num_decodes,
-        bookkeeping_share=1 - (report.forward_s + report.sample_s) / seconds,
-        sampler_share=report.sample_s / seconds,
-    )
-
-
-def measure_model(
-    name: str, options: EngineBenchOptions, log: Log, contestants: dict[str, str]
-) -> list[CellResult]:
-    """Measure one model at every batch size, and add the peers' descriptions to `contestants`."""
-    subject = make_subject(name, options, log)
-    model, prompt_len = subject.model, subject.prompt_len
-    pythons: dict[PeerKind, str] = {"generate": sys.executable} if options.generate else {}
-    if options.vllm_python is not None:
-        pythons["vllm"] = options.vllm_python
-    peers: dict[PeerKind, Peer] = {}
-    cells: list[CellResult] = []
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="longtail-bench-"))
-        save_model(model, folder)  # peers load the same weights
-        for kind, python in pythons.items():
-            log(f"{name}: starting {kind}")
-            spec = PeerSpec(
-                kind=kind,
-                model_dir=folder,
-                dtype=options.dtype,
-                threads=options.threads,
-                max_len=prompt_len + options.new_tokens,
-                max_batch=max(options.batches),
-            )
-            peers[kind] = stack.enter_context(Peer(python, spec))
-            contestants[kind] = peers[kind].description
-        engine = make_engine(
-            model,
-            max_batch=max(options.batches),
-            new_tokens=options.new_tokens,
-            prompt_len=prompt_len,
+    def turn(self, num_texts: int) -> Turn:
+        """Write all texts."""
+        self._engine.speculate(self._speculation())
+        requests, meter = self._subject.requests(num_texts), RolloutMeter()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        completions = self._engine.generate(requests, meter.add)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        texts = tuple(each.tokens for each in completions)
+        return Turn(
+            seconds=seconds,
+            cpu_seconds=cpu_seconds,
+            num_tokens=sum(map(len, texts)),
+            accept_length=meter.report().accept_length,
+            texts=texts,
         )
-        for batch in options.batches:
-            log(f"{name}: batch {batch}")
-            prompts = subject.prompts[:batch]
-            cell = Cell(model, engine, peers, prompts=prompts, new_tokens=options.new_tokens)
-            cells.append(cell.measure(name, options.repeats))
-    return cells
 
 
 @final
-class Cell:
-    """The contestants of one model at one batch size, warmed up."""
+class EngineBench:
+    """A subject, its drafter, and the other engines that are compared."""
 
     def __init__(
         self,
-        model: Transformer,
-        engine: RolloutEngine,
-        peers: Mapping[PeerKind, Peer],
-        *,
-        prompts: Sequence[Sequence[int]],
-        new_tokens: int,
+        subject: Subject,
+        options: EngineBenchOptions,
+        peers: Mapping[str, PeerProcess],
+        log: Log,
     ) -> None:
-        self._engine, self._peers, self._new_tokens = engine, peers, new_tokens
-        self._prompts = prompts
-        # The steps after the first see prompt_len + 1 to prompt_len + new_tokens - 1 tokens.
-        self._floor = Floor(model, rows=len(prompts), context=len(prompts[0]) + new_tokens // 2)
-        warm_tokens = min(new_tokens, 8)
-        engine_turn(engine, self._prompts, warm_tokens)
-        for peer in peers.values():
-            peer.generate(self._prompts, warm_tokens)
-        floor_s = self._floor.measure(3).step_s
-        self._floor_steps = max(1, min(new_tokens, round(_FLOOR_SECONDS / floor_s)))
-        self._engine_turns: list[EngineTurn] = []
-        self._peer_turns: dict[PeerKind, list[Turn]] = {kind: [] for kind in peers}
-        self._floor_times: list[FloorTime] = []
+        self._subject, self._options, self._peers, self._log = subject, options, peers, log
+        self._make = drafter_maker(options.drafter, subject.target, log)
 
-    def measure(self, name: str, repeats: int) -> CellResult:
-        """Run the contestants in turns and compare them within each turn."""
-        contestants: dict[str, Callable[[], float | None]] = {"engine": self._run_engine}
-        contestants |= {kind: partial(self._run_peer, kind) for kind in self._peers}
-        seconds = paired(contestants | {"floor": self._run_floor}, repeats=repeats, warmup=0)
-        del seconds["floor"]
-        turns, num_tokens = self._engine_turns, len(self._prompts) * self._new_tokens
-        steps = [turn.decode_step_s for turn in turns]
-        floors = [each.step_s for each in self._floor_times]
-        linears = [each.linear_s for each in self._floor_times]
-        # helper threads of a peer may take its share above 1
-        timed: list[EngineTurn | Turn] = [*turns, *chain(*self._peer_turns.values())]
-        cpu_ratios: dict[str, Spread] = {
-            kind: ratios([turn.cpu_seconds for turn in own], [turn.cpu_seconds for turn in turns])
-            for kind, own in self._peer_turns.items()
+    def measure(self, batch: int) -> Cell:
+        """Run all contestants in turns at one batch size."""
+        num_texts = max(_ROUNDS * batch, _LEAST_TEXTS)
+        speculations = self._speculations()
+        own = {name: OwnEngine(self._subject, batch, each) for name, each in speculations.items()}
+        first = own[PLAIN].turn(num_texts)
+        work = {
+            "prompts": [list(each.prompt_tokens) for each in self._subject.requests(num_texts)],
+            "lengths": [len(text) for text in first.texts],
+            "running": batch,
         }
-        cpu_ratios["floor"] = ratios(
-            [turn.decode_step_cpu_s for turn in turns],
-            [each.step_cpu_s for each in self._floor_times],
+        contestants: dict[str, Callable[[], Turn]] = {
+            **{name: partial(each.turn, num_texts) for name, each in own.items()},
+            **{name: partial(_peer_turn, peer, work) for name, peer in self._peers.items()},
+        }
+        turns: dict[str, list[Turn]] = {name: [] for name in contestants}
+
+        def take(name: str) -> float:
+            turns[name].append(contestants[name]())
+            self._log(f"batch {batch}: {name} {turns[name][-1].seconds:.1f} s")
+            return turns[name][-1].seconds
+
+        functions = {name: partial(take, name) for name in contestants}
+        paired(functions, repeats=self._options.repeats)  # `turns` begin with the warm-up
+        return summarize(batch, {name: each[1:] for name, each in turns.items()})
+
+    def _speculations(self) -> dict[str, Callable[[], Speculation | None]]:
+        """Return what longtail's contestants draft by, made anew for each turn.
+
+        The tuner keeps its estimates from turn to turn, as from step to step of a run. So does a
+        trained drafter; history would remember the texts.
+        """
+        tuner, kept = BudgetTuner(), self._make()
+        drafter: Callable[[], Drafter] = (
+            self._make if self._options.drafter == HISTORY else lambda: kept
         )
-        return CellResult(
-            model=name,
-            batch=len(self._prompts),
-            tokens_per_s={
-                arm: Spread.of([num_tokens / each for each in taken])
-                for arm, taken in seconds.items()
-            },
-            peer_ratios={kind: ratios(seconds[kind], seconds["engine"]) for kind in self._peers},
-            floor_ratio=ratios(steps, floors),
-            linear_floor_ratio=ratios(steps, linears),
-            step_ms=Spread.of(steps).scaled(1e3),
-            floor_ms=Spread.of(floors).scaled(1e3),
-            linear_floor_ms=Spread.of(linears).scaled(1e3),
-            floor_attention=self._floor_times[-1].attention,
-            bookkeeping_share=Spread.of([turn.bookkeeping_share for turn in turns]),
-            sampler_share=Spread.of([turn.sampler_share for turn in turns]),
-            lowest_cpu_share=min(1.0, *(turn.cpu_seconds / turn.seconds for turn in timed)),
-            cpu_ratios=cpu_ratios,
+
+        def fixed(strategy: Strategy) -> Callable[[], Speculation]:
+            return lambda: Speculation.fixed(self._make(), strategy)
+
+        return {
+            PLAIN: lambda: None,
+            **{name: fixed(strategy) for name, strategy in STRATEGIES.items()},
+            TUNED: lambda: Speculation(drafters=(drafter(),), tuner=tuner),
+        }
+
+
+def summarize(batch: int, turns: Mapping[str, Sequence[Turn]]) -> Cell:
+    """Return the figures of all contestants from their turns, the n-th of which ran in a row."""
+    plain = turns[PLAIN]
+    speeds = {name: [each.num_tokens / each.seconds for each in own] for name, own in turns.items()}
+    rows = [
+        Row(
+            name=name,
+            tokens_per_s=Spread.of(speeds[name]),
+            over_plain=ratios(speeds[name], speeds[PLAIN]),
+            accept_length=own[-1].accept_length,
+            differing_share=differing_share(plain, own) if own[-1].texts else None,
         )
+        for name, own in turns.items()
+    ]
+    fixed = [row for row in rows if row.name in STRATEGIES]
+    best = max(fixed, key=lambda row: row.tokens_per_s.median).name
+    every = [each for own in turns.values() for each in own]
+    return Cell(
+        batch=batch,
+        num_texts=len(plain[0].texts),
+        num_tokens=plain[0].num_tokens,
+        rows=rows,
+        best_fixed=best,
+        tuned_over_best_fixed=ratios(speeds[TUNED], speeds[best]),
+        lowest_cpu_share=min(1.0, *(each.cpu_seconds / each.seconds for each in every)),
+    )
 
-    def _run_engine(self) -> float:
-        self._engine_turns.append(engine_turn(self._engine, self._prompts, self._new_tokens))
-        return self._engine_turns[-1].seconds
 
-    def _run_peer(self, kind: PeerKind) -> float:
-        self._peer_turns[kind].append(self._peers[kind].generate(self._prompts, self._new_tokens))
-        return self._peer_turns[kind][-1].seconds
+def differing_share(plain: Sequence[Turn], own: Sequence[Turn]) -> float:
+    """Return the largest share of a turn's texts that are not those of plain decoding."""
+    return max(
+        sum(a != b for a, b in zip(one.texts, other.texts, strict=True)) / len(one.texts)
+        for one, other in zip(plain, own, strict=True)
+    )
 
-    def _run_floor(self) -> float:
-        self._floor_times.append(self._floor.measure(self._floor_steps))
-        return self._floor_times[-1].step_s
+
+def start_peer(
+    kind: str, python: str, options: EngineBenchOptions, subject: Subject
+) -> PeerProcess:
+    """Start another engine with the same weights; ConfigError shows why it cannot."""
+    spec = {
+        "kind": kind,
+        "model_dir": str(subject.target.directory),
+        "dtype": str(subject.target.model.dtype).removeprefix("torch."),
+        "threads": options.threads,
+        "max_len": max(map(len, subject.prompts)) + options.max_tokens,
+        "max_running": max(options.batches),
+    }
+    return PeerProcess(python, ENGINE_WORKER, kind, spec, flag=f"--{kind}-python")
+
+
+def peer_pythons(options: EngineBenchOptions) -> dict[str, str]:
+    """Return the interpreter of each other engine."""
+    pythons = {"transformers": sys.executable} if options.transformers else {}
+    return pythons | ({"vllm": options.vllm_python} if options.vllm_python else {})
+
+
+def _peer_turn(peer: PeerProcess, work: Mapping[str, Any]) -> Turn:
+    answer = peer.ask(work)
+    return Turn(**{name: answer[name] for name in ("seconds", "cpu_seconds", "num_tokens")})

@@ -14,7 +14,7 @@ def table(options: GpuBenchOptions, found: Mapping[str, Any]) -> Table:
     """Return a line for each figure."""
     shape = "toy shapes: figures mean nothing" if options.quick else "shape of Qwen2.5-7B, bfloat16"
     title = f"GPU, {found['device']}, {shape}; medians of {options.repeats} runs"
-    lines = [*_kernel_lines(found), *_step_lines(found), *_run_lines(found)]
+    lines = [*_kernel_lines(found), *_step_lines(found)]
     return Table(title, by_position("part", "measured", "compared with"), lines)
 
 
@@ -58,20 +58,6 @@ def _step_lines(found: Mapping[str, Any]) -> Iterator[Line]:
     if one := found.get("graphs"):
         single = f"{one['single_strategy_mb']:,.0f} MB for a single strategy"
         yield f"{one['all_graphs']} graphs", f"{one['all_mb']:,.0f} MB", single
-
-
-def _run_lines(found: Mapping[str, Any]) -> Iterator[Line]:
-    for cell in found.get("speculation", ()):
-        running = f"{cell['batch']} running"
-        speed = f"{cell['speedup']:.2f}x, accept length {cell['accept_length']:.2f}"
-        yield f"speculation, {running}", f"{cell['tokens_per_s']:,.0f} tokens/s", speed
-        gap, off = (f"{cell[key]:,.0f} us" for key in ("gap_us", "off_gap_us"))
-        yield f"host gap of a step, {running}", gap, f"{off} without drafts"
-    if one := found.get("training"):
-        for arm, step in one["step_speedup"].items():
-            rollout, differing = one["rollout_speedup"][arm], one["differing_share"][arm]
-            speed = f"rollout {rollout['median']:.2f}x of off, {differing:.2%} of texts differ"
-            yield f"training step, {arm}", f"{step['median']:.2f}x of off", speed
 
 
 def as_json(options: GpuBenchOptions, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,27 +2,16 @@
 
 import gc
 import json
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from longtail.bench.common.process import Log
-from longtail.bench.e2e import card as e2e_card
-from longtail.bench.e2e.measure import measure as measure_arms
-from longtail.bench.e2e.options import E2eBenchOptions
+from longtail.bench.common.timing import Log
 from longtail.bench.gpu import kernels, small, steps
 from longtail.bench.gpu.kernels import DeviceClock, Heads
 from longtail.bench.gpu.options import GpuBenchOptions
-from longtail.bench.gpu.speculation import (
-    changes_no_bit,
-    grown_subject,
-    random_subject,
-    speculation,
-)
+from longtail.bench.gpu.speculation import changes_no_bit
 from longtail.model.rope import RopeConfig
 from longtail.model.transformer import ModelConfig
 
@@ -52,10 +41,6 @@ TOY = ModelConfig(
     max_positions=256,
     qkv_bias=True,
 )
-_TRAINING_KEYS = (
-    *("model", "steps", "step_speedup", "rollout_speedup", "accept_length", "step_s"),
-    *("differing_share", "rewards_agree"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +55,6 @@ class Sizes:
     check_context: int
     sampled_rows: int
     copy_bytes: int
-    speculation_batches: tuple[int, ...]
-    tokens: int
-    """Tokens of a rollout with one request running."""
 
 
 REAL = Sizes(
@@ -83,8 +65,6 @@ REAL = Sizes(
     check_context=3000,
     sampled_rows=256,
     copy_bytes=4 * 2**30,
-    speculation_batches=(1, 8, 32, 128),
-    tokens=384,
 )
 QUICK = Sizes(
     shape=TOY,
@@ -94,8 +74,6 @@ QUICK = Sizes(
     check_context=70,
     sampled_rows=3,
     copy_bytes=2**16,
-    speculation_batches=(1, 4),
-    tokens=20,
 )
 
 
@@ -144,36 +122,7 @@ def measure(options: GpuBenchOptions, log: Log) -> dict[str, Any]:
             add("graphs", steps.graph_memory(model))
         del model
         _free(device)
-    if "speculation" in parts:
-        if options.quick:
-            subject = random_subject(shape, sizes.dtype, device)
-        else:
-            subject = grown_subject(shape, device)
-        add("speculation", speculation(subject, sizes.speculation_batches, sizes.tokens, log))
-        del subject
-        _free(device)
-    if "training" in parts:
-        add("training", training(options, log))
     return found
-
-
-def training(
-    options: GpuBenchOptions, log: Log, measure_arms: Callable[..., Any] = measure_arms
-) -> dict[str, Any]:
-    """Run `longtail bench e2e` on the device with one worker.
-
-    One worker is never idle while it writes, so its drafter learns after the rollout (`serial`).
-    """
-    arms = ("off", "history", "frozen", "serial")
-    if options.quick:
-        e2e = E2eBenchOptions(arms=arms, workers=1, steps=2, prompts=2, quick=True)
-    else:
-        e2e = E2eBenchOptions(arms=arms, workers=1, steps=4, model="100m", dtype="bfloat16")
-    device = f"--run.device={options.device}"
-    with tempfile.TemporaryDirectory(prefix="longtail-gpu-") as place:
-        measured = measure_arms(e2e, Path(place), log, device)
-    figures = e2e_card.as_json(measured.plan.setting, measured.arms)
-    return {name: figures[name] for name in _TRAINING_KEYS}
 
 
 def _free(device: torch.device) -> None:

@@ -6,14 +6,14 @@ from typing import Annotated
 from longtail.bench.common.options import Json, Option
 from longtail.errors import ConfigError
 
-PARTS = ("checks", "attention", "sampling", "small", "steps", "graphs", "speculation", "training")
+PARTS = ("checks", "attention", "sampling", "small", "steps", "graphs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBenchOptions:
-    """Parts and device. Quick leaves out `training`."""
+    """Parts and device."""
 
-    parts: Annotated[tuple[str, ...], Option("parts", choices=PARTS, quick=PARTS[:-1])] = PARTS
+    parts: Annotated[tuple[str, ...], Option("parts", choices=PARTS)] = PARTS
     device: Annotated[str, Option("cuda, cuda:N, or cpu with --quick", "NAME")] = "cuda"
     repeats: Annotated[int, Option("runs of each measurement", low=1, high=1000, quick=2)] = 10
     quick: Annotated[

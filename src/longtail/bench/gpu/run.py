@@ -6,8 +6,6 @@
     small         sum and norm, rotation, SwiGLU, storing: PyTorch, torch.compile and Triton
     steps         decoding, verification and drafting in the shape of Qwen2.5-7B, random weights
     graphs        memory of the CUDA graphs of one strategy and of all
-    speculation   rollouts with and without drafts, by the tiny reasoner grown to that shape
-    training      RL from end to end with one worker, by the tiny reasoner grown to 100M parameters
 
 All of it takes some minutes on one GPU. `--device cpu --quick` tries the benchmark itself, with
 kernels in Triton's interpreter.
@@ -15,7 +13,7 @@ kernels in Triton's interpreter.
 
 import os
 
-from longtail.bench.common.process import progress
+from longtail.bench.common.timing import progress
 from longtail.bench.gpu.options import GpuBenchOptions
 from longtail.errors import ConfigError
 

@@ -1,9 +1,9 @@
 """TRL's GRPO trainer in a process of its own, which makes one step each time it is asked to.
 
-    python worker.py        a job on standard input, then one line for each step to make;
-                            on standard output one line after each step
+    python -I trl_worker.py {"arm": "auto", "model": DIR, "rows": FILE, "completions": 64, ...}
 
-    --> {"arm": "auto", "model": DIR, "rows": [...], "completions": 64, "group": 8, ...}
+    <-- {"ready": "TRL 1.16.0"}              once
+    --> any line                             for each step
     <-- {"gen_s": 9.1, "step_s": 80.2, "texts": ["9f3c..."], "logprob_gap": 1e-7, "tokens": 20000}
 
 Arms: "trl" is TRL alone; "none" and "auto" are longtail's drafters. The directory of longtail's
@@ -15,23 +15,26 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
-def main() -> None:
+def main(job: dict[str, Any]) -> None:
     """Train one arm."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the libraries goes to the log
-    job = json.loads(sys.stdin.readline())
-    os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled", TRL_EXPERIMENTAL_SILENCE="1")
-    sys.path[:] = [
-        job["sources"],
-        *(each for each in sys.path if each != os.path.dirname(__file__)),
-    ]
+    os.environ.update(WANDB_MODE="disabled", TRL_EXPERIMENTAL_SILENCE="1")
+    sys.path.insert(0, job["sources"])
     import torch
+    import trl
 
     torch.set_num_threads(job["threads"])
-    _train(job, lambda reply: print(json.dumps(reply), file=replies, flush=True))
+
+    def reply(found: dict[str, Any]) -> None:
+        print(json.dumps(found), file=replies, flush=True)
+
+    reply({"ready": f"TRL {trl.__version__}"})
+    _train(job, reply)
 
 
 def length_and_digits(completions: list[Any], **_: Any) -> list[float]:
@@ -89,7 +92,7 @@ def _train(job: dict[str, Any], reply: Any) -> None:
     made = {
         "model": job["model"],
         "reward_funcs": length_and_digits,
-        "train_dataset": Dataset.from_list(job["rows"]),
+        "train_dataset": Dataset.from_list(json.loads(Path(job["rows"]).read_text("utf-8"))),
         "args": args,
     }
     if has_longtail:
@@ -124,4 +127,4 @@ def _measured(trainer: Any, seen: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

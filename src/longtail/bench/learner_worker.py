@@ -1,6 +1,6 @@
 """A training step of transformers or of TRL in a process of its own; run by path, not imported.
 
-    python -I step_worker.py {"kind": "transformers", "model_dir": DIR, "threads": 1}
+    python -I learner_worker.py {"kind": "transformers", "model_dir": DIR, "threads": 1}
 
     --> {"texts": [[1, 2, 3]], "prompt_lens": [1], "advantages": [1.0],
          "batches": [[0]], "num_sequences": 1, "autocast": true}

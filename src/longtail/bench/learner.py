@@ -1,4 +1,4 @@
-"""`longtail bench learner --model MODEL`: one step beside its matrix products and other trainers.
+"""`longtail bench learner`: one step beside its matrix products and other trainers.
 
     longtail       packed, sequences without an advantage left out, one update
     products       its matrix products alone: forward, for inputs, for weights, each once
@@ -24,10 +24,8 @@ from torch import Tensor
 from longtail.assembly.models import model_directory
 from longtail.bench.common.card import Table, numbers, print_card
 from longtail.bench.common.peers import PeerProcess
-from longtail.bench.common.process import progress
-from longtail.bench.common.timing import Spread, paired, pin_threads, ratios
-from longtail.bench.training.options import LearnerBenchOptions
-from longtail.bench.training.workload import fill_rows
+from longtail.bench.common.timing import Spread, paired, progress, ratios
+from longtail.bench.options import LearnerBenchOptions
 from longtail.model.hf.model import load_model
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.products import ROWS
@@ -36,7 +34,7 @@ from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import pack_rollouts
-from longtail.system.device import multiplies_bfloat16
+from longtail.system.device import multiplies_bfloat16, set_threads
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
 
 _GROUP = 8
@@ -44,7 +42,7 @@ _GROUP = 8
 _LONGEST = 512
 _SIGMA = 1.0
 _PARTS = ("forward", "backward", "update")
-_WORKER = Path(__file__).with_name("step_worker.py")
+_WORKER = Path(__file__).with_name("learner_worker.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +86,7 @@ class StepBatch:
         )
 
     def turn(self, indices: Sequence[int], batches: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Return the job of `step_worker` for some texts; `batches` index into them."""
+        """Return the job of `learner_worker` for some texts; `batches` index into them."""
         return {
             "texts": [list(self.texts[i]) for i in indices],
             "prompt_lens": [self.prompt_lens[i] for i in indices],
@@ -97,11 +95,6 @@ class StepBatch:
             "num_sequences": len(self.texts),
             "autocast": _autocasts(),
         }
-
-    def trl_turn(self) -> dict[str, Any]:
-        """Return the job for TRL: all texts, in micro-batches of its default size."""
-        whole = range(len(self.texts))
-        return self.turn(whole, [whole[i : i + _GROUP] for i in whole[::_GROUP]])
 
 
 def _autocasts() -> bool:
@@ -177,7 +170,7 @@ class Measured:
     seconds: Mapping[str, Sequence[float]]
     reports: Sequence[LearnerReport]
     answers: Mapping[str, Sequence[Mapping[str, float]]]
-    """Answers of `step_worker` by kind."""
+    """Answers of `learner_worker` by kind."""
     descriptions: Mapping[str, str]
 
     @property
@@ -200,8 +193,7 @@ class Measured:
 
 def run(options: LearnerBenchOptions) -> int:
     """Measure in turn, print the card and JSON."""
-    assert options.model is not None
-    pin_threads(options.threads)
+    set_threads(options.threads)
     log = progress("learner")
     directory = model_directory(options.model, log, field="--model")
     model = load_model(directory, torch.float32)
@@ -233,7 +225,7 @@ def run(options: LearnerBenchOptions) -> int:
         f"alone ({result['products_gflops']:,.0f} GFLOP/s)."
     )
     table = _table(options, packed, measured)
-    print_card([table], result, sentences=[sentence], json_only=options.json_only)
+    print_card([table], result, sentences=[sentence], json_only=options.json)
     return 0
 
 
@@ -243,15 +235,25 @@ def _peer_turns(
     """Return interpreter and job of each other trainer."""
     by_length = sorted(batch.kept, key=lambda i: len(batch.texts[i]))
     lengths = [len(batch.texts[i]) for i in by_length]
-    turns = {
-        "transformers": (
-            options.peer_python or sys.executable,
-            batch.turn(by_length, fill_rows(range(len(lengths)), lengths, options.budget)),
-        )
-    }
+    padded = batch.turn(by_length, fill_rows(lengths, options.budget))
+    turns = {"transformers": (options.peer_python or sys.executable, padded)}
     if options.peer_python is not None:
-        turns["trl"] = (options.peer_python, batch.trl_turn())
+        whole = range(len(batch.texts))
+        micro_batches = [whole[i : i + _GROUP] for i in whole[::_GROUP]]
+        turns["trl"] = (options.peer_python, batch.turn(whole, micro_batches))
     return turns
+
+
+def fill_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Cut sequences into micro-batches while rows x longest stays within the budget."""
+    cuts: list[list[int]] = []
+    for index in range(len(lengths)):
+        together = [*cuts[-1], index] if cuts else [index]
+        if cuts and len(together) * max(lengths[i] for i in together) <= budget:
+            cuts[-1] = together
+        else:
+            cuts.append([index])
+    return cuts
 
 
 def open_trainer(python: str, kind: str, directory: Path, threads: int) -> PeerProcess:
@@ -260,16 +262,11 @@ def open_trainer(python: str, kind: str, directory: Path, threads: int) -> PeerP
     return PeerProcess(python, _WORKER, kind, spec, flag="--peer-python")
 
 
-def step_seconds(answer: Mapping[str, float]) -> float:
-    """Return the seconds of another trainer's step."""
-    return sum(answer[part] for part in _PARTS)
-
-
 def _peer_step(
     peer: PeerProcess, turn: Mapping[str, Any], answers: list[dict[str, float]]
 ) -> float:
     answers.append(peer.ask(turn))
-    return step_seconds(answers[-1])
+    return sum(answers[-1][part] for part in _PARTS)
 
 
 def _tokens(packed: TrainBatch) -> tuple[int, int]:

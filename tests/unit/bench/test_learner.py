@@ -1,0 +1,47 @@
+"""`longtail bench learner`: every contestant makes the same step."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longtail.bench import learner
+from longtail.bench.options import LearnerBenchOptions
+from longtail.model.hf.model import save_model
+from support.tiny_models import tiny_model
+
+
+@pytest.mark.slow
+def test_a_step_of_a_model_makes_the_gradient_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tiny_model("llama"), tmp_path)
+    options = LearnerBenchOptions(
+        model=str(tmp_path), completions=16, mean_tokens=10, prompt_tokens=4, repeats=1, budget=64
+    )
+    assert learner.run(options) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["over_products"]["median"] > 1
+    assert result["transformers_ratio"]["median"] > 0
+    norms = result["grad_norm"]
+    assert norms["longtail"] == pytest.approx(norms["transformers"], rel=0.1)
+
+
+def test_the_products_of_a_step_are_counted() -> None:
+    options = LearnerBenchOptions(completions=16, mean_tokens=10, prompt_tokens=4)
+    model = tiny_model("llama")
+    batch = learner.make_batch(options, model.config.vocab_size)
+    packed = batch.packed(64)
+    assert sorted(batch.kept) == list(range(8)), "the second group of eight has no advantage"
+    products = learner.Products(model, packed)
+    inside = sum(p.numel() for n, p in model.named_parameters() if "layers" in n and p.dim() == 2)
+    tokens = sum(len(batch.texts[i]) for i in batch.kept)
+    head = model.head.weight.numel()
+    assert products.flops == 6 * (tokens * inside + (tokens - 4 * 8) * head)
+
+
+def test_padded_micro_batches_stay_within_the_budget_and_lose_no_text() -> None:
+    lengths = [3, 3, 4, 9, 20, 100]
+    cuts = learner.fill_rows(lengths, budget=24)
+    assert cuts == [[0, 1, 2], [3], [4], [5]]
+    assert learner.fill_rows([], budget=24) == []
