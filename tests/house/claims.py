@@ -18,7 +18,7 @@ Number = float | Mapping[str, float]
 class Claim:
     """A number of a card, and the pages that state it.
 
-    Example: Claim(card="e2e_tail", path="step_speedup.spot", pages=("README.md",))
+    Example: Claim(card="e2e_quickstart", path="step_speedup.spot", pages=("README.md",))
     """
 
     card: str
@@ -49,27 +49,13 @@ _RATIO = "{median:.2f}x"
 _BARE = "{median:.2f} ({low:.2f}-{high:.2f})"
 
 ROWS = (
-    Claim(card="e2e", path="step_speedup.spot", pages=(_README,)),
-    Claim(card="e2e_100m", path="step_speedup.spot", pages=(_README, _BENCHMARKS)),
+    Claim(card="e2e_quickstart", path="step_speedup.spot", pages=(_README,)),
+    Claim(card="e2e_quickstart", path="rollout_speedup.spot", pages=(_README,)),
     Claim(card="e2e_smollm2", path="step_speedup.spot", pages=(_README,)),
-    Claim(card="tuner", path="spreads.rollout_speedup", pages=(_README,)),
-    Claim(card="tuner", path="spreads.rollout_vs_best_fixed", pages=(_README,)),
 )
 """Rows of README's table of results, in their order."""
 CLAIMS = (
     *ROWS,
-    Claim(card="e2e", path="step_speedup.spot", pages=(_README, _START), form=_RATIO),
-    Claim(card="e2e_100m", path="step_speedup.spot", pages=(_README,), form=_RATIO),
-    Claim(card="e2e_tail", path="step_speedup.spot", pages=(_README, _BENCHMARKS)),
-    Claim(card="e2e_tail", path="rollout_speedup.spot", pages=(_README, _BENCHMARKS)),
-    Claim(card="e2e", path="step_speedup.history", pages=(_BENCHMARKS,), form=_BARE),
-    Claim(card="e2e", path="step_speedup.frozen", pages=(_BENCHMARKS,), form=_BARE),
-    Claim(card="e2e", path="step_speedup.serial", pages=(_BENCHMARKS,), form=_BARE),
-    Claim(card="e2e", path="step_speedup.spot", pages=(_BENCHMARKS,), form=_BARE),
-    Claim(card="e2e", path="rollout_speedup.spot", pages=(_BENCHMARKS,), form=_BARE),
-    Claim(card="e2e_100m", path="rollout_speedup.spot", pages=(_BENCHMARKS,), form=_RATIO),
-    Claim(card="e2e_bf16", path="step_speedup.spot", pages=(_BENCHMARKS,)),
-    Claim(card="e2e_bf16", path="rollout_speedup.spot", pages=(_BENCHMARKS,)),
     Claim(card="e2e_smollm2", path="step_speedup.spot",
           pages=(_BENCHMARKS, _START, "docs/comparison.md")),
     Claim(card="e2e_smollm2_cold", path="step_speedup.cold",
@@ -79,38 +65,21 @@ CLAIMS = (
     Claim(card="e2e_smollm2", path="rollout_speedup.spot", pages=(_BENCHMARKS,)),
     Claim(card="e2e_smollm2_cold", path="rollout_speedup.cold", pages=(_BENCHMARKS,)),
     Claim(card="e2e_smollm2_cold", path="step_speedup.cold", pages=(_README,), form=_RATIO),
-    Claim(card="e2e_smollm2", path="trl_ratio", pages=(_BENCHMARKS,)),
     Claim(card="e2e_smollm2_16", path="rollout_speedup.frozen", pages=(_BENCHMARKS,)),
     Claim(card="e2e_smollm2_16", path="rollout_speedup.spot", pages=(_BENCHMARKS,)),
-    Claim(card="drafter_smollm2", path="kept_speedup", pages=(_BENCHMARKS,)),
     Claim(card="e2e_smollm2", path="rollout_speedup.spot", pages=(_README,), form=_RATIO),
     Claim(card="e2e_smollm2", path="step_speedup.spot", pages=(_README,), form=_RATIO),
-    Claim(card="e2e_chain_sum", path="step_speedup.cold", pages=(_BENCHMARKS,), form=_BARE),
-    Claim(card="e2e_chain_sum", path="rollout_speedup.cold", pages=(_BENCHMARKS,), form=_BARE),
-    Claim(card="e2e_chain_sum", path="step_speedup.history", pages=(_BENCHMARKS,), form=_BARE),
     Claim(card="tuner_smollm2", path="spreads.worst_vs_best_fixed", pages=(_BENCHMARKS,),
           form=_BARE),
-    Claim(card="tuner", path="spreads.rollout_speedup", pages=(_BENCHMARKS,), form=_BARE),
-    Claim(card="tuner", path="spreads.rollout_vs_best_fixed",
-          pages=(_BENCHMARKS, "docs/ideas/draft-budget.md"), form=_BARE),
-    Claim(card="serve", path="latency_speedup.tiny t=1", pages=(_BENCHMARKS,)),
-    Claim(card="learner", path="packed_ratio", pages=(_BENCHMARKS,), form="{:.2f}x"),
-    Claim(card="drafter", path="packed_ratio", pages=(_BENCHMARKS,), form="{:.2f}x"),
-    Claim(card="vllm_rules", path="accept_length.coupled", pages=(_BENCHMARKS,), form="{:.2f}"),
-    Claim(card="vllm_rules", path="accept_length.greedy", pages=(_BENCHMARKS,), form="{:.2f}"),
-    Claim(card="vllm_rules_smollm2", path="accept_length.coupled", pages=(_BENCHMARKS,),
-          form="{:.2f}"),
-    Claim(card="vllm_rules_smollm2", path="accept_length.greedy", pages=(_BENCHMARKS,),
-          form="{:.2f}"),
+    Claim(card="vllm_rules_smollm2", path="accept_length.coupled",
+          pages=(_BENCHMARKS, "docs/ideas/coupled-drafts.md"), form="{:.2f}"),
+    Claim(card="vllm_rules_smollm2", path="accept_length.greedy",
+          pages=(_BENCHMARKS, "docs/ideas/coupled-drafts.md"), form="{:.2f}"),
     Claim(card="vllm_rules_smollm2", path="throughput_ratio.coupled", pages=(_BENCHMARKS,),
           form=_BARE),
     Claim(card="trl_smollm2", path="generation_ratio_none", pages=(_BENCHMARKS, "docs/trl.md"),
           form="{:.1f}x"),
     Claim(card="trl_smollm2", path="step_ratio_none", pages=(_BENCHMARKS, "docs/trl.md"),
-          form="{:.2f}x"),
-    Claim(card="rollout_smollm2", path="speedup.smollm2.history.1", pages=(_BENCHMARKS,),
-          form="{:.2f}x"),
-    Claim(card="rollout_smollm2", path="speedup.smollm2.drafter.1", pages=(_BENCHMARKS,),
           form="{:.2f}x"),
     Claim(card="rollout_sums", path="speedup.runs/quickstart.drafter.1",
           pages=("README.md", _BENCHMARKS), form="{:.2f}x"),

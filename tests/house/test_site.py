@@ -45,7 +45,7 @@ def test_the_site_has_a_page_for_each_page_of_docs_and_every_card_that_they_link
 ) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         assert (site / page.relative_to(ROOT / "docs")).with_suffix(".html").exists(), page
-    assert (site / "repository" / "benchmarks" / "e2e_tail.txt").exists()
+    assert (site / "repository" / "benchmarks" / "e2e_quickstart.txt").exists()
 
 
 def test_every_page_of_docs_is_in_the_sites_navigation() -> None:

@@ -166,9 +166,12 @@ def predict(
 
 
 def _predictions(workers: int, found: Mapping[str, ArmResult]) -> list[Prediction]:
-    """Predict the arm whose drafter learns, for the measured workers and for more of them."""
+    """Predict the arm whose drafter learns, for the measured workers and for more of them.
+
+    Nothing is predicted from too few steps.
+    """
     off, own = found[OFF], found.get(SPOT, found.get(COLD))
-    if own is None or not off.worker_s:
+    if own is None or len(off.worker_s) < _TELLING:
         return []
     plain_s, drafted_s = ([s for step in each.worker_s for s in step] for each in (off, own))
     steps, rollouts = off.column("timing_s/step"), off.column("timing_s/rollout")
