@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import longtail
 from end_to_end.workshop import Workshop, build, save_untaught, say, write_lines
-from longtail.cli import parsers
+from longtail.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -103,7 +103,7 @@ def test_the_commands_of_a_page_run(
         if words[0] in PARSED_ONLY:
             own = words[verb.count(" ") + 1 :]  # `--section.field` belongs to a configuration
             plain = [word for word in own if "." not in word.partition("=")[0] or word[0] != "-"]
-            parsers.parsers()[verb]().parse_args(plain)
+            COMMANDS[verb].parser(verb).parse_args(plain)
             continue
         if verb.endswith("train") and "--run.dir" not in words:
             words.append(f"--run.dir=runs/{page.stem}-{number}")

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from house.tree import ROOT, SOURCES, module_name
 from longtail.cli import docs as cli_docs
-from longtail.cli import parsers as cli_parsers
+from longtail.cli.commands import COMMANDS
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
@@ -50,7 +50,7 @@ def _commands(page: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_a_page_names_only_commands_that_exist(page: Path) -> None:
-    verbs = {name.split()[0] for name in cli_parsers.parsers()}
+    verbs = {name.split()[0] for name in COMMANDS}
     for words in _commands(page):
         if len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]):
             assert words[1] in verbs, " ".join(words)

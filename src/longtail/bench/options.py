@@ -7,7 +7,7 @@ MODEL, SOURCE and NAME are named as model.path, data.source and speculation.draf
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from longtail.bench.common.options import Json, Option
+from longtail.config.options import Json, Option
 from longtail.errors import ConfigError
 
 HISTORY = "history"

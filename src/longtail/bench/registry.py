@@ -1,14 +1,10 @@
 """The benchmarks of `longtail bench`: their options and modules, without torch."""
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from types import MappingProxyType
-from typing import Any
 
 from longtail.bench import options as options_of
-from longtail.bench.common.options import add_arguments, read
 from longtail.bench.gpu.options import GpuBenchOptions
 
 __all__ = ["BENCHES", "Bench"]
@@ -21,16 +17,6 @@ class Bench:
     summary: str
     options: type
     module: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
-        add_arguments(parser, self.options)
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Read the options, then import and run the benchmark."""
-        options: Any = read(self.options, args)
-        code: int = import_module(f"longtail.bench.{self.module}").run(options)
-        return code
 
 
 BENCHES: Mapping[str, Bench] = MappingProxyType(

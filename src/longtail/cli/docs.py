@@ -6,12 +6,14 @@ The name of a file says which page it is.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from longtail.cli import main as cli
-from longtail.cli import parsers as cli_parsers
-from longtail.config.tables import tables
+from longtail.cli.commands import COMMANDS, ConfiguredCommand
+from longtail.config import files
 
 _COMMANDS = """\
 # The command line
@@ -37,7 +39,7 @@ The allowed values are in the help of the commands, as text: [command line](cli.
 def commands() -> str:
     """Return the page of the command line."""
     helps = {"": cli.summary()}
-    helps |= {f" {name}": make().format_help() for name, make in cli_parsers.parsers().items()}
+    helps |= {f" {name}": each.parser(name).format_help() for name, each in COMMANDS.items()}
     parts = [
         f"## longtail{name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in helps.items()
     ]
@@ -47,16 +49,25 @@ def commands() -> str:
 def configuration() -> str:
     """Return the page of all fields of the three configurations."""
     parts = [_CONFIGURATION]
-    for command, sections in tables().items():
-        parts.append(f"## {command}\n")
-        for section, fields in sections.items():
-            lines = [f"### `[{section}]`\n", "| key | default | meaning |", "|---|---|---|"]
-            lines += [
-                f"| `{field.key}` | {_default(field.default)} | {_cell(field.text)} |"
-                for field in fields
-            ]
-            parts.append("\n".join(lines) + "\n")
+    for command, each in COMMANDS.items():
+        if isinstance(each, ConfiguredCommand):
+            parts.append(f"## longtail {command}\n")
+            parts += _sections(each.config)
     return "\n".join(parts)
+
+
+def _sections(model: type[BaseModel]) -> Iterator[str]:
+    """Yield a table of each section."""
+    section = ""
+    rows: list[str] = []
+    for name, info in files.fields_of(model).items():
+        before, (section, _, key) = section, name.partition(".")
+        if section != before:
+            if rows:
+                yield "\n".join([*rows, ""])
+            rows = [f"### `[{section}]`\n", "| key | default | meaning |", "|---|---|---|"]
+        rows.append(f"| `{key}` | {_default(info.default)} | {_cell(info.description or '')} |")
+    yield "\n".join([*rows, ""])
 
 
 def _default(value: object) -> str:

@@ -3,7 +3,6 @@
 Completions go to standard output, speed and acceptance to standard error.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -12,21 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from longtail.api import Engine, PromptInput, TextStream
+from longtail.cli.options import GenerateOptions
 from longtail.engine.report import Piece, StepReport
 from longtail.engine.speculation.acceptance import Acceptance, AcceptLength
 from longtail.errors import ConfigError, RequestError
 from longtail.system.device import set_threads
 from longtail.types import Completion, SamplingParams
 
-_MOST_COMPLETIONS = 4096
 _DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"
 """Terminal codes around text that was drafted: green."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Generate as the options of `cli.parsers.generate_parser` say."""
-    if not 1 <= args.n <= _MOST_COMPLETIONS:
-        raise ConfigError(f"--n = {args.n}: it must be from 1 to {_MOST_COMPLETIONS}")
+def run(args: GenerateOptions) -> int:
+    """Generate as the options say."""
+    if args.chat and args.raw:
+        raise ConfigError("--chat and --raw exclude each other; give one")
     if args.show_drafts and (args.n > 1 or args.json):
         raise ConfigError("--show-drafts needs one streamed completion: leave out --n and --json")
     set_threads(args.threads)
@@ -70,7 +69,7 @@ class _Meter:
         self.acceptance.add(step.verified)
 
 
-def _prompt(engine: Engine, args: argparse.Namespace) -> PromptInput:
+def _prompt(engine: Engine, args: GenerateOptions) -> PromptInput:
     """Read the prompt; raise ConfigError, before weights are read, if the model cannot take it."""
     try:
         text = sys.stdin.read() if args.prompt is None else args.prompt

@@ -9,12 +9,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from longtail import __version__
-from longtail.bench.common.options import OVERRIDES, split_overrides
-from longtail.bench.registry import BENCHES
-from longtail.cli import parsers as cli_parsers
+from longtail.cli.commands import COMMANDS
 from longtail.errors import ConfigError, LongtailError
 from longtail.system.interrupt import signals_as_ctrl_c
 
@@ -36,26 +33,6 @@ verbs:
 
 Run `longtail VERB --help` for options, `longtail --version` for the version.
 Start with `longtail sft quickstart`, then `longtail train quickstart`."""
-
-
-_PROGRAMS = {
-    "generate": "cli.generate",
-    "serve": "serve.command",
-    "report": "report.page",
-    "view": "view.command",
-    "doctor": "cli.doctor",
-    "drafter eval": "programs.drafter_eval",
-    "drafter export": "programs.drafter_export",
-    "drafter import": "programs.drafter_import",
-}
-"""Module of each command; its `run` takes the parsed options."""
-
-_CONFIGURED_PROGRAMS = {
-    "train": "loop.train",
-    "sft": "programs.sft.run",
-    "drafter train": "programs.drafter_train.run",
-}
-"""Function of each command that takes a configuration."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,9 +76,9 @@ def _dispatch(words: list[str]) -> int:
             return 0
         case ["drafter" | "bench" as group, *rest]:
             return _dispatch_group(group, rest)
-    verbs = list(dict.fromkeys(name.split()[0] for name in cli_parsers.parsers()))
+    verbs = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     if words[0] in verbs:
-        return _run(words[0], words[1:])
+        return COMMANDS[words[0]].run(words[0], words[1:])
     close = difflib.get_close_matches(words[0], verbs, n=1)
     hint = f"did you mean {close[0]}?" if close else f"the verbs are {', '.join(verbs)}"
     raise ConfigError(f"{words[0]}: no such verb; {hint}")
@@ -109,67 +86,14 @@ def _dispatch(words: list[str]) -> int:
 
 def _dispatch_group(group: str, words: list[str]) -> int:
     """Run `longtail GROUP NAME ...`; print the usage if the name is missing or unknown."""
-    names = [name.split()[1] for name in cli_parsers.parsers() if name.startswith(f"{group} ")]
+    names = [name.split()[1] for name in COMMANDS if name.startswith(f"{group} ")]
     if words and words[0] in names:
-        return _run(f"{group} {words[0]}", words[1:])
+        name = f"{group} {words[0]}"
+        return COMMANDS[name].run(name, words[1:])
     usage = f"usage: longtail {group} {{{','.join(names)}}} [options]; see the --help of each"
     is_help = bool(words) and words[0] in ("-h", "--help")
     print(usage, file=sys.stdout if is_help else sys.stderr)
     return 0 if is_help else 2
-
-
-def _run(command: str, words: list[str]) -> int:
-    """Parse the options of a command, import its program and run it."""
-    if command in cli_parsers.CONFIGURED:
-        return _run_configured(command, words)
-    parser = cli_parsers.parsers()[command]()
-    if parser.get_default(OVERRIDES) is None:
-        args = parser.parse_args(words)
-    else:  # a command whose options and configuration share the line
-        own, overrides = split_overrides(words)
-        args = parser.parse_args(own)
-        args.overrides = overrides
-    if command.startswith("bench "):
-        return BENCHES[command.removeprefix("bench ")].run(args)
-    return import_module(f"longtail.{_PROGRAMS[command]}").run(args) or 0
-
-
-def _run_configured(command: str, words: list[str]) -> int:
-    """Resolve the configuration of a command, then print it or run the command with it."""
-    from longtail.config import files
-
-    own, overrides = _split(words)
-    args = cli_parsers.parsers()[command]().parse_args(own)
-    path = files.locate(args.run, command) if args.run else None
-    config = files.resolve(cli_parsers.config_class(command), path, overrides)
-    if not args.dry_run:
-        module, _, name = _CONFIGURED_PROGRAMS[command].rpartition(".")
-        return getattr(import_module(f"longtail.{module}"), name)(config) or 0
-    from longtail.assembly.precision import decided
-
-    config = decided(config)
-    print(files.render(config))
-    if command == "train":
-        from longtail.assembly import memory
-
-        print("".join(f"# {row}\n" for row in memory.report(config).splitlines()))
-    return 0
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words into those for argparse and configuration overrides with their values."""
-    own: list[str] = []
-    overrides: list[str] = []
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        if not word.startswith("--") or word in ("--help", "--dry-run"):
-            own.append(word)
-            continue
-        overrides.append(word)
-        if "=" not in word and queue and not queue[0].startswith("--"):
-            overrides.append(queue.pop(0))
-    return own, overrides
 
 
 if __name__ == "__main__":

@@ -5,9 +5,21 @@ The class defaults are the vetted recipe. The docstring under a field is its hel
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+import tomli_w
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
 
 from longtail.system.machine import MAX_INT32, MAX_THREADS
+
+
+def _has_toml_form(table: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the table; raise PydanticCustomError for null, which TOML does not have."""
+    try:
+        tomli_w.dumps(table)
+    except TypeError:
+        raise PydanticCustomError("null", "a table without null") from None
+    return table
+
 
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")]
@@ -28,7 +40,7 @@ Switch = Annotated[
 ]
 """A truth value, or `auto`; the command line gives it as text."""
 Schedule = Literal["constant", "linear", "cosine"]
-Table = dict[str, JsonValue]
+Table = Annotated[dict[str, JsonValue], AfterValidator(_has_toml_form)]
 """A table of any keys, whose values have the types of TOML."""
 
 

@@ -100,7 +100,7 @@ class Workload:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `longtail drafter eval`; the options are in `cli.parsers`."""
+    """Run `longtail drafter eval`; the options are in `cli.options`."""
     set_threads(args.threads)
     temperatures = numbers("--temperatures", args.temperatures)
     strategies = (

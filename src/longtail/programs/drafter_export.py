@@ -78,7 +78,7 @@ class CheckResult:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `longtail drafter export`; the options are in `cli.parsers`."""
+    """Run `longtail drafter export`; the options are in `cli.options`."""
     set_threads(args.threads)
     layout: Layout = args.to
     out = Path(args.out)

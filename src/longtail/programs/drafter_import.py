@@ -12,7 +12,7 @@ from longtail.system.device import set_threads
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `longtail drafter import`; the options are in `cli.parsers`."""
+    """Run `longtail drafter import`; the options are in `cli.options`."""
     set_threads(args.threads)
     path, out = Path(args.directory), Path(args.out)
     if out.exists():

@@ -9,7 +9,6 @@ import torch
 
 from end_to_end.workshop import Workshop, build, save_untaught, say
 from longtail.assembly import memory
-from longtail.bench.common.options import split_overrides
 from longtail.bench.e2e import card
 from longtail.bench.e2e.arms import ArmResult, differing_share, generating_s
 from longtail.bench.e2e.plan import Plan, make_plan
@@ -19,6 +18,7 @@ from longtail.cluster.states import State
 from longtail.cluster.timeline import Span, Timeline
 from longtail.config import files as configfile
 from longtail.config import rl as config
+from longtail.config.options import split_overrides
 from longtail.errors import ConfigError
 from longtail.system import parking
 

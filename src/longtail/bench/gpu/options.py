@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from longtail.bench.common.options import Json, Option
+from longtail.config.options import Json, Option
 from longtail.errors import ConfigError
 
 PARTS = ("checks", "attention", "sampling", "small", "steps", "graphs")

@@ -1,0 +1,172 @@
+"""Commands of the command line, their options and the functions that run them; imports no torch."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel
+
+from longtail.bench.registry import BENCHES
+from longtail.cli import options
+from longtail.config import files
+from longtail.config.drafter import DrafterTrainConfig
+from longtail.config.options import Arguments, Parser, arguments_of, read
+from longtail.config.rl import RunConfig
+from longtail.config.sft import SftConfig
+
+
+def imported(program: str) -> Any:
+    """Import a function below `longtail`. Example: imported("loop.train")"""
+    module, _, name = program.rpartition(".")
+    return getattr(import_module(f"longtail.{module}"), name)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command whose options are a dataclass."""
+
+    summary: str
+    options: type
+    program: str
+    """Function that takes the options, below `longtail`."""
+
+    def arguments(self, name: str) -> Arguments:
+        """Return the arguments, by their name."""
+        return arguments_of(name, self.summary, self.options)
+
+    def parser(self, name: str) -> argparse.ArgumentParser:
+        """Return the parser of the command line."""
+        return self.arguments(name).parser
+
+    def run(self, name: str, words: Sequence[str]) -> int:
+        """Read the options, then import and run the program."""
+        chosen: Any = read(self.options, self.arguments(name), words)
+        return imported(self.program)(chosen) or 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """A command whose module declares its options by `add_arguments`."""
+
+    summary: str
+    declarations: str
+    """Function that declares the options."""
+    program: str
+
+    def parser(self, name: str) -> argparse.ArgumentParser:
+        """Return the parser of the command line."""
+        parser = Parser(name, self.summary)
+        imported(self.declarations)(parser)
+        return parser
+
+    def run(self, name: str, words: Sequence[str]) -> int:
+        """Read the options, then import and run the program."""
+        return imported(self.program)(self.parser(name).parse_args(words)) or 0
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredCommand:
+    """A command whose options are the sections of a configuration."""
+
+    summary: str
+    config: type[BaseModel]
+    program: str
+
+    def arguments(self, name: str) -> Arguments:
+        """Return the arguments: a run file, and every field of the configuration."""
+        usage = f"longtail {name} [RUN] [--dry-run] [--section.key VALUE ...]"
+        parser = Parser(name, self.summary, usage=usage)
+        known = ", ".join(files.recipes(name))
+        run = f"TOML file, key = VALUE under [section]{f', or recipe ({known})' if known else ''}"
+        parser.add_argument("file", metavar="RUN", nargs="?", help=f"{run}; default: no file")
+        text = "print the resolved configuration as TOML, with an estimate of memory, and exit"
+        parser.add_argument("--dry-run", action="store_true", help=text)
+        return Arguments(parser, self.config, has_sections=True)
+
+    def parser(self, name: str) -> argparse.ArgumentParser:
+        """Return the parser of the command line."""
+        return self.arguments(name).parser
+
+    def run(self, name: str, words: Sequence[str]) -> int:
+        """Resolve the configuration, then print it or run the program with it."""
+        parsed, given = self.arguments(name).parse(words)
+        path = files.locate(parsed.file, name) if parsed.file else None
+        config: Any = files.merged(self.config, path, given)
+        if not parsed.dry_run:
+            return imported(self.program)(config) or 0
+        config = imported("assembly.precision.decided")(config)
+        print(files.render(config))
+        if isinstance(config, RunConfig):
+            report = imported("assembly.memory.report")(config)
+            print("".join(f"# {row}\n" for row in report.splitlines()))
+        return 0
+
+
+COMMANDS: Mapping[str, Command | ServerCommand | ConfiguredCommand] = MappingProxyType(
+    {
+        "train": ConfiguredCommand(
+            "Train a policy with reinforcement learning. A run that was stopped is resumed.",
+            RunConfig,
+            "loop.train",
+        ),
+        "sft": ConfiguredCommand(
+            "Fine-tune a model on prompts with completions. The loss covers the completions only.",
+            SftConfig,
+            "programs.sft.run",
+        ),
+        "drafter train": ConfiguredCommand(
+            "Train an EAGLE drafter on completions of its target, generated first or read from "
+            "files.",
+            DrafterTrainConfig,
+            "programs.drafter_train.run",
+        ),
+        "drafter eval": Command(
+            "Measure the acceptance of a drafter for its target.",
+            options.EvalOptions,
+            "programs.drafter_eval.run",
+        ),
+        "drafter export": Command(
+            "Write a drafter in the layout of vLLM, SGLang or speculators, with a model card.",
+            options.ExportOptions,
+            "programs.drafter_export.run",
+        ),
+        "drafter import": Command(
+            "Convert a published EAGLE or EAGLE-3 drafter into a drafter directory.",
+            options.ImportOptions,
+            "programs.drafter_import.run",
+        ),
+        "generate": Command(
+            "Generate completions of a prompt. A single completion is streamed.",
+            options.GenerateOptions,
+            "cli.generate.run",
+        ),
+        "serve": ServerCommand(
+            "Serve a model with the OpenAI HTTP API, with speculative decoding.",
+            "serve.options.add_arguments",
+            "serve.command.run",
+        ),
+        **{
+            f"bench {name}": Command(bench.summary, bench.options, f"bench.{bench.module}.run")
+            for name, bench in BENCHES.items()
+        },
+        "report": Command(
+            "Write report.html and rollout.png about a run: summary, rollout, decisions, costs.",
+            options.ReportOptions,
+            "report.page.run",
+        ),
+        "view": ServerCommand(
+            "Show runs on a live web page, while they continue or afterwards.",
+            "view.options.add_arguments",
+            "view.command.run",
+        ),
+        "doctor": Command(
+            "Check packages, hardware and kernels, and print a remedy for what is missing.",
+            options.DoctorOptions,
+            "cli.doctor.run",
+        ),
+    }
+)
+"""All commands, by their words after `longtail`."""

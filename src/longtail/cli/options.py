@@ -1,0 +1,144 @@
+"""Options of the commands without a configuration, except those of the benchmarks and servers."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from longtail.config.options import Json, Option
+
+Dtype = Literal["auto", "float32", "bfloat16", "float64"]
+_AUTO = "as stored, or float32 where that is emulated"
+
+
+@dataclass(kw_only=True)
+class _Measured:
+    """A drafter, its target and the prompts to measure it on."""
+
+    drafter: Annotated[
+        str,
+        Option("drafter name or directory, as for speculation.drafter of train", positional=True),
+    ]
+    target: Annotated[
+        str | None,
+        Option("target model (default: that of the drafter's run, else tiny-reasoner)"),
+    ] = None
+    prompts: Annotated[
+        str | None,
+        Option("prompts, as for data.source of train (default: those of the drafter's run)"),
+    ] = None
+    n: Annotated[int, Option("number of prompts")] = 32
+    max_tokens: Annotated[int, Option("longest completion, tokens")] = 1024
+    temperatures: Annotated[str, Option("sampling temperatures")] = "0,0.6,1"
+    dtype: Annotated[Dtype, Option(f"dtype of the target; auto: {_AUTO}")] = "auto"
+    seed: Annotated[int, Option("seed of generated prompts")] = 0
+    threads: Annotated[int, Option("number of compute threads")] = 1
+
+
+@dataclass(kw_only=True)
+class EvalOptions(_Measured):
+    """Options of `longtail drafter eval`."""
+
+    depth: Annotated[int, Option("depth of chains and trees")] = 6
+    width: Annotated[int, Option("children per node of trees")] = 2
+    size: Annotated[int, Option("nodes per tree")] = 12
+    plot: Annotated[str | None, Option("also write a plot, PNG (needs the extra plots)")] = None
+    json: Json = False
+
+
+@dataclass(kw_only=True)
+class ExportOptions(_Measured):
+    """Options of `longtail drafter export`."""
+
+    to: Annotated[Literal["vllm", "sglang", "speculators", "hf"], Option("layout to write")]
+    out: Annotated[str, Option("directory to create")]
+    base_model: Annotated[
+        str | None, Option("name of the target on the model card (default: MODEL)")
+    ] = None
+    license: Annotated[str | None, Option("license id of the Hugging Face hub (default: none)")] = (
+        None
+    )
+    export_dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        Option("dtype of the written tensors (default: as stored)"),
+    ] = None
+    no_measure: Annotated[bool, Option("leave measured figures out of the model card")] = False
+    n: Annotated[int, Option("number of prompts")] = 16
+    max_tokens: Annotated[int, Option("longest completion, tokens")] = 512
+    depth: Annotated[int, Option("depth of the measured chains")] = 4
+
+
+@dataclass(kw_only=True)
+class ImportOptions:
+    """Options of `longtail drafter import`."""
+
+    directory: Annotated[
+        str,
+        Option("downloaded directory with config.json and safetensors files", positional=True),
+    ]
+    out: Annotated[str, Option("directory to create")]
+    target: Annotated[str, Option("target, named as model.path of train")] = "tiny-reasoner"
+    layer_ids: Annotated[
+        Literal["auto", "input", "output"],
+        Option(
+            "meaning of eagle_aux_hidden_state_layer_ids: layer inputs (vLLM) or outputs (SGLang)"
+        ),
+    ] = "auto"
+    window: Annotated[int | None, Option("attention window; 0: unbounded (default: as stored)")] = (
+        None
+    )
+    dtype: Annotated[Dtype, Option(f"dtype of the target; auto: {_AUTO}")] = "auto"
+    threads: Annotated[int, Option("number of compute threads")] = 1
+
+
+@dataclass(kw_only=True)
+class GenerateOptions:
+    """Options of `longtail generate`."""
+
+    model: Annotated[str, Option("model, named as model.path of train", positional=True)]
+    prompt: Annotated[str | None, Option("prompt (default: standard input)")] = None
+    n: Annotated[int, Option("number of completions", low=1, high=4096)] = 1
+    max_tokens: Annotated[int, Option("longest completion, tokens")] = 512
+    temperature: Annotated[float, Option("sampling temperature; 0: greedy")] = 1.0
+    top_k: Annotated[int, Option("sample from the N most likely tokens; 0: all")] = 0
+    top_p: Annotated[float, Option("sample from the most likely tokens of total probability X")] = (
+        1.0
+    )
+    min_p: Annotated[float, Option("smallest probability relative to the most likely token")] = 0.0
+    stop: Annotated[
+        tuple[str, ...], Option('stop string; may be repeated; with a comma as ["a,b"]')
+    ] = ()
+    seed: Annotated[int, Option("seed of the sampling noise")] = 0
+    dtype: Annotated[Dtype, Option(f"dtype of weights and KV cache; auto: {_AUTO}")] = "auto"
+    device: Annotated[str, Option("device: auto, cpu, cuda or cuda:N")] = "auto"
+    threads: Annotated[int, Option("number of compute threads; 0: all cores")] = 0
+    batch_invariant: Annotated[bool, Option("same bits in any batch, on a GPU, too")] = False
+    chat: Annotated[bool, Option("apply the chat template; fail without one")] = False
+    raw: Annotated[
+        bool, Option("do not apply the chat template (default: apply it if there is one)")
+    ] = False
+    drafter: Annotated[str, Option("drafter, as for speculation.drafter of train")] = "auto"
+    show_drafts: Annotated[
+        Literal["auto", "always"] | None,
+        Option("colour drafted text; auto: on a terminal only (default: never)"),
+    ] = None
+    json: Annotated[bool, Option("print one JSON object per completion")] = False
+
+
+@dataclass(kw_only=True)
+class ReportOptions:
+    """Options of `longtail report`."""
+
+    run: Annotated[str, Option("run directory of longtail train", positional=True)]
+    step: Annotated[int | None, Option("training step of the rollout to show (default: last)")] = (
+        None
+    )
+
+
+@dataclass(kw_only=True)
+class DoctorOptions:
+    """Options of `longtail doctor`."""
+
+    vllm: Annotated[
+        str | None,
+        Option("python of an environment with vLLM: say what longtail can do there, and why not"),
+    ] = None
+    json: Annotated[bool, Option("print one JSON object instead of tables")] = False

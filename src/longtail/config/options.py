@@ -1,0 +1,290 @@
+"""Options of the command line: models and dataclasses -> argparse, through pydantic-settings.
+
+    n: Annotated[int, Option("number of completions", low=1, high=4096)] = 1
+    json: Annotated[bool, Option("print JSON")] = False
+
+    --n int     number of completions (default: 1)
+    --json      print JSON
+
+A field without a default is a required option; one with `positional` is a word without a flag. The
+sections of a configuration have dotted names: `--run.steps int`. Needs no torch.
+"""
+
+import argparse
+import contextlib
+import difflib
+import json
+import re
+import tomllib
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, CliPositionalArg, CliSettingsSource
+
+from longtail.errors import ConfigError
+
+T = TypeVar("T")
+OVERRIDES = "overrides"
+"""Name of the field that takes the options of a configuration, `--section.key VALUE`."""
+_WIDTH = 96
+_POSITIONAL: Any = CliPositionalArg
+_ONE_OF: Any = Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Help and limits of one option.
+
+    Example: Option("requests running at a time", low=1, high=256, quick=(1, 8))
+    """
+
+    help: str
+    metavar: str | None = None
+    """Name of the value in the help; the default is its type."""
+    choices: tuple[str, ...] = ()
+    low: int | None = None
+    high: int | None = None
+    quick: Any = None
+    """Default with `--quick`; None keeps the usual one."""
+    default: str | None = None
+    """Text of the help about the default."""
+    positional: bool = False
+    """Whether the value is a word without a flag."""
+
+
+Json = Annotated[bool, Option("print the JSON line only")]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors, and whose help has one width on every terminal."""
+
+    def __init__(self, command: str, description: str, **more: Any) -> None:
+        """Make the parser of `longtail COMMAND`."""
+        super().__init__(
+            f"longtail {command}".strip(),
+            description=description,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            **more,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError, with the nearest known name for each unknown one."""
+        known = [name.removeprefix("--") for name in self._option_string_actions]
+        unknown = re.findall(r"--([\w.-]+)", message.partition("unrecognized arguments")[2])
+        found = [(name, nearest(name, known)) for name in unknown]
+        hints = [f"the nearest known one to --{name} is --{near}" for name, near in found if near]
+        raise ConfigError("; ".join([message, *hints, f"see {self.prog} --help"]))
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=_WIDTH, max_help_position=28)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known dotted name with the same last part, or with nearly the same spelling."""
+    names = list(known)
+    keys = {each.rpartition(".")[2]: each for each in reversed(names)}
+    key = name.rpartition(".")[2]
+    if key in keys:
+        return keys[key]
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.75)
+    similar = difflib.get_close_matches(key, keys, 1, cutoff=0.75)
+    return close[0] if close else keys[similar[0]] if similar else None
+
+
+class Arguments:
+    """The fields of a model as arguments of a parser."""
+
+    def __init__(
+        self,
+        parser: Parser,
+        model: type[BaseModel],
+        *,
+        has_sections: bool,
+        metavars: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Declare them: those of sections are `--section.key VALUE`, others `--dashed-name`."""
+        self.parser, self.model, self._has_sections = parser, model, has_sections
+        CliSettingsSource(
+            _model(model.__name__, __base__=(BaseSettings, model)),
+            root_parser=parser,
+            add_argument_method=partial(_add_argument, metavars),
+            cli_parse_none_str="none",
+            cli_hide_none_type=True,
+            cli_avoid_json=True,
+            cli_kebab_case=not has_sections,
+            cli_implicit_flags=False if has_sections else "toggle",
+            cli_use_class_docs_for_groups=has_sections,
+        )
+
+    def parse(self, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+        """Return all arguments, and the values of the fields that were given, by section."""
+        parsed = self.parser.parse_args(words)
+        values: dict[str, Any] = {}
+        for name, text in vars(parsed).items():
+            section, _, key = name.rpartition(".")
+            if self._has_sections and section:
+                table = self.model.model_fields[section].annotation
+                assert table is not None, f"{section} is a section"
+                optional = NoneType in get_args(table.model_fields[key].annotation)
+                is_unset = optional and text in ("none", "", ["none"], [""])
+                values.setdefault(section, {})[key] = None if is_unset else _decoded(text)
+            elif not self._has_sections and text is not None:
+                values[name] = _decoded(text)
+        return parsed, values
+
+
+def _decoded(given: Any) -> Any:
+    """Return the value of an option. What comes as a list of texts is that of a list or table.
+
+    Example: _decoded("a,b") == "a,b", _decoded(["a,b"]) == _decoded(['["a", "b"]']) == ["a", "b"]
+    """
+    if not isinstance(given, list):
+        return given
+    found: list[Any] = []
+    for text in given:
+        value = _structure(text)
+        if isinstance(value, dict) and len(given) == 1:
+            return value
+        found += value if isinstance(value, list) else [value]
+    return found
+
+
+def _structure(text: str) -> Any:
+    """Read a list or table written as TOML or JSON, or items with commas between them."""
+    for read_text in (lambda: tomllib.loads(f"value = {text}")["value"], lambda: json.loads(text)):
+        if text.lstrip().startswith(("[", "{")):
+            with contextlib.suppress(ValueError, RecursionError):
+                return read_text()
+    return [item.strip() for item in text.split(",")] if text else []
+
+
+def _add_argument(
+    metavars: Mapping[str, str], place: Any, *names: str, **more: Any
+) -> argparse.Action:
+    """Declare an argument; `--n` has two dashes, too, and no default is shown twice."""
+    text, _, default = more.get("help", "").rpartition(" (default: ")
+    if default == "none)" or "(default" in text or (default and "metavar" not in more):
+        more["help"] = text
+    if metavar := metavars.get(names[-1].lstrip("-")):
+        more["metavar"] = metavar
+    names = tuple(f"-{name}" if len(name) == 2 else name for name in names)
+    return argparse.ArgumentParser.add_argument(place, *names, **more)
+
+
+def _model(name: str, **fields_of: Any) -> Any:
+    """Make a model; fields may have names of BaseModel's old methods, such as `json`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return create_model(name, **fields_of)
+
+
+def arguments_of(command: str, summary: str, kind: type) -> Arguments:
+    """Return the arguments of a command whose options are a dataclass."""
+    declared: dict[str, Any] = {}
+    metavars: dict[str, str] = {}
+    quick: list[str] = []
+    hints = get_type_hints(kind, include_extras=True)
+    for each in fields(kind):
+        hint, option = get_args(hints[each.name])
+        text = f"{option.help} ({option.default})" if option.default else option.help
+        if each.name == OVERRIDES:
+            summary = f"{summary}\n{text}"
+            continue
+        if option.quick is not None:
+            quick.append(f"--{each.name.replace('_', '-')} {shown(option.quick)}")
+        if each.name == "quick":
+            text = " ".join([text, *quick])
+        hint = _limited(hint, option)
+        default = ... if each.default is MISSING else each.default
+        info = Field(default, description=text)
+        if option.metavar:
+            metavars[each.name.replace("_", "-")] = option.metavar
+        declared[each.name] = (_POSITIONAL[hint] if option.positional else hint, info)
+    model = _model(kind.__name__, **declared)
+    return Arguments(Parser(command, summary), model, has_sections=False, metavars=metavars)
+
+
+def _limited(hint: Any, option: Option) -> Any:
+    """Return a type with the limits of an option; those of a list are of its elements."""
+    if get_origin(hint) is tuple:
+        return tuple[_limited(get_args(hint)[0], option), ...]  # type: ignore[misc]
+    if option.choices:
+        choices = _ONE_OF[option.choices]
+        return choices | None if NoneType in get_args(hint) else choices
+    if option.low is not None or option.high is not None:
+        return Annotated[hint, Field(ge=option.low, le=option.high)]
+    return hint
+
+
+def read(kind: type[T], arguments: Arguments, words: Sequence[str]) -> T:
+    """Return the options; ConfigError names each wrong one, its value and what it must be."""
+    values: dict[str, Any] = {}
+    if OVERRIDES in get_type_hints(kind):
+        words, values[OVERRIDES] = split_overrides(words)
+    _, given = arguments.parse(words)
+    try:
+        checked = arguments.model.model_validate(given)
+    except ValidationError as error:
+        problems = [
+            describe(f"--{place_of(detail['loc'])}".replace("_", "-"), detail)
+            for detail in error.errors(include_url=False)
+        ]
+        raise ConfigError("\n  ".join(problems)) from None
+    values |= {name: getattr(checked, name) for name in checked.model_fields_set}
+    if values.get("quick"):
+        hints = get_type_hints(kind, include_extras=True)
+        quick = {name: get_args(hint)[1].quick for name, hint in hints.items()}
+        values = {name: value for name, value in quick.items() if value is not None} | values
+    return kind(**values)
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split words into options of a command and those of a configuration, with their values.
+
+    Example: ["--steps", "2", "--run.seed", "1"] -> (["--steps", "2"], ("--run.seed", "1"))
+    """
+    own: list[str] = []
+    overrides: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, _ = word.partition("=")
+        if not (word.startswith("--") and "." in name):
+            own.append(word)
+            continue
+        overrides.append(word)
+        if not equals and queue and not queue[0].startswith("--"):
+            overrides.append(queue.pop(0))
+    return own, tuple(overrides)
+
+
+def describe(name: str, detail: ErrorDetails) -> str:
+    """Return the message for a wrong value: its name, itself and what it must be."""
+    if detail["type"] == "missing":
+        return f"{name}: it is missing"
+    is_word = name.startswith("--") and isinstance(detail["input"], str)
+    value = detail["input"] if is_word else json.dumps(detail["input"], default=str)
+    value = value if len(value) <= 60 else f"{value[:57]}..."
+    message = detail["msg"].partition(", unable to")[0].removeprefix("Input should be ")
+    return f"{name} = {value}: it must be {message[0].lower()}{message[1:]}"
+
+
+def place_of(parts: Sequence[str | int]) -> str:
+    """Return the name of an element: ("data", "tasks", 0, "name") -> "data.tasks[0].name"."""
+    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in parts)[1:]
+
+
+def shown(value: Any) -> str:
+    """Render a value as it is given. Example: shown((1, 8)) == "1,8"."""
+    if isinstance(value, tuple):
+        return ",".join(map(shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,84 @@
+"""Options of commands: one dataclass makes the command line and reads it back."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pytest
+
+from longtail.config.options import Arguments, Json, Option, arguments_of, read
+from longtail.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One option of every kind."""
+
+    place: Annotated[str, Option("required")]
+    names: Annotated[tuple[str, ...], Option("names", choices=("a", "b"))] = ("a", "b")
+    sizes: Annotated[tuple[int, ...], Option("sizes", low=1, high=9, quick=(1,))] = (1, 8)
+    share: Annotated[float, Option("share", low=0)] = 0.5
+    kind: Annotated[str | None, Option("kind", choices=("x", "y"))] = None
+    clean: Annotated[bool, Option("leave out the cleaning")] = True
+    tags: Annotated[tuple[str, ...], Option("tags")] = ()
+    quick: Annotated[bool, Option("smaller defaults:")] = False
+    json: Json = False
+
+
+def _arguments() -> Arguments:
+    return arguments_of("example", "An example.", Example)
+
+
+def example(*words: str) -> Any:
+    return read(Example, _arguments(), ["--place", "here", *words])
+
+
+def test_an_option_that_is_not_given_has_its_default() -> None:
+    assert example() == Example(place="here")
+
+
+def test_options_are_read_by_their_types() -> None:
+    assert example("--tags=a,b", "--tags", '["c,d"]').tags == ("a", "b", "c,d")
+    words = ("--names=b", "--sizes=2,9", "--share=0.25", "--kind=y", "--no-clean", "--json")
+    assert example(*words) == Example(
+        place="here", names=("b",), sizes=(2, 9), share=0.25, kind="y", clean=False, json=True
+    )
+
+
+def test_quick_changes_defaults_and_a_given_option_wins() -> None:
+    assert example("--quick").sizes == (1,)
+    assert example("--quick", "--sizes", "3").sizes == (3,)
+
+
+def test_the_help_shows_choices_and_defaults() -> None:
+    text = " ".join(_arguments().parser.format_help().split())
+    for line in (
+        "--place str required (required)",
+        "--names tuple[{a,b},...] names (default: ('a', 'b'))",
+        "--sizes tuple[int,...] sizes (default: (1, 8))",
+        "--share float share (default: 0.5)",
+        "--kind {x,y} kind --no-clean leave out the cleaning",
+        "--quick smaller defaults: --sizes 1 --json",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--names", "a,c"), r"--names\[1\] = c: it must be 'a' or 'b'"),
+        (("--sizes", "1,zero"), r"--sizes\[1\] = zero: it must be a valid integer"),
+        (("--sizes", "0"), r"--sizes\[0\] = 0: it must be greater than or equal to 1"),
+        (("--share", "-1"), "--share = -1: it must be greater than or equal to 0"),
+        (("--size", "1"), "the nearest known one to --size is --sizes"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_option_value_and_remedy(
+    words: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        example(*words)
+
+
+def test_a_required_option_is_named() -> None:
+    with pytest.raises(ConfigError, match="--place: it is missing"):
+        read(Example, _arguments(), [])
