@@ -12,7 +12,6 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build
-from longtail.cli import doctor
 from longtail.system.listening import Listening, family, listening, process_of
 
 pytest.importorskip("ray")
@@ -94,9 +93,6 @@ def test_a_run_listens_on_loopback_only_says_one_line_of_a_loss_and_leaves_nothi
         assert name in known, f"SECURITY.md does not say that {name} listens: {each}"
         assert each.is_loopback or known[name] != "loopback", f"{name}: {each}"
     assert process_of(workshop.path / "run") == process.pid
-    shown = [each.value for each in doctor.sockets(workshop.path / "run")]
-    assert shown
-    assert all("this machine only" in value for value in shown)
 
     folder = folder_of(process)
     assert folder is not None

@@ -1,28 +1,29 @@
-"""`longtail doctor`: packages, hardware and self checks, with the remedy for what is missing.
+"""`longtail doctor`: packages, hardware and a self check, with the remedy for what is missing.
 
 Each line is a finding with a level. The exit code is 1 if a finding has level `missing`. Nothing is
-changed.
+changed. With `--vllm` the findings are those of another environment, about longtail in its vLLM.
 """
 
-import argparse
 import json
 import platform
 import re
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from longtail.cli.findings import Finding, fact_of
-from longtail.system import listening, machine
+import longtail
+from longtail.cli.options import DoctorOptions
+from longtail.errors import ConfigError
+from longtail.integrations.vllm import probe
+from longtail.system import machine
 
 _PURPOSES = {
     "data": "parquet files and datasets of the hub",
@@ -30,42 +31,75 @@ _PURPOSES = {
     "math": "reward.name = math_verify",
     "tensorboard": "run.writers = tensorboard",
     "wandb": "run.writers = wandb",
-    "plots": "longtail report, drafter eval --plot",
+    "plots": "longtail report",
     "cluster": "cluster.workers above 1",
-    "serve": "longtail serve, bench serve",
+    "serve": "longtail serve, longtail view",
     "gpu": "kernels of an NVIDIA GPU; comes with PyTorch's CUDA build",
 }
 """Use of each extra; its packages are read from the metadata of longtail."""
+_VLLM_TIMEOUT_S = 300.0
+_VLLM_PARTS = {
+    "v1": "coupled drafts, model runner V1",
+    "v2": "coupled drafts, model runner V2",
+    "adopt": "adopt a drafter while running",
+    "transfer": "the same by vLLM's draft weight calls",
+    "metrics": "longtail's metrics beside vLLM's",
+}
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the findings; return 1 if a required package is missing or a self check failed."""
-    findings = examine(args.run)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report.
+
+    Example: Finding(part="extra", name="math", level="optional", value="absent",
+                     remedy="pip install 'longtail[math]'")
+    """
+
+    part: str
+    name: str
+    value: str
+    level: Literal["ok", "optional", "missing"] = "ok"
+    remedy: str = ""
+
+
+def run(options: DoctorOptions) -> int:
+    """Print the findings; return 1 if a required package is missing or the self check failed."""
+    findings = list(examine() if options.vllm is None else vllm_findings(options.vllm))
     healthy = all(finding.level != "missing" for finding in findings)
-    if args.json:
+    if options.json:
         print(json.dumps({"ok": healthy, "findings": [asdict(f) for f in findings]}))
     else:
         _print(findings, healthy)
     return 0 if healthy else 1
 
 
-def examine(run_dir: str | None = None) -> list[Finding]:
-    """Return all findings in print order, with the cost model and sockets of a run."""
-    findings = [*_software(), *_hardware(), *_extras()]
-    if all(finding.level != "missing" for finding in findings):
-        findings += [attempt("matrix product", _matrix_product), attempt("generation", generation)]
-        findings += _gpu_generation()
-        findings += cost_model(newest_run() if run_dir is None else Path(run_dir))
-    if run_dir is not None:
-        findings += sockets(Path(run_dir))
-    return findings
+def examine() -> Iterator[Finding]:
+    """Yield all findings about this environment."""
+    software = [*_software()]
+    yield from software
+    yield from _hardware()
+    if all(finding.level == "ok" for finding in software):
+        yield from _torch_facts()
+        yield self_check()
+    for extra, purpose in _PURPOSES.items():
+        found = {name: _installed(name) for name, _ in _requirements(extra)}
+        present = None not in found.values()
+        versions = ", ".join(f"{name} {version}" for name, version in found.items())
+        yield Finding(
+            part="extra",
+            name=extra,
+            level="ok" if present else "optional",
+            value=f"{purpose} ({versions})" if present else f"absent: {purpose}",
+            remedy="" if present else machine.pip_install(extra),
+        )
 
 
 def _software() -> Iterator[Finding]:
     least = metadata.metadata("longtail")["Requires-Python"].removeprefix(">=")
-    yield _versioned("python", platform.python_version(), least, "install a newer Python")
-    for name, version in _requirements(""):
-        yield required(name, version)
+    yield _package("python", platform.python_version(), least, "install a newer Python")
+    for name, least in _requirements(""):
+        remedy = f"{sys.executable} -m pip install -U {name}"
+        yield _package(name, _installed(name), least, remedy)
 
 
 def _requirements(extra: str) -> list[tuple[str, str]]:
@@ -80,16 +114,6 @@ def _requirements(extra: str) -> list[tuple[str, str]]:
     return found
 
 
-def required(name: str, least: str = "") -> Finding:
-    """Return the finding for a package that longtail cannot run without."""
-    pip = f"{sys.executable} -m pip install"
-    version = _installed(name)
-    if version is None:
-        remedy = f"{pip} {name}"
-        return Finding(part="software", name=name, level="missing", value="absent", remedy=remedy)
-    return _versioned(name, version, least, f"{pip} -U {name}")
-
-
 def _installed(name: str) -> str | None:
     """Return the installed version of a package, None if it is absent."""
     try:
@@ -98,224 +122,146 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _versioned(name: str, version: str, least: str, remedy: str) -> Finding:
+def _package(name: str, version: str | None, least: str, remedy: str) -> Finding:
     """Compare the leading numbers of a version with those of the oldest one admitted."""
     wanted = [int(part) for part in least.split(".") if part]
-    numbers = [int(part) for part in re.findall(r"\d+", version)[: len(wanted)]]
-    if numbers >= wanted:
-        return Finding(part="software", name=name, level="ok", value=version)
-    return Finding(
-        part="software",
-        name=name,
-        level="missing",
-        value=f"{version}, at least {least} is needed",
-        remedy=remedy,
-    )
+    numbers = [int(part) for part in re.findall(r"\d+", version or "")[: len(wanted)]]
+    if version is not None and numbers >= wanted:
+        return Finding(part="software", name=name, value=version)
+    value = "absent" if version is None else f"{version}, at least {least} is needed"
+    return Finding(part="software", name=name, level="missing", value=value, remedy=remedy)
 
 
 def _hardware() -> Iterator[Finding]:
-    fact = partial(fact_of, "hardware")
     memory = machine.memory()
-    flags = machine.cpu_flags()
-    yield fact("processor", machine.cpu_name())
-    yield fact("cores", str(machine.usable_cores()))
-    yield fact("instructions", ", ".join(flags) or "none that matter")
-    yield fact("memory", f"{_gigabytes(memory.available)} of {_gigabytes(memory.total)} available")
-    yield fact("disk", f"{_gigabytes(machine.disk_free(Path('runs')))} free for runs/")
-    if find_spec("torch") is not None:
-        yield from _torch_facts()
+    for name, value in {
+        "processor": machine.cpu_name(),
+        "cores": str(machine.usable_cores()),
+        "instructions": ", ".join(machine.cpu_flags()) or "none that matter",
+        "memory": f"{_gigabytes(memory.available)} of {_gigabytes(memory.total)} available",
+        "disk": f"{_gigabytes(machine.disk_free(Path('runs')))} free for runs/",
+    }.items():
+        yield Finding(part="hardware", name=name, value=value)
 
 
 def _torch_facts() -> Iterator[Finding]:
-    import torch
-
-    from longtail.model.kernels import native
-
-    fact = partial(fact_of, "hardware")
-    yield fact("compute threads", str(torch.get_num_threads()))
-    yield fact("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no")  # type: ignore[no-untyped-call]
-    yield fact("vector code", torch.backends.cpu.get_cpu_capability())
-    why = native.unavailable_because()
-    if why is None and native.functions(torch.float32) is None:
-        why = "the C compiler fails on them; its message is printed at first use"
-    yield fact("native kernels", "absent, generation is slower" if why else "built here", why or "")
-    yield from _precision("CPU")
-    if not torch.cuda.is_available():
-        yield fact("GPU", "none; everything runs on the CPU")
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        free = _gigabytes(torch.cuda.mem_get_info(index)[0])
-        size, level = _gigabytes(properties.total_memory), f"{properties.major}.{properties.minor}"
-        yield fact(
-            f"GPU {index}",
-            f"{properties.name}, {free} of {size} free, compute capability {level}",
-        )
-    if torch.cuda.is_available():
-        yield from _precision("GPU")
-
-
-def _precision(where: str) -> Iterator[Finding]:
-    """Yield what `auto` is on the CPU or GPU, for what bfloat16 is fast, and where bits hold."""
+    """Yield threads, native kernels, GPUs, what `auto` is and in which dtypes texts are exact."""
     import torch
 
     from longtail.assembly import precision
     from longtail.model.kernels import native
     from longtail.system.device import DTYPES, multiplies_bfloat16
 
-    fact, device = partial(fact_of, "precision"), torch.device("cpu" if where == "CPU" else "cuda")
-    trains, dtype = multiplies_bfloat16(device), precision.fastest_dtype(device)
-    yield fact(f"auto on the {where}", f"rollout.dtype = {dtype}, autocast = {str(trains).lower()}")
-    rollouts = "fast" if dtype == "bfloat16" else "emulated, up to twice as long as float32"
-    yield fact(f"bfloat16 rollouts on the {where}", rollouts)
-    training = "in hardware" if trains else "emulated, 12 times as long as float32"
-    yield fact(f"bfloat16 training on the {where}", training)
-    if where == "GPU":
-        yield fact("batch-invariant on the GPU", "with rollout.batch_invariant = true")
-        return
-    exact = [name for name, dtype in DTYPES.items() if native.layout(dtype) is not None]
-    yield fact("batch-invariant", " and ".join(exact) or "no dtype: texts may differ at near-ties")
-
-
-def _extras() -> Iterator[Finding]:
-    for extra, purpose in _PURPOSES.items():
-        absent = [name for name, _ in _requirements(extra) if _installed(name) is None]
+    yield Finding(part="hardware", name="compute threads", value=str(torch.get_num_threads()))
+    why = native.unavailable_because()
+    if why is None and native.functions(torch.float32) is None:
+        why = "the C compiler fails on them; its message is printed at first use"
+    yield Finding(
+        part="hardware",
+        name="native kernels",
+        level="optional" if why else "ok",
+        value="absent, generation is slower" if why else "built here",
+        remedy=why or "",
+    )
+    devices = ["cpu"]
+    for index in range(torch.cuda.device_count()):
+        free, total = map(_gigabytes, torch.cuda.mem_get_info(index))
+        value = f"{torch.cuda.get_device_name(index)}, {free} of {total} free"
+        yield Finding(part="hardware", name=f"GPU {index}", value=value)
+        devices = ["cpu", "cuda"]
+    for device in map(torch.device, devices):
+        trains, dtype = multiplies_bfloat16(device), precision.fastest_dtype(device)
         yield Finding(
-            part="extra",
-            name=extra,
-            level="optional" if absent else "ok",
-            value=f"absent: {purpose}" if absent else purpose,
-            remedy=machine.pip_install(extra) if absent else "",
+            part="precision",
+            name=f"auto on {device}",
+            value=f"rollout.dtype = {dtype}, autocast = {str(trains).lower()}",
         )
+        rollouts = "fast" if dtype == "bfloat16" else "emulated, up to twice as long as float32"
+        training = "in hardware" if trains else "emulated, 12 times as long as float32"
+        yield Finding(
+            part="precision",
+            name=f"bfloat16 on {device}",
+            value=f"rollouts {rollouts}; training {training}",
+        )
+    exact = [name for name, dtype in DTYPES.items() if native.layout(dtype) is not None]
+    yield Finding(
+        part="precision",
+        name="batch-invariant",
+        value=" and ".join(exact) or "no dtype: texts may differ at near-ties",
+    )
 
 
-def attempt(name: str, check: Callable[[], str]) -> Finding:
-    """Run a self check and return its result, or its failure, as a finding."""
+def self_check() -> Finding:
+    """Generate with the embedded model twice; a failure is a finding."""
+    from longtail.api import Engine
+    from longtail.types import SamplingParams
+
     try:
-        return Finding(part="self check", name=name, level="ok", value=check())
-    except (
-        ArithmeticError,
-        AssertionError,
-        ImportError,
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:
+        engine = Engine("tiny-reasoner")
+        params = SamplingParams(max_tokens=16)
+        first, second = engine.generate(["1+1="] * 2, params, seed=7)
+        again = engine.generate(["1+1="] * 2, params, seed=7)
+        assert [first.tokens, second.tokens] == [each.tokens for each in again], "texts differ"
+    except (ArithmeticError, AssertionError, ImportError, OSError, RuntimeError, ValueError) as e:
         return Finding(
             part="self check",
-            name=name,
+            name="generation",
             level="missing",
-            value=f"{type(error).__name__}: {error}",
+            value=f"{type(e).__name__}: {e}",
             remedy="reinstall torch and longtail; if it stays, please report it",
         )
+    return Finding(part="self check", name="generation", value="the same seed, the same texts")
 
 
-def _matrix_product() -> str:
-    """Return the speed of a matrix product with a known result."""
-    import torch
-
-    size = 512
-    ones = torch.ones(size, size)
-    (ones @ ones).sum()
-    started = time.perf_counter()
-    product = ones @ ones
-    seconds = time.perf_counter() - started
-    assert bool((product == size).all()), "a product of ones came out wrong"
-    return f"{2 * size**3 / seconds / 1e9:.0f} GFLOP/s in float32"
-
-
-def _gpu_generation() -> Iterator[Finding]:
-    """Generate on the GPU that a run would use, if there is one."""
-    import torch
-
-    if torch.cuda.is_available():
-        yield attempt("generation on the GPU", partial(generation, "cuda"))
-
-
-def generation(device: str = "cpu") -> str:
-    """Generate the same tokens twice with a random tiny model on a device."""
-    import torch
-
-    from longtail.engine.engine import RolloutEngine
-    from longtail.engine.limits import EngineLimits
-    from longtail.model.transformer import ModelConfig, Transformer
-    from longtail.types import Request, SamplingParams
-
-    shape = ModelConfig(
-        family="qwen3", vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2,
-        num_heads=2, num_kv_heads=1, head_dim=16, max_positions=64, qk_norm=True,
-    )  # fmt: skip
-    model = Transformer(shape)
-    model.initialize(torch.Generator().manual_seed(0))
-    model.to(device)
-    limits = EngineLimits(max_running=2, max_step_tokens=16, max_len=64)
-    engine = RolloutEngine(model, lambda tokens: " ".join(map(str, tokens)), limits)
-    requests = [
-        Request(
-            request_id=f"{i}",
-            prompt_tokens=(1, 2, 3),
-            noise_key=7,
-            sampling=SamplingParams(max_tokens=16),
-        )
-        for i in range(2)
-    ]
-    first, second = engine.generate(requests)
-    assert first.tokens == second.tokens, "the same request got two different texts"
-    return f"{len(first.tokens)} tokens, twice the same"
-
-
-def newest_run(under: Path = Path("runs")) -> Path | None:
-    """Return the run directory with the newest cost model."""
-    found = [(path.stat().st_mtime, path.parent) for path in under.glob("*/cost.json")]
-    return max(found)[1] if found else None
-
-
-def cost_model(run_dir: Path | None) -> Iterator[Finding]:
-    """Yield the measured seconds of steps and drafts in a run; an unreadable file is a finding."""
-    if run_dir is None:
+def vllm_findings(python: str) -> Iterator[Finding]:
+    """Yield what longtail can do in another environment; ConfigError if it cannot be asked."""
+    facts = ask_vllm(python)
+    if facts["vllm"] is None:
+        remedy = f"{python} -m pip install vllm"
+        value = facts["reason"]
+        yield Finding(part="vLLM", name="vllm", level="missing", value=value, remedy=remedy)
         return
+    yield Finding(part="vLLM", name="vllm", value=f"{facts['vllm']} on {facts['platform']}")
+    registered = facts["registered"]
+    yield Finding(
+        part="vLLM",
+        name="plugin",
+        level="ok" if registered else "missing",
+        value="switch it on with LONGTAIL_VLLM=coupled" if registered else "not installed there",
+        remedy="" if registered else f"{python} -m pip install longtail",
+    )
+    runner = "v2" if facts["triton"] else "v1"
+    for key, name in _VLLM_PARTS.items():
+        level: Literal["missing", "optional"] = "missing" if key == runner else "optional"
+        value = facts[key] or ("yes, used here" if key == runner else "yes")
+        yield Finding(part="vLLM", name=name, level=level if facts[key] else "ok", value=value)
+    if defects := facts.get("defects"):
+        value = f"worked around: {'; '.join(defects)}"
+        yield Finding(part="vLLM", name="defects of its CPU path", value=value)
 
-    from longtail.errors import ConfigError
-    from longtail.tuner import cost_file
 
-    fact = partial(fact_of, "cost model")
+def ask_vllm(python: str) -> dict[str, Any]:
+    """Return the facts of `integrations.vllm.probe`, run in that interpreter."""
+    command = [python, "-I", probe.__file__, str(Path(longtail.__file__).parent.parent)]
     try:
-        costs = cost_file.load_costs(run_dir / cost_file.FILE)
-    except ConfigError as error:
-        what, _, remedy = str(error).partition("; ")
-        yield fact("run", what, remedy)
-        return
-    times = cost_file.step_times(costs, (1, 8, 32, 64))
-    yield fact("run", str(run_dir))
-    plain = ", ".join(f"{each.tokens}: {each.plain_ms:.2f} ms" for each in times)
-    verify = ", ".join(f"{each.tokens}: {each.verify_ms:.2f} ms" for each in times)
-    yield fact("plain step, by tokens", plain)
-    yield fact("verify step, by tokens", verify)
-    yield fact("context", cost_file.context_time(costs))
-    for place, draft in enumerate(costs.drafts, 1):
-        yield fact(f"drafter {place}", cost_file.draft_times(draft))
-
-
-def sockets(run_dir: Path) -> Iterator[Finding]:
-    """Yield the sockets on which the processes of a run listen now."""
-
-    fact = partial(fact_of, "listens")
-    process = listening.process_of(run_dir)
-    if process is None:
-        yield fact("run", f"no process uses {run_dir} now")
-        return
-    for each in listening.listening(listening.family(process)):
-        name = "longtail" if each.pid == process else each.program
-        who = "this machine only" if each.is_loopback else "any host that reaches this machine"
-        remedy = "" if each.is_loopback else "see SECURITY.md for what may listen beyond loopback"
-        yield fact(f"{name} ({each.pid})", f"{each.address} port {each.port}: {who}", remedy)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_TIMEOUT_S)
+        return dict(json.loads(done.stdout))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"--vllm = {python!r} cannot be run ({error}); name the python of an environment "
+            "with vLLM"
+        ) from error
+    except ValueError as error:
+        last_lines = " ".join(done.stderr.splitlines()[-3:])
+        raise ConfigError(
+            f"--vllm = {python!r} gave no answer (exit code {done.returncode}): {last_lines}"
+        ) from error
 
 
 def _print(findings: Sequence[Finding], healthy: bool) -> None:
     marks = {"ok": "[green]ok[/]", "optional": "[yellow]--[/]", "missing": "[red]MISSING[/]"}
     console = Console()
-    table = Table(title="longtail doctor", title_justify="left")
-    for column in ("part", "", "what", "found"):
-        table.add_column(column)
+    table = Table("part", "", "what", "found", title="longtail doctor", title_justify="left")
     part = ""
     for finding in findings:
         if finding.part != part:

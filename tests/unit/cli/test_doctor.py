@@ -1,168 +1,161 @@
 import json
-import os
 import sys
-from argparse import Namespace
 from importlib import metadata
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from longtail.assembly import precision
 from longtail.cli import doctor
-from longtail.cli import main as cli
+from longtail.cli.options import DoctorOptions
+from longtail.errors import ConfigError
+from longtail.integrations.vllm import probe
 from longtail.model.kernels import native
-from longtail.system import device, machine
-from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
-from longtail.tuner.cost_file import save_costs
+from longtail.system import device
+
+
+def examined() -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.examine()}
 
 
 def test_a_healthy_machine_gets_a_table_and_exit_code_0(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert doctor.run(Namespace(json=False, run=None)) == 0
+    assert doctor.run(DoctorOptions()) == 0
     out = capsys.readouterr().out
     for word in ("python", "torch", "cores", "memory", "extra", "self check", "ready"):
         assert word in out
 
 
-def test_json_holds_the_same_findings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run(Namespace(json=True, run=None)) == 0
+def test_json_holds_the_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(DoctorOptions(json=True)) == 0
     report = json.loads(capsys.readouterr().out)
     names = {finding["name"] for finding in report["findings"]}
     assert report["ok"] is True
-    assert {"python", "torch", "generation", "matrix product", "data", "wandb"} <= names
+    assert {"python", "torch", "generation", "data", "wandb"} <= names
     assert all(finding["value"] for finding in report["findings"])
 
 
 def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def batch_invariant() -> str:
-        return {finding.name: finding.value for finding in doctor.examine()}["batch-invariant"]
-
     monkeypatch.setattr(native, "layout", {torch.float32: "inputs"}.get)
-    assert batch_invariant() == "float32"
+    assert examined()["batch-invariant"].value == "float32"
     monkeypatch.setattr(native, "layout", lambda dtype: None)
-    assert batch_invariant() == "no dtype: texts may differ at near-ties"
+    assert examined()["batch-invariant"].value == "no dtype: texts may differ at near-ties"
 
 
 @pytest.mark.parametrize(
-    ("layout", "multiplies", "auto", "rollouts", "training"),
+    ("layout", "multiplies", "auto", "bfloat16"),
     [
-        ("pairs", True, "rollout.dtype = bfloat16, autocast = true", "fast", "in hardware"),
-        ("halves", False, "rollout.dtype = bfloat16, autocast = false", "fast", "emulated"),
-        (None, False, "rollout.dtype = float32, autocast = false", "emulated", "emulated"),
+        ("pairs", True, "bfloat16, autocast = true", "rollouts fast; training in hardware"),
+        ("halves", False, "bfloat16, autocast = false", "rollouts fast; training emulated"),
+        (None, False, "float32, autocast = false", "rollouts emulated"),
     ],
 )
 def test_it_says_what_auto_is_and_where_bfloat16_is_fast(
-    layout: str | None, multiplies: bool, auto: str, rollouts: str, training: str,
+    layout: str | None,
+    multiplies: bool,
+    auto: str,
+    bfloat16: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(native, "layout", lambda dtype: layout)
+    monkeypatch.setattr(doctor, "self_check", lambda: doctor.Finding(part="", name="", value=""))
     for module in (device, precision):
         monkeypatch.setattr(module, "multiplies_bfloat16", lambda device: multiplies)
-    found = {finding.name: finding.value for finding in doctor.examine()}
-    assert found["auto on the CPU"] == auto
-    assert found["bfloat16 rollouts on the CPU"].startswith(rollouts)
-    assert found["bfloat16 training on the CPU"].startswith(training)
+    assert examined()["auto on cpu"].value == f"rollout.dtype = {auto}"
+    assert examined()["bfloat16 on cpu"].value.startswith(bfloat16)
 
 
 def test_an_absent_extra_comes_with_the_command_and_is_no_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = metadata.version
-
-    def without_math_verify(name: str) -> str:
-        if name == "math-verify":
-            raise metadata.PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(metadata, "version", without_math_verify)
-    assert doctor.run(Namespace(json=False, run=None)) == 0
+    _change_version(monkeypatch, "math-verify", None)
+    assert doctor.run(DoctorOptions()) == 0
     assert f"{sys.executable} -m pip install" in capsys.readouterr().out
-    found = {finding.name: finding for finding in doctor.examine()}
+    found = examined()
     assert found["math"].level == "optional"
     assert found["math"].remedy.endswith("[math]'")
     assert found["tensorboard"].remedy == ""
 
 
-def test_a_torch_that_is_too_old_fails_with_the_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("version", "value"), [("2.9.1+cpu", "2.9.1+cpu, at least 2.10 is needed"), (None, "absent")]
+)
+def test_a_torch_that_is_absent_or_too_old_fails_with_the_command(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    version: str | None,
+    value: str,
 ) -> None:
+    _change_version(monkeypatch, "torch", version)
+    assert doctor.run(DoctorOptions(json=True)) == 1
+    report = json.loads(capsys.readouterr().out)
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert found["torch"]["value"] == value
+    assert found["torch"]["remedy"].endswith("pip install -U torch")
+
+
+def _change_version(monkeypatch: pytest.MonkeyPatch, package: str, changed: str | None) -> None:
+    """Have another version of a package installed, or none."""
     version = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda n: "2.9.1+cpu" if n == "torch" else version(n))
-    assert doctor.run(Namespace(json=False, run=None)) == 1
-    out = capsys.readouterr().out
-    assert "MISSING" in out
-    assert "2.9.1+cpu, at least 2.10" in out
-    assert "pip install -U torch" in out
+
+    def changed_version(name: str) -> str:
+        if name == package and changed is None:
+            raise metadata.PackageNotFoundError(name)
+        return changed if name == package and changed else version(name)
+
+    monkeypatch.setattr(metadata, "version", changed_version)
 
 
-def test_an_absent_package_is_missing() -> None:
-    found = doctor.required("no-such-package-at-all")
-    assert found.level == "missing"
-    assert found.remedy.endswith("pip install no-such-package-at-all")
-
-
-def test_a_self_check_that_fails_is_a_finding() -> None:
-    def broken() -> str:
+def test_a_self_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
         raise ArithmeticError("2 + 2 = 5")
 
-    found = doctor.attempt("sums", broken)
+    monkeypatch.setattr("longtail.api.Engine", broken)
+    found = doctor.self_check()
     assert found.level == "missing"
     assert found.value == "ArithmeticError: 2 + 2 = 5"
 
 
-def test_the_machine_has_memory_cores_and_a_name() -> None:
-    memory = machine.memory()
-    assert machine.usable_cores() >= 1
-    assert machine.cpu_name()
-    assert memory.total is not None
-    assert memory.total > 2**28
-    assert memory.available is None or 0 < memory.available <= memory.total
-
-
-def _save_costs(run: Path) -> Path:
-    run.mkdir(parents=True)
-    costs = CostModel(TimeCurve((1, 64), (0.001, 0.01)), pair_s=1e-6, node_pair_s=1e-7)
-    costs.drafts = [DraftCost(start_s=1e-3, request_s=0.0, level_s=1e-3, row_s=1e-4)] * 2
-    save_costs(run / "cost.json", costs)
-    return run
-
-
-def test_the_cost_model_of_a_run_is_told_step_by_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = _save_costs(tmp_path / "run")
-    assert cli.main(["doctor", "--json", "--run", str(run)]) == 0
-    report = json.loads(capsys.readouterr().out)
-    found = {f["name"]: f for f in report["findings"] if f["part"] == "cost model"}
-    assert found["run"]["value"] == str(run)
-    assert found["plain step, by tokens"]["value"].startswith("1: 1.00 ms, 8: ")
-    assert found["verify step, by tokens"]["value"].endswith("64: 10.00 ms")
-    assert found["drafter 2"]["value"].startswith("a pass 1.000 ms")
-    assert all(each["level"] == "ok" for each in found.values())
-
-
-def test_the_run_that_measured_last_is_shown_unless_another_is_named(tmp_path: Path) -> None:
-    assert doctor.newest_run(tmp_path / "runs") is None
-    assert list(doctor.cost_model(None)) == []
-    for age, name in enumerate(("new", "old", "older")):
-        run = _save_costs(tmp_path / "runs" / name)
-        os.utime(run / "cost.json", (1e9 - age, 1e9 - age))
-    assert doctor.newest_run(tmp_path / "runs") == tmp_path / "runs" / "new"
+FACTS: dict[str, Any] = {
+    **{"python": "3.12.1", "vllm": "0.32.0", "registered": True, "platform": "cpu"},
+    **{"triton": False, "v1": "", "v2": "", "adopt": "", "transfer": "", "metrics": ""},
+    "defects": ["temperatures of verified rows are lost"],
+}
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"{}", b"\x00\xff" * 99, b"[" * 99_999, b'{"plain": {"counts": [1]}}']
+    ("changes", "levels"),
+    [
+        ({}, {}),
+        ({"vllm": None, "reason": "ModuleNotFoundError"}, {"vllm": "missing"}),
+        ({"registered": False}, {"plugin": "missing"}),
+        ({"v1": "no _sample"}, {"coupled drafts, model runner V1": "missing"}),
+        ({"v2": "no _sample"}, {"coupled drafts, model runner V2": "optional"}),
+        ({"v1": "no _sample", "triton": True}, {"coupled drafts, model runner V1": "optional"}),
+        ({"metrics": "no registry"}, {"longtail's metrics beside vLLM's": "optional"}),
+    ],
 )
-def test_a_damaged_cost_model_is_a_finding_with_a_remedy(
-    tmp_path: Path, content: bytes | None
+def test_only_what_a_vllm_needs_here_is_missing(
+    changes: dict[str, Any], levels: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if content is not None:
-        (tmp_path / "cost.json").write_bytes(content)
-    (found,) = doctor.cost_model(tmp_path)
-    assert (found.part, found.level) == ("cost model", "optional")
-    assert str(tmp_path / "cost.json") in found.value
-    assert found.remedy
+    monkeypatch.setattr(doctor, "ask_vllm", lambda python: FACTS | changes)
+    found = {each.name: each.level for each in doctor.vllm_findings("python")}
+    assert {name: level for name, level in found.items() if level != "ok"} == levels
+
+
+def test_an_interpreter_that_does_not_answer_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"gave no answer \(exit code"):
+        doctor.ask_vllm("/bin/ls")
+    with pytest.raises(ConfigError, match="cannot be run"):
+        doctor.ask_vllm("/nowhere/python")
+
+
+def test_the_probe_says_why_nothing_works_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    found = probe.facts("/nowhere")
+    assert found["vllm"] is None
+    assert "ModuleNotFoundError" in found["reason"]

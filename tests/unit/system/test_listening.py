@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from longtail.cli import doctor
-from longtail.run.checkpoint import RunDirectory
 from longtail.system.listening import Listening, family, listening, process_of
 
 LISTEN = """
@@ -68,19 +66,3 @@ def test_the_process_of_a_run_is_found_by_its_lock(tmp_path: Path):
     with open(tmp_path / ".lock", "r+") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         assert process_of(tmp_path) == os.getpid()
-
-
-def test_the_doctor_lists_the_listening_sockets_of_a_run(tmp_path: Path):
-    quiet = {each.name: each for each in doctor.sockets(tmp_path)}
-    assert "no process uses" in quiet["run"].value
-    with RunDirectory(tmp_path, keep=1) as run, socket.socket() as near, socket.socket() as far:
-        run.start("", resume=False)
-        for sock, address in ((near, "127.0.0.1"), (far, "0.0.0.0")):
-            sock.bind((address, 0))
-            sock.listen()
-        ports = [sock.getsockname()[1] for sock in (near, far)]
-        shown = {each.value: each for each in doctor.sockets(tmp_path)}
-    assert shown[f"127.0.0.1 port {ports[0]}: this machine only"].level == "ok"
-    reached = shown[f"0.0.0.0 port {ports[1]}: any host that reaches this machine"]
-    assert "SECURITY.md" in reached.remedy
-    assert reached.name == f"longtail ({os.getpid()})"
