@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longtail.system.transfer import to_device
+from longtail.system.device import to_device
 from longtail.types import SamplingParams
 
 _WORD = 2**64 - 1

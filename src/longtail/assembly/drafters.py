@@ -29,7 +29,7 @@ from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import RunDirectory, policy_directory
 from longtail.run.drafter_store import load_run_drafter, run_drafters
 from longtail.speculation.drafter import Drafter
-from longtail.system.hints import meant
+from longtail.system.files import meant
 
 HISTORY, FRESH, TINY_REASONER = "history", "fresh", "tiny-reasoner"
 NONE, AUTO = "none", "auto"

@@ -39,7 +39,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerReport
-from longtail.system import parking
+from longtail.system import memory
 from longtail.system.device import compute_threads
 from longtail.types import Completion, Request, TrainBatch
 
@@ -212,13 +212,13 @@ class Worker:
         """
         tensors = self._components.learner.tensors()
         if writes:
-            parking.write(tensors, path)
+            memory.write(tensors, path)
         self._components.engine.sleep(fully=True)
-        parking.release(tensors)
+        memory.release(tensors)
 
     def unpark(self, path: Path) -> None:
         """Take the learner's memory back."""
-        parking.read(self._components.learner.tensors(), path)
+        memory.read(self._components.learner.tensors(), path)
 
     def save_policy(self, path: Path) -> None:
         """Write weights, generation config and tokenizer as a Hugging Face directory."""

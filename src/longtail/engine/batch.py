@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longtail.engine.request import ActiveRequest
 from longtail.speculation.tree import EMPTY, DraftTree, depths
-from longtail.system.transfer import to_device
+from longtail.system.device import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

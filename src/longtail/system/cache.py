@@ -1,13 +1,12 @@
-"""The user's cache of things that are built once per machine: kernels, warm starts, drafters.
+"""The user's cache of things that are built once per machine, such as kernels.
 
     $LONGTAIL_CACHE, else $XDG_CACHE_HOME/longtail, else ~/.cache/longtail
-      tiny-reasoner/                 a kind
+      kernels/                       a kind
         3f2a91c04d1be6a7/            an entry, named by the digest of its inputs
-          ...  manifest.json         the seal of its files
-        .new-x1y2/                   being built; renamed when it is complete
+        .new-x1y2/                   being built; synced and renamed when it is complete
 
-An entry is used only if all its files are unchanged; a damaged entry is built again. Code and
-weights in the cache are trusted, so files that another user could have written are refused.
+Code and weights in the cache are trusted, so files that another user could have written are
+refused.
 """
 
 import fcntl
@@ -20,10 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from longtail.errors import ConfigError, LongtailError
-from longtail.system.files import open_sealed, seal_folder, sync
+from longtail.system.files import sync
 
 _log = logging.getLogger("longtail")
-_MANIFEST = "manifest.json"
 _OTHERS_WRITE = 0o022
 
 
@@ -50,7 +48,7 @@ def build_once(
     *,
     announce: str = "",
 ) -> Path:
-    """Return the folder of an entry; `build` makes it first if it is missing or damaged.
+    """Return the folder of an entry, which `build` makes if it is missing.
 
     The entry is under `root`, else in the user's cache. A process waits for another that builds the
     same entry; where files cannot be locked both build, and one result is kept. The line `announce`
@@ -58,15 +56,14 @@ def build_once(
     another user.
     """
     base = cache_directory() if root is None else Path(root)
-
-    def announced(folder: Path) -> None:
-        if announce:
-            _log.warning("%s", announce)
-        build(folder)
-
     try:
-        place = _own(_own(base) / kind)
-        return _entry(place / name, announced)
+        final = _own(_own(base) / kind) / name
+        if not final.exists():
+            with _alone(final):
+                _build(final, build, announce)
+        for path in (final, *final.rglob("*")):
+            _refuse_foreign(path)
+        return final
     except LongtailError:
         raise
     except OSError as error:
@@ -76,35 +73,26 @@ def build_once(
         ) from error
 
 
-def _entry(final: Path, build: Callable[[Path], None]) -> Path:
-    """Return an entry; a missing or damaged one is built in a temporary folder and renamed."""
-    if _damage(final) is None:
-        return final
-    with _alone(final):
-        return _built(final, build)
-
-
-def _built(final: Path, build: Callable[[Path], None]) -> Path:
-    damage = _damage(final)
-    if damage is None:  # another process has built it meanwhile
-        return final
-    if final.exists():
-        _log.warning("%s is damaged or of an earlier version and is built again: %s", final, damage)
+def _build(final: Path, build: Callable[[Path], None], announce: str) -> None:
+    """Build an entry in a temporary folder, sync it and rename it."""
+    if final.exists():  # another process has built it meanwhile
+        return
+    if announce:
+        _log.warning("%s", announce)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
     try:
-        build(temporary / "complete")
-        seal_folder(temporary / "complete", _MANIFEST, {})
+        complete = temporary / "complete"
+        build(complete)
+        for path in (*complete.rglob("*"), complete):
+            sync(path)
         try:
-            if final.exists() and _damage(final):
-                final.rename(temporary / "damaged")
-            (temporary / "complete").rename(final)
+            complete.rename(final)
         except OSError:
-            if _damage(final):  # otherwise another process was faster
+            if not final.exists():  # otherwise another process was faster
                 raise
         sync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return final
 
 
 @contextmanager
@@ -142,16 +130,3 @@ def _refuse_foreign(path: Path) -> None:
             f"{path}: it belongs to another user (uid {owner}), and code and weights in it would "
             "be trusted; remove it, or set LONGTAIL_CACHE to a folder of your own"
         )
-
-
-def _damage(entry: Path) -> str | None:
-    """Return what is damaged, None if nothing is. Raises ConfigError if it is another user's."""
-    try:
-        for path in (entry, *entry.rglob("*")):
-            _refuse_foreign(path)
-        open_sealed(entry, _MANIFEST)
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None

@@ -1,4 +1,4 @@
-"""The user's cache: entries are unchanged and this user's, or built again, or refused."""
+"""The user's cache: entries are built once, whole, and this user's, or refused."""
 
 import os
 import subprocess
@@ -70,51 +70,6 @@ def test_a_build_is_announced_and_an_entry_is_not(
     for build in (_library(), _refuse):
         build_once("kernels", "1f", build, tmp_path, announce="compiling, once")
     assert caplog.messages == ["compiling, once"]
-
-
-def _cut(entry: Path) -> None:
-    os.truncate(entry / "library.so", 2)
-
-
-def _edit(entry: Path) -> None:
-    (entry / "sub" / "more").write_bytes(b"less")
-
-
-def _remove(entry: Path) -> None:
-    (entry / "library.so").unlink()
-
-
-def _unseal(entry: Path) -> None:
-    (entry / "manifest.json").unlink()
-
-
-def _garble(entry: Path) -> None:
-    (entry / "manifest.json").write_bytes(b"\xff" * 9)
-
-
-@pytest.mark.parametrize("damage", [_cut, _edit, _remove, _unseal, _garble])
-def test_a_damaged_entry_is_built_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
-) -> None:
-    entry = build_once("kernels", "1f", _library(), tmp_path)
-    damage(entry)
-    assert build_once("kernels", "1f", _library(b"new code"), tmp_path) == entry
-    assert (entry / "library.so").read_bytes() == b"new code"
-    assert [path.name for path in entry.parent.iterdir()] == ["1f"]
-    assert "is damaged or of an earlier version and is built again" in caplog.text
-
-
-def test_a_truncated_kernel_library_is_compiled_again_and_not_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    # Loaded, it ends the process with SIGBUS.
-    _put_compiler(tmp_path / "bin", monkeypatch)
-    monkeypatch.setenv("LONGTAIL_CACHE", str(tmp_path / "cache"))
-    library = native._build()
-    assert library is not None
-    os.truncate(library, 1)
-    assert native._build() == library
-    assert library.read_text() == "a library\n"
 
 
 @pytest.mark.parametrize("place", ["", "kernels", "kernels/1f", "kernels/1f/library.so"])

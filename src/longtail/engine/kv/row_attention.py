@@ -16,7 +16,7 @@ from torch import Tensor
 from longtail.engine.batch import Segment
 from longtail.model.kernels.ops import CachedAttention, Kernels, Places
 from longtail.speculation.tree import depths, visible_nodes
-from longtail.system.transfer import to_device
+from longtail.system.device import to_device
 
 
 @final

@@ -21,7 +21,7 @@ from longtail.model.transformer import Transformer
 from longtail.sampling import Drawn, draw_rows
 from longtail.speculation.drafter import Noise
 from longtail.speculation.tree import depths
-from longtail.system.transfer import to_device
+from longtail.system.device import to_device
 
 
 class Sampler(abc.ABC):

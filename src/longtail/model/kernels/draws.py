@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.sampling import Drawn, draw_rows, gumbel_noise, is_truncated
-from longtail.system.transfer import to_device
+from longtail.system.device import to_device
 from longtail.types import SamplingParams
 
 _BLOCK = 128

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from longtail.model.kernels import native
 from longtail.model.kernels.products import training_product
 from longtail.system import machine
-from longtail.system.hugepages import HugePages
+from longtail.system.memory import HugePages
 
 Product = Callable[[Tensor], Tensor]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from longtail.errors import ConfigError
 from longtail.model.sources import gguf, hub, smollm2
-from longtail.system.hints import meant
+from longtail.system.files import meant
 
 GGUF_SUFFIX = ".gguf"
 _NAMES = (smollm2.NAME, "tiny-reasoner")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longtail.system.hints import meant
+from longtail.system.files import meant
 
 
 @pytest.mark.parametrize(
