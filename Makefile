@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
 PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-dev.txt
-MINUTES ?= 10
+MINUTES ?= 20
 
 .PHONY: help install develop quickstart test test-capped test-fast test-min test-vllm coverage fuzz chaos lint format bench docs site figures \
 	dist smoke clean
@@ -20,8 +20,8 @@ help:
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"
 	@echo "make coverage     coverage of the fast tests, which has a floor"
-	@echo "make fuzz         random input to every reader for MINUTES=10"
-	@echo "make chaos        kill workers and drivers of small runs for MINUTES=20, compare texts"
+	@echo "make fuzz         random input to every reader, other cases each time"
+	@echo "make chaos        kill and stop workers and drivers of small runs for MINUTES=20, compare texts"
 	@echo "make install      environment in $(VENV) with what the quickstart needs"
 	@echo "make develop      the same with the development tools"
 	@echo "make lint         ruff, import-linter and mypy"
@@ -128,18 +128,17 @@ build/vllm/vllm-%/vllm: | develop
 .PRECIOUS: build/vllm/vllm-%/vllm
 
 fuzz: develop
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/campaign.py --minutes $(MINUTES)
+	$(PYTEST) tests/fuzz --hypothesis-profile=fuzz
 
-chaos: MINUTES = 20
-# SEED=7 deals other plans; ONLY=3 makes trial 3 alone.
+# SEED=7 draws other faults.
 chaos: develop
-	PYTHONPATH=tests $(BIN)/python -m chaos.campaign --minutes $(MINUTES) \
-		--seed $(or $(SEED),0) $(if $(ONLY),--only $(ONLY))
+	PYTHONPATH=tests $(BIN)/python -m chaos.runner --minutes $(MINUTES) --seed $(or $(SEED),0)
 
 lint: develop
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/house/language.py
+	$(BIN)/python tests/house/sizes.py
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 

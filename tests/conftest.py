@@ -17,8 +17,9 @@ import torch
 
 torch.set_num_threads(1)
 # No test depends on a clock: these machines stall.
-# The same examples wherever tests run. To look further: --hypothesis-profile=default.
+# The same examples wherever tests run; others, and more of them, with `make fuzz`.
 hypothesis.settings.register_profile("longtail", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("longtail")
 # A job in a shell's background ignores SIGINT, one under nohup SIGHUP: tests send both.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from end_to_end.workshop import Workshop, build, say
-from house.tree import ROOT
 
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RUNNING = ("test_examples.py", "test_transformers_example.py", "test_trl.py")
 """Files of this folder that run examples."""

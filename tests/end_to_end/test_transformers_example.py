@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from house.tree import ROOT
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow

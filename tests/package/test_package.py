@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import longtail
-from house.tree import PACKAGE, ROOT
 
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "longtail"
 LEFT_BEHIND = ("runs", "build", "dist", "site")
 """Folders of a checkout that are not part of it, beside those with a dot."""
 

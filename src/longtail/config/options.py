@@ -160,10 +160,11 @@ def _decoded(given: Any) -> Any:
 
 def _structure(text: str) -> Any:
     """Read a list or table written as TOML or JSON, or items with commas between them."""
-    for read_text in (lambda: tomllib.loads(f"value = {text}")["value"], lambda: json.loads(text)):
-        if text.lstrip().startswith(("[", "{")):
-            with contextlib.suppress(ValueError, RecursionError):
-                return read_text()
+    if text.lstrip().startswith(("[", "{")):
+        with contextlib.suppress(ValueError, RecursionError):
+            return tomllib.loads(f"value = {text}")["value"]
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(text)
     return [item.strip() for item in text.split(",")] if text else []
 
 

@@ -111,10 +111,10 @@ def _change_version(monkeypatch: pytest.MonkeyPatch, package: str, changed: str 
 
 
 def test_a_self_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
+    def broken() -> str:
         raise ArithmeticError("2 + 2 = 5")
 
-    monkeypatch.setattr("longtail.api.Engine", broken)
+    monkeypatch.setattr(doctor, "_generated", broken)
     found = doctor.self_check()
     assert found.level == "missing"
     assert found.value == "ArithmeticError: 2 + 2 = 5"

@@ -1,0 +1,99 @@
+"""Print lines and files of every package beside those of the last release; part of `make lint`.
+
+    python tests/house/sizes.py
+
+A package over its budget is an error: remove something, or raise the budget and say why.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RELEASE = "0.2.0"
+
+BUDGETS = {
+    "top level": 1200,
+    "assembly": 1500,
+    "bench": 9700,
+    "cli": 1250,
+    "cluster": 3800,
+    "config": 1350,
+    "drafter": 5200,
+    "engine": 4300,
+    "integrations": 4200,
+    "model": 5900,
+    "programs": 1900,
+    "report": 750,
+    "rl": 5400,
+    "run": 1950,
+    "serve": 2800,
+    "speculation": 1100,
+    "system": 1150,
+    "tiny": 450,
+    "tuner": 1250,
+    "view": 1250,
+    "tests": 45000,
+}
+"""Most lines of each package."""
+THEN = {
+    "top level": (1092, 6),
+    "assembly": (1312, 9),
+    "bench": (9327, 89),
+    "cli": (1173, 8),
+    "cluster": (3512, 24),
+    "config": (1202, 8),
+    "drafter": (4946, 28),
+    "engine": (4125, 33),
+    "integrations": (4097, 31),
+    "model": (5746, 37),
+    "programs": (1849, 10),
+    "report": (702, 5),
+    "rl": (5237, 32),
+    "run": (1875, 11),
+    "serve": (2774, 15),
+    "speculation": (1037, 10),
+    "system": (934, 12),
+    "tiny": (421, 4),
+    "tuner": (1167, 8),
+    "view": (1216, 13),
+    "tests": (44104, 267),
+}
+"""Lines and files of each package in the last release."""
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """Return lines and files of every package, and of the tests."""
+    found: dict[str, tuple[int, int]] = {}
+    package = ROOT / "src" / "longtail"
+    for path in (*package.rglob("*.py"), *(ROOT / "tests").rglob("*.py")):
+        if path.is_relative_to(package):
+            parts = path.relative_to(package).parts
+            name = parts[0] if len(parts) > 1 else "top level"
+        else:
+            name = "tests"
+        lines, files = found.get(name, (0, 0))
+        found[name] = lines + len(path.read_text(encoding="utf-8").splitlines()), files + 1
+    return found
+
+
+def main() -> int:
+    """Print the table; return 1 if a package exceeds its budget."""
+    now = sizes()
+    for table in (now, THEN):
+        source = [each for name, each in table.items() if name != "tests"]
+        table["src"] = sum(lines for lines, _ in source), sum(files for _, files in source)
+    print(f"{'package':14}{'lines':>8}{'files':>7}{'budget':>8}{f'in {RELEASE}':>12}{'files':>7}")
+    for name in sorted({*now, *THEN}, key=lambda each: (each in ("src", "tests"), each)):
+        (lines, files), (lines_then, files_then) = now.get(name, (0, 0)), THEN.get(name, (0, 0))
+        budget = BUDGETS.get(name, "-" if name == "src" else 0)
+        print(f"{name:14}{lines:8}{files:7}{budget:>8}{lines_then:12}{files_then:7}")
+    over = [
+        name for name, (lines, _) in now.items() if lines > BUDGETS.get(name, 0) and name != "src"
+    ]
+    for name in over:
+        print(f"sizes: {name} has {now[name][0]} lines, over its budget {BUDGETS.get(name, 0)}")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

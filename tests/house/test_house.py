@@ -1,0 +1,99 @@
+"""Limits of length, calls that are refused, and pages that agree with the program."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from longtail.cli import docs
+from longtail.cli.commands import COMMANDS
+from longtail.config import files
+from longtail.config.drafter import DrafterTrainConfig
+from longtail.config.rl import RunConfig
+from longtail.config.sft import SftConfig
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "longtail"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+CONFIGS = (RunConfig, SftConfig, DrafterTrainConfig)
+MAX_FILE, MAX_TEST_FILE, MAX_FUNCTION = 400, 500, 60
+
+
+def test_no_file_is_longer_than_its_limit() -> None:
+    limits = {path: MAX_FILE for path in (*SOURCES, *PACKAGE.rglob("*.c"))}
+    limits |= {path: MAX_TEST_FILE for path in (ROOT / "tests").rglob("*.py")}
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in limits}
+    assert not {str(path): n for path, n in lengths.items() if n > limits[path]}
+
+
+def _nodes() -> Iterator[tuple[str, ast.AST]]:
+    """Yield every node of the package with its place."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
+
+
+def test_no_function_is_too_long_and_no_call_trusts_remote_code_or_pickles() -> None:
+    found = []
+    for place, node in _nodes():
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                if (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION:
+                    found.append(f"{place} {node.name} is too long")
+            case ast.keyword(arg="trust_remote_code" | "allow_pickle"):
+                if not (isinstance(node.value, ast.Constant) and node.value.value is False):
+                    found.append(f"{place} {node.arg}")
+    assert not found
+
+
+@pytest.mark.parametrize("name", sorted(docs.PAGES))
+def test_a_generated_page_is_what_the_program_has(name: str) -> None:
+    # `make docs` writes it anew
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == docs.PAGES[name]()
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_every_field_has_a_docstring_and_a_default(model: type[BaseModel]) -> None:
+    for name, info in files.fields_of(model).items():
+        assert info.description, name
+        assert not info.is_required(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_only_commands_options_targets_and_files_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    verbs = {name.split()[0] for name in COMMANDS}
+    assert set(re.findall(r"^(?:\$ )?longtail ([a-z]+)\b", text, re.MULTILINE)) <= verbs
+    known = {name for model in CONFIGS for name in files.fields_of(model)}
+    options = set(re.findall(r"--([a-z_]+\.[a-z_]+)", text))
+    assert options <= known | {"section.key", "a.b"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)\b`", text)) <= targets
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(each)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def test_each_ratio_in_a_row_of_the_readme_is_in_the_card_that_it_links() -> None:
+    table = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for line in table:
+        if line.startswith("|") and (card := re.search(r"\((benchmarks/\w+\.json)\)", line)):
+            known = {f"{n:.2f}" for n in _numbers(json.loads((ROOT / card[1]).read_text()))}
+            _, _, stated = line.partition("|")[2].partition("|")
+            ratios = re.findall(r"\d+\.\d\d", stated.partition("|")[0])
+            assert ratios
+            assert set(ratios) <= known, line
