@@ -5,6 +5,7 @@
 The name of a file says which page it is.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -72,16 +73,9 @@ def _sections(model: type[BaseModel]) -> Iterator[str]:
 
 def _default(value: object) -> str:
     """Return a default as TOML has it; a field without a value is left out of a file."""
-    match value:
-        case None:
-            return "unset"
-        case bool():
-            return f"`{str(value).lower()}`"
-        case str():
-            return f'`"{value}"`'
-        case tuple() | list():
-            return f"`{list(value)}`"
-    return f"`{value}`"
+    if value is None:
+        return "unset"
+    return f"`{json.dumps(value)}`"
 
 
 def _cell(text: str) -> str:

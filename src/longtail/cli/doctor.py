@@ -47,12 +47,11 @@ _VLLM_PARTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report.
 
-    Example: Finding(part="extra", name="math", level="optional", value="absent",
-                     remedy="pip install 'longtail[math]'")
+    Example: Finding("extra", "math", "absent", "optional", "pip install 'longtail[math]'")
     """
 
     part: str
@@ -83,15 +82,12 @@ def examine() -> Iterator[Finding]:
         yield self_check()
     for extra, purpose in _PURPOSES.items():
         found = {name: _installed(name) for name, _ in _requirements(extra)}
-        present = None not in found.values()
-        versions = ", ".join(f"{name} {version}" for name, version in found.items())
-        yield Finding(
-            part="extra",
-            name=extra,
-            level="ok" if present else "optional",
-            value=f"{purpose} ({versions})" if present else f"absent: {purpose}",
-            remedy="" if present else machine.pip_install(extra),
-        )
+        if None in found.values():
+            remedy = machine.pip_install(extra)
+            yield Finding("extra", extra, f"absent: {purpose}", "optional", remedy)
+        else:
+            versions = ", ".join(f"{name} {version}" for name, version in found.items())
+            yield Finding("extra", extra, f"{purpose} ({versions})")
 
 
 def _software() -> Iterator[Finding]:
@@ -127,9 +123,9 @@ def _package(name: str, version: str | None, least: str, remedy: str) -> Finding
     wanted = [int(part) for part in least.split(".") if part]
     numbers = [int(part) for part in re.findall(r"\d+", version or "")[: len(wanted)]]
     if version is not None and numbers >= wanted:
-        return Finding(part="software", name=name, value=version)
+        return Finding("software", name, version)
     value = "absent" if version is None else f"{version}, at least {least} is needed"
-    return Finding(part="software", name=name, level="missing", value=value, remedy=remedy)
+    return Finding("software", name, value, "missing", remedy)
 
 
 def _hardware() -> Iterator[Finding]:
@@ -141,7 +137,7 @@ def _hardware() -> Iterator[Finding]:
         "memory": f"{_gigabytes(memory.available)} of {_gigabytes(memory.total)} available",
         "disk": f"{_gigabytes(machine.disk_free(Path('runs')))} free for runs/",
     }.items():
-        yield Finding(part="hardware", name=name, value=value)
+        yield Finding("hardware", name, value)
 
 
 def _torch_facts() -> Iterator[Finding]:
@@ -152,57 +148,41 @@ def _torch_facts() -> Iterator[Finding]:
     from longtail.model.kernels import native
     from longtail.system.device import DTYPES, multiplies_bfloat16
 
-    yield Finding(part="hardware", name="compute threads", value=str(torch.get_num_threads()))
+    yield Finding("hardware", "compute threads", str(torch.get_num_threads()))
     why = native.unavailable_because()
     if why is None and native.functions(torch.float32) is None:
         why = "the C compiler fails on them; its message is printed at first use"
-    yield Finding(
-        part="hardware",
-        name="native kernels",
-        level="optional" if why else "ok",
-        value="absent, generation is slower" if why else "built here",
-        remedy=why or "",
-    )
+    if why is None:
+        yield Finding("hardware", "native kernels", "built here")
+    else:
+        slower = "absent, generation is slower"
+        yield Finding("hardware", "native kernels", slower, "optional", why)
     devices = ["cpu"]
     for index in range(torch.cuda.device_count()):
         free, total = map(_gigabytes, torch.cuda.mem_get_info(index))
         value = f"{torch.cuda.get_device_name(index)}, {free} of {total} free"
-        yield Finding(part="hardware", name=f"GPU {index}", value=value)
+        yield Finding("hardware", f"GPU {index}", value)
         devices = ["cpu", "cuda"]
     for device in map(torch.device, devices):
         trains, dtype = multiplies_bfloat16(device), precision.fastest_dtype(device)
-        yield Finding(
-            part="precision",
-            name=f"auto on {device}",
-            value=f"rollout.dtype = {dtype}, autocast = {str(trains).lower()}",
-        )
+        value = f"rollout.dtype = {dtype}, autocast = {str(trains).lower()}"
+        yield Finding("precision", f"auto on {device}", value)
         rollouts = "fast" if dtype == "bfloat16" else "emulated, up to twice as long as float32"
         training = "in hardware" if trains else "emulated, 12 times as long as float32"
-        yield Finding(
-            part="precision",
-            name=f"bfloat16 on {device}",
-            value=f"rollouts {rollouts}; training {training}",
-        )
+        value = f"rollouts {rollouts}; training {training}"
+        yield Finding("precision", f"bfloat16 on {device}", value)
     exact = [name for name, dtype in DTYPES.items() if native.layout(dtype) is not None]
-    yield Finding(
-        part="precision",
-        name="batch-invariant",
-        value=" and ".join(exact) or "no dtype: texts may differ at near-ties",
-    )
+    value = " and ".join(exact) or "no dtype: texts may differ at near-ties"
+    yield Finding("precision", "batch-invariant", value)
 
 
 def self_check() -> Finding:
     """Generate twice with a random tiny model; a failure is a finding."""
     try:
-        return Finding(part="self check", name="generation", value=_generated())
+        return Finding("self check", "generation", _generated())
     except (ArithmeticError, AssertionError, ImportError, OSError, RuntimeError, ValueError) as e:
-        return Finding(
-            part="self check",
-            name="generation",
-            level="missing",
-            value=f"{type(e).__name__}: {e}",
-            remedy="reinstall torch and longtail; if it stays, please report it",
-        )
+        remedy = "reinstall torch and longtail; if it stays, please report it"
+        return Finding("self check", "generation", f"{type(e).__name__}: {e}", "missing", remedy)
 
 
 def _generated() -> str:
@@ -235,27 +215,24 @@ def vllm_findings(python: str) -> Iterator[Finding]:
     """Yield what longtail can do in another environment; ConfigError if it cannot be asked."""
     facts = ask_vllm(python)
     if facts["vllm"] is None:
-        remedy = f"{python} -m pip install vllm"
-        value = facts["reason"]
-        yield Finding(part="vLLM", name="vllm", level="missing", value=value, remedy=remedy)
+        yield Finding("vLLM", "vllm", facts["reason"], "missing", f"{python} -m pip install vllm")
         return
-    yield Finding(part="vLLM", name="vllm", value=f"{facts['vllm']} on {facts['platform']}")
-    registered = facts["registered"]
-    yield Finding(
-        part="vLLM",
-        name="plugin",
-        level="ok" if registered else "missing",
-        value="switch it on with LONGTAIL_VLLM=coupled" if registered else "not installed there",
-        remedy="" if registered else f"{python} -m pip install longtail",
-    )
+    yield Finding("vLLM", "vllm", f"{facts['vllm']} on {facts['platform']}")
+    if facts["registered"]:
+        yield Finding("vLLM", "plugin", "switch it on with LONGTAIL_VLLM=coupled")
+    else:
+        remedy = f"{python} -m pip install longtail"
+        yield Finding("vLLM", "plugin", "not installed there", "missing", remedy)
     runner = "v2" if facts["triton"] else "v1"
     for key, name in _VLLM_PARTS.items():
-        level: Literal["missing", "optional"] = "missing" if key == runner else "optional"
-        value = facts[key] or ("yes, used here" if key == runner else "yes")
-        yield Finding(part="vLLM", name=name, level=level if facts[key] else "ok", value=value)
+        used = ", used here" if key == runner else ""
+        if facts[key]:
+            yield Finding("vLLM", name, facts[key], "missing" if used else "optional")
+        else:
+            yield Finding("vLLM", name, f"yes{used}")
     if defects := facts.get("defects"):
         value = f"worked around: {'; '.join(defects)}"
-        yield Finding(part="vLLM", name="defects of its CPU path", value=value)
+        yield Finding("vLLM", "defects of its CPU path", value)
 
 
 def ask_vllm(python: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_it_says_what_auto_is_and_where_bfloat16_is_fast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(native, "layout", lambda dtype: layout)
-    monkeypatch.setattr(doctor, "self_check", lambda: doctor.Finding(part="", name="", value=""))
+    monkeypatch.setattr(doctor, "self_check", lambda: doctor.Finding("", "", ""))
     for module in (device, precision):
         monkeypatch.setattr(module, "multiplies_bfloat16", lambda device: multiplies)
     assert examined()["auto on cpu"].value == f"rollout.dtype = {auto}"
