@@ -1,28 +1,24 @@
 """`longtail doctor`: packages, hardware and a self check, with the remedy for what is missing.
 
 Each line is a finding with a level. The exit code is 1 if a finding has level `missing`. Nothing is
-changed. With `--vllm` the findings are those of another environment, about longtail in its vLLM.
+changed.
 """
 
 import json
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import longtail
 from longtail.cli.options import DoctorOptions
-from longtail.errors import ConfigError
-from longtail.integrations.vllm import probe
 from longtail.system import machine
 
 _PURPOSES = {
@@ -37,14 +33,6 @@ _PURPOSES = {
     "gpu": "kernels of an NVIDIA GPU; comes with PyTorch's CUDA build",
 }
 """Use of each extra; its packages are read from the metadata of longtail."""
-_VLLM_TIMEOUT_S = 300.0
-_VLLM_PARTS = {
-    "v1": "coupled drafts, model runner V1",
-    "v2": "coupled drafts, model runner V2",
-    "adopt": "adopt a drafter while running",
-    "transfer": "the same by vLLM's draft weight calls",
-    "metrics": "longtail's metrics beside vLLM's",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +51,7 @@ class Finding:
 
 def run(options: DoctorOptions) -> int:
     """Print the findings; return 1 if a required package is missing or the self check failed."""
-    findings = list(examine() if options.vllm is None else vllm_findings(options.vllm))
+    findings = list(examine())
     healthy = all(finding.level != "missing" for finding in findings)
     if options.json:
         print(json.dumps({"ok": healthy, "findings": [asdict(f) for f in findings]}))
@@ -209,48 +197,6 @@ def _generated() -> str:
     first, second = engine.generate(requests)
     assert first.tokens == second.tokens, "the same request got two different texts"
     return f"{len(first.tokens)} tokens, twice the same"
-
-
-def vllm_findings(python: str) -> Iterator[Finding]:
-    """Yield what longtail can do in another environment; ConfigError if it cannot be asked."""
-    facts = ask_vllm(python)
-    if facts["vllm"] is None:
-        yield Finding("vLLM", "vllm", facts["reason"], "missing", f"{python} -m pip install vllm")
-        return
-    yield Finding("vLLM", "vllm", f"{facts['vllm']} on {facts['platform']}")
-    if facts["registered"]:
-        yield Finding("vLLM", "plugin", "switch it on with LONGTAIL_VLLM=coupled")
-    else:
-        remedy = f"{python} -m pip install longtail"
-        yield Finding("vLLM", "plugin", "not installed there", "missing", remedy)
-    runner = "v2" if facts["triton"] else "v1"
-    for key, name in _VLLM_PARTS.items():
-        used = ", used here" if key == runner else ""
-        if facts[key]:
-            yield Finding("vLLM", name, facts[key], "missing" if used else "optional")
-        else:
-            yield Finding("vLLM", name, f"yes{used}")
-    if defects := facts.get("defects"):
-        value = f"worked around: {'; '.join(defects)}"
-        yield Finding("vLLM", "defects of its CPU path", value)
-
-
-def ask_vllm(python: str) -> dict[str, Any]:
-    """Return the facts of `integrations.vllm.probe`, run in that interpreter."""
-    command = [python, "-I", probe.__file__, str(Path(longtail.__file__).parent.parent)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_VLLM_TIMEOUT_S)
-        return dict(json.loads(done.stdout))
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(
-            f"--vllm = {python!r} cannot be run ({error}); name the python of an environment "
-            "with vLLM"
-        ) from error
-    except ValueError as error:
-        last_lines = " ".join(done.stderr.splitlines()[-3:])
-        raise ConfigError(
-            f"--vllm = {python!r} gave no answer (exit code {done.returncode}): {last_lines}"
-        ) from error
 
 
 def _print(findings: Sequence[Finding], healthy: bool) -> None:

@@ -137,8 +137,4 @@ class ReportOptions:
 class DoctorOptions:
     """Options of `longtail doctor`."""
 
-    vllm: Annotated[
-        str | None,
-        Option("python of an environment with vLLM: say what longtail can do there, and why not"),
-    ] = None
     json: Annotated[bool, Option("print one JSON object instead of tables")] = False

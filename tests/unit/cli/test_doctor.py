@@ -1,7 +1,6 @@
 import json
 import sys
 from importlib import metadata
-from typing import Any
 
 import pytest
 import torch
@@ -9,8 +8,6 @@ import torch
 from longtail.assembly import precision
 from longtail.cli import doctor
 from longtail.cli.options import DoctorOptions
-from longtail.errors import ConfigError
-from longtail.integrations.vllm import probe
 from longtail.model.kernels import native
 from longtail.system import device
 
@@ -118,44 +115,3 @@ def test_a_self_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -
     found = doctor.self_check()
     assert found.level == "missing"
     assert found.value == "ArithmeticError: 2 + 2 = 5"
-
-
-FACTS: dict[str, Any] = {
-    **{"python": "3.12.1", "vllm": "0.32.0", "registered": True, "platform": "cpu"},
-    **{"triton": False, "v1": "", "v2": "", "adopt": "", "transfer": "", "metrics": ""},
-    "defects": ["temperatures of verified rows are lost"],
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "levels"),
-    [
-        ({}, {}),
-        ({"vllm": None, "reason": "ModuleNotFoundError"}, {"vllm": "missing"}),
-        ({"registered": False}, {"plugin": "missing"}),
-        ({"v1": "no _sample"}, {"coupled drafts, model runner V1": "missing"}),
-        ({"v2": "no _sample"}, {"coupled drafts, model runner V2": "optional"}),
-        ({"v1": "no _sample", "triton": True}, {"coupled drafts, model runner V1": "optional"}),
-        ({"metrics": "no registry"}, {"longtail's metrics beside vLLM's": "optional"}),
-    ],
-)
-def test_only_what_a_vllm_needs_here_is_missing(
-    changes: dict[str, Any], levels: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "ask_vllm", lambda python: FACTS | changes)
-    found = {each.name: each.level for each in doctor.vllm_findings("python")}
-    assert {name: level for name, level in found.items() if level != "ok"} == levels
-
-
-def test_an_interpreter_that_does_not_answer_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"gave no answer \(exit code"):
-        doctor.ask_vllm("/bin/ls")
-    with pytest.raises(ConfigError, match="cannot be run"):
-        doctor.ask_vllm("/nowhere/python")
-
-
-def test_the_probe_says_why_nothing_works_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    found = probe.facts("/nowhere")
-    assert found["vllm"] is None
-    assert "ModuleNotFoundError" in found["reason"]
