@@ -12,7 +12,8 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build
-from longtail.system.listening import Listening, family, listening, process_of
+from longtail.system.files import process_of
+from support.listening import Listening, family, listening
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow

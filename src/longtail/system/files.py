@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,14 @@ def _folders(path: Path) -> list[str]:
         return [each.name for each in os.scandir(path) if each.is_dir()]
     except OSError:
         return []
+
+
+def process_of(run_dir: Path) -> int | None:
+    """Return the process that holds the lock of a run directory; None if there is none."""
+    try:
+        inode = (run_dir / ".lock").stat().st_ino
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return None
+    found = re.search(rf" WRITE (\d+) \S+:{inode} ", locks)
+    return None if found is None else int(found[1])

@@ -36,22 +36,11 @@ class Memory:
     available: int | None
 
 
-def usable_cpus() -> list[int]:
-    """Return the numbers of the CPUs that this process may use; empty if unknown."""
-    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-
-
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(usable_cpus()) or os.cpu_count() or 1
-
-
-def resident_bytes() -> int | None:
-    """Return the resident memory of this process in bytes; None if unknown."""
-    file = Path("/proc/self/statm")
-    if not file.exists():
-        return None
-    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def memory() -> Memory:
@@ -121,20 +110,6 @@ def disk_free(path: Path) -> int:
     """Return the free bytes on the disk of `path`, which need not exist."""
     present = next(p for p in (path.resolve(), *path.resolve().parents) if p.exists())
     return shutil.disk_usage(present).free
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system of a directory, as in /proc/mounts; empty if unknown.
-
-    Example: file_system(Path("/dev/shm")) == "tmpfs"
-    """
-    mounts = Path("/proc/mounts")
-    if not mounts.exists():
-        return ""
-    whole = path.resolve()
-    rows = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
-    around = [row for row in rows if whole == Path(row[1]) or Path(row[1]) in whole.parents]
-    return max(around, key=lambda row: len(row[1]), default=["", "", ""])[2]
 
 
 @functools.cache

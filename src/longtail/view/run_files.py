@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from longtail.errors import ConfigError
-from longtail.system.listening import process_of
+from longtail.system.files import process_of
 from longtail.view.lines import lines_of, open_regular, step_of_row
 from longtail.view.series import FILE as METRICS
 from longtail.view.series import MetricSeries

@@ -25,7 +25,7 @@ from longtail.rl.collectives import (
     balance,
     reduce_gradients,
 )
-from longtail.system.listening import Listening, listening
+from support.listening import Listening, listening
 from support.rank_processes import PATIENCE_S, free_address
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from longtail.system.listening import Listening, family, listening, process_of
+from longtail.system.files import process_of
+from support.listening import Listening, family, listening
 
 LISTEN = """
 import socket, sys

@@ -35,17 +35,6 @@ class Listening:
         return (mapped or found).is_loopback
 
 
-def process_of(run_dir: Path) -> int | None:
-    """Return the process that holds the lock of a run directory; None if there is none."""
-    try:
-        inode = (run_dir / ".lock").stat().st_ino
-        locks = (_PROC / "locks").read_text()
-    except OSError:
-        return None
-    found = re.search(rf" WRITE (\d+) \S+:{inode} ", locks)
-    return None if found is None else int(found[1])
-
-
 def family(pid: int) -> list[int]:
     """Return a process and all its descendants."""
     parents = {}
