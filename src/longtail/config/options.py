@@ -52,8 +52,6 @@ class Option:
     high: int | None = None
     quick: Any = None
     """Default with `--quick`; None keeps the usual one."""
-    default: str | None = None
-    """Text of the help about the default."""
     positional: bool = False
     """Whether the value is a word without a flag."""
 
@@ -196,7 +194,7 @@ def arguments_of(command: str, summary: str, kind: type) -> Arguments:
     hints = get_type_hints(kind, include_extras=True)
     for each in fields(kind):
         hint, option = get_args(hints[each.name])
-        text = f"{option.help} ({option.default})" if option.default else option.help
+        text = option.help
         if each.name == OVERRIDES:
             summary = f"{summary}\n{text}"
             continue
@@ -219,8 +217,7 @@ def _limited(hint: Any, option: Option) -> Any:
     if get_origin(hint) is tuple:
         return tuple[_limited(get_args(hint)[0], option), ...]  # type: ignore[misc]
     if option.choices:
-        choices = _ONE_OF[option.choices]
-        return choices | None if NoneType in get_args(hint) else choices
+        return _ONE_OF[option.choices]
     if option.low is not None or option.high is not None:
         return Annotated[hint, Field(ge=option.low, le=option.high)]
     return hint

@@ -1,7 +1,7 @@
 """Options of commands: one dataclass makes the command line and reads it back."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 
@@ -17,7 +17,7 @@ class Example:
     names: Annotated[tuple[str, ...], Option("names", choices=("a", "b"))] = ("a", "b")
     sizes: Annotated[tuple[int, ...], Option("sizes", low=1, high=9, quick=(1,))] = (1, 8)
     share: Annotated[float, Option("share", low=0)] = 0.5
-    kind: Annotated[str | None, Option("kind", choices=("x", "y"))] = None
+    kind: Annotated[Literal["x", "y"] | None, Option("kind")] = None
     clean: Annotated[bool, Option("leave out the cleaning")] = True
     tags: Annotated[tuple[str, ...], Option("tags")] = ()
     quick: Annotated[bool, Option("smaller defaults:")] = False
