@@ -22,6 +22,7 @@ PACKAGE = ROOT / "src" / "longtail"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 CONFIGS = (RunConfig, SftConfig, DrafterTrainConfig)
+_CODE = r"```[a-z]*\n(.*?)```|`([^`\n]+)`"
 MAX_FILE, MAX_TEST_FILE, MAX_FUNCTION = 400, 500, 60
 
 
@@ -69,7 +70,9 @@ def test_every_field_has_a_docstring_and_a_default(model: type[BaseModel]) -> No
 def test_a_page_names_only_commands_options_targets_and_files_that_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     verbs = {name.split()[0] for name in COMMANDS}
-    assert set(re.findall(r"^(?:\$ )?longtail ([a-z]+)\b", text, re.MULTILINE)) <= verbs
+    code = [block + "\n" + span for block, span in re.findall(_CODE, text, re.DOTALL)]
+    named = re.findall(r"^(?:\$ )?longtail ([a-z]+)\b", "\n".join(code), re.MULTILINE)
+    assert set(named) <= verbs
     known = {name for model in CONFIGS for name in files.fields_of(model)}
     options = set(re.findall(r"--([a-z_]+\.[a-z_]+)", text))
     assert options <= known | {"section.key", "a.b"}

@@ -3,7 +3,7 @@
 The class defaults are the vetted recipe. The docstring under a field is its help text.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from longtail.system.machine import MAX_INT32, MAX_THREADS
 
 
-def _has_toml_form(table: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _has_toml_form(table: dict[str, Any]) -> dict[str, Any]:
     """Return the table; raise PydanticCustomError for null, which TOML does not have."""
     try:
         tomli_w.dumps(table)

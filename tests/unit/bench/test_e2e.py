@@ -20,7 +20,7 @@ from longtail.config import files as configfile
 from longtail.config import rl as config
 from longtail.config.options import split_overrides
 from longtail.errors import ConfigError
-from longtail.system import parking
+from longtail.system import memory as parking
 
 
 def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:

@@ -93,12 +93,12 @@ def test_no_words_show_the_summary_and_fail(capsys: pytest.CaptureFixture[str]) 
             "--learner.loss = ppo: it must be 'grpo'",
         ),
         (["train", "--run.steps=0", "--rollout.top_p=2"], "2 problems"),
-        (["sft", "--train.steps=0"], '--train.steps = "0": it must be greater'),
+        (["sft", "--train.steps=0"], "--train.steps = 0: it must be greater"),
         (["generate", "nowhere", "--prompt", "x"], "'nowhere': no such directory"),
-        (["generate", "nowhere", "--n", "0"], '--n = "0": it must be greater than or equal to 1'),
+        (["generate", "nowhere", "--n", "0"], "--n = 0: it must be greater than or equal to 1"),
         (
             ["generate", "nowhere", "--n", "100000000"],
-            '--n = "100000000": it must be less than or equal to 4096',
+            "--n = 100000000: it must be less than or equal to 4096",
         ),
     ],
 )
