@@ -1,5 +1,9 @@
-"""Options of the commands without a configuration, except those of the benchmarks and servers."""
+"""Options of the commands without a configuration, except those of the benchmarks and servers.
 
+Programs below the command line know theirs as a Namespace.
+"""
+
+import argparse
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,7 +14,7 @@ _AUTO = "as stored, or float32 where that is emulated"
 
 
 @dataclass(kw_only=True)
-class _Measured:
+class _Measured(argparse.Namespace):
     """A drafter, its target and the prompts to measure it on."""
 
     drafter: Annotated[
@@ -67,7 +71,7 @@ class ExportOptions(_Measured):
 
 
 @dataclass(kw_only=True)
-class ImportOptions:
+class ImportOptions(argparse.Namespace):
     """Options of `longtail drafter import`."""
 
     directory: Annotated[
@@ -124,7 +128,7 @@ class GenerateOptions:
 
 
 @dataclass(kw_only=True)
-class ReportOptions:
+class ReportOptions(argparse.Namespace):
     """Options of `longtail report`."""
 
     run: Annotated[str, Option("run directory of longtail train", positional=True)]
