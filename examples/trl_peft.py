@@ -1,8 +1,8 @@
-"""GRPO of a LoRA adapter with TRL; longtail generates with the merged weights, nothing replaced.
+"""GRPO of a LoRA adapter with TRL; longtail generates with the merged weights.
 
     python examples/trl_peft.py [OUT] [MODEL]
 
-This is the function seam, `rollout_func=rollouts`. Needs peft.
+Needs peft.
 """
 
 import sys
@@ -24,29 +24,29 @@ def is_short(completions: list[Any], **_: Any) -> list[float]:
 
 def main(out: str = "runs/trl-peft", model: str = "tiny-reasoner", *, steps: int = 4) -> None:
     """Train the adapter for a few steps and print the metrics of the rollouts."""
-    rollouts = longtail_rollouts(drafter="auto")
-    trainer = GRPOTrainer(
-        model=str(model_directory(model)),
-        reward_funcs=is_short,
-        train_dataset=Dataset.from_list(problems(64, seed=0, split="train")),
-        args=GRPOConfig(
-            out,
-            num_generations=8,
-            per_device_train_batch_size=16,
-            max_completion_length=192,
-            max_steps=steps,
-            learning_rate=1e-3,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            bf16=False,
-            use_cpu=True,
-        ),
-        rollout_func=rollouts,
-        callbacks=[rollouts.callback()],
-        peft_config=LoraConfig(r=8, target_modules="all-linear"),
-    )
-    trainer.train()
+    with longtail_rollouts(drafter="auto") as rollouts:
+        trainer = GRPOTrainer(
+            model=str(model_directory(model)),
+            reward_funcs=is_short,
+            train_dataset=Dataset.from_list(problems(64, seed=0, split="train")),
+            args=GRPOConfig(
+                out,
+                num_generations=8,
+                per_device_train_batch_size=16,
+                max_completion_length=192,
+                max_steps=steps,
+                learning_rate=1e-3,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                use_vllm=True,
+                bf16=False,
+                use_cpu=True,
+            ),
+            callbacks=[rollouts.callback()],
+            peft_config=LoraConfig(r=8, target_modules="all-linear"),
+        )
+        trainer.train()
     for row in trainer.state.log_history:
         if "timing_s/gen" in row:
             shown = ("reward", "timing_s/gen", "rollout/spec_accept_length")

@@ -1,4 +1,4 @@
-"""TRL's trainers with longtail's engine: texts, metrics, both seams, checkpoints, processes."""
+"""TRL's trainers with longtail's engine: texts, metrics, checkpoints, processes."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def _quiet() -> Any:
 
 
 def train(out: Path, *, drafter: str = "none", trainer: str = "GRPO", **changes: Any) -> Any:
-    """Train with the class seam; return the trainer, the texts and the rollouts."""
+    """Train; return the trainer, the texts and the rollouts."""
     import trl
 
     from longtail.integrations.trl import longtail_rollouts
@@ -117,24 +117,6 @@ def test_a_resumed_run_goes_on_with_its_texts_and_its_drafter(drafted: Any) -> N
     state = json.loads((saved[1] / "state.json").read_text())
     assert state["numbers"]["rollouts"] == 2
     assert resumed.session.drain_metrics() == {}
-
-
-def test_the_function_seam_writes_the_same_texts(plain: Any, tmp_path: Path) -> None:
-    from trl import GRPOConfig, GRPOTrainer
-
-    from longtail.integrations.trl import longtail_rollouts
-
-    recorder = trl_jobs.Recorder()
-    trainer = GRPOTrainer(
-        model=trl_jobs.model(),
-        reward_funcs=recorder,
-        train_dataset=trl_jobs.dataset(),
-        args=trl_jobs.arguments(GRPOConfig, tmp_path, max_steps=1),
-        rollout_func=longtail_rollouts(drafter="history"),
-    )
-    trainer.train()
-    assert recorder.texts == plain[1][: trl_jobs.COMPLETIONS]
-    assert rows(trainer)[0]["timing_s/gen"] > 0
 
 
 def test_rloo_generates_once_for_accumulated_gradients(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from longtail.assembly.drafters import (
     drafter_names,
     open_drafters,
 )
-from longtail.assembly.engine import GrowingEngine, GrowingLimits, completion_key
+from longtail.assembly.engine import completion_key
 from longtail.assembly.models import model_directory, model_name
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
@@ -41,18 +41,16 @@ from longtail.integrations.generation_options import (
     refuse_unsupported,
     sampling_of,
 )
+from longtail.integrations.mirror import MirroredPolicy
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.hf.weights import hf_rows, layout, require_tensors
 from longtail.speculation.drafter import Drafter
 from longtail.system.device import to_stderr
 from longtail.tuner.budget import BudgetTuner
-from longtail.types import PolicyWeights, Request, SamplingParams
+from longtail.types import Request, SamplingParams
 
 _MAX_RUNNING = 64
-_LENGTH_STEP = 256
-"""Room of an engine in tokens is a multiple of this, so that few prompts need a larger engine."""
 _SEED_BITS = 53
 
 
@@ -206,23 +204,19 @@ class _Writer:
 
 @final
 class _Mirror:
-    """An engine with a copy of a transformers model's weights."""
+    """The engine of a transformers model, and its drafters."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = parse(Fields(model.config.to_dict(), f"the config of {type(model).__name__}"))
         first = next(model.parameters())
         self.lock = threading.Lock()
         """Held while the engine is used."""
-        self._max_positions = config.max_positions
         self._source = str(model.config.name_or_path)
-        self._model = empty_model(config, first.dtype, first.device)  # filled by the first `pull`
-        self._rows = hf_rows(self._model)
-        self._engines = GrowingEngine(
-            lambda limits: RolloutEngine(self._model, _no_text, limits),
+        self._policy = MirroredPolicy(
+            empty_model(config, first.dtype, first.device),
             _no_text,
-            GrowingLimits(
-                _MAX_RUNNING, length_step=_LENGTH_STEP, max_positions=config.max_positions
-            ),
+            max_running=_MAX_RUNNING,
+            max_len=config.max_positions,
         )
         self._drafter = NONE
 
@@ -233,38 +227,21 @@ class _Mirror:
 
         Raises RequestError if a text would not fit into the model's positions.
         """
-        longest, positions = max(len(each.prompt_tokens) for each in requests), self._max_positions
-        if longest + requests[0].sampling.max_tokens > positions:
+        longest = max(len(each.prompt_tokens) for each in requests)
+        positions, new = self._policy.max_len, requests[0].sampling.max_tokens
+        if longest + new > positions:
             raise RequestError(
-                f"max_new_tokens = {requests[0].sampling.max_tokens}: after a prompt of {longest} "
-                f"tokens the model has {max(positions - longest, 0)} of its {positions} positions "
-                "left"
+                f"max_new_tokens = {new}: after a prompt of {longest} tokens the model has "
+                f"{max(positions - longest, 0)} of its {positions} positions left"
             )
-        engine = self._engines.ready(requests)
         weights = _weights(model)
-        if self._is_stale(weights):
-            self._copy(weights)
-            own = dict(self._model.named_parameters())  # copied already; the engine packs them
-            engine.pull(PolicyWeights(version=engine.policy_version + 1, tensors=own))
+        if not self._policy.holds(weights):
+            self._policy.pull(weights.items())
+        engine = self._policy.ready(requests)
         if drafter != self._drafter:
-            engine.speculate(self._speculation(drafter))
+            self._policy.speculate(self._speculation(drafter))
             self._drafter = drafter
         return engine
-
-    def _is_stale(self, weights: dict[str, Tensor]) -> bool:
-        """Return whether any weight differs; takes the time of a few decoding steps."""
-        return not all(
-            name in weights and torch.equal(rows, weights[name])
-            for name, rows in self._rows.items()
-        )
-
-    def _copy(self, weights: dict[str, Tensor]) -> None:
-        """Copy all weights in place, after a check of their names and shapes."""
-        config = self._model.config
-        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        require_tensors(layout(config), shapes, config, "the model")
-        for name, rows in self._rows.items():
-            rows.copy_(weights[name])
 
     def _speculation(self, drafter: str) -> Speculation | None:
         """Open drafters; a model directory is needed only by those that read a tokenizer."""
@@ -275,7 +252,7 @@ class _Mirror:
         else:
             directory = model_directory(name, field="the model's name_or_path")
             target = Target(
-                model=self._model,
+                model=self._policy.model,
                 tokenizer=load_tokenizer(directory),
                 directory=directory,
                 name=name,

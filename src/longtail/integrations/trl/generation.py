@@ -1,24 +1,51 @@
-"""longtail in place of TRL's `VLLMGeneration`.
+"""TRL's side of the rollouts: the trainer's callback, and longtail in place of `VLLMGeneration`.
 
 The walk over the trainer's parameters (FSDP, ZeRO-3, PEFT) is inherited; everything that calls vLLM
 is replaced.
 """
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import ProcessorMixin
+from transformers import ProcessorMixin, TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from longtail.integrations.trl import sampling
-from longtail.integrations.trl.seam import TrainerSide
+
+if TYPE_CHECKING:
+    from longtail.integrations.trl.rollouts import Rollouts
+
+
+class RolloutsCallback(TrainerCallback):
+    """Gives the rollouts the trainer's state, and saves the drafter beside the model."""
+
+    def __init__(self, rollouts: "Rollouts") -> None:
+        self._rollouts = rollouts
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the arguments, before the trainer builds its generator."""
+        self._rollouts.follow(args, state)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the state of a training that begins or goes on."""
+        self._rollouts.follow(args, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Give the trainer the metrics of its rollouts, before it logs the step."""
+        self._rollouts.add_metrics()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the drafter beside the trainer's checkpoint."""
+        if state.is_world_process_zero:
+            self._rollouts.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 class LongtailGeneration(VLLMGeneration):
     """Generates with the engine of `rollouts`; the other arguments are those of TRL's class."""
 
-    def __init__(self, rollouts: TrainerSide, **settings: Any) -> None:
+    def __init__(self, rollouts: "Rollouts", **settings: Any) -> None:
         self._rollouts = rollouts
         super().__init__(**settings)
 

@@ -29,7 +29,6 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "VLLMGeneration.sync_weights": ("self",),
     "VLLMGeneration._init_vllm": ("self",),
     "VLLMGeneration._iter_named_params": ("self",),
-    "GRPOTrainer._tokenize_prompts": ("self", "prompts"),
     "GRPOTrainer.log": ("self", "logs", "start_time"),
     "RLOOTrainer.log": ("self", "logs", "start_time"),
 }

@@ -1,9 +1,10 @@
-"""`longtail_rollouts`: rollouts of TRL's trainers by longtail's engine, through one of two seams.
+"""`longtail_rollouts`: rollouts of TRL's trainers by longtail's engine.
 
-class seam      with longtail_rollouts() as rollouts: GRPOTrainer(use_vllm=True, callbacks=...)
-                TRL's class for vLLM is replaced, so its importance sampling, its tools and its
-                environments work as they do with vLLM
-function seam   GRPOTrainer(rollout_func=longtail_rollouts()); nothing is replaced
+    with longtail_rollouts() as rollouts:
+        GRPOTrainer(..., args=GRPOConfig(use_vllm=True), callbacks=[rollouts.callback()])
+
+TRL's class for vLLM is replaced inside the context, so its importance sampling, its tools and its
+environments work as they do with vLLM.
 """
 
 import functools
@@ -19,11 +20,10 @@ from longtail.assembly.drafters import Target, check_names
 from longtail.assembly.precision import is_fast
 from longtail.drafter.formats.layouts import Layout, check
 from longtail.errors import ConfigError
+from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl import host
-from longtail.integrations.trl.policy import Policy
 from longtail.integrations.trl.ranks import Ranks
-from longtail.integrations.trl.sampling import end_tokens, refuse_images
-from longtail.integrations.trl.seam import TrainerSide
+from longtail.integrations.trl.sampling import end_tokens
 from longtail.integrations.trl.session import RolloutCall, Session
 from longtail.integrations.trl.turns import Tokens
 from longtail.model.hf.config import Fields, parse
@@ -93,8 +93,8 @@ def longtail_rollouts(
 
 
 @final
-class Rollouts(TrainerSide):
-    """Rollouts for one trainer; a context for the class seam, a function for the other."""
+class Rollouts:
+    """Rollouts for one trainer, made inside this context."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         self._settings = settings
@@ -103,13 +103,9 @@ class Rollouts(TrainerSide):
         self._args: Any = None
         self._state: Any = None
         self._trainer: Any = None
-        self._generation: Any = None
         self._opened: Any = None
         """The `VLLMGeneration` that the session was opened for."""
-        self._pulled_at: int | None = None
         self._is_restored = False
-
-    # ---- the class seam
 
     def __enter__(self) -> "Rollouts":
         """Replace TRL's class for vLLM, for the trainers that are made inside."""
@@ -125,7 +121,7 @@ class Rollouts(TrainerSide):
 
     def callback(self) -> Any:
         """Return the callback that the trainer needs, as in `callbacks=[rollouts.callback()]`."""
-        from longtail.integrations.trl.callback import RolloutsCallback
+        from longtail.integrations.trl.generation import RolloutsCallback
 
         return RolloutsCallback(self)
 
@@ -134,54 +130,7 @@ class Rollouts(TrainerSide):
             self._trainer = trainer
             self.add_metrics()
 
-    # ---- the function seam
-
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Generate for TRL's `rollout_func`: one completion of each prompt, in their order."""
-        if self._generation is None:
-            self._bind(trainer)
-        ids, images, _ = trainer._tokenize_prompts(prompts)
-        refuse_images(images)
-        if self._pulled_at != trainer.state.global_step:
-            self._generation.sync_weights()
-            self._pulled_at = trainer.state.global_step
-        found = self._generation.generate(ids, None, trainer.num_generations)
-        prompt_ids, completion_ids, logprobs, _ = found
-        return {
-            "prompt_ids": [list(prompt) for prompt in prompt_ids],
-            "completion_ids": completion_ids,
-            "logprobs": [[each[0] for each in tokens] for tokens in logprobs],
-        }
-
-    def _bind(self, trainer: Any) -> None:
-        """Open the engine for the trainer of the first call."""
-        from longtail.integrations.trl.generation import LongtailGeneration
-
-        if trainer.use_vllm:
-            raise ConfigError(
-                "use_vllm = True with rollout_func: TRL would start vLLM for nothing; set it to "
-                "False, or leave rollout_func out inside `with longtail_rollouts()`"
-            )
-        if self._args is None:  # without the callback; it is added for the steps to come
-            trainer.add_callback(self.callback())
-        self.follow(trainer.args, trainer.state)
-        self._trainer = trainer
-        self._generation = LongtailGeneration(
-            self,
-            model=trainer.model,
-            accelerator=trainer.accelerator,
-            processing_class=trainer.processing_class,
-            max_model_length=trainer.args.vllm_max_model_length,
-            repetition_penalty=trainer.repetition_penalty,
-            temperature=trainer.temperature,
-            top_p=trainer.top_p,
-            top_k=trainer.top_k,
-            min_p=trainer.min_p,
-            max_completion_length=trainer.max_completion_length,
-            generation_kwargs=trainer.args.generation_kwargs,
-        )
-
-    # ---- called by TRL's side of the seams
+    # ---- called by TRL's side
 
     @property
     def session(self) -> Session:
@@ -209,8 +158,16 @@ class Rollouts(TrainerSide):
         target = _open_target(settings, own.dtype)
         longest = settings.max_model_length or target.model.config.max_positions
         ranks = Ranks(accelerator.process_index, accelerator.num_processes, accelerator.device)
+        policy = MirroredPolicy(
+            target.model,
+            target.tokenizer.decode,
+            max_running=own.max_running,
+            max_len=longest,
+            reserved_bytes=_learner_bytes(settings.model),
+        )
         self._session = Session(
-            Policy(target, own.max_running, longest, _learner_bytes(settings.model)),
+            target,
+            policy,
             ranks,
             own.drafter,
             trains=own.train == "idle",

@@ -16,8 +16,8 @@ from longtail.engine.report import RolloutMeter, StepReport
 from longtail.engine.rollout_log import RolloutLog
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
+from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl.metrics import SessionMetrics
-from longtail.integrations.trl.policy import Policy
 from longtail.integrations.trl.ranks import Ranks
 from longtail.integrations.trl.training import DrafterTraining
 from longtail.integrations.trl.turns import Batch, Tokens, Turn, Turns
@@ -51,30 +51,29 @@ class RolloutCall:
 
 @final
 class Session:
-    """Owns the policy's copy and all that drafts for it. `pull` first, then `generate`."""
+    """Owns the policy's copy and all that drafts for it. `pull` first, then `generate`.
+
+    `target` is the model that generates.
+    """
 
     def __init__(
         self,
-        policy: Policy,
+        target: Target,
+        policy: MirroredPolicy,
         ranks: Ranks,
         drafter: str,
         *,
         trains: bool,
         log: Callable[[str], None],
     ) -> None:
-        self.policy, self._ranks = policy, ranks
+        self.target, self.policy, self._ranks = target, policy, ranks
         self._drafter, self._trains, self._log = drafter, trains, log
         self._turns = Turns()
         self._metrics = SessionMetrics(ranks)
         self._is_open = self._has_tools = False
         self._initial: LoadedDrafter | None = None
         self._training: DrafterTraining | None = None
-        self._threads = rollout_threads(policy.target.model.config.hidden_size)
-
-    @property
-    def target(self) -> Target:
-        """The model that generates."""
-        return self.policy.target
+        self._threads = rollout_threads(target.model.config.hidden_size)
 
     def pull(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take the trainer's weights; drafters are opened with the first ones."""

@@ -35,7 +35,7 @@ from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.errors import CheckpointError
-from longtail.integrations.trl.policy import Policy
+from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl.ranks import Ranks
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, Request
@@ -51,7 +51,7 @@ _ROW = ("is_there", "base_version", "num_tokens", "num_steps", "accept_len", "ba
 class DrafterTraining:
     """Trains the drafter of one process, and exchanges it with those of the others."""
 
-    def __init__(self, drafting: Drafting, ranks: Ranks, policy: Policy) -> None:
+    def __init__(self, drafting: Drafting, ranks: Ranks, policy: MirroredPolicy) -> None:
         self._drafting, self._ranks, self._policy = drafting, ranks, policy
         self._publisher = Publisher(drafting.served, drafting.buffer)
         self._payoff = PayOff()

@@ -1,26 +1,27 @@
-"""The trainer's model as the engine holds it: a copy of the weights, and the engine on top.
+"""The policy of another framework as the engine holds it: a copy of its weights, and an engine.
 
-    trainer's model --parameters by name--> rows of this copy --pack--> engine
-                       (at each change)
+    its model --parameters by Hugging Face's names--> rows of this copy --pack--> engine
+                 (at each change)
 
 The copy is written in place. The engine grows with the longest request so far; its KV is freed
 between two rollouts, so that learner and engine use the same device.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
-from longtail.assembly.drafters import Target
 from longtail.assembly.engine import GrowingLimits
 from longtail.drafter.eagle.weights import are_finite
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import StepReport
 from longtail.engine.speculation.speculator import Speculation
+from longtail.engine.text import Decode
 from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.hf.weights import hf_rows
+from longtail.model.transformer import Transformer
 from longtail.types import Completion, PolicyWeights, Request
 
 _HEAD = "lm_head.weight"
@@ -29,14 +30,23 @@ _LENGTH_STEP = 256
 
 
 @final
-class Policy:
-    """The weights that generate, and their engine."""
+class MirroredPolicy:
+    """A copy of another framework's weights, which an engine generates with.
+
+    `model` is empty until the first `pull`. Texts have at most `max_len` tokens, prompts included.
+    """
 
     def __init__(
-        self, target: Target, max_running: int, max_len: int, reserved_bytes: int = 0
+        self,
+        model: Transformer,
+        decode: Decode,
+        *,
+        max_running: int,
+        max_len: int,
+        reserved_bytes: int = 0,
     ) -> None:
-        self.target = target
-        self.max_len = min(max_len, target.model.config.max_positions)
+        self.model, self._decode = model, decode
+        self.max_len = min(max_len, model.config.max_positions)
         """Most tokens of a prompt and its completion."""
         self._limits = GrowingLimits(
             max_running,
@@ -44,7 +54,7 @@ class Policy:
             max_positions=self.max_len,
             reserved_bytes=reserved_bytes,
         )
-        self._rows = hf_rows(target.model)
+        self._rows = hf_rows(model)
         self._engine: RolloutEngine | None = None
         self._speculation: Speculation | None = None
         self._measured: Speculation | None = None
@@ -56,6 +66,13 @@ class Policy:
         """The present engine; there is one after the first `ready`."""
         assert self._engine is not None, "no request was made"
         return self._engine
+
+    def holds(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Return whether the copy equals these parameters; takes a few decoding steps."""
+        return all(
+            name in parameters and torch.equal(rows, parameters[name])
+            for name, rows in self._rows.items()
+        )
 
     def pull(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Copy all parameters, by Hugging Face's names.
@@ -72,8 +89,8 @@ class Policy:
                 if rows is None or rows.shape != tensor.shape:
                     expected = "no such parameter" if rows is None else f"{tuple(rows.shape)}"
                     raise ConfigError(
-                        f"the trainer's parameter {name} has shape {tuple(tensor.shape)}, and "
-                        f"longtail's {self.target.model.config.family} model {expected}; longtail "
+                        f"the model's parameter {name} has shape {tuple(tensor.shape)}, and "
+                        f"longtail's {self.model.config.family} model {expected}; longtail "
                         "cannot generate with this model"
                     )
                 if not are_finite({name: tensor.detach()}):
@@ -81,20 +98,23 @@ class Policy:
                 rows.copy_(tensor)
                 missing.discard(name)
         if missing:
-            raise ConfigError(f"the trainer's model lacks {min(missing)}: it is another model")
+            raise ConfigError(f"the model lacks {min(missing)}: it is another model")
         self.version += 1
         if self._engine is not None:
-            own = dict(self.target.model.named_parameters())  # copied above; the engine packs them
+            own = dict(self.model.named_parameters())  # copied above; the engine packs them
             self._engine.pull(PolicyWeights(version=self.version, tensors=own))
 
-    def speculate(self, speculation: Speculation, measured: Speculation) -> None:
-        """Use a speculation from the next request on.
+    def speculate(
+        self, speculation: Speculation | None, measured: Speculation | None = None
+    ) -> None:
+        """Use a speculation from the next request on; None decodes plainly.
 
-        `measured` has all drafters that may join later; a new engine measures their costs.
+        `measured`, by default the same, has all drafters that may join later; a new engine
+        measures their costs.
         """
         if speculation is self._speculation:
             return
-        self._speculation, self._measured = speculation, measured
+        self._speculation, self._measured = speculation, measured or speculation
         if self._engine is not None:
             self._engine.speculate(speculation)
 
@@ -111,8 +131,8 @@ class Policy:
             return engine
         if engine is not None:
             engine.speculate(None)
-        model, decode = self.target.model, self.target.tokenizer.decode
-        self._engine = RolloutEngine(model, decode, limits, policy_version=self.version)
+        version = self.version
+        self._engine = RolloutEngine(self.model, self._decode, limits, policy_version=version)
         self._engine.speculate(self._measured)
         if self._speculation is not self._measured:
             self._engine.speculate(self._speculation)
