@@ -7,21 +7,18 @@ is replaced.
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import ProcessorMixin, TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from longtail.integrations.trl import sampling
 
-if TYPE_CHECKING:
-    from longtail.integrations.trl.rollouts import Rollouts
-
 
 class RolloutsCallback(TrainerCallback):
-    """Gives the rollouts the trainer's state, and saves the drafter beside the model."""
+    """Gives `Rollouts` the trainer's state, and saves the drafter beside the model."""
 
-    def __init__(self, rollouts: "Rollouts") -> None:
+    def __init__(self, rollouts: Any) -> None:
         self._rollouts = rollouts
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -45,7 +42,7 @@ class RolloutsCallback(TrainerCallback):
 class LongtailGeneration(VLLMGeneration):
     """Generates with the engine of `rollouts`; the other arguments are those of TRL's class."""
 
-    def __init__(self, rollouts: "Rollouts", **settings: Any) -> None:
+    def __init__(self, rollouts: Any, **settings: Any) -> None:
         self._rollouts = rollouts
         super().__init__(**settings)
 
