@@ -29,7 +29,7 @@ BENCHES: Mapping[str, Bench] = MappingProxyType(
         "engine": Bench(
             "Compare generation: plain, with fixed drafts, tuned, in transformers and in vLLM.",
             options_of.EngineBenchOptions,
-            "engine.run",
+            "engine",
         ),
         "learner": Bench(
             "Compare a learner step with its matrix products and with other trainers.",

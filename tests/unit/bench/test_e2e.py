@@ -10,8 +10,7 @@ import torch
 from end_to_end.workshop import Workshop, build, save_untaught, say
 from longtail.assembly import memory
 from longtail.bench.e2e import card
-from longtail.bench.e2e.arms import ArmResult, differing_share, generating_s
-from longtail.bench.e2e.plan import Plan, make_plan
+from longtail.bench.e2e.arms import ArmResult, Plan, differing_share, generating_s, make_plan
 from longtail.bench.e2e.run import must_park, run_arms
 from longtail.bench.options import E2eBenchOptions
 from longtail.cluster.states import State

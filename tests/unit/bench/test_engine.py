@@ -1,4 +1,4 @@
-"""`longtail bench engine`: the same work for every contestant, its ratios and its card."""
+"""`longtail bench engine`: the same work for every contestant, its ratios and its engine."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught, say, write_lines
+from longtail.bench import engine
 from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
 from longtail.bench.common.subject import Subject, drafter_maker, open_subject
 from longtail.bench.common.timing import pin
-from longtail.bench.engine import card
-from longtail.bench.engine.measure import PLAIN, STRATEGIES, TUNED, EngineBench, Turn, summarize
+from longtail.bench.engine import PLAIN, STRATEGIES, TUNED, EngineBench, Turn, summarize
 from longtail.bench.options import EngineBenchOptions
 from longtail.errors import ConfigError, DataError
 from longtail.types import SamplingParams
@@ -135,13 +135,13 @@ def test_ratios_are_taken_within_each_turn_and_the_best_fixed_strategy_is_named(
 def test_the_card_has_a_line_for_each_contestant_and_notes_a_shared_cpu() -> None:
     shared = [replace(each, cpu_seconds=0.7 * each.seconds) for each in CONTESTANTS[PLAIN]]
     cells = [summarize(4, CONTESTANTS), summarize(8, {**CONTESTANTS, PLAIN: shared})]
-    lines = card.table("title", cells).cells()
+    lines = engine.table("title", cells).cells()
     assert [line[0] for line in lines] == [f"{n}, {name}" for n in (4, 8) for name in CONTESTANTS]
     assert lines[1][1:] == ["12", "2.00 (2.00-2.00)", "2.00", "0.0%"]
-    gain, note = card.sentences(cells)
+    gain, note = engine.sentences(cells)
     assert gain.startswith("With drafts, longtail generates 4.00x at 4, 4.00x at 8 running")
     assert note == "NOTE: other processes ran: a turn at 8 had 70% of its CPU."
-    found = json.loads(json.dumps(card.as_json(OPTIONS, cells, dtype="float32", peers={})))
+    found = json.loads(json.dumps(engine.as_json(OPTIONS, cells, dtype="float32", peers={})))
     assert found["cells"][0]["rows"]["tuned"]["over_plain"]["median"] == 4.0
 
 

@@ -1,7 +1,4 @@
-"""Timing of contestants in turns (A B A B ...), so that a slow minute falls on all of them.
-
-Needs no torch: CPUs are chosen before it is imported.
-"""
+"""Timing of contestants in turns (A B A B ...), so that a slow minute falls on all of them."""
 
 import os
 import statistics

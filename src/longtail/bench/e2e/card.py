@@ -8,8 +8,7 @@ import numpy as np
 
 from longtail.bench.common.card import Table, by_position, numbers
 from longtail.bench.common.timing import Spread, ratios
-from longtail.bench.e2e.arms import ACCEPT, ArmResult, differing_share
-from longtail.bench.e2e.plan import COLD, OFF, SPOT, Plan
+from longtail.bench.e2e.arms import ACCEPT, COLD, OFF, SPOT, ArmResult, Plan, differing_share
 from longtail.system.device import threads_each
 
 _MORE_WORKERS = (8, 32, 128)

@@ -13,17 +13,18 @@ the weights and moments of its learner, and its KV cache is freed.
 import tempfile
 from pathlib import Path
 
+from longtail.assembly import memory
+from longtail.bench.common.card import print_card
 from longtail.bench.common.timing import Log, progress
-from longtail.bench.e2e.arms import Arm, ArmResult
-from longtail.bench.e2e.plan import COLD, OFF, SPOT, Plan, make_plan
+from longtail.bench.e2e import card
+from longtail.bench.e2e.arms import COLD, OFF, SPOT, Arm, ArmResult, Plan, make_plan
 from longtail.bench.options import E2eBenchOptions
+from longtail.report import timeline_plot
+from longtail.system.device import choose_device
 
 
 def run(options: E2eBenchOptions) -> int:
     """Measure, print the card, and end with one JSON line."""
-    from longtail.bench.common.card import print_card
-    from longtail.bench.e2e import card
-
     log = progress("e2e")
     with tempfile.TemporaryDirectory(prefix="longtail-e2e-") as place:
         plan = make_plan(options, Path(place))
@@ -45,9 +46,6 @@ def run(options: E2eBenchOptions) -> int:
 
 def must_park(plan: Plan) -> bool:
     """Return whether all arms together may need more memory than is free."""
-    from longtail.assembly import memory
-    from longtail.system.device import choose_device
-
     own = plan.arms[OFF]
     device, shape = choose_device(own.run.device), memory.model_shape(own.model.path)
     available = memory.available_bytes(device)
@@ -85,8 +83,6 @@ def run_arms(plan: Plan, log: Log, *, is_parked: bool) -> dict[str, ArmResult]:
 
 def draw(found: dict[str, ArmResult], path: Path) -> None:
     """Draw the workers in the last step, without drafting and with it."""
-    from longtail.report import timeline_plot
-
     labels = {OFF: "Without drafting", SPOT: "With longtail", COLD: "With longtail, begun fresh"}
     pictured = [(labels[name], found[name].timeline) for name in labels if name in found]
     timeline_plot.draw([(name, line) for name, line in pictured if line is not None], path)

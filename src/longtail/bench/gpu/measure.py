@@ -11,7 +11,6 @@ from longtail.bench.common.timing import Log
 from longtail.bench.gpu import kernels, small, steps
 from longtail.bench.gpu.kernels import DeviceClock, Heads
 from longtail.bench.gpu.options import GpuBenchOptions
-from longtail.bench.gpu.speculation import changes_no_bit
 from longtail.model.rope import RopeConfig
 from longtail.model.transformer import ModelConfig
 
@@ -97,7 +96,7 @@ def measure(options: GpuBenchOptions, log: Log) -> dict[str, Any]:
         checks |= kernels.checks(heads, shape.vocab_size, device, long=sizes.check_context)
         checks["ok"] = checks["ok"] and checks["small_ok"]
         add("checks", checks)
-        add("speculation_changes_no_bit", changes_no_bit(TOY, sizes.dtype, device))
+        add("speculation_changes_no_bit", steps.changes_no_bit(TOY, sizes.dtype, device))
     if "attention" in parts:
         cells = [
             kernels.attention(heads, clock, bandwidth, batch=batch, context=context)

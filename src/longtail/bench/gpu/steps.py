@@ -14,13 +14,18 @@ import torch
 from longtail.bench.gpu.kernels import DeviceClock
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv.choice import kv_bytes
+from longtail.engine.limits import EngineLimits
 from longtail.engine.profile import SyntheticSteps, extend_texts, synthetic_request
+from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.step.sampler import make_sampler
 from longtail.model.graphs import CudaGraphs, GraphPool, graph_size
 from longtail.model.transformer import ModelConfig, Transformer
+from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import MAX_NODES
+from longtail.types import Request, SamplingParams
 
 DEPTH = 8
 _MAX_STEP = 512
@@ -132,3 +137,31 @@ def graph_memory(model: Transformer) -> dict[str, Any] | None:
         "all_graphs": model.graphs.num_graphs,
         "all_over_single": model.graphs.num_bytes / max(single, 1),
     }
+
+
+def changes_no_bit(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether batch-invariant drafting leaves every bit of tokens and logprobs unchanged."""
+    model = random_model(config, dtype, device)
+    model.batch_invariant = True
+    layer = EagleLayer(EagleConfig(recipe="eagle1", target=config))
+    layer.initialize(torch.Generator().manual_seed(0))
+    drafter = EagleDrafter(layer.to(device, dtype), model)
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt_tokens=(1, 2, 3 + index),
+            noise_key=noise_key(0, "bench", index),
+            sampling=SamplingParams(max_tokens=24),
+        )
+        for index in range(12)
+    ]
+    limits = EngineLimits(max_running=8, max_step_tokens=512, max_len=64)
+    engine = RolloutEngine(model, lambda tokens: "", limits)
+    plain = engine.generate(requests)
+    shape = Strategy(depth=3, width=2, size=5, beam=2)
+    engine.speculate(Speculation.fixed(drafter, shape))
+    drafted = engine.generate(requests)
+    return all(
+        (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+        for one, other in zip(plain, drafted, strict=True)
+    )

@@ -1,21 +1,28 @@
-"""Turns of `longtail bench engine`: every contestant writes the same work, B texts at a time.
+"""`longtail bench engine`: generation with a real model, in longtail and in other engines.
 
-    plain, fixed, tuned    longtail's engine: the texts end by themselves, and are always the same
-    transformers, vllm     as many tokens after each prompt as longtail's text has
+    plain          longtail, decoding token by token
+    chain, tree    longtail with one fixed strategy of drafting
+    tuned          longtail as it is used: it drafts where that pays
+    transformers   generate of transformers
+    vllm           vLLM's CPU build, where --vllm-python names an environment that has it
 
-A turn begins with B texts and ends with its longest one. Contestants take turns on the same CPUs.
+Every contestant writes the same work, B texts at a time, in turns on the same CPUs. longtail's
+texts end by themselves and are always the same; other engines write as many tokens after each
+prompt. A turn begins with B texts and ends with its longest one.
 """
 
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, final
 
+from longtail.bench.common.card import DISTURBED, Table, by_position, print_card
 from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
-from longtail.bench.common.subject import Subject, drafter_maker
-from longtail.bench.common.timing import Log, Spread, paired, ratios
+from longtail.bench.common.subject import Subject, drafter_maker, open_subject
+from longtail.bench.common.timing import Log, Spread, paired, pin, pinned, progress, ratios
 from longtail.bench.options import HISTORY, EngineBenchOptions
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
@@ -23,7 +30,9 @@ from longtail.engine.report import RolloutMeter
 from longtail.engine.speculation.speculator import Speculation
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
+from longtail.system.device import set_threads
 from longtail.tuner.budget import BudgetTuner
+from longtail.types import SamplingParams
 
 PLAIN, TUNED = "plain", "tuned"
 STRATEGIES: Mapping[str, Strategy] = {
@@ -38,6 +47,40 @@ _STEP_TOKENS = 9
 _LEAST_TEXTS = 8
 _ROUNDS = 2
 """Texts of a turn for each that runs at a time."""
+
+
+def run(options: EngineBenchOptions) -> int:
+    """Measure, print the card, and end with one JSON line."""
+    cpus = pin(options.threads)
+    set_threads(options.threads)
+    log = progress("engine")
+    subject = open_subject(
+        options.model,
+        options.prompts,
+        dtype=options.dtype,
+        num_prompts=max(_ROUNDS * max(options.batches), _LEAST_TEXTS),
+        sampling=SamplingParams(max_tokens=options.max_tokens),
+        log=log,
+    )
+    with ExitStack() as stack:
+        peers = {}
+        for kind, python in peer_pythons(options).items():
+            log(f"starting {kind}")
+            peer = start_peer(kind, python, options, subject)
+            peers[kind] = stack.enter_context(peer)
+        bench = EngineBench(subject, options, peers, log)
+        cells = [bench.measure(batch) for batch in options.batches]
+    descriptions = {kind: peer.description for kind, peer in peers.items()}
+    dtype = str(subject.target.model.dtype).removeprefix("torch.")
+    result = as_json(options, cells, dtype=dtype, peers=descriptions)
+    title = f"Generation by {options.model}, {dtype}, {pinned(cpus)}"
+    print_card(
+        [table(f"{title}; drafter: {options.drafter}", cells)],
+        result,
+        sentences=sentences(cells),
+        json_only=options.json,
+    )
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,3 +283,56 @@ def peer_pythons(options: EngineBenchOptions) -> dict[str, str]:
 def _peer_turn(peer: PeerProcess, work: Mapping[str, Any]) -> Turn:
     answer = peer.ask(work)
     return Turn(**{name: answer[name] for name in ("seconds", "cpu_seconds", "num_tokens")})
+
+
+def sentences(cells: Sequence[Cell]) -> list[str]:
+    """Return what drafting gains at each batch size, and where turns were disturbed."""
+    gains = [
+        f"{row.over_plain.median:.2f}x at {cell.batch}"
+        for cell in cells
+        for row in cell.rows
+        if row.name == TUNED
+    ]
+    found = [
+        f"With drafts, longtail generates {', '.join(gains)} running, relative to plain decoding."
+    ]
+    shared = [cell for cell in cells if cell.lowest_cpu_share < DISTURBED]
+    for cell in shared:
+        share = f"{cell.lowest_cpu_share:.0%}"
+        found.append(f"NOTE: other processes ran: a turn at {cell.batch} had {share} of its CPU.")
+    return found
+
+
+def table(title: str, cells: Sequence[Cell]) -> Table:
+    """Return a line for each contestant of each cell."""
+    rows = [
+        (
+            f"{cell.batch}, {row.name}",
+            f"{row.tokens_per_s.median:,.0f}",
+            row.over_plain,
+            row.accept_length or None,
+            None if row.differing_share is None else f"{row.differing_share:.1%}",
+        )
+        for cell in cells
+        for row in cell.rows
+    ]
+    headings = ("running, contestant", "tokens/s", "over plain", "accept length", "texts differ")
+    return Table(title, by_position(*headings), rows)
+
+
+def as_json(
+    options: EngineBenchOptions, cells: Sequence[Cell], *, dtype: str, peers: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return every figure."""
+    return {
+        "bench": "engine",
+        "model": options.model,
+        "prompts": options.prompts,
+        "drafter": options.drafter,
+        "dtype": dtype,
+        "max_tokens": options.max_tokens,
+        "repeats": options.repeats,
+        "threads": options.threads,
+        "peers": dict(peers),
+        "cells": [cell.as_json() for cell in cells],
+    }
