@@ -6,7 +6,6 @@ changed.
 
 import json
 import platform
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -69,7 +70,7 @@ def examine() -> Iterator[Finding]:
         yield from _torch_facts()
         yield self_check()
     for extra, purpose in _PURPOSES.items():
-        found = {name: _installed(name) for name, _ in _requirements(extra)}
+        found = {each.name: _installed(each.name) for each in _requirements(extra)}
         if None in found.values():
             remedy = machine.pip_install(extra)
             yield Finding("extra", extra, f"absent: {purpose}", "optional", remedy)
@@ -79,23 +80,20 @@ def examine() -> Iterator[Finding]:
 
 
 def _software() -> Iterator[Finding]:
-    least = metadata.metadata("longtail")["Requires-Python"].removeprefix(">=")
-    yield _package("python", platform.python_version(), least, "install a newer Python")
-    for name, least in _requirements(""):
-        remedy = f"{sys.executable} -m pip install -U {name}"
-        yield _package(name, _installed(name), least, remedy)
+    needed = metadata.metadata("longtail")["Requires-Python"]
+    yield _package("python", platform.python_version(), needed, "install a newer Python")
+    for each in _requirements(""):
+        remedy = f"{sys.executable} -m pip install -U {each.name}"
+        yield _package(each.name, _installed(each.name), str(each.specifier), remedy)
 
 
-def _requirements(extra: str) -> list[tuple[str, str]]:
-    """Return name and oldest version of each package of an extra; "" is longtail itself."""
-    found = []
-    for line in metadata.requires("longtail") or ():
-        spec, _, marker = line.partition(";")
-        if (f'extra == "{extra}"' in marker) if extra else ("extra ==" not in marker):
-            match = re.match(r"([\w.-]+)(?:\[.*?\])?\s*(?:>=\s*([\d.]+))?", spec)
-            assert match is not None, f"unreadable requirement {line!r}"
-            found.append((match[1], match[2] or ""))
-    return found
+def _requirements(extra: str) -> list[Requirement]:
+    """Return the packages of an extra; "" is longtail itself."""
+    return [
+        each
+        for each in map(Requirement, metadata.requires("longtail") or ())
+        if (f'extra == "{extra}"' in str(each.marker) if extra else each.marker is None)
+    ]
 
 
 def _installed(name: str) -> str | None:
@@ -106,14 +104,13 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _package(name: str, version: str | None, least: str, remedy: str) -> Finding:
-    """Compare the leading numbers of a version with those of the oldest one admitted."""
-    wanted = [int(part) for part in least.split(".") if part]
-    numbers = [int(part) for part in re.findall(r"\d+", version or "")[: len(wanted)]]
-    if version is not None and numbers >= wanted:
+def _package(name: str, version: str | None, needed: str, remedy: str) -> Finding:
+    """Compare a version with those that are admitted."""
+    if version is None:
+        return Finding("software", name, "absent", "missing", remedy)
+    if SpecifierSet(needed).contains(version, prereleases=True):
         return Finding("software", name, version)
-    value = "absent" if version is None else f"{version}, at least {least} is needed"
-    return Finding("software", name, value, "missing", remedy)
+    return Finding("software", name, f"{version}, {needed} is needed", "missing", remedy)
 
 
 def _hardware() -> Iterator[Finding]:

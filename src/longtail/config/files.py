@@ -118,7 +118,8 @@ def _problem(model: type[BaseModel], given: Mapping[str, Any], detail: ErrorDeta
     if detail["type"] == "extra_forbidden":
         return f"{name}: {_unknown(model, place_of(detail['loc']))}"
     if len(detail["loc"]) == 1:
-        return f"{name} = {json.dumps(detail['input'], default=str)}: write a section, [{name}]"
+        value = json.dumps(detail["input"], default=str)
+        return f"{name} = {value}: it must be a section; write [{name}]"
     return describe(name, detail)
 
 

@@ -79,7 +79,7 @@ def test_an_absent_extra_comes_with_the_command_and_is_no_failure(
 
 
 @pytest.mark.parametrize(
-    ("version", "value"), [("2.9.1+cpu", "2.9.1+cpu, at least 2.10 is needed"), (None, "absent")]
+    ("version", "value"), [("2.9.1+cpu", "2.9.1+cpu, >=2.10 is needed"), (None, "absent")]
 )
 def test_a_torch_that_is_absent_or_too_old_fails_with_the_command(
     capsys: pytest.CaptureFixture[str],

@@ -112,7 +112,7 @@ def test_unknown_keys_of_a_file_are_refused_by_their_dotted_name(tmp_path: Path)
         ("[learner]\nbetas = [0.9, 1.5]", "learner.betas[1] = 1.5: it must be less than 1"),
         ("[learner]\nlearning_rate = inf", "learner.learning_rate = Infinity: it must be a finite"),
         ("[learner]\nbetas = [0.9]", "learner.betas[1]"),
-        ("learner = 3", "learner = 3: write a section, [learner]"),
+        ("learner = 3", "learner = 3: it must be a section; write [learner]"),
         ('[rollout]\nstop = [""]', "rollout.stop[0]"),
         ("[run]\nseed = 2024-01-01", "run.seed"),
     ],
