@@ -26,7 +26,7 @@ def run(args: GenerateOptions) -> int:
     """Generate as the options say."""
     if args.chat and args.raw:
         raise ConfigError("--chat and --raw exclude each other; give one")
-    if args.show_drafts and (args.n > 1 or args.json):
+    if args.show_drafts != "never" and (args.n > 1 or args.json):
         raise ConfigError("--show-drafts needs one streamed completion: leave out --n and --json")
     set_threads(args.threads)
     engine = Engine(
@@ -86,7 +86,7 @@ def _prompt(engine: Engine, args: GenerateOptions) -> PromptInput:
     return prompt
 
 
-def _colours(show_drafts: str | None) -> bool:
+def _colours(show_drafts: str) -> bool:
     """Return whether drafts are coloured: with `auto` only on a terminal without NO_COLOR."""
     is_shown = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return show_drafts == "always" or (show_drafts == "auto" and is_shown)

@@ -121,9 +121,9 @@ class GenerateOptions:
     ] = False
     drafter: Annotated[str, Option("drafter, as for speculation.drafter of train")] = "auto"
     show_drafts: Annotated[
-        Literal["auto", "always"] | None,
-        Option("colour drafted text; auto: on a terminal only (default: never)"),
-    ] = None
+        Literal["never", "auto", "always"],
+        Option("colour drafted text; auto: on a terminal only"),
+    ] = "never"
     json: Annotated[bool, Option("print one JSON object per completion")] = False
 
 

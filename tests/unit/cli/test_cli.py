@@ -282,7 +282,7 @@ def test_generate_colours_what_drafts_foretold_and_changes_no_text(
     plain = text()
     coloured = text("--show-drafts=always")
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
-    assert text("--show-drafts") == plain  # no terminal
+    assert text("--show-drafts=auto") == plain  # no terminal
 
 
 def test_only_what_a_draft_foretold_is_coloured() -> None:
