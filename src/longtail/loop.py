@@ -289,7 +289,7 @@ class Trainer:
         self._console.step(step, self._config.run.steps, metrics, record.series)
         refills = self._config.learner.max_refills if self._step.samples_dynamically else 0
         shortage = record.shortage(self._config.rollout.prompts_per_step, refills)
-        for line in [*shortage, *self._source.observe(record.groups)]:
+        for line in shortage:
             self._console.log(line)
         self._state = replace(self._state, step=step, cursor=self._source.state())
         return metrics

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, say
+from end_to_end.workshop import Workshop, build
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -86,31 +86,6 @@ def test_a_parquet_file_in_the_columns_of_gsm8k_is_trained_on(
     (row,) = lines(Path("runs/gsm8k/metrics.jsonl"))
     assert row["reward/mean"] > 0
     assert row["reward/failures"] == 0
-
-
-@pytest.mark.slow
-def test_the_curriculum_of_the_example_has_tasks_and_levels(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(shop.path)
-    said = say(
-        "train",
-        str(EXAMPLES / "curriculum.toml"),
-        f"--model.path={shop.model}",
-        "--run.dir=curriculum",
-        "--run.steps=1",
-        "--run.threads=1",
-        "--data.heldout_size=8",
-        "--rollout.prompts_per_step=4",
-        "--rollout.group_size=2",
-        "--rollout.max_tokens=8",
-        "--rollout.dtype=float32",
-        "--learner.autocast=false",
-    )
-    assert said.code == 0, said.err
-    (row,) = shop.metrics("curriculum")
-    assert row["task/chain_sum/level"] == 0
-    assert {"task/gcd/reward", "task/chain_sum/reward"} & row.keys()
 
 
 @pytest.mark.slow

@@ -113,24 +113,6 @@ def test_a_refilled_step_may_be_interrupted_in_any_round(workshop: Workshop, cal
 
 
 @pytest.mark.slow
-def test_a_mixture_goes_on_at_the_same_place_and_level(workshop: Workshop) -> None:
-    pytest.importorskip("reasoning_gym")
-    words = [*QUICK, "--data.source=reasoning_gym", "--data.size=28", "--run.steps=4"]
-    words += [
-        '--data.tasks=[{name = "count_bits"}, {name = "gcd", weight = 2, '
-        "curriculum = {max_level = 3, raise_at = 1e-3, groups = 2}}]",
-        "--reward.name=end_to_end.rewards:interrupting",
-    ]
-    _interrupt_at(EVALUATED + 2 * GRADED + 5)
-    assert workshop.train("parts", *words).code == 130
-    assert workshop.train("parts", *words).code == 0
-    assert workshop.outcome("parts", 4) == _uninterrupted(*words)
-    levels = [row["task/gcd/level"] for row in workshop.metrics("parts") if "task/gcd/level" in row]
-    assert levels == sorted(levels)
-    assert levels[0] < levels[-1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "left"),
     [

@@ -8,14 +8,11 @@ from longtail.config.data import DataSection
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.rl.data.curriculum import Curriculum, LevelRule
-from longtail.rl.data.mixture import Mixture, Task, mixture
 from longtail.rl.data.prompts import (
     Encoder,
     HeldOut,
     Messages,
     PromptSet,
-    PromptSource,
     hold_out,
     make_prompts,
     system_first,
@@ -52,50 +49,14 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldO
     if heldout is None and data.source in EMBEDDED:
         heldout = data.source + HELDOUT  # disjoint by construction
     none = PromptSet(source=data.source, prompts=(), rows=())
-    if data.tasks:
-        rows = _mixture(data, seed)
-        train = prepare(rows.train, data.source)
-        held = prepare(rows.heldout, data.source) if rows.heldout else none
-        parts = HeldOut(train=train, heldout=held)
-    else:
-        everything = load(data.source, data.size, "data.source")
-        size = data.heldout_size if heldout is None else 0
-        parts = hold_out(everything, size) if size else HeldOut(train=everything, heldout=none)
+    everything = load(data.source, data.size, "data.source")
+    size = data.heldout_size if heldout is None else 0
+    parts = hold_out(everything, size) if size else HeldOut(train=everything, heldout=none)
     if heldout is None or data.heldout_size == 0:
         return parts
     held = load(heldout, data.heldout_size, "data.heldout")
     size = min(data.heldout_size, len(held.prompts))
     return replace(parts, heldout=held.part(range(size)))
-
-
-def prompt_source(config: RunConfig, prompts: PromptSet) -> PromptSource:
-    """Return the source of a run, with the curricula of its tasks."""
-    rules = {
-        task.name: LevelRule(
-            levels=task.levels,
-            raise_at=task.curriculum.raise_at,
-            groups=task.curriculum.groups,
-        )
-        for task in config.data.tasks
-        if task.curriculum is not None
-    }
-    return PromptSource(
-        prompts,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        curriculum=Curriculum(rules) if rules else None,
-    )
-
-
-def _mixture(data: DataSection, seed: int) -> Mixture:
-    """Return the problems of all tasks; `data.size` includes held-out ones of their own."""
-    tasks = [
-        Task(name=each.name, weight=each.weight, config=each.config or {}, levels=each.levels)
-        for each in data.tasks
-    ]
-    heldout_size = data.heldout_size if data.heldout is None else 0
-    size = data.size - heldout_size
-    return mixture(tasks, size=size, heldout_size=heldout_size, seed=seed)
 
 
 def _encoder(data: DataSection, tokenizer: Tokenizer) -> Encoder:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from longtail.assembly import precision
-from longtail.assembly.prompts import load_prompts, prompt_source
+from longtail.assembly.prompts import load_prompts
 from longtail.assembly.worker import build_worker, build_worker_apart
 from longtail.cluster.group import WorkerGroup, WorkerGroupSettings
 from longtail.cluster.pool import LocalWorkerPool
@@ -94,7 +94,7 @@ def assemble(
         workers.close()
         raise
     return TrainerComponents(
-        source=prompt_source(config, prompts.train),
+        source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=prompts.heldout.prompts,
         workers=workers,
         sampling=_sampling(config, tokenizer),

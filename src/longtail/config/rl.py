@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from longtail.config import files
-from longtail.config.data import REASONING_GYM, DataSection, RewardSection, data_problems
+from longtail.config.data import REASONING_GYM, DataSection, RewardSection
 from longtail.config.sections import (
     Amount,
     CommonRunSection,
@@ -203,7 +203,6 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "RunConfig":
         problems = [
-            *data_problems(self.data),
             *_reward_problems(self),
             *_rollout_problems(self),
             *_learner_problems(self),
@@ -211,14 +210,6 @@ class RunConfig(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-    @field_validator("data")
-    @classmethod
-    def _source_of_tasks(cls, data: DataSection) -> DataSection:
-        """Name the source of a mixture; another one that was named stays, and is refused later."""
-        if not data.tasks or "source" in data.model_fields_set:
-            return data
-        return data.model_copy(update={"source": REASONING_GYM})
 
     @field_validator("reward")
     @classmethod

@@ -8,8 +8,8 @@ from typing import Any
 from longtail.cluster.rollout import RolloutResult, reused_share
 from longtail.engine.report import RolloutReport, join_reports
 from longtail.engine.rollout_log import RolloutSeries
-from longtail.rl.data.mixture import LEVEL, TASK
 from longtail.rl.data.requests import regroup
+from longtail.rl.data.sources import TASK
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.run.metrics import summarize, summarize_lengths, timing
@@ -144,17 +144,15 @@ def group_metrics(
 
 
 def task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return mean reward and level of each task of a mixture; none for other prompts."""
+    """Return the mean reward of each task of reasoning-gym; none for other prompts."""
     tasks: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if (task := rollout.prompt.data.get(TASK)) is not None:
             tasks.setdefault(task, []).append(rollout)
-    metrics = {}
-    for task, own in sorted(tasks.items()):
-        metrics[f"task/{task}/reward"] = fmean(rollout.reward for rollout in own)
-        if (level := own[0].prompt.data.get(LEVEL)) is not None:
-            metrics[f"task/{task}/level"] = float(level)
-    return metrics
+    return {
+        f"task/{task}/reward": fmean(rollout.reward for rollout in own)
+        for task, own in sorted(tasks.items())
+    }
 
 
 def rollout_row(rollout: Rollout) -> dict[str, Any]:

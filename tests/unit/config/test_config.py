@@ -254,77 +254,12 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
         assert configfile.resolve(type(config), file, []) == config
 
 
-TASKS = """
-[[data.tasks]]
-name = "chain_sum"
-weight = 2
-config = {min_terms = 2, max_terms = 3}
-[[data.tasks]]
-name = "gcd"
-level = 1
-curriculum = {max_level = 3, raise_at = 0.5}
-"""
-
-
-def test_a_mixture_is_an_array_of_tables_and_brings_its_source_and_reward(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(TASKS)
-    config = load(file)
-    assert [(task.name, task.weight, task.levels) for task in config.data.tasks] == [
-        ("chain_sum", 2.0, ()),
-        ("gcd", 1.0, (1, 2, 3)),
-    ]
-    assert config.data.tasks[0].config == {"min_terms": 2, "max_terms": 3}
-    assert (config.data.source, config.reward.name) == ("reasoning_gym", "reasoning_gym")
-    file.write_text(configfile.render(config))
-    assert load(file) == config
-    assert load(file, ["--reward.name=exact"]).reward.name == "exact"
-
-
-@pytest.mark.parametrize("text", ['[{name = "gcd", weight = 2}]', '[{"name": "gcd", "weight": 2}]'])
-def test_a_mixture_of_the_command_line_is_toml_or_json(text: str) -> None:
-    config = load(None, [f"--data.tasks={text}"])
-    assert [(task.name, task.weight) for task in config.data.tasks] == [("gcd", 2.0)]
-
-
 def test_problems_of_reasoning_gym_are_scored_by_their_task_unless_a_reward_is_named() -> None:
     gym = "--data.source=reasoning_gym:gcd"
     assert load(None, [gym]).reward.name == "reasoning_gym"
     assert load(None, [gym, "--reward.timeout_s=3"]).reward.name == "reasoning_gym"
     assert load(None, [gym, "--reward.name=last_number"]).reward.name == "last_number"
     assert load(None).reward.name == "tiny-reasoner"
-
-
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ('{nme = "gcd"}', "data.tasks[0].name: it is missing"),
-        ('{name = "gcd", wieght = 2}', "data.tasks[0].wieght: unknown key"),
-        ('{name = "gcd", weight = 0}', "data.tasks[0].weight = 0: it must be greater than 0"),
-        ('{name = "gcd", weight = inf}', "data.tasks[0].weight = Infinity: it must be a finite"),
-        ('{name = "gcd", config = 1}', "data.tasks[0].config = 1: it must be a valid dictionary"),
-        (
-            '{name = "gcd", curriculum = {max_level = 2, rais_at = 1}}',
-            "data.tasks[0].curriculum.rais_at: unknown key",
-        ),
-        ('{name = "gcd", curriculum = {}}', "data.tasks[0].curriculum.max_level: it is missing"),
-        (
-            '{name = "gcd", level = 2, curriculum = {max_level = 2}}',
-            "data.tasks[0].level = 2: it must be less than curriculum.max_level = 2",
-        ),
-        ('{name = "gcd"}, {name = "gcd"}', "data.tasks[1].name = 'gcd': the task is there twice"),
-    ],
-)
-def test_a_task_that_does_not_fit_is_refused_by_its_place(
-    tmp_path: Path, task: str, message: str
-) -> None:
-    assert message in _refusal(toml=f"data.tasks = [{task}]", at=tmp_path)
-
-
-def test_a_source_and_a_mixture_exclude_each_other(tmp_path: Path) -> None:
-    message = _refusal("--data.source=a.jsonl", toml=TASKS, at=tmp_path)
-    assert "data.source = 'a.jsonl': data.tasks names other prompts" in message
-    assert "add [[data.tasks]] tables" in _refusal("--data.source=reasoning_gym")
 
 
 def test_only_functions_compare_the_completions_of_a_group() -> None:

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
-from longtail.rl.data.curriculum import Curriculum
 from longtail.rl.data.sources import Row, source_label
-from longtail.types import Group, Prompt
+from longtail.types import Prompt
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "input")
 """Prompt columns in order of preference, for unset `data.prompt_column`."""
@@ -227,23 +226,11 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 class PromptSource:
     """Visits prompts epoch after epoch, each epoch in an order determined by (seed, epoch).
 
-    The cursor is therefore two numbers, from which a restored source continues exactly. With a
-    curriculum, prompts of other levels than the present ones are passed over, and the state of the
-    curriculum is part of the cursor.
+    The cursor is therefore two numbers, from which a restored source continues exactly.
     """
 
-    def __init__(
-        self,
-        prompts: PromptSet,
-        *,
-        seed: int,
-        shuffle: bool = True,
-        curriculum: Curriculum | None = None,
-    ) -> None:
+    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
         assert prompts.prompts, "a prompt set is never empty"
-        if curriculum is not None:
-            curriculum.check(prompts.prompts)
-        self._curriculum = curriculum
         self._source = prompts.source
         self._prompts = prompts.prompts
         self._seed = seed
@@ -263,22 +250,15 @@ class PromptSource:
         return tuple(self._next() for _ in range(num_prompts))
 
     def _next(self) -> Taken:
-        while True:  # ends: every level has a prompt
-            if self._position == len(self._prompts):
-                self._go_to(self._epoch + 1, 0)
-            prompt = self._prompts[self._order[self._position]]
-            self._position += 1
-            if self._curriculum is None or self._curriculum.visits(prompt):
-                return Taken(prompt=prompt, epoch=self._epoch)
-
-    def observe(self, groups: Sequence[Group]) -> list[str]:
-        """Give the groups of a step to the curriculum; return a line for each level that rises."""
-        return [] if self._curriculum is None else self._curriculum.record(groups)
+        if self._position == len(self._prompts):
+            self._go_to(self._epoch + 1, 0)
+        prompt = self._prompts[self._order[self._position]]
+        self._position += 1
+        return Taken(prompt=prompt, epoch=self._epoch)
 
     def state(self) -> dict[str, Any]:
         """Return the cursor as JSON values."""
-        levels = {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
-        return {**self._identity(), "epoch": self._epoch, "position": self._position, **levels}
+        return {**self._identity(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved cursor; `DataError` if it belongs to other prompts or settings."""
@@ -294,8 +274,6 @@ class PromptSource:
             epoch >= 0 and 0 <= position <= len(self._prompts)
         ):
             raise DataError(f"the checkpoint's prompt cursor is damaged: {epoch=}, {position=}")
-        if self._curriculum is not None:
-            self._curriculum.restore(state.get("curriculum"))
         self._go_to(epoch, position)
 
     def _identity(self) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The rewards and their names; each implements `Reward`.
+"""The rewards and their names: pure functions from one completion to one number.
 
 They run in grader processes, so this module imports neither torch nor `longtail.types`;
 `longtail.rl.grading.pool` owns the processes, their time limits and failures.
 """
 
+import abc
 import difflib
 import importlib
 import logging
@@ -11,10 +12,12 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, final
 
 from longtail.errors import ConfigError, GradingError
+from longtail.rl.data.sources import import_extra
 from longtail.rl.grading.answers import (
     after_thinking,
     checked_number,
@@ -23,7 +26,46 @@ from longtail.rl.grading.answers import (
     tagged_answer,
     whole_number,
 )
-from longtail.rl.grading.interface import GradingTask, Messages, Reward
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradingTask:
+    """Input of a reward: a prompt and a completion, without tensors.
+
+    Example: GradingTask(prompt="6*7=", text="It is #### 42", tokens=(5, 1), data={"answer": "42"})
+    """
+
+    prompt: str | Messages
+    """Prompt of the source, before the chat template: text, or chat messages."""
+    text: str
+    """Decoded completion."""
+    tokens: tuple[int, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Row of the source; `answer` is the reference answer."""
+
+
+class Reward(abc.ABC):
+    """Grades one completion; an error means that the completion has no reward."""
+
+    @abc.abstractmethod
+    def grade(self, task: GradingTask) -> float:
+        """Return a finite number; raise `GradingError` (or any error) if there is none."""
+
+    def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
+        """Return a reward, or the reason why there is none, for each completion of a prompt.
+
+        An error that is raised means that no completion has a reward.
+        """
+        return [self.grade(task) for task in tasks]
+
+    @abc.abstractmethod
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Raise `GradingError` (or any error) if no completion of this row can be graded.
+
+        `data` has at least the columns that `required_columns` names.
+        """
 
 
 def _reference(data: Mapping[str, Any], reward_name: str) -> str:
@@ -93,7 +135,7 @@ class MathVerifyReward(Reward):
     """
 
     def __init__(self) -> None:
-        math_verify = _import_extra("math_verify", extra="math")
+        math_verify = import_extra("math_verify", extra="math", where="reward.name = 'math_verify'")
         self._parse: Callable[..., list[Any]] = math_verify.parse
         self._verify: Callable[..., bool] = math_verify.verify
         # The first parse builds the grammar, which takes long, and warns that the limits are off.
@@ -146,7 +188,9 @@ class ReasoningGymReward(Reward):
     """Score, from 0 to 1, of the reasoning-gym task that generated the problem."""
 
     def __init__(self) -> None:
-        gym = _import_extra("reasoning_gym", extra="reasoning-gym")
+        gym = import_extra(
+            "reasoning_gym", extra="reasoning-gym", where="reward.name = 'reasoning_gym'"
+        )
         self._make_dataset: Callable[..., Any] = gym.create_dataset
         self._scorers: dict[str, Callable[..., float]] = {}
 
@@ -310,16 +354,6 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     """Return `, did you mean 'x'?` for the nearest known name, or an empty text."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {near[0]!r}?" if near else ""
-
-
-def _import_extra(module: str, *, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"reward.name = {module!r} needs the package {module} ({error}); "
-            f"install it with: pip install 'longtail[{extra}]'"
-        ) from error
 
 
 def _import_function(name: str) -> Callable[..., Any]:
