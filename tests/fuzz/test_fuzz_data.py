@@ -1,6 +1,5 @@
 """Any bytes in a data file give examples or the documented error with the name of the file."""
 
-import io
 import json
 import math
 import tempfile
@@ -21,9 +20,6 @@ from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.grading.references import gradable
 from longtail.rl.grading.reward import ExactReward
 from longtail.system.strict_json import find_surrogate
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 COLUMNS = st.sampled_from(
     ["prompt", "question", "answer", "completion", "messages", "text", "id", "reward_model", "x"]
@@ -144,40 +140,6 @@ def test_extreme_lines_are_examples_or_one_sentence(
     lines: list[bytes], tail: bytes, cuts: list[tuple[int, int, bytes]]
 ) -> None:
     read_file("rows.jsonl", mutated(b"\n".join([*lines, tail]), cuts))
-
-
-def parquet_of(rows: list[dict[str, Any]]) -> bytes:
-    """Write columns of one type each, as parquet wants them; others as text."""
-    columns: dict[str, list[Any]] = {name: [] for row in rows for name in row}
-    for row in rows:
-        for name, values in columns.items():
-            values.append(row.get(name))
-    table = {}
-    for name, values in columns.items():
-        try:
-            table[name] = pa.array(values)
-        except (pa.lib.ArrowException, OverflowError, UnicodeEncodeError):
-            table[name] = pa.array([ascii(value)[:50] for value in values])
-    file = io.BytesIO()
-    pq.write_table(pa.table(table or {"x": pa.array([1])}), file)
-    return file.getvalue()
-
-
-@pytest.mark.slow
-@given(ROWS, st.lists(CUTS, max_size=2))
-def test_rows_as_parquet_are_examples_or_one_sentence(
-    rows: list[dict[str, Any]], cuts: list[tuple[int, int, bytes]]
-) -> None:
-    try:
-        data = parquet_of(rows)
-    except (pa.lib.ArrowException, UnicodeEncodeError):  # no parquet holds these rows
-        data = b"PAR1"
-    read_file("rows.parquet", mutated(data, cuts))
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_as_parquet_are_one_sentence(data: bytes) -> None:
-    read_file("rows.parquet", b"PAR1" + data + b"PAR1")
 
 
 @given(

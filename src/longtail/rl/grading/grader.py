@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from longtail.errors import ConfigError, GradingError, LongtailError
-from longtail.rl.grading.answers import checked_number
 from longtail.rl.grading.reward import GradingTask, Reward, resolve_reward
 from longtail.system import machine
 
@@ -65,8 +64,7 @@ def _limit_memory() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def loaded_reward() -> Reward:
-    """Return the reward of this process. Raises `ConfigError` if it cannot be loaded."""
+def _reward() -> Reward:
     (reward,) = _loaded
     if isinstance(reward, ConfigError):
         raise reward
@@ -74,49 +72,32 @@ def loaded_reward() -> Reward:
 
 
 def is_ready() -> bool:
-    """Return True once the reward is loaded. Raises `ConfigError` if it cannot be."""
-    return loaded_reward() is not None
+    """Return True if the reward is loaded. Raises `ConfigError` if it cannot be."""
+    return bool(_reward())
 
 
-def grade(task: GradingTask) -> float | str:
-    """Return the reward of a completion, or why there is none."""
-    reward = loaded_reward()
-    try:
-        return checked_number(reward.grade(task), source="the reward")
-    except BaseException as error:  # noqa: BLE001 - sys.exit() in a reward ends this task alone
-        return describe(error)
-    finally:
-        _cancel_alarm()
-
-
-def grade_group(tasks: Sequence[GradingTask]) -> list[float | str]:
-    """Return the reward of each completion of a prompt, or why there is none."""
-    reward = loaded_reward()
+def grade(tasks: Sequence[GradingTask]) -> list[float | str]:
+    """Return the reward of each completion of one prompt, or why there is none."""
+    reward = _reward()
     try:
         outcomes = reward.grade_group(tasks)
-    except BaseException as error:  # noqa: BLE001 - as above
+    except BaseException as error:  # noqa: BLE001 - sys.exit() in a reward ends this task alone
         return [describe(error)] * len(tasks)
-    finally:
-        _cancel_alarm()
+    finally:  # an alarm left by this task must not interrupt the next
+        signal.setitimer(signal.ITIMER_REAL, 0)
     return [describe(each) if isinstance(each, GradingError) else each for each in outcomes]
 
 
-def check_rows(rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+def check(rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
     """Return, for each row, why no completion of it can be graded; None if one can."""
-    reward = loaded_reward()
-    return [_refusal(reward, row) for row in rows]
-
-
-def _refusal(reward: Reward, row: Mapping[str, Any]) -> str | None:
-    try:
-        reward.check(row)
-    except Exception as error:  # noqa: BLE001 - a reward may raise anything
-        return describe(error)
-    return None
-
-
-def _cancel_alarm() -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0)  # one left by this task must not interrupt the next
+    reward, reasons = _reward(), list[str | None]()
+    for row in rows:
+        try:
+            reward.check(row)
+            reasons.append(None)
+        except Exception as error:  # noqa: BLE001 - a reward may raise anything
+            reasons.append(describe(error))
+    return reasons
 
 
 def describe(error: BaseException) -> str:

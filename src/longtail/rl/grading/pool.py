@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from multiprocessing import get_context
@@ -19,7 +20,7 @@ from typing import Any, final
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from longtail.errors import ConfigError, GradingError
+from longtail.errors import GradingError
 from longtail.rl.data.requests import visit_of
 from longtail.rl.grading import grader
 from longtail.rl.grading.reward import GradingTask, reward_factory
@@ -29,9 +30,9 @@ MAX_BREAKDOWNS = 3
 """Consecutive times that all graders may end without a result before grading is given up."""
 
 _CHECKED_TOGETHER = 256
-"""Rows that one call checks."""
+"""Rows that are checked in one task."""
 _KILLING_S = 30.0
-"""Most seconds between two tasks of a grader that was killed, without its start."""
+"""Most seconds that killing a grader delays the next task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Graded:
 
 
 @final
-class GraderPool:
+class GraderPool(AbstractContextManager["GraderPool"]):
     """Grader processes for one reward; a context manager, for use by one thread.
 
     With `by_group` a task is all completions of one prompt, graded in one call; else it is one
@@ -69,15 +70,21 @@ class GraderPool:
         reward_factory(reward_name)  # raises for an unknown name before any process starts
         self._reward_name, self._num_workers, self._by_group = reward_name, workers, by_group
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
-        self._was_ready = False
         self._pool: ProcessPool | None = None
-        self._schedule(grader.is_ready, [()])
-
-    def __enter__(self) -> "GraderPool":
-        return self
+        self._open().schedule(grader.is_ready)
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _open(self) -> ProcessPool:
+        if self._pool is None:
+            self._pool = ProcessPool(
+                max_workers=self._num_workers,
+                initializer=grader.start,
+                initargs=(self._reward_name, _search_path()),
+                context=get_context("forkserver"),
+            )
+        return self._pool
 
     def close(self) -> None:
         """Kill every grader; closing twice has no effect."""
@@ -89,24 +96,23 @@ class GraderPool:
     def wait_ready(self) -> None:
         """Wait until one grader has loaded the reward.
 
-        Raises `ConfigError` with the reason if the reward cannot be loaded.
+        Raises `ConfigError` with the reason if the reward cannot be loaded, and `GradingError` if
+        graders cannot be started.
         """
-        if not self._was_ready:
-            self._run(grader.is_ready, [()])
-            self._was_ready = True
+        self._run(grader.is_ready, [()])
 
     def grade(self, pairs: Sequence[tuple[Prompt, Completion]]) -> Graded:
         """Grade each task within the time limit; return rewards and failures in order.
 
-        Raises `ConfigError` if the reward cannot be loaded, and `GradingError` if graders can no
-        longer be started.
+        With `by_group`, completions are in the order of requests. Raises as `wait_ready` does.
         """
-        self.wait_ready()
-        tasks = [_task(*pair) for pair in pairs]
-        if self._by_group:
-            outcomes = self._grade_groups(pairs, tasks)
-        else:
-            outcomes = self._run(grader.grade, [(task,) for task in tasks])
+        visits = [visit_of(completion.request_id) for _, completion in pairs]
+        keys = visits if self._by_group else range(len(pairs))
+        tasks = [
+            [_task(*pair) for _, pair in members]
+            for _, members in groupby(zip(keys, pairs, strict=True), key=lambda each: each[0])
+        ]
+        outcomes = self._run_parts(grader.grade, tasks)
         rollouts, failures = [], []
         for (prompt, completion), outcome in zip(pairs, outcomes, strict=True):
             if isinstance(outcome, str):
@@ -116,104 +122,78 @@ class GraderPool:
                 rollouts.append(Rollout(prompt=prompt, completion=completion, reward=outcome))
         return Graded(rollouts=tuple(rollouts), failures=tuple(failures))
 
-    def _grade_groups(
-        self, pairs: Sequence[tuple[Prompt, Completion]], tasks: Sequence[GradingTask]
-    ) -> list[float | str]:
-        """Grade completions, which are in the order of requests, in whole groups."""
-        visits = [visit_of(completion.request_id) for _, completion in pairs]
-        groups = [
-            [task for _, task in members]
-            for _, members in groupby(zip(visits, tasks, strict=True), key=lambda pair: pair[0])
-        ]
-        outcomes = self._run(grader.grade_group, [(group,) for group in groups])
-        return [
-            outcome
-            for group, whole in zip(groups, outcomes, strict=True)
-            for outcome in ([whole] * len(group) if isinstance(whole, str) else whole)
-        ]
-
     def check(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """Return, by index, why some rows cannot be graded for any completion.
 
-        A row has the columns that `required_columns` names. Raises as `grade` does.
+        A row has the columns that `required_columns` names. Raises as `wait_ready` does.
         """
-        self.wait_ready()
-        parts = [
-            [dict(row) for row in rows[start : start + _CHECKED_TOGETHER]]
-            for start in range(0, len(rows), _CHECKED_TOGETHER)
-        ]
-        reasons: list[str | None] = []
-        for part, found in zip(
-            parts, self._run(grader.check_rows, [(part,) for part in parts]), strict=True
-        ):
-            reasons += [found] * len(part) if isinstance(found, str) else found
+        starts = range(0, len(rows), _CHECKED_TOGETHER)
+        parts = [[dict(row) for row in rows[at : at + _CHECKED_TOGETHER]] for at in starts]
+        reasons = self._run_parts(grader.check, parts)
         return {index: why for index, why in enumerate(reasons) if why is not None}
+
+    def _run_parts(self, function: Callable[..., Any], parts: Sequence[list[Any]]) -> list[Any]:
+        """Return the outcome of each item of each part, which is a task."""
+        outcomes = self._run(function, [(part,) for part in parts])
+        return [
+            each
+            for part, outcome in zip(parts, outcomes, strict=True)
+            for each in ([outcome] * len(part) if isinstance(outcome, str) else outcome)
+        ]
 
     def _run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the outcome of each task; of one that ends its grader, a text that says why."""
         outcomes: dict[int, Any] = {}
         breakdowns = 0
-        while len(outcomes) < len(tasks):
-            missing = [number for number in range(len(tasks)) if number not in outcomes]
-            try:
-                futures = self._schedule(function, [tasks[number] for number in missing])
-                self._collect(dict(zip(missing, futures, strict=True)), outcomes)
-            except BrokenProcessPool as error:
-                self.close()
-                breakdowns = 1 if len(outcomes) > len(tasks) - len(missing) else breakdowns + 1
+        try:
+            while left := {n: task for n, task in enumerate(tasks) if n not in outcomes}:
+                found = self._attempt(function, left)
+                outcomes |= found
+                breakdowns = 0 if found else breakdowns + 1
                 if breakdowns == MAX_BREAKDOWNS:
                     raise GradingError(
-                        f"reward.name = {self._reward_name!r}, reward.workers = "
-                        f"{self._num_workers}: the graders ended {breakdowns} times in a row "
-                        f"before they had graded anything ({error}); see what they wrote to "
-                        "stderr, and if memory is short, lower reward.workers"
-                    ) from error
-            except BaseException:  # an interruption: these tasks must not reach a later call
-                self.close()
-                raise
+                        f"reward.name = {self._reward_name!r}: the graders ended {breakdowns} "
+                        "times in a row before they had graded anything; stderr has what they "
+                        f"wrote, and if memory is short, lower reward.workers = {self._num_workers}"
+                    )
+        except BaseException:  # after an interruption, these tasks must not reach a later call
+            self.close()
+            raise
         return [outcomes[number] for number in range(len(tasks))]
 
-    def _schedule(
-        self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]
-    ) -> list[ProcessFuture[Any]]:
-        if self._pool is None:
-            self._pool = ProcessPool(
-                max_workers=self._num_workers,
-                initializer=grader.start,
-                initargs=(self._reward_name, _search_path()),
-                context=get_context("forkserver"),
-            )
-        try:
-            return [self._pool.schedule(function, task, timeout=self._timeout_s) for task in tasks]
-        except RuntimeError as error:  # pebble's, if all graders ended without a task
-            raise BrokenProcessPool(str(error)) from error
+    def _attempt(
+        self, function: Callable[..., Any], tasks: Mapping[int, tuple[Any, ...]]
+    ) -> dict[int, Any]:
+        """Return the outcomes of the tasks that end; not all do if every grader ended without one.
 
-    def _collect(self, futures: Mapping[int, ProcessFuture[Any]], outcomes: dict[int, Any]) -> None:
-        """Wait for each task; raise BrokenProcessPool, after the others, if some have no end."""
-        broken = None
+        pebble gives its pool up when graders end that have no task.
+        """
+        outcomes = {}
+        try:
+            futures = {
+                number: self._open().schedule(function, task, timeout=self._timeout_s)
+                for number, task in tasks.items()
+            }
+        except RuntimeError:
+            futures = {}
         for number, future in futures.items():
-            try:
+            with suppress(BrokenProcessPool):
                 outcomes[number] = self._outcome(future)
-            except BrokenProcessPool as error:
-                if not future.done():
-                    raise
-                broken = error
-        if broken is not None:
-            raise broken
+        if len(outcomes) < len(tasks):
+            self.close()
+        return outcomes
 
     def _outcome(self, future: ProcessFuture[Any]) -> Any:
         # All earlier tasks have ended, so this one has begun or begins when a grader has started.
-        patience = self._timeout_s + _KILLING_S if self._was_ready else 0.0
+        limit_s = self._start_timeout_s + self._timeout_s + _KILLING_S
         try:
-            return future.result(self._start_timeout_s + patience)
+            return future.result(limit_s)
         except TimeoutError as error:
             if future.done():
                 return f"the grader gave no result in {self._timeout_s:g} s and was killed"
-            if self._was_ready:
-                raise BrokenProcessPool("no grader takes a task") from error
-            raise ConfigError(
-                f"reward.name = {self._reward_name!r}: no grader has loaded it in "
-                f"{self._start_timeout_s:g} s"
+            raise GradingError(
+                f"reward.name = {self._reward_name!r}: no grader has begun a task in {limit_s:g} "
+                "s; see that its module is imported in that time"
             ) from error
         except ProcessExpired as error:
             return f"the grader {_describe_end(error.exitcode)} while grading"

@@ -13,9 +13,6 @@ from longtail.rl.data.prompts import PromptSet
 from longtail.rl.grading.reward import required_columns
 from longtail.types import Prompt
 
-_MAX_NAMED = 5
-"""Number of further rows that an error names."""
-
 Check = Callable[[Sequence[Mapping[str, Any]]], Mapping[int, str]]
 """Map rows, reduced to the columns that a reward needs, to reasons why some cannot be graded."""
 
@@ -58,11 +55,7 @@ def _missing(prompt: Prompt, columns: Sequence[str]) -> str | None:
 def _error_text(prompts: PromptSet, reasons: Mapping[int, str]) -> str:
     first, *others = sorted(reasons)
     column = "" if prompts.answer_column is None else f", column {prompts.answer_column!r}"
-    more = ""
-    if others:
-        named = [str(prompts.rows[index]) for index in others[:_MAX_NAMED]]
-        rows = ", ".join([*named, "..."] if len(others) > _MAX_NAMED else named)
-        more = f"; {len(others)} more of {len(prompts.prompts)} rows are no better ({rows})"
+    more = f"; {len(others)} more of {len(prompts.prompts)} rows are no better" if others else ""
     return (
         f"data.source = {prompts.source!r}, row {prompts.rows[first]}{column}: {reasons[first]}"
         f"{more}; mend the data, name the column of the answers in data.answer_column, choose "

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from longtail.errors import ConfigError, GradingError
 from longtail.rl.data.sources import import_extra
@@ -49,6 +49,9 @@ class GradingTask:
 class Reward(abc.ABC):
     """Grades one completion; an error means that the completion has no reward."""
 
+    columns: ClassVar[tuple[str, ...]] = ("answer",)
+    """Keys of `GradingTask.data` without which no completion can be graded."""
+
     @abc.abstractmethod
     def grade(self, task: GradingTask) -> float:
         """Return a finite number; raise `GradingError` (or any error) if there is none."""
@@ -64,7 +67,7 @@ class Reward(abc.ABC):
     def check(self, data: Mapping[str, Any]) -> None:
         """Raise `GradingError` (or any error) if no completion of this row can be graded.
 
-        `data` has at least the columns that `required_columns` names.
+        `data` has at least `columns`.
         """
 
 
@@ -187,6 +190,8 @@ class MathVerifyReward(Reward):
 class ReasoningGymReward(Reward):
     """Score, from 0 to 1, of the reasoning-gym task that generated the problem."""
 
+    columns = ("reasoning_gym_task", "reasoning_gym_entry")
+
     def __init__(self) -> None:
         gym = import_extra(
             "reasoning_gym", extra="reasoning-gym", where="reward.name = 'reasoning_gym'"
@@ -303,7 +308,7 @@ def _number_or_error(reward: object, source: str) -> float | GradingError:
         return error
 
 
-_NAMED: dict[str, Callable[[], Reward]] = {
+_NAMED: dict[str, type[Reward]] = {
     "exact": ExactReward,
     "last_number": LastNumberReward,
     "math_verify": MathVerifyReward,
@@ -311,18 +316,10 @@ _NAMED: dict[str, Callable[[], Reward]] = {
     "tiny-reasoner": TinyReasonerReward,
 }
 
-_REQUIRED: dict[str, tuple[str, ...]] = {
-    "exact": ("answer",),
-    "last_number": ("answer",),
-    "math_verify": ("answer",),
-    "reasoning_gym": ("reasoning_gym_task", "reasoning_gym_entry"),
-    "tiny-reasoner": ("answer",),
-}
-
 
 def required_columns(name: str) -> tuple[str, ...]:
     """Return the keys of `GradingTask.data` that this reward needs."""
-    return _REQUIRED.get(name, ())
+    return _NAMED[name].columns if name in _NAMED else ()
 
 
 def reward_factory(name: str) -> Callable[[], Reward]:
