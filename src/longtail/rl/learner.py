@@ -9,7 +9,7 @@ readers of the weights are unknown here.
 In a process group every rank is given the same batches, computes its part of the micro-batches, and
 makes the update of the whole batch: gradients are summed, so weights have the same bits on all
 ranks. With `sharding = "full"` each rank updates its shard (`rl.sharded`), and a step ends by
-gathering the whole policy. `rl.recovery` describes what follows the loss of a rank.
+gathering the whole policy. `rl.optim` describes what follows the loss of a rank.
 """
 
 import copy
@@ -25,14 +25,13 @@ from torch import Tensor
 from longtail.errors import ClusterError, ConfigError, NonFiniteError
 from longtail.model.kernels.products import can_hold_casts
 from longtail.model.transformer import Transformer
-from longtail.rl import recovery
+from longtail.rl import optim
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance, reduce_gradients
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
-from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.optim import Optimizer, OptimizerSettings, load_parameters, loss_error
 from longtail.rl.packing import lay_out
-from longtail.rl.parameters import load_parameters, loss_error
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class Learner:
         can_undo = several and self._group.size > 1 and self._shards is None
         undo = partial(self.restore, self.state(), self.weights().tensors) if can_undo else None
         try:
-            with recovery.undone_on_loss(undo):
+            with optim.undone_on_loss(undo):
                 self._hold_casts()
                 old = [self._old(batch, metrics, on_progress) for batch in batches if several]
                 for index, batch in enumerate(batches):
@@ -321,11 +320,11 @@ class Learner:
                 "the process group that held the policy in shards is lost (learner.sharding); "
                 "start again: the run resumes from its newest checkpoint"
             )
-        versions = recovery.gather_versions(group, self._version)
+        versions = optim.gather_versions(group, self._version)
         self._group, newest = group, max(versions)
         if self._version < newest:
-            self._version = recovery.INCOMPLETE  # until all tensors have come
-        recovery.synchronize(group, versions, self._model, self._optimizer)
+            self._version = optim.INCOMPLETE  # until all tensors have come
+        optim.synchronize(group, versions, self._model, self._optimizer)
         self._version = newest
         if self._settings.sharding == "full" and group.size > 1:
             from longtail.rl.sharded import Shards  # importing FSDP2 takes most of a second

@@ -1,11 +1,19 @@
 """AdamW with a schedule, global-norm clipping, a check for NaN, and a state that needs no pickle.
 
 The learners of the policy, of supervised examples and of drafters use it. It knows parameters by
-name; losses and batches are unknown here.
+name; losses and batches are unknown here. Replicated learners that lost a rank continue from the
+newest version:
+
+    version before     rank 0: 7    rank 1: 6 (lost its group during the step)    rank 2: 0 (new)
+    synchronize        rank 0 broadcasts weights and moments to all               version 7
+
+A step that loses a rank leaves weights, moments and version of the others as they were. Ranks that
+have nevertheless made it are one version ahead, and the ranks behind receive the result.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -13,10 +21,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longtail.errors import CheckpointError, NonFiniteError
+from longtail.errors import CheckpointError, ClusterError, NonFiniteError, ProcessGroupError
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, all_gather_scalar
 
 Schedule = Literal["constant", "linear", "cosine"]
+
+INCOMPLETE = -1
+"""Version of a learner whose synchronization was interrupted: its weights are a mixture."""
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -188,3 +199,58 @@ class Optimizer:
                 moment: value.to(parameter.device, copy=True)
                 for moment, value in zip(_MOMENTS, moments, strict=True)
             }
+
+
+@contextmanager
+def undone_on_loss(undo: Callable[[], None] | None) -> Iterator[None]:
+    """Call `undo`, if there is one, when the process group is lost."""
+    try:
+        yield
+    except ProcessGroupError:
+        if undo is not None:
+            undo()
+        raise
+
+
+def gather_versions(group: ProcessGroup, version: int) -> list[int]:
+    """Return the version of each rank. Raises ClusterError if all are INCOMPLETE."""
+    versions = [int(each) for each in all_gather_scalar(group, version)]
+    if max(versions) == INCOMPLETE:
+        raise ClusterError("the policy is lost; start again from the newest checkpoint")
+    return versions
+
+
+def synchronize(
+    group: ProcessGroup, versions: Sequence[int], model: nn.Module, optimizer: Optimizer
+) -> None:
+    """Broadcast weights and moments from the first rank with the newest version to the others.
+
+    Nothing is sent if all versions are equal. If it raises ProcessGroupError, ranks with the newest
+    version still have the same bits; the others are INCOMPLETE.
+    """
+    source = versions.index(max(versions))
+    if min(versions) < versions[source]:
+        group.broadcast(source, [parameter.detach() for parameter in model.parameters()])
+        optimizer.broadcast_moments(group, source)
+
+
+def load_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the parameters; CheckpointError, before any copy, if one does not fit."""
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if name not in tensors or tensors[name].shape != parameter.shape:
+            raise CheckpointError(f"weights of another model: {name} is missing or misshapen")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def loss_error(
+    model: nn.Module, loss: Float[Tensor, ""], step: int, name: str
+) -> NonFiniteError | None:
+    """Return the error of a loss that is not finite, naming the broken weights if there are any."""
+    if loss.isfinite():
+        return None
+    broken = (n for n, p in model.named_parameters() if not p.isfinite().all())
+    culprit = next(broken, name)
+    return NonFiniteError(f"step {step}: {culprit} is not finite; no update was made")

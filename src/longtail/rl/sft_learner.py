@@ -17,9 +17,8 @@ from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
 from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.muon import MuonOptimizer
-from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.optim import Optimizer, OptimizerSettings, load_parameters, loss_error
 from longtail.rl.packing import pack
-from longtail.rl.parameters import load_parameters, loss_error
 from longtail.types import PackedSequences, SamplingParams
 
 

@@ -112,7 +112,7 @@ def test_a_saved_dataset_dict_gives_the_split_asked_for(tmp_path, datasets):
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "two")
     assert load(f"hf:{tmp_path / 'two'}") == ROWS
     assert load(f"hf:{tmp_path / 'two'}:test") == ROWS[1:]
-    with pytest.raises(DataError, match="cannot be loaded .*dev"):
+    with pytest.raises(DataError, match=r"cannot be loaded .*dev"):
         load(f"hf:{tmp_path / 'two'}:dev")
 
 
