@@ -53,10 +53,8 @@ def test_rows_that_were_left_out_do_not_shift_the_number_that_is_named():
         gradable_here(prompts)
 
 
-def test_all_unusable_rows_are_counted_and_some_of_them_named():
-    with pytest.raises(
-        DataError, match=r"row 1, .*; 8 more of 10 rows .* \(2, 3, 4, 5, 6, \.\.\.\)"
-    ):
+def test_all_unusable_rows_are_counted():
+    with pytest.raises(DataError, match=r"row 1, .*; 8 more of 10 rows are no better"):
         gradable_here(prompts_of("1", *[""] * 9))
 
 
