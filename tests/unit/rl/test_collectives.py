@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import final
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from longtail.errors import ConfigError, ProcessGroupError
 from longtail.rl.collectives import (
@@ -23,7 +21,6 @@ from longtail.rl.collectives import (
     TorchProcessGroup,
     all_gather_scalar,
     balance,
-    reduce_gradients,
 )
 from support.listening import Listening, listening
 from support.rank_processes import PATIENCE_S, free_address
@@ -130,13 +127,6 @@ def test_ranks_that_connect_through_a_file_listen_on_loopback_only(tmp_path):
         assert all(each.is_loopback for each in set(found) - known)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_wait_for_missing_ranks_at_a_file_is_bounded(rank, tmp_path):
-    with pytest.raises(ProcessGroupError, match=r"connecting to the other ranks failed"):
-        TorchProcessGroup(rank, 2, f"file://{tmp_path}/group", backend="gloo", timeout_s=0.5)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_parts_are_gathered_and_sums_are_scattered_by_rank(size):
     def run(group: ProcessGroup) -> tuple[list[float], list[float], list[float]]:
@@ -197,12 +187,12 @@ def test_ranks_fail_at_once_if_another_has_left():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_wait_for_missing_ranks_is_bounded(rank):
-    with pytest.raises(
-        ProcessGroupError,
-        match=rf"^rank {rank} of 2 at tcp://\S+: connecting to the other ranks failed",
-    ):
-        TorchProcessGroup(rank, 2, free_address(), backend="gloo", timeout_s=0.5)
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_the_wait_for_missing_ranks_is_bounded(rank, scheme, tmp_path):
+    address = free_address() if scheme == "tcp" else f"file://{tmp_path}/group"
+    why = rf"^rank {rank} of 2 at {scheme}://\S+: connecting to the other ranks failed"
+    with pytest.raises(ProcessGroupError, match=why):
+        TorchProcessGroup(rank, 2, address, backend="gloo", timeout_s=0.5)
 
 
 @pytest.mark.slow
@@ -243,55 +233,3 @@ def test_a_backend_that_is_not_built_in_is_refused(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     with pytest.raises(ConfigError, match="use 'gloo'"):
         TorchProcessGroup(0, 1, free_address(), backend="nccl", timeout_s=1.0)
-
-
-@final
-class Scripted(ProcessGroup):
-    """Rank 1 of 3, with given tensors of ranks 0 and 2."""
-
-    def __init__(self, *others: Sequence[torch.Tensor]) -> None:
-        super().__init__(rank=1, size=3)
-        self._others = others
-        self.sums = 0
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.sums += 1
-        for gradients in self._others:
-            for tensor, other in zip(tensors, gradients, strict=True):
-                tensor += other
-
-
-def gradients_of(*values: float, void_rank: int | None = None) -> list[torch.Tensor]:
-    """Return gradients of a linear layer, and the flags that follow them."""
-    flags = torch.zeros(3)
-    if void_rank is not None:
-        flags[void_rank] = 1.0
-    return [torch.full((2, 4), values[0]), torch.full((2,), values[1]), flags]
-
-
-def test_gradients_of_all_ranks_are_summed():
-    model = nn.Linear(4, 2)
-    model(torch.ones(4)).sum().backward()
-    group = Scripted(gradients_of(2.0, 3.0), gradients_of(10.0, 20.0))
-    assert reduce_gradients(group, model, computed=True, void=False) == []
-    assert model.weight.grad is not None
-    assert model.bias.grad is not None
-    assert model.weight.grad.tolist() == [[13.0] * 4] * 2
-    assert model.bias.grad.tolist() == [24.0] * 2
-
-
-@pytest.mark.parametrize(("void", "expected"), [(False, [2]), (True, [1, 2])])
-def test_a_rank_without_gradients_adds_zeros_and_flags_a_failure(void, expected):
-    model = nn.Linear(4, 2)
-    group = Scripted(gradients_of(2.0, 3.0), gradients_of(0.0, 1.0, void_rank=2))
-    assert reduce_gradients(group, model, computed=void, void=void) == expected
-    assert model.weight.grad is not None
-    assert model.weight.grad.tolist() == [[2.0] * 4] * 2
-
-
-def test_a_missing_gradient_is_refused_before_any_sum():
-    # Otherwise tensors of different lengths would be summed, with wrong results on the other ranks.
-    group = Scripted(gradients_of(2.0, 3.0), gradients_of(2.0, 3.0))
-    with pytest.raises(AssertionError, match="no gradient reached weight: was the model packed"):
-        reduce_gradients(group, nn.Linear(4, 2), computed=True, void=False)
-    assert group.sums == 0

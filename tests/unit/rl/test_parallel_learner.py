@@ -1,29 +1,35 @@
-"""Several learner processes compute the steps of a single one, fail together, and recover."""
+"""Several learner processes compute the steps of a single one, fail together, and recover.
+
+Replicated or with shards of the learner (`sharding = "full"`).
+"""
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from longtail.errors import NonFiniteError, ProcessGroupError
-from longtail.rl.learner import Learner
+from longtail.errors import ClusterError, NonFiniteError, ProcessGroupError
+from longtail.rl.learner import Learner, LearnerSettings
 from longtail.rl.learner_metrics import LearnerReport
 from support.rank_processes import (
+    PATIENCE_S,
     SETTINGS,
     Plan,
     RankProcess,
     arrays,
     call_all,
     connect,
+    free_address,
     new_learner,
 )
 from support.tiny_models import tiny_model
 
-Copy = tuple[dict[str, int], dict[str, np.ndarray], dict[str, np.ndarray]]
-"""Numbers, moments and weights as numpy arrays."""
+Arrays = dict[str, np.ndarray]
+SHARDED = replace(SETTINGS, sharding="full")
 STEPS = (Plan(seed=1), Plan(seed=2), Plan(seed=3))
 SECONDS = ("logprob_seconds", "backward_seconds", "update_seconds")
 
@@ -37,56 +43,14 @@ def ranks() -> Iterator[list[RankProcess]]:
         each.end()
 
 
-def learn_alone(steps: Sequence[Plan]) -> tuple[Learner, list[LearnerReport]]:
-    learner = new_learner()
-    return learner, [learner.step(plan.batches()) for plan in steps]
-
-
-def assert_same_weights(ours: dict[str, np.ndarray], learner: Learner) -> None:
-    theirs = arrays(learner.weights().tensors)
-    assert ours.keys() == theirs.keys()
-    for name, array in ours.items():
-        # 1e-12 of the largest weight: the order of additions is all that differs.
-        assert np.abs(array - theirs[name]).max() <= 1e-12 * np.abs(theirs[name]).max(), name
-
-
-def assert_same_moments(ranks: Sequence[RankProcess], learner: Learner) -> None:
-    theirs = arrays(learner.state().tensors)
-    ours = common_state(ranks)[1]
-    assert ours.keys() == theirs.keys()
-    for name, array in ours.items():
-        assert np.abs(array - theirs[name]).max() <= 1e-12 * np.abs(theirs[name]).max(), name
-
-
-def begin(ranks: Sequence[RankProcess]) -> None:
+def begin(ranks: Sequence[RankProcess], settings: LearnerSettings = SETTINGS, **model: Any) -> None:
     """Connect new learners."""
-    assert call_all(ranks, "begin", SETTINGS) == [None] * len(ranks)
+    assert call_all(ranks, "begin", settings, **model) == [None] * len(ranks)
     connect(ranks)
 
 
-def assert_same_report(ours: LearnerReport, theirs: LearnerReport) -> None:
-    assert all(asdict(one)[name] > 0 for one in (ours, theirs) for name in SECONDS)
-    for name, value in asdict(theirs).items():
-        if name not in SECONDS:
-            assert asdict(ours)[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
-
-
-def common_state(ranks: Sequence[RankProcess]) -> Copy:
-    """Return the state of all ranks, which has the same bits on each."""
-    copies = call_all(ranks, "copy")
-    for other in copies[1:]:
-        assert other[0] == copies[0][0]
-        for ours, theirs in zip(other[1:], copies[0][1:], strict=True):
-            assert ours.keys() == theirs.keys()
-            assert all(np.array_equal(array, theirs[name]) for name, array in ours.items())
-    found: Copy = copies[0]
-    return found
-
-
-def learn_together(
-    ranks: Sequence[RankProcess], steps: Sequence[Plan]
-) -> tuple[dict[str, np.ndarray], list[LearnerReport]]:
-    """Make the steps on all ranks, which report the same; return weights and reports."""
+def learn(ranks: Sequence[RankProcess], steps: Sequence[Plan]) -> list[LearnerReport]:
+    """Make the steps on all ranks, which report the same."""
     reports = []
     for plan in steps:
         results = call_all(ranks, "step", plan)
@@ -94,7 +58,57 @@ def learn_together(
         times = dict.fromkeys(SECONDS, 0.0)
         assert all(replace(one, **times) == replace(results[0], **times) for one in results)
         reports.append(results[0])
-    return common_state(ranks)[2], reports
+    return reports
+
+
+def learn_alone(
+    steps: Sequence[Plan], settings: LearnerSettings = SETTINGS, **model: Any
+) -> tuple[Learner, list[LearnerReport]]:
+    learner = new_learner(settings, **model)
+    return learner, [learner.step(plan.batches()) for plan in steps]
+
+
+def state_of(
+    ranks: Sequence[RankProcess], *, sharded: bool = False
+) -> tuple[dict[str, int], Arrays, Arrays]:
+    """Return numbers, moments and weights: on each rank the same bits, moments rows if sharded."""
+    copies = call_all(ranks, "copy")
+    numbers, moments, weights = copies[0]
+    for other_numbers, other_moments, other_weights in copies[1:]:
+        assert other_numbers == numbers
+        same = {**weights} if sharded else {**weights, **moments}
+        others = {**other_moments, **other_weights}
+        assert all(np.array_equal(array, others[name]) for name, array in same.items())
+    if sharded:
+        moments = {
+            name: np.concatenate([other[name] for _, other, _ in copies]) if array.ndim else array
+            for name, array in moments.items()
+        }
+    return numbers, moments, weights
+
+
+def assert_same_state(
+    ranks: Sequence[RankProcess], learner: Learner, *, sharded: bool = False
+) -> None:
+    """Compare with a learner: the order of additions is all that differs."""
+    numbers, *ours = state_of(ranks, sharded=sharded)
+    assert numbers == {"version": learner.version}
+    expected = (learner.state().tensors, learner.weights().tensors)
+    for found, theirs in zip(ours, map(arrays, expected), strict=True):
+        assert found.keys() == theirs.keys()
+        for name, array in found.items():
+            assert array.shape == theirs[name].shape
+            assert np.abs(array - theirs[name]).max() <= 1e-12 * np.abs(theirs[name]).max(), name
+
+
+def assert_same_reports(ours: Sequence[LearnerReport], theirs: Sequence[LearnerReport]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        for name, value in asdict(other).items():
+            if name not in SECONDS:
+                assert asdict(one)[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+# ------------------------------------------------------------------------------ replicated
 
 
 @pytest.mark.slow
@@ -105,11 +119,9 @@ def test_a_group_makes_the_steps_of_a_single_learner(ranks, size, mini_batches):
     assert all(len(batch.micro_batches) > 1 for batch in steps[0].batches())
     single, expected = learn_alone(steps)
     begin(ranks[:size])
-    weights, reports = learn_together(ranks[:size], steps)
-    assert_same_weights(weights, single)
-    assert_same_moments(ranks[:size], single)
-    for ours, theirs in zip(reports, expected, strict=True):
-        assert_same_report(ours, theirs)
+    reports = learn(ranks[:size], steps)
+    assert_same_state(ranks[:size], single)
+    assert_same_reports(reports, expected)
     last = reports[-1]
     assert last.num_updates == mini_batches
     assert last.grad_norm > 0.5, "clipping takes part"
@@ -122,17 +134,15 @@ def test_ranks_without_a_micro_batch_make_the_update_of_the_others(ranks):
     assert all(len(batch.micro_batches) == 1 for batch in steps[0].batches())
     single, expected = learn_alone(steps)
     begin(ranks)
-    weights, reports = learn_together(ranks, steps)
-    assert_same_weights(weights, single)
-    for ours, theirs in zip(reports, expected, strict=True):
-        assert_same_report(ours, theirs)
+    assert_same_reports(learn(ranks, steps), expected)
+    assert_same_state(ranks, single)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [{"bad_advantage": 3}, {"bad_logprob": 5}])
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_ranks(ranks, broken):
     begin(ranks)
-    learn_together(ranks, STEPS[:1])
+    learn(ranks, STEPS[:1])
     before = call_all(ranks, "digest")
     results = call_all(ranks, "step", replace(STEPS[1], **broken))
     assert all(isinstance(error, NonFiniteError) for error in results), results
@@ -142,8 +152,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_ranks(ranks, broken):
     assert all(text.startswith("step 1: the loss") for text in (*own, *others))
     assert call_all(ranks, "digest") == before
     # The failed step leaves no gradient to the next one.
-    weights, _ = learn_together(ranks, STEPS[1:])
-    assert_same_weights(weights, learn_alone(STEPS)[0])
+    learn(ranks, STEPS[1:])
+    assert_same_state(ranks, learn_alone(STEPS)[0])
 
 
 @pytest.mark.slow
@@ -157,8 +167,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_ranks(ranks):
         "step 0: the gradient of layers.0.attention.qkv.weight is not finite; no update was made"
     }
     assert call_all(ranks, "digest") == before
-    weights, _ = learn_together(ranks, STEPS)
-    assert_same_weights(weights, learn_alone(STEPS)[0])
+    learn(ranks, STEPS)
+    assert_same_state(ranks, learn_alone(STEPS)[0])
 
 
 @pytest.mark.slow
@@ -175,7 +185,7 @@ def test_a_step_that_lost_a_rank_changes_nothing_and_can_be_repeated(
     steps = [replace(plan, mini_batches=mini_batches) for plan in STEPS]
     fresh, doomed, survivors = RankProcess(), ranks[1], [ranks[0], ranks[2]]
     begin(ranks)
-    learn_together(ranks, steps[:1])
+    learn(ranks, steps[:1])
     before = call_all(survivors, "digest")
     doomed.send("die_after", backwards)
     assert doomed.receive() is None
@@ -195,11 +205,9 @@ def test_a_step_that_lost_a_rank_changes_nothing_and_can_be_repeated(
         fresh.send("restore", *ranks[0].receive())
         assert fresh.receive() is None
     connect(ranks)
-    weights, reports = learn_together(ranks, steps[1:])
     single, expected = learn_alone(steps)
-    assert_same_weights(weights, single)
-    assert_same_moments(ranks, single)
-    assert_same_report(reports[-1], expected[-1])
+    assert_same_reports(learn(ranks, steps[1:]), expected[1:])
+    assert_same_state(ranks, single)
 
 
 @pytest.mark.slow
@@ -211,7 +219,7 @@ def test_ranks_that_missed_an_update_receive_it_when_they_connect_again(
     steps = [replace(plan, mini_batches=mini_batches) for plan in STEPS]
     single, _ = learn_alone(steps)
     begin(ranks)
-    learn_together(ranks, steps[:1])
+    learn(ranks, steps[:1])
     before = call_all(ranks, "digest")
     assert call_all([ranks[rank] for rank in interrupted], "lose_group") == [None] * len(
         interrupted
@@ -225,24 +233,30 @@ def test_ranks_that_missed_an_update_receive_it_when_they_connect_again(
     ]
     connect(ranks)
     was_made = len(interrupted) < len(ranks)
-    assert common_state(ranks)[0] == {"version": 1 + was_made}
-    weights, _ = learn_together(ranks, steps[1 + was_made :])
-    assert_same_weights(weights, single)
-    assert_same_moments(ranks, single)
+    assert state_of(ranks)[0] == {"version": 1 + was_made}
+    learn(ranks, steps[1 + was_made :])
+    assert_same_state(ranks, single)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (3, 1)])
-def test_a_group_of_another_size_continues_from_a_checkpoint(ranks, before, after):
-    single, _ = learn_alone(STEPS)
-    begin(ranks[:before])
-    learn_together(ranks[:before], STEPS[:1])
-    kept = common_state(ranks[:before])
-    begin(ranks[:after])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 3), (3, 1)])
+def test_a_group_of_another_size_continues_from_a_checkpoint(ranks, before, after, sharded):
+    """Restored state has the same bits; later steps differ by the order of additions only."""
+    settings = SHARDED if sharded else SETTINGS
+    begin(ranks[:before], settings)
+    learn(ranks[:before], STEPS[:1])
+    kept = state_of(ranks[:before], sharded=sharded)
+    assert call_all(ranks[:after], "begin", settings) == [None] * after
     assert call_all(ranks[:after], "restore", *kept) == [None] * after
-    weights, _ = learn_together(ranks[:after], STEPS[1:])
-    assert_same_weights(weights, single)
-    assert_same_moments(ranks[:after], single)
+    connect(ranks[:after])
+    found = state_of(ranks[:after], sharded=sharded)
+    assert found[0] == kept[0]
+    for ours, theirs in zip(found[1:], kept[1:], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(array, theirs[name]) for name, array in ours.items())
+    learn(ranks[:after], STEPS[1:])
+    assert_same_state(ranks[:after], learn_alone(STEPS, settings)[0], sharded=sharded)
 
 
 @pytest.mark.slow
@@ -260,3 +274,101 @@ def test_any_two_weights_have_different_digests():
     assert twin.digest() != after
     tied = Learner(tiny_model("qwen2"), SETTINGS)
     assert Learner(tiny_model(), SETTINGS).digest() != tied.digest()
+
+
+# ------------------------------------------------------------------------------ sharded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("model", "settings", "plan"),
+    [
+        pytest.param({}, SHARDED, {}, id="uneven-deals"),
+        pytest.param({"family": "qwen2"}, SHARDED, {"mini_batches": 2}, id="tied-two-updates"),
+        pytest.param(
+            {},
+            SHARDED,
+            {"mini_batches": 2, "idle": (0, 1, 2), "keep_idle": False},
+            id="an-update-without-passes",
+        ),
+        pytest.param({"head_dim": 4}, SHARDED, {"budget": 100}, id="empty-shards-idle-ranks"),
+        pytest.param(
+            {"family": "qwen2"},
+            replace(SHARDED, recompute=True, max_logits=256, loss="gspo", kl_coef=0.0),
+            {},
+            id="all-computed-again",
+        ),
+    ],
+)
+def test_shards_make_the_steps_of_a_single_learner(ranks, size, model, settings, plan):
+    steps = [replace(each, **plan) for each in STEPS]
+    single, expected = learn_alone(steps, settings, **model)
+    begin(ranks[:size], settings, **model)
+    reports = learn(ranks[:size], steps)
+    assert_same_state(ranks[:size], single, sharded=True)
+    assert_same_reports(reports, expected)
+    assert reports[-1].grad_norm > 0.5, "clipping takes part"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True])
+def test_shards_work_with_native_kernels_and_with_autocast(ranks, autocast):
+    settings = replace(SHARDED, autocast=autocast)
+    single, _ = learn_alone(STEPS, settings, dtype=torch.float32)
+    begin(ranks[:2], settings, dtype=torch.float32)
+    learn(ranks[:2], STEPS)
+    theirs = arrays(single.weights().tensors)
+    for name, array in state_of(ranks[:2], sharded=True)[2].items():
+        # Sums in another order err by 2^-24 of a gradient each; updates are 0.05 of it at most.
+        assert np.abs(array - theirs[name]).max() <= 1e-6, name
+
+
+@pytest.mark.slow
+def test_a_step_without_a_scored_token_decays_all_shards(ranks):
+    idle = Plan(seed=4, idle=tuple(range(7)), keep_idle=False)
+    assert not idle.batches()[0].micro_batches
+    begin(ranks, SHARDED)
+    learn(ranks, (idle, STEPS[0]))
+    assert_same_state(ranks, learn_alone((idle, STEPS[0]), SHARDED)[0], sharded=True)
+
+
+@pytest.mark.slow
+def test_a_value_that_is_not_finite_stops_all_shards(ranks):
+    begin(ranks, SHARDED)
+    learn(ranks, STEPS[:1])
+    before = call_all(ranks, "digest")
+    results = call_all(ranks, "step", replace(STEPS[1], bad_advantage=3))
+    assert all(isinstance(error, NonFiniteError) for error in results), results
+    assert sorted("micro-batch" in str(error) for error in results) == [False, False, True]
+    assert call_all(ranks[1:2], "break_backward") == [None]
+    results = call_all(ranks, "step", STEPS[1])
+    assert {str(error) for error in results} == {
+        "step 1: the gradient of embedding.weight is not finite; no update was made"
+    }
+    # The failed steps change nothing and leave no gradient to the next one.
+    assert call_all(ranks, "digest") == before
+    learn(ranks, STEPS[1:])
+    assert_same_state(ranks, learn_alone(STEPS, SHARDED)[0], sharded=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_lost_shard_ends_the_run_with_a_remedy(ranks, passes):
+    fresh, doomed = RankProcess(), ranks[1]
+    begin(ranks, SHARDED)
+    learn(ranks, STEPS[:1])
+    assert call_all([doomed], "die_after_passes", passes) == [None]
+    for each in ranks:
+        each.send("step", STEPS[1])
+    survivors = [ranks[0], ranks[2]]
+    results = [each.receive() for each in survivors]
+    assert all(isinstance(error, ProcessGroupError) for error in results), results
+    doomed.end()
+    ranks[1] = fresh
+    address = free_address()
+    for rank, each in enumerate(survivors):
+        each.send("connect", rank, 2, address, PATIENCE_S)
+    for error in [each.receive() for each in survivors]:
+        assert isinstance(error, ClusterError)
+        assert "(learner.sharding); start again: the run resumes from its newest" in str(error)

@@ -1,7 +1,5 @@
-import math
 import subprocess
 import sys
-import threading
 from fractions import Fraction
 
 import numpy as np
@@ -185,11 +183,6 @@ def test_a_tagged_answer_keeps_drawings():
     assert tagged_answer("<think>no</think><answer>\n####\n#  #\n</answer>") == "####\n#  #"
 
 
-def test_extraction_takes_linear_time_on_hostile_text():
-    hostile = r"\boxed{" * 20_000 + "<answer>" * 20_000 + "#" * 20_000 + "{" * 20_000
-    assert isinstance(final_answer(hostile), str)
-
-
 # ------------------------------------------------------------------------------ exact match
 
 
@@ -246,21 +239,10 @@ def test_math_verify_compares_mathematics(math_reward, text, answer, reward):
     assert math_reward.grade(task(text, answer)) == reward
 
 
-def test_math_verify_does_not_rest_on_signals(math_reward):
-    # SIGALRM handlers cannot be set outside the main thread: math-verify with its own limits
-    # raises there, or calls a right answer wrong.
-    rewards = []
-    thread = threading.Thread(
-        target=lambda: rewards.append(math_reward.grade(task(r"\boxed{1/2}", "0.5")))
-    )
-    thread.start()
-    thread.join()
-    assert rewards == [1.0]
-
-
-def test_math_verify_refuses_a_row_without_a_reference(math_reward):
+@pytest.mark.parametrize("answer", [None, "$$", "NaN", " nan ", ""])
+def test_math_verify_refuses_a_row_without_a_reference(math_reward, answer):
     with pytest.raises(GradingError, match="reference answer"):
-        math_reward.grade(task("42", None))
+        math_reward.check({"answer": answer})
 
 
 # ------------------------------------------------------------------------------ reasoning-gym
@@ -349,51 +331,34 @@ def test_any_real_number_is_a_reward(value):
     assert type(checked_number(value, source="it")) is float
 
 
-def test_a_reward_that_is_not_finite_names_its_source():
-    with pytest.raises(GradingError, match="it returned nan"):
-        checked_number(math.nan, source="it")
-
-
 # ------------------------------------------------------------------------------ names
 
 
 @pytest.mark.parametrize("name", ["exact_match", "math-verify", "", "a b:c", "m:", ":f", "m:f()"])
 def test_an_unknown_reward_lists_the_known_ones(name):
-    match = r"reward\.name = .*: unknown.*exact, last_number, .*tiny-reasoner, and mod"
+    match = r"reward\.name = .*: unknown.*exact, last_number, .* and module:function"
     with pytest.raises(ConfigError, match=match):
         reward_factory(name)
 
 
-def test_a_misspelt_reward_suggests_the_nearest():
-    with pytest.raises(ConfigError, match="unknown, did you mean 'math_verify'"):
-        resolve_reward("math-verify")
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import no_such_package", "the module 'broken' does not import .*no_such_package"),
+        ("def f(:", "does not import .*SyntaxError"),
+        ("def accuracy(**columns): ...", "has no 'acuracy', did you mean 'accuracy'"),
+        ("acuracy = 3", "'acuracy' is of type int, not a function"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_named(module, source, why):
+    module(source, "broken")
+    with pytest.raises(ConfigError, match=why):
+        resolve_reward("broken:acuracy")
 
 
 def test_a_module_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"module 'no_such_module' does not import.*working dir"):
         resolve_reward("no_such_module:f")
-
-
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [("import no_such_package", "no_such_package"), ("def f(:", "SyntaxError")],
-)
-def test_a_module_that_does_not_import_says_why(module, source, why):
-    module(source, "broken_module")
-    with pytest.raises(ConfigError, match=f"'broken_module' does not import .*{why}"):
-        resolve_reward("broken_module:f")
-
-
-def test_a_missing_function_suggests_the_nearest(module):
-    module("def accuracy(**columns): ...", "lacking")
-    with pytest.raises(ConfigError, match="has no 'acuracy', did you mean 'accuracy'"):
-        resolve_reward("lacking:acuracy")
-
-
-def test_a_name_that_is_no_function_is_refused(module):
-    module("score = 3", "valued")
-    with pytest.raises(ConfigError, match="'score' is of type int, not a function"):
-        resolve_reward("valued:score")
 
 
 @pytest.mark.parametrize(
