@@ -29,7 +29,6 @@ from longtail.config.sections import (
 from longtail.system.machine import MAX_INT32
 
 _MOST_SEQUENCES = 1_000_000
-_MOST_COMPARED = 512
 LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"]
 _GROUP_LOSSES: tuple[LossName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 
@@ -235,18 +234,11 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _reward_problems(config: RunConfig) -> Iterator[str]:
-    reward, size = config.reward, config.rollout.group_size
-    if reward.per == "completion":
-        return
-    if ":" not in reward.name:
+    reward = config.reward
+    if reward.per == "group" and ":" not in reward.name:
         yield (
             f"reward.per = 'group': reward.name = {reward.name!r} grades each completion by "
             "itself; name a module:function, or leave it out"
-        )
-    if max(size, config.eval.samples) > _MOST_COMPARED:
-        yield (
-            f"reward.per = 'group': at most {_MOST_COMPARED} completions are graded in one call, "
-            f"and rollout.group_size = {size}, eval.samples = {config.eval.samples}"
         )
 
 

@@ -75,20 +75,11 @@ def final_answer(text: str) -> str:
 def last_number(text: str) -> Fraction | None:
     r"""Return the exact value of the last number in a text; None without one.
 
-    A number is written with the digits 0 to 9 and does not follow an ASCII letter, digit or
-    underscore (the 2 of H2O is none). It may have:
-
-    - a sign: +, - or the minus U+2212, unless a letter, a digit or a closing bracket stands before
-      it: "= -3" is -3, "10-3" ends with 3. A currency sign may follow it: "-$5" is -5.
-    - commas that separate three digits: "1,234" is 1234; "1,23" are 1 and 23.
-    - a decimal part after a point, alone, too: "3.50" is 7/2, ".5" is 1/2, the point of "3." ends
-      a sentence.
-    - an exponent of up to three digits: "1e5" is 100000.
-    - a denominator, without blanks: "3/4" and "\frac{3}{4}" are 0.75; "3/0" are 3 and 0; "1 1/2"
-      ends with 1/2.
-
-    Per cent signs and units are ignored: "50%" is 50. A last number of more than MAX_NUMBER_LEN
-    characters has no value.
+    A number does not follow an ASCII letter, digit or underscore (the 2 of H2O is none). It may
+    have a sign, unless a letter, a digit or a closing bracket stands before it ("10-3" ends with 3), a
+    currency sign, commas that separate three digits ("1,23" are 1 and 23), a decimal part, an
+    exponent of up to three digits, and a denominator without blanks ("3/4", "\frac{3}{4}"). Per
+    cent signs and units are ignored. More than MAX_NUMBER_LEN characters have no value.
 
     Example: last_number("5 x 2 = 10, so she pays $1,210.50.") == Fraction(2421, 2)
     """

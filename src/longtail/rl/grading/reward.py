@@ -76,15 +76,10 @@ def _reference(data: Mapping[str, Any], reward_name: str) -> str:
     answer = data.get("answer")
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
-    if isinstance(answer, float) and not math.isfinite(answer):
-        raise _no_reference(reward_name, answer)
-    if isinstance(answer, (str, int, float)) and final_answer(str(answer)):
+    is_finite = not isinstance(answer, float) or math.isfinite(answer)
+    if is_finite and isinstance(answer, (str, int, float)) and final_answer(str(answer)):
         return str(answer)
-    raise _no_reference(reward_name, answer)
-
-
-def _no_reference(reward_name: str, answer: object) -> GradingError:
-    return GradingError(
+    raise GradingError(
         f"reward {reward_name!r}: the reference answer of this row is {answer!r:.80}, expected "
         "text or a finite number"
     )
@@ -141,14 +136,8 @@ class MathVerifyReward(Reward):
         math_verify = import_extra("math_verify", extra="math", where="reward.name = 'math_verify'")
         self._parse: Callable[..., list[Any]] = math_verify.parse
         self._verify: Callable[..., bool] = math_verify.verify
-        # The first parse builds the grammar, which takes long, and warns that the limits are off.
-        logger = logging.getLogger("math_verify")
-        level = logger.level
-        logger.setLevel(logging.ERROR)
-        try:
-            self._equal(self._extract("$1$"), self._extract("$1$"))
-        finally:
-            logger.setLevel(level)
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that limits are off
+        self._equal(self._extract("$1$"), self._extract("$1$"))  # builds the grammar, slowly
 
     def grade(self, task: GradingTask) -> float:
         """Compare the two mathematically, in any notation."""
@@ -276,11 +265,8 @@ class FunctionReward(Reward):
             **{key: [task.data[key] for task in tasks] for key in columns},
         )
         source = f"reward {self._name!r}"
-        if (
-            isinstance(rewards, (str, bytes, Mapping))
-            or not isinstance(rewards, Iterable)
-            or not isinstance(rewards, Sized)
-        ):
+        is_list = isinstance(rewards, Sized) and isinstance(rewards, Iterable)
+        if not is_list or isinstance(rewards, (str, bytes, Mapping)):
             kind = type(rewards).__name__
             raise GradingError(f"{source} returned {kind} {rewards!r:.80}, not a list of numbers")
         if len(rewards) != len(tasks):
