@@ -76,10 +76,10 @@ def last_number(text: str) -> Fraction | None:
     r"""Return the exact value of the last number in a text; None without one.
 
     A number does not follow an ASCII letter, digit or underscore (the 2 of H2O is none). It may
-    have a sign, unless a letter, a digit or a closing bracket stands before it ("10-3" ends with 3), a
-    currency sign, commas that separate three digits ("1,23" are 1 and 23), a decimal part, an
-    exponent of up to three digits, and a denominator without blanks ("3/4", "\frac{3}{4}"). Per
-    cent signs and units are ignored. More than MAX_NUMBER_LEN characters have no value.
+    have a sign, unless a letter, a digit or a closing bracket stands before it ("10-3" ends with
+    3), a currency sign, commas that separate three digits ("1,23" are 1 and 23), a decimal part,
+    an exponent of up to three digits, and a denominator without blanks ("3/4", "\frac{3}{4}").
+    Per cent signs and units are ignored. More than MAX_NUMBER_LEN characters have no value.
 
     Example: last_number("5 x 2 = 10, so she pays $1,210.50.") == Fraction(2421, 2)
     """
