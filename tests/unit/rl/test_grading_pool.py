@@ -170,7 +170,7 @@ BAD = {
     "stop": KILLED,
     "sleep": KILLED,
     "regex": KILLED,
-    "memory": "MemoryError (toy_rewards.py:18, in act)",
+    "memory": "MemoryError (toy_rewards.py:19, in act)",
     "recursion": "RecursionError: maximum recursion depth exceeded",
     "surrogate": "ValueError: half   a pair  [2J",
     "none": "reward 'toy_rewards:act' returned None: it does not apply to this completion",
@@ -308,7 +308,7 @@ def test_an_unknown_reward_is_refused_before_any_process_starts() -> None:
         ("raise RuntimeError('no licence')", r"reward\.name = 'bad_start:f'.*no licence"),
         ("import sys; sys.exit('bye')", "SystemExit: bye"),
         ("import os; os._exit(7)", r"reward\.name = 'bad_start:f'.* ended 3 times in a row"),
-        ("import time; time.sleep(3600)", "no grader has loaded it in 1.5 s"),
+        ("import time; time.sleep(3600)", "no grader has begun a task in 3 s"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_ends_the_run(
@@ -316,8 +316,9 @@ def test_a_reward_that_cannot_be_loaded_ends_the_run(
 ) -> None:
     (tmp_path / "bad_start.py").write_text(source)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("longtail.rl.grading.pool._KILLING_S", 0.0)
     with (
-        GraderPool("bad_start:f", start_timeout_s=1.5) as pool,
+        GraderPool("bad_start:f", timeout_s=1.5, start_timeout_s=1.5) as pool,
         pytest.raises(LongtailError, match=why),
     ):
         pool.wait_ready()

@@ -10,7 +10,9 @@ import os
 import pickle
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -168,33 +170,38 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
         pebble gives its pool up when graders end that have no task.
         """
-        outcomes = {}
+        outcomes, pool = {}, self._open()
         try:
             futures = {
-                number: self._open().schedule(function, task, timeout=self._timeout_s)
+                number: pool.schedule(function, task, timeout=self._timeout_s)
                 for number, task in tasks.items()
             }
         except RuntimeError:
             futures = {}
         for number, future in futures.items():
             with suppress(BrokenProcessPool):
-                outcomes[number] = self._outcome(future)
+                outcomes[number] = self._outcome(pool, future)
         if len(outcomes) < len(tasks):
             self.close()
         return outcomes
 
-    def _outcome(self, future: ProcessFuture[Any]) -> Any:
+    def _outcome(self, pool: ProcessPool, future: ProcessFuture[Any]) -> Any:
         # All earlier tasks have ended, so this one has begun or begins when a grader has started.
         limit_s = self._start_timeout_s + self._timeout_s + _KILLING_S
+        end = time.monotonic() + limit_s
+        while not future.done():
+            if not pool.active:  # pebble leaves tasks that it has not sent yet without an end
+                raise BrokenProcessPool
+            if time.monotonic() > end:
+                raise GradingError(
+                    f"reward.name = {self._reward_name!r}: no grader has begun a task in "
+                    f"{limit_s:g} s; see that its module is imported in that time"
+                )
+            wait([future], timeout=1.0)
         try:
-            return future.result(limit_s)
-        except TimeoutError as error:
-            if future.done():
-                return f"the grader gave no result in {self._timeout_s:g} s and was killed"
-            raise GradingError(
-                f"reward.name = {self._reward_name!r}: no grader has begun a task in {limit_s:g} "
-                "s; see that its module is imported in that time"
-            ) from error
+            return future.result()
+        except TimeoutError:
+            return f"the grader gave no result in {self._timeout_s:g} s and was killed"
         except ProcessExpired as error:
             return f"the grader {_describe_end(error.exitcode)} while grading"
         except (pickle.PicklingError, TypeError, AttributeError) as error:
