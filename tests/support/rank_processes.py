@@ -17,7 +17,8 @@ from longtail.rl.learner import Learner, LearnerSettings, LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import pack_mini_batches
-from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
+from longtail.types import SamplingParams, TrainBatch
+from support.rollouts import rollout
 from support.tiny_models import tiny_model
 
 PATIENCE_S = 60.0
@@ -75,7 +76,11 @@ class Plan:
                 advantages[index] = 0.0
             if index == self.bad_advantage:
                 advantages[index] = float("nan")
-            made.append(_rollout(index, tokens.tolist(), prompt_len, logprobs.tolist()))
+            made.append(
+                rollout(
+                    tokens.tolist(), prompt_len, number=index, logprobs=tuple(logprobs.tolist())
+                )
+            )
         return pack_mini_batches(
             made,
             advantages.tolist(),
@@ -84,23 +89,6 @@ class Plan:
             mini_batches=self.mini_batches,
             keep_idle=self.keep_idle,
         )
-
-
-def _rollout(
-    index: int, tokens: Sequence[int], prompt_len: int, logprobs: Sequence[float]
-) -> Rollout:
-    return Rollout(
-        prompt=Prompt(prompt_id=f"p{index}", tokens=tuple(tokens[:prompt_len]), text=""),
-        completion=Completion(
-            request_id=f"r{index}",
-            tokens=tuple(tokens[prompt_len:]),
-            logprobs=tuple(logprobs),
-            text="",
-            finish_reason=FinishReason.STOP,
-            policy_version=0,
-        ),
-        reward=0.0,
-    )
 
 
 def new_learner(settings: LearnerSettings = SETTINGS, **model: Any) -> Learner:

@@ -8,26 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.rl import advantage
-from longtail.types import Completion, FinishReason, Group, Prompt, Rollout
+from longtail.types import Group, Prompt
+from support.rollouts import rollout
 
 ESTIMATORS = (advantage.grpo, advantage.dr_grpo, advantage.rloo, advantage.reinforce_pp)
 REWARDS = st.lists(st.lists(st.floats(-10, 10, allow_subnormal=False), max_size=6), max_size=5)
 
 
 def group(*rewards: float, length: int = 1) -> Group:
-    prompt = Prompt(prompt_id="p", tokens=(1,), text="")
-    completion = Completion(
-        request_id="r",
-        tokens=(2,) * length,
-        logprobs=(-1.0,) * length,
-        text="",
-        finish_reason=FinishReason.STOP,
-        policy_version=0,
-    )
-    return Group(
-        prompt=prompt,
-        rollouts=tuple(Rollout(prompt=prompt, completion=completion, reward=r) for r in rewards),
-    )
+    rollouts = tuple(rollout((1,) * (1 + length), 1, reward=reward) for reward in rewards)
+    return Group(prompt=Prompt(prompt_id="p0", tokens=(1,), text=""), rollouts=rollouts)
 
 
 def test_grpo_divides_by_the_deviation_of_the_group():

@@ -15,7 +15,8 @@ import pytest
 from longtail.errors import ConfigError, GradingError, LongtailError
 from longtail.rl.grading.grader import describe
 from longtail.rl.grading.pool import GraderPool
-from longtail.types import Completion, FinishReason, Prompt
+from longtail.types import Completion, Prompt
+from support.rollouts import completion
 
 TOY = '''
 import os, re, signal, sys, time
@@ -70,14 +71,7 @@ def pairs(*groups: str | list[str], **data: object) -> list[tuple[Prompt, Comple
             Prompt(
                 prompt_id=f"p/{number}", tokens=(1, 2), text="6*7=", data={"answer": "42", **data}
             ),
-            Completion(
-                request_id=f"p/{number}@0#{sample}",
-                tokens=(5,),
-                logprobs=(-0.5,),
-                text=text,
-                finish_reason=FinishReason.STOP,
-                policy_version=0,
-            ),
+            completion(f"p/{number}@0#{sample}", (5,), text=text),
         )
         for number, group in enumerate(groups)
         for sample, text in enumerate([group] if isinstance(group, str) else group)

@@ -20,9 +20,10 @@ from longtail.rl.logprobs import score
 from longtail.rl.loss import LOSSES
 from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import lay_out, pack_mini_batches, pack_rollouts
-from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
+from longtail.types import Rollout, SamplingParams, TrainBatch
 from support.processors import needs_bfloat16
 from support.rank_processes import SETTINGS, Plan, new_learner
+from support.rollouts import rollout
 from support.tiny_models import tiny_model
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)
@@ -41,16 +42,8 @@ def rollouts(model: Transformer, lengths=((3, 5), (2, 9), (4, 1), (1, 7))) -> li
         )
         own = alone(model, tokens, prompt_len, SAMPLING.temperature).detach()
         noise = 0.05 * torch.randn(completion_len, generator=generator, dtype=own.dtype)
-        prompt = Prompt(prompt_id=f"p{index}", tokens=tuple(tokens[:prompt_len].tolist()), text="")
-        completion = Completion(
-            request_id=f"r{index}",
-            tokens=tuple(tokens[prompt_len:].tolist()),
-            logprobs=tuple((own + noise).tolist()),
-            text="",
-            finish_reason=FinishReason.STOP,
-            policy_version=0,
-        )
-        made.append(Rollout(prompt=prompt, completion=completion, reward=0.0))
+        logprobs = tuple((own + noise).tolist())
+        made.append(rollout(tokens.tolist(), prompt_len, number=index, logprobs=logprobs))
     return made
 
 

@@ -5,23 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.rl.packing import lay_out, pack, pack_mini_batches, pack_rollouts, plan
-from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams
+from longtail.types import Rollout, SamplingParams
+from support import rollouts
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
 
 def rollout(prompt_len: int, completion_len: int, first: int = 0) -> Rollout:
-    tokens = tuple(range(first, first + prompt_len + completion_len))
-    prompt = Prompt(prompt_id=f"p{first}", tokens=tokens[:prompt_len], text="")
-    completion = Completion(
-        request_id=f"r{first}",
-        tokens=tokens[prompt_len:],
-        logprobs=tuple(-0.5 * t for t in tokens[prompt_len:]),
-        text="",
-        finish_reason=FinishReason.STOP,
-        policy_version=0,
-    )
-    return Rollout(prompt=prompt, completion=completion, reward=0.0)
+    tokens = range(first, first + prompt_len + completion_len)
+    logprobs = tuple(-0.5 * t for t in tokens[prompt_len:])
+    return rollouts.rollout(tokens, prompt_len, logprobs=logprobs)
 
 
 def test_the_layout_is_the_example_of_the_record():

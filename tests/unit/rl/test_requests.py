@@ -1,23 +1,12 @@
 from longtail.rl.data.prompts import Taken
 from longtail.rl.data.requests import eval_requests, regroup, train_requests
 from longtail.sampling import noise_key
-from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams
+from longtail.types import Prompt, Rollout, SamplingParams
+from support.rollouts import completion
 
 P = Prompt(prompt_id="p/1", tokens=(3, 4), text="p")
 Q = Prompt(prompt_id="q#2", tokens=(5,), text="q")
 SAMPLING = SamplingParams(max_tokens=7)
-
-
-def _rollout(prompt: Prompt, request_id: str) -> Rollout:
-    completion = Completion(
-        request_id=request_id,
-        tokens=(1,),
-        logprobs=(-0.5,),
-        text="",
-        finish_reason=FinishReason.STOP,
-        policy_version=0,
-    )
-    return Rollout(prompt=prompt, completion=completion, reward=0.0)
 
 
 def test_a_prompt_is_asked_once_for_each_sample_of_its_group() -> None:
@@ -55,7 +44,10 @@ def test_every_evaluation_asks_the_same_in_the_same_noise() -> None:
 
 def test_rollouts_of_one_visit_are_a_group_and_two_visits_of_a_prompt_are_two() -> None:
     ids = ["p/1@0#0", "p/1@0#2", "p/1@1#0", "q#2@0#1"]  # some gradings failed
-    rollouts = [_rollout(Q if id.startswith("q") else P, id) for id in ids]
+    rollouts = [
+        Rollout(prompt=Q if id.startswith("q") else P, completion=completion(id, (1,)), reward=0.0)
+        for id in ids
+    ]
     groups = regroup(rollouts)
     assert [group.prompt for group in groups] == [P, P, Q]
     assert [[rollout.completion.request_id for rollout in group.rollouts] for group in groups] == [

@@ -1,0 +1,26 @@
+"""Graded completions, made of tokens whose first part is the prompt."""
+
+from collections.abc import Sequence
+
+from longtail.types import Completion, FinishReason, Prompt, Rollout
+
+
+def completion(request_id: str, tokens: Sequence[int], **fields: object) -> Completion:
+    """Return a completion that stopped by itself; its logprobs are -0.5 unless given."""
+    usual = {"logprobs": (-0.5,) * len(tokens), "text": "", "policy_version": 0}
+    usual["finish_reason"] = FinishReason.STOP
+    return Completion(request_id=request_id, tokens=tuple(tokens), **{**usual, **fields})  # type: ignore[arg-type]
+
+
+def rollout(
+    tokens: Sequence[int],
+    prompt_len: int,
+    *,
+    number: int = 0,
+    reward: float = 0.0,
+    **fields: object,
+) -> Rollout:
+    """Return a rollout; `fields` are those of the completion."""
+    prompt = Prompt(prompt_id=f"p{number}", tokens=tuple(tokens[:prompt_len]), text="")
+    made = completion(f"r{number}", tokens[prompt_len:], **fields)
+    return Rollout(prompt=prompt, completion=made, reward=reward)
