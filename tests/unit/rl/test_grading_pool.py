@@ -36,7 +36,7 @@ def act(completions, **columns):
         case "regex": re.match("(a+)+$", "a" * 64 + "b")
         case "memory":
             kept = []
-            while True: kept.append(bytearray(1 << 28))
+            while True: kept.append(bytes(1 << 28))
         case "recursion": return act(completions)
         case "surrogate": raise ValueError("half \\ud83d a pair \\x1b[2J")
         case "none": return [None]

@@ -84,7 +84,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
                 max_workers=self._num_workers,
                 initializer=grader.start,
                 initargs=(self._reward_name, _search_path()),
-                context=get_context("forkserver"),
+                context=get_context("spawn"),  # their parent is this process, with which they end
             )
         return self._pool
 
