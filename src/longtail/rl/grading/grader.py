@@ -1,4 +1,4 @@
-"""What a grader process does: load the reward once, then grade the tasks that it is given.
+"""Work of a grader process: load the reward once, then grade the tasks that it is given.
 
 `longtail.rl.grading.pool` starts and kills graders. This module imports no torch unless the reward
 does, and no error of a reward leaves a grader as an exception, which might not be picklable.
