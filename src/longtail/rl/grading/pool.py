@@ -91,7 +91,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
     def close(self) -> None:
         """Kill every grader; closing twice has no effect."""
         if self._pool is not None:
-            self._pool.stop()
+            self._pool.stop()  # type: ignore[no-untyped-call]
             self._pool.join()
             self._pool = None
 
