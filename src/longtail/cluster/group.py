@@ -186,10 +186,10 @@ class WorkerGroup:
         offer = publisher.offer(spot.replicas, renews=True)
         if offer is None:
             return
-        mark = f"drafter v{offer.weights.version} offered"
+        mark = f"drafter v{offer.version} offered"
         self._marks.append(Mark(worker=0, at_s=self._supervisor.now(), name=mark))
         publisher.record(self._supervisor.run_on_all(tasks.ADOPT, offer))
-        self._mark_offered(publisher, offer.weights.version)
+        self._mark_offered(publisher, offer.version)
 
     # ---- observation
 
@@ -286,8 +286,8 @@ class WorkerGroup:
             tensors=tensors,
             num_tokens=state.numbers.get("num_tokens", 0),
         )
-        offer = self._publisher.restore(weights, state.numbers.get("accept_len"))
-        self._supervisor.run_on_all(tasks.ADOPT, offer)
+        self._publisher.restore(weights, state.numbers.get("accept_len"))
+        self._supervisor.run_on_all(tasks.ADOPT, weights)
         self._mark_offered(self._publisher, weights.version)
 
     def park(self, path: Path) -> None:

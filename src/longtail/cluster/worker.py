@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple, final
 
 import torch
 
-from longtail.cluster.drafter.offers import Offer, Verdict, judge
 from longtail.cluster.drafter.probe import Probe, probe
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.drafter.eagle.drafter import EagleDrafter
@@ -102,9 +101,10 @@ class Worker:
         self._served = None if components.drafting is None else components.drafting.served
         self._stop = Event()
         self._lock = Lock()
-        self._offers: list[Offer] = []
+        self._offers: list[DrafterWeights] = []
         self._new_texts: list[TextSnapshot] = []
-        self._verdicts: list[Verdict] = []
+        self._adopted: list[int] = []
+        """Versions adopted since `drain_adopted`."""
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
         self._progress = Progress()
@@ -265,20 +265,18 @@ class Worker:
 
         return drafting.trainer.train(drafting.buffer, should_stop, keep)
 
-    def adopt(self, offer: Offer) -> Verdict:
-        """Draft with the offered weights, unless they are damaged."""
+    def adopt(self, weights: DrafterWeights) -> int:
+        """Draft with other weights; return their version."""
         drafting = self._drafting()
-        verdict = judge(offer)
-        if verdict.is_adopted:
-            drafting.drafter.load_weights(offer.weights.tensors)
-            if self._components.engine.speculation is drafting.speculation:
-                self._components.engine.reset_estimates()
-            else:
-                self._components.engine.speculate(drafting.speculation)
-            self._served = offer.weights
+        drafting.drafter.load_weights(weights.tensors)
+        if self._components.engine.speculation is drafting.speculation:
+            self._components.engine.reset_estimates()
+        else:
+            self._components.engine.speculate(drafting.speculation)
+        self._served = weights
         with self._lock:
-            self._verdicts.append(verdict)
-        return verdict
+            self._adopted.append(weights.version)
+        return weights.version
 
     # ---- messages
 
@@ -319,7 +317,7 @@ class Worker:
         with self._lock:
             self._new_texts.extend(texts)
 
-    def offer(self, offer: Offer) -> None:
+    def offer(self, offer: DrafterWeights) -> None:
         """Offer drafter weights during a rollout; `adopt` is called between two engine steps."""
         with self._lock:
             self._offers.append(offer)
@@ -328,10 +326,10 @@ class Worker:
         """Return the best drafter that the present training has measured."""
         return self._candidate
 
-    def drain_verdicts(self) -> list[Verdict]:
-        """Return the verdicts about offers since the last call."""
+    def drain_adopted(self) -> list[int]:
+        """Return the versions of drafters adopted since the last call."""
         with self._lock:
-            found, self._verdicts = self._verdicts, []
+            found, self._adopted = self._adopted, []
         return found
 
     # ---- between two steps
@@ -357,9 +355,9 @@ class Worker:
         if self._offers:
             with self._lock:
                 offers, self._offers = self._offers, []
-            newest = max(offers, key=lambda offer: offer.weights.version)
+            newest = max(offers, key=lambda offer: offer.version)
             # An offer that came as a rollout ended may be older than the weights adopted since.
-            if self._served is None or newest.weights.version > self._served.version:
+            if self._served is None or newest.version > self._served.version:
                 self.adopt(newest)
 
     def _take_new_texts(self) -> None:

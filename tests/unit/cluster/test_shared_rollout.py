@@ -90,7 +90,7 @@ def test_without_a_drafter_nothing_is_trained_or_saved():
     assert not {name for _, name in pool.answered} & {
         "texts",
         "add_texts",
-        "drain_verdicts",
+        "drain_adopted",
         "candidate",
     }
     assert (group.published, group.drain_decisions(), group.drafter_state()) == (None, [], None)

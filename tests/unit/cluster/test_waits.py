@@ -184,7 +184,7 @@ MESSAGES: Sequence[str] = (
     "texts",
     "add_texts",
     "offer",
-    "drain_verdicts",
+    "drain_adopted",
     "candidate",
 )
 
