@@ -12,7 +12,6 @@ from longtail.assembly.prompts import load_prompts, prompt_source
 from longtail.assembly.worker import build_worker, build_worker_apart
 from longtail.cluster.group import WorkerGroup, WorkerGroupSettings
 from longtail.cluster.pool import LocalWorkerPool
-from longtail.cluster.ray.address import check_answers
 from longtail.cluster.records import Progress
 from longtail.config.rl import RunConfig
 from longtail.engine.limits import EngineLimits
@@ -81,7 +80,6 @@ def assemble(
     """
     choose_device(config.run.device)
     _check_sharding(config)
-    check_answers(config.cluster.address)
     shape = load_config(directory)
     tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, shape)

@@ -15,10 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from longtail.cluster import trace
 from longtail.cluster.drafter.publisher import Decision
-from longtail.cluster.timeline import Timeline
-from longtail.cluster.trace import TraceFile
+from longtail.cluster.timeline import TRACE_FILE, Timeline, TraceFile
 from longtail.config.rl import RunConfig
 from longtail.engine import rollout_log
 from longtail.engine.rollout_log import TRAINING, LoggedRollout
@@ -52,7 +50,7 @@ class RunLogger:
         self._drafter: JsonLines | None = None
         if (directory / DRAFTER_FILE).exists():
             self._drafter = JsonLines(directory / DRAFTER_FILE, last_step=last_step)
-        self._trace = TraceFile(directory / trace.FILE, last_step=last_step)
+        self._trace = TraceFile(directory / TRACE_FILE, last_step=last_step)
 
     def write(self, step: int, metrics: Mapping[str, float], record: StepRecord) -> None:
         """Write one step: metrics, rollouts, speculation and costs."""

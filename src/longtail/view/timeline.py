@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longtail.cluster.trace import FILE, event_of
+from longtail.cluster.timeline import TRACE_FILE, event_of
 from longtail.view.lines import lines_of, step_of_event
 from longtail.view.values import short, text
 
@@ -24,7 +24,7 @@ def read_timeline(
     `window` limits the spans to some seconds, for finer spans where there are too many. Seconds
     count from the first span, which in a step with an evaluation or a start is before the step.
     """
-    events = [event_of(line) for line in lines_of(directory / FILE, step, step_of_event)]
+    events = [event_of(line) for line in lines_of(directory / TRACE_FILE, step, step_of_event)]
     spans = [
         (int(each["tid"]), text(each.get("name"), _MOST_NAME), each["ts"], each["ts"] + each["dur"])
         for each in events
