@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from longtail.config.sections import OptimizerSection
+from longtail.config.sft import SftTrainSection
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, Recipe
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
@@ -23,8 +25,7 @@ from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.data import tiny_task as task
 from longtail.rl.data.examples import Example, ExampleBatches, make_examples
 from longtail.rl.data.prompts import Encoder, PromptSource
-from longtail.rl.optim import OptimizerSettings
-from longtail.rl.sft_learner import SftLearner, SftSettings
+from longtail.rl.sft_learner import SftLearner
 from longtail.tiny import DRAFTERS, REASONER
 from longtail.types import SamplingParams
 from support import toy_tokenizer
@@ -44,8 +45,12 @@ SHAPE = ModelConfig(
     tied_embeddings=True,
 )
 NUM_EXAMPLES, STEPS, BATCH_TOKENS = 9_000, 450, 2048
-WARM_START = OptimizerSettings(
-    learning_rate=8e-3, schedule="cosine", warmup_steps=15, total_steps=STEPS
+WARM_START = SftTrainSection(
+    learning_rate=8e-3,
+    warmup_steps=15,
+    steps=STEPS,
+    tokens_per_micro_batch=BATCH_TOKENS,
+    autocast=False,
 )
 DRAFTER_STEPS = {"eagle1": 400, "eagle3": 300}
 DRAFTER_DEPTHS = {"eagle1": 2, "eagle3": 5}
@@ -70,15 +75,7 @@ def make_reasoner() -> None:
     batches = ExampleBatches(PromptSource(examples, seed=SEED), BATCH_TOKENS)
     model = Transformer(SHAPE)
     model.initialize(torch.Generator().manual_seed(SEED))
-    learner = SftLearner(
-        model,
-        SftSettings(
-            optimizer=WARM_START,
-            matrix_rate=0.02,
-            tokens_per_micro_batch=BATCH_TOKENS,
-            autocast=False,
-        ),
-    )
+    learner = SftLearner(model, WARM_START, matrix_rate=0.02)
     for step in range(1, STEPS + 1):
         report = learner.step(batches.take())
         if step % 25 == 0:
@@ -109,11 +106,11 @@ def make_drafter(recipe: Recipe, texts: list[Example]) -> None:
     sample = pack_texts(learned[:16], DRAFTER_TOKENS)[0]
     layer = fresh_drafter(config, target, sample, torch.Generator().manual_seed(SEED))
     steps, num_tokens = DRAFTER_STEPS[recipe], 0
-    optimizer = OptimizerSettings(
-        learning_rate=1e-2, schedule="cosine", warmup_steps=10, total_steps=steps
-    )
     settings = TrainerSettings(
-        unroll_steps=DRAFTER_DEPTHS[recipe], optimizer=optimizer, matrix_rate=0.03, autocast=False
+        unroll_steps=DRAFTER_DEPTHS[recipe],
+        optimizer=OptimizerSection(learning_rate=1e-2, schedule="cosine", warmup_steps=10),
+        total_steps=steps,
+        matrix_rate=0.03,
     )
     trainer = DrafterTrainer(layer, target, settings)
     batches = TextBatches(learned, DRAFTER_TOKENS, SEED)

@@ -10,7 +10,7 @@ import torch
 from longtail.assembly import precision
 from longtail.assembly.prompts import load_prompts, prompt_source
 from longtail.assembly.worker import build_worker, build_worker_apart
-from longtail.cluster.group import WorkerGroup, WorkerGroupSettings
+from longtail.cluster.group import WorkerGroup
 from longtail.cluster.pool import LocalWorkerPool
 from longtail.cluster.records import Progress
 from longtail.config.rl import RunConfig
@@ -120,17 +120,9 @@ def _worker_group(
 ) -> WorkerGroup:
     """Start the workers: one in this process, or several as Ray actors."""
     own = config.cluster
-    settings = WorkerGroupSettings(
-        seed=config.run.seed,
-        training=config.spot.train,
-        num_steps=config.run.steps,
-        buffer_bytes=config.spot.buffer_mb * 2**20,
-        hang_s=own.hang_s,
-        is_sharded=config.is_sharded,
-    )
     if own.workers == 1 and not own.address:
         alone = LocalWorkerPool(build_worker(config, directory, limits, log), on_progress)
-        return WorkerGroup(alone, settings, on_progress=lambda progress: None, log=log)
+        return WorkerGroup(alone, config, on_progress=lambda progress: None, log=log)
     try:
         from longtail.cluster.ray.pool import RayWorkerPool
     except ImportError as error:
@@ -146,7 +138,7 @@ def _worker_group(
         gpus=float(choose_device(config.run.device).type == "cuda"),
         log=log,
     )
-    return WorkerGroup(pool, settings, on_progress=on_progress, log=log)
+    return WorkerGroup(pool, config, on_progress=on_progress, log=log)
 
 
 def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:

@@ -1,7 +1,6 @@
 """Build a worker from the configuration: an engine that speculates, a learner, a drafter trainer.
 
-This runs in the worker's own process if there are several. Only `assembly` translates configuration
-into numbers.
+This runs in the worker's own process if there are several.
 """
 
 import time
@@ -16,6 +15,7 @@ from longtail.assembly import memory
 from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
+from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.recipe import DrafterRecipe, recipe_for
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
@@ -30,8 +30,7 @@ from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.rl.learner import Learner, LearnerSettings
-from longtail.rl.optim import OptimizerSettings
+from longtail.rl.learner import Learner
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import (
@@ -48,9 +47,6 @@ from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
 SPOT_MICRO_TOKENS = 384
 """Tokens of a micro-batch of spot training; longer texts are cut to windows."""
-_HELDOUT_TOKENS = 384
-_MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 4, 3, 6
-_MIN_GAIN = 0.002
 _MATRIX_RATE = 0.005
 """Muon's rate for a trained drafter."""
 
@@ -106,7 +102,7 @@ def build_components(
         engine.speculate(without_fresh(speculation, names))
     return WorkerComponents(
         engine=engine,
-        learner=Learner(policy, _learner_settings(config)),
+        learner=Learner(policy, config.learner, total_steps=config.run.steps),
         policy=policy,
         device=device,
         tokenizer=tokenizer,
@@ -145,7 +141,7 @@ def make_drafting(
     settings = SpotSettings(
         trainer=TrainerSettings(
             unroll_steps=loaded.training.unroll_steps,
-            optimizer=OptimizerSettings(learning_rate=own.learning_rate),
+            optimizer=OptimizerSection(learning_rate=own.learning_rate),
             matrix_rate=_matrix_rate(own, recipe if is_fresh else None),
             autocast=target.model.dtype == torch.bfloat16
             and multiplies_bfloat16(target.model.device),
@@ -153,11 +149,6 @@ def make_drafting(
         ),
         batch_tokens=own.batch_tokens,
         tokens_per_micro_batch=min(SPOT_MICRO_TOKENS, own.batch_tokens),
-        heldout_tokens=_HELDOUT_TOKENS,
-        measure_every=_MEASURE_EVERY,
-        num_depths=_MEASURED_DEPTHS,
-        min_gain=_MIN_GAIN,
-        patience=_PATIENCE,
     )
     features = speculation.features
     renewable_ids = loaded.draft_ids if loaded.head is None else None
@@ -224,26 +215,3 @@ def feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore
 
 def _eagles(drafters: Sequence[Drafter]) -> list[EagleDrafter]:
     return [each for each in drafters if isinstance(each, EagleDrafter)]
-
-
-def _learner_settings(config: RunConfig) -> LearnerSettings:
-    own = config.learner
-    return LearnerSettings(
-        loss=own.loss,
-        optimizer=OptimizerSettings(
-            learning_rate=own.learning_rate,
-            schedule=own.schedule,
-            warmup_steps=own.warmup_steps,
-            total_steps=config.run.steps,
-            weight_decay=own.weight_decay,
-            betas=own.betas,
-            max_grad_norm=own.max_grad_norm,
-        ),
-        clip_low=own.clip_low,
-        clip_high=own.clip_high,
-        kl_coef=own.kl_coef,
-        tis_cap=own.tis_cap,
-        recompute=own.gradient_checkpointing,
-        autocast=own.autocast is True,
-        sharding=own.sharding,
-    )

@@ -236,7 +236,8 @@ def assemble(
     own = config.train
     settings = TrainerSettings(
         unroll_steps=_num_unrolled(config, layer),
-        optimizer=steps.optimizer_settings(own, own.steps),
+        optimizer=own,
+        total_steps=own.steps,
         matrix_rate=own.matrix_rate or None,
         autocast=own.autocast is True,
         fit_tokens=own.fit_tokens,

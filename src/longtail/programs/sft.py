@@ -26,7 +26,7 @@ from longtail.rl.data import sum_task, tiny_task
 from longtail.rl.data.examples import Example, ExampleBatches, example_of, make_examples
 from longtail.rl.data.prompts import Encoder, PromptSet, PromptSource, hold_out
 from longtail.rl.data.sources import Row, load_rows
-from longtail.rl.sft_learner import SftLearner, SftSettings
+from longtail.rl.sft_learner import SftLearner
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.system.device import choose_device
@@ -140,17 +140,11 @@ def assemble(config: SftConfig) -> Components:
     parts = hold_out(examples, size)
     source = PromptSource(parts.train, seed=config.run.seed)
     own = config.train
-    settings = SftSettings(
-        optimizer=steps.optimizer_settings(own, own.steps),
-        tokens_per_micro_batch=own.tokens_per_micro_batch,
-        recompute=own.gradient_checkpointing,
-        autocast=own.autocast is True,
-    )
     return Components(
         config=config,
         model=model,
         tokenizer=tokenizer,
-        learner=SftLearner(model, settings),
+        learner=SftLearner(model, own),
         batches=ExampleBatches(source, own.batch_tokens),
         heldout=tuple(example_of(prompt) for prompt in parts.heldout.prompts),
         num_dropped=examples.num_dropped,

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
-from longtail.config.sections import OptimizerSection
 from longtail.config.sft import SftConfig
-from longtail.rl.optim import OptimizerSettings
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.run.metrics import open_writers
@@ -129,16 +127,3 @@ def step_label(step: int, steps: int) -> str:
     Example: step_label(7, 100) == "step   7/100"
     """
     return f"step {step:>{len(str(steps))}}/{steps}"
-
-
-def optimizer_settings(section: OptimizerSection, steps: int) -> OptimizerSettings:
-    """Return the optimizer's settings for a schedule of `steps` steps."""
-    return OptimizerSettings(
-        learning_rate=section.learning_rate,
-        schedule=section.schedule,
-        warmup_steps=section.warmup_steps,
-        total_steps=steps,
-        weight_decay=section.weight_decay,
-        betas=section.betas,
-        max_grad_norm=section.max_grad_norm,
-    )

@@ -78,7 +78,7 @@ def test_the_replica_is_the_one_with_the_largest_gain() -> None:
 @pytest.mark.slow
 def test_training_ends_when_there_is_no_more_gain() -> None:
     """Without a learning rate there is no gain, so the second measurement ends training."""
-    idle = replace(TEACHING, optimizer=replace(TEACHING.optimizer, learning_rate=0.0))
+    idle = replace(TEACHING, optimizer=TEACHING.optimizer.model_copy(update={"learning_rate": 0.0}))
     room = SpotSetup(replace(SETTINGS, trainer=idle, min_gain=0.01, patience=2))
     report = room.train(lambda: False)
     assert report.reason is SpotEnd.NO_GAIN

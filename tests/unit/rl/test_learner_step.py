@@ -14,7 +14,7 @@ ALL = tuple(range(7))
 
 def learned(loss: str, *plans: Plan) -> tuple[Learner, int, int]:
     """A learner after some steps, and how many tokens of the last were generated and scored."""
-    learner = new_learner(replace(SETTINGS, loss=loss, kl_coef=0.0))
+    learner = new_learner(SETTINGS.model_copy(update={"loss": loss, "kl_coef": 0.0}))
     for plan in plans:
         report = learner.step(plan.batches())
     return learner, report.num_generated, report.num_scored

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, NonFiniteError, ProcessGroupError
-from longtail.rl.learner import Learner, LearnerSettings
+from longtail.rl.learner import Learner
 from longtail.rl.learner_metrics import LearnerReport
 from support.rank_processes import (
     PATIENCE_S,
@@ -24,7 +25,7 @@ from support.rank_processes import (
 )
 
 Arrays = dict[str, np.ndarray]
-SHARDED = replace(SETTINGS, sharding="full")
+SHARDED = SETTINGS.model_copy(update={"sharding": "full"})
 STEPS = (Plan(seed=1), Plan(seed=2), Plan(seed=3))
 SECONDS = ("logprob_seconds", "backward_seconds", "update_seconds")
 
@@ -38,7 +39,7 @@ def ranks() -> Iterator[list[RankProcess]]:
         each.end()
 
 
-def begin(ranks: Sequence[RankProcess], settings: LearnerSettings = SHARDED, **model: Any) -> None:
+def begin(ranks: Sequence[RankProcess], settings: LearnerSection = SHARDED, **model: Any) -> None:
     """Connect new learners."""
     assert call_all(ranks, "begin", settings, **model) == [None] * len(ranks)
     connect(ranks)
@@ -102,7 +103,9 @@ def assert_same_state(ranks: Sequence[RankProcess], learner: Learner) -> None:
         pytest.param({"head_dim": 4}, SHARDED, {"budget": 100}, id="empty-shards-idle-ranks"),
         pytest.param(
             {"family": "qwen2"},
-            replace(SHARDED, recompute=True, max_logits=256, loss="gspo", kl_coef=0.0),
+            SHARDED.model_copy(
+                update={"gradient_checkpointing": True, "loss": "gspo", "kl_coef": 0.0}
+            ),
             {},
             id="all-computed-again",
         ),
@@ -125,7 +128,7 @@ def test_shards_make_the_steps_of_a_single_learner(ranks, size, model, settings,
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_shards_work_with_native_kernels_and_with_autocast(ranks, autocast):
-    settings = replace(SHARDED, autocast=autocast)
+    settings = SHARDED.model_copy(update={"autocast": autocast})
     single = new_learner(settings, dtype=torch.float32)
     begin(ranks[:2], settings, dtype=torch.float32)
     for plan in STEPS:
