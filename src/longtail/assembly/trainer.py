@@ -9,7 +9,7 @@ import torch
 
 from longtail.assembly import precision
 from longtail.assembly.prompts import load_prompts, prompt_source
-from longtail.assembly.worker import build_worker, build_worker_apart
+from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.pool import LocalWorkerPool
 from longtail.cluster.records import Progress
@@ -22,7 +22,7 @@ from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import HeldOut, PromptSource
 from longtail.rl.grading.references import Check
 from longtail.system import machine
-from longtail.system.device import choose_device, threads_each, to_stderr
+from longtail.system.device import choose_device, to_stderr
 from longtail.types import Prompt, SamplingParams
 
 _SHARDING_SINCE = "2.13"
@@ -119,9 +119,9 @@ def _worker_group(
     on_progress: Callable[[Progress], None],
 ) -> WorkerGroup:
     """Start the workers: one in this process, or several as Ray actors."""
-    own = config.cluster
+    own, make = config.cluster, partial(build_worker, config, directory, limits)
     if own.workers == 1 and not own.address:
-        alone = LocalWorkerPool(build_worker(config, directory, limits, log), on_progress)
+        alone = LocalWorkerPool(make, on_progress)
         return WorkerGroup(alone, config, on_progress=lambda progress: None, log=log)
     try:
         from longtail.cluster.ray.pool import RayWorkerPool
@@ -130,9 +130,8 @@ def _worker_group(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    threads = threads_each(config.run.threads, own.workers)
     pool = RayWorkerPool(
-        partial(build_worker_apart, config, directory, limits, threads),
+        make,
         own.workers,
         address=own.address,
         gpus=float(choose_device(config.run.device).type == "cuda"),

@@ -39,6 +39,7 @@ from longtail.system.device import (
     multiplies_bfloat16,
     rollout_threads,
     set_threads,
+    threads_each,
     to_stderr,
 )
 from longtail.tuner.bandit import BanditTuner
@@ -51,24 +52,10 @@ _MATRIX_RATE = 0.005
 """Muon's rate for a trained drafter."""
 
 
-def build_worker_apart(
-    config: RunConfig, directory: Path, limits: EngineLimits, threads: int, number: int
-) -> Worker:
-    """Build a worker in a process of its own."""
-    set_threads(threads)
-    return build_worker(config, directory, limits, number=number)
-
-
-def build_worker(
-    config: RunConfig,
-    directory: Path,
-    limits: EngineLimits,
-    log: Callable[[str], None] = to_stderr,
-    *,
-    number: int = 0,
-) -> Worker:
-    """Build a worker; `log` receives the progress of a drafter that is trained first."""
-    return Worker(build_components(config, directory, limits, log, number=number))
+def build_worker(config: RunConfig, directory: Path, limits: EngineLimits, number: int) -> Worker:
+    """Build worker `number` in its own process."""
+    set_threads(threads_each(config.run.threads, config.cluster.workers))
+    return Worker(build_components(config, directory, limits, number=number))
 
 
 def build_components(

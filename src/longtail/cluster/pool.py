@@ -87,10 +87,10 @@ class WorkerPool(abc.ABC):
 class LocalWorkerPool(WorkerPool):
     """One worker in this process; `wait` runs its tasks."""
 
-    def __init__(self, worker: Worker, on_step: Callable[[Progress], None]) -> None:
-        self._worker = worker
-        worker.on_step = on_step
-        self._task: Callable[[], Any] | None = worker.ready
+    def __init__(self, make: Callable[[int], Worker], on_step: Callable[[Progress], None]) -> None:
+        self._worker = make(0)
+        self._worker.on_step = on_step
+        self._task: Callable[[], Any] | None = self._worker.ready
 
     @property
     def size(self) -> int:

@@ -139,7 +139,7 @@ def test_a_timeline_is_restored_from_json_and_begins_at_zero(workers: list[str])
 def read_trace(path: Path) -> list[dict[str, Any]]:
     begin, *lines = path.read_bytes().splitlines(keepends=True)
     assert begin == b"[\n"
-    return [event_of(line) for line in lines]
+    return [event for line in lines if (event := event_of(line))]
 
 
 def events(steps: dict[int, Timeline], path: Path) -> list[dict[str, Any]]:
