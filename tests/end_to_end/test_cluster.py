@@ -32,7 +32,7 @@ WORDS = (
     "--run.checkpoint_every=1",
     "--speculation.drafter=history",
 )
-TWO = ("--cluster.workers=2", "--cluster.hang_s=40")
+TWO = ("--cluster.workers=2", "--cluster.worker_timeout_s=40")
 
 
 @pytest.fixture(autouse=True)

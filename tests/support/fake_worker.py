@@ -24,7 +24,7 @@ from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.types import Completion, FinishReason, Request, TrainBatch
 
-HANG_S = 60.0
+WORKER_TIMEOUT_S = 60.0
 TOKEN_S, BEAT_S = 0.1, 0.1
 READY_S, LEARN_S, REPORT_S = 3.0, 2.0, 0.5
 """Seconds for a process to start, to the sum of gradients, and from there to the end of a step."""
@@ -256,7 +256,7 @@ class FakeWorker:
         came.append(self)
         waited, self._is_waiting = 0.0, True
         while len(came) < pool.size:
-            if waited > HANG_S or any(one.is_dead or one.team != team for one in members):
+            if waited > WORKER_TIMEOUT_S or any(one.is_dead or one.team != team for one in members):
                 self.team = None
                 raise ProcessGroupError("a member is gone")
             yield BEAT_S

@@ -21,7 +21,7 @@ from longtail.cluster.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.errors import ClusterError, LostWorkerError
 from longtail.types import Request, SamplingParams, TrainBatch
-from support.fake_worker import HANG_S, Death, FakeWorker, Script, Steps
+from support.fake_worker import WORKER_TIMEOUT_S, Death, FakeWorker, Script, Steps
 
 TIMEOUT_S = 20.0
 PROGRESS_S = 0.01
@@ -72,7 +72,7 @@ def begun(
     config = RunConfig.model_validate(
         {
             "spot": {"train": training, "buffer_mb": 1},
-            "cluster": {"workers": max(pool.size, 2), "hang_s": HANG_S},
+            "cluster": {"workers": max(pool.size, 2), "worker_timeout_s": WORKER_TIMEOUT_S},
             "learner": {"sharding": "full" if is_sharded else "none"},
         }
     )
@@ -179,7 +179,7 @@ class ScriptedPool(WorkerPool):
     def close(self) -> None:
         self._runs.clear()
 
-    def meeting_point(self) -> str:
+    def rendezvous_address(self) -> str:
         if self.workers[0].is_dead:
             raise LostWorkerError("worker 0 is gone")
         return f"tcp://{len(self.meetings)}"

@@ -71,14 +71,14 @@ class WorkerGroup:
         self._on_progress, self._log = on_progress, log
         self._supervisor = WorkerSupervisor(
             pool,
-            config.cluster.hang_s,
+            config.cluster.worker_timeout_s,
             is_sharded=config.is_sharded,
             log=log,
             on_replaced=self._on_replaced,
             clock=clock,
         )
         self._team = LearnerTeam(
-            pool, self._supervisor, config.cluster.hang_s, is_sharded=config.is_sharded
+            pool, self._supervisor, config.cluster.worker_timeout_s, is_sharded=config.is_sharded
         )
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""

@@ -71,7 +71,7 @@ class WorkerPool(abc.ABC):
         """Return the progress of the workers that answer at once."""
 
     @abc.abstractmethod
-    def meeting_point(self) -> str:
+    def rendezvous_address(self) -> str:
         """Return a new address at which the learners form a team. Raises ClusterError."""
 
     @abc.abstractmethod
@@ -120,7 +120,7 @@ class LocalWorkerPool(WorkerPool):
         """Return the progress of the worker."""
         return {worker: self._worker.progress() for worker in workers}
 
-    def meeting_point(self) -> str:
+    def rendezvous_address(self) -> str:
         """Raise ClusterError: one worker needs no team."""
         raise ClusterError("a worker of this process has no team")
 

@@ -121,7 +121,7 @@ class ClusterSection(Section):
     `cluster`)."""
     address: str = ""
     """Address of a Ray cluster, as `ray.init` takes it; empty starts a local Ray."""
-    hang_s: Seconds = 180.0
+    worker_timeout_s: Seconds = 180.0
     """Seconds without progress after which a worker is replaced."""
 
 

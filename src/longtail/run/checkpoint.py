@@ -50,7 +50,7 @@ _MAY_DIFFER = frozenset(
         "speculation.drafter", "speculation.tuner", "speculation.depth", "speculation.width",
         "speculation.size", "speculation.max_running", "speculation.coupled", "spot.train",
         "spot.learning_rate", "spot.matrix_rate", "spot.batch_tokens", "spot.buffer_mb",
-        "spot.features_mb", "cluster.workers", "cluster.address", "cluster.hang_s",
+        "spot.features_mb", "cluster.workers", "cluster.address", "cluster.worker_timeout_s",
         "learner.sharding",
     }
 )  # fmt: skip

@@ -134,7 +134,7 @@ class RayWorkerPool(WorkerPool):
                 continue
         return found
 
-    def meeting_point(self) -> str:
+    def rendezvous_address(self) -> str:
         """Return an address for a team: a file here, or a port at the first worker's machine."""
         if self._own_ray is not None:
             self._num_teams += 1
