@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from longtail.assembly import memory
 from longtail.assembly.drafters import check_names
 from longtail.assembly.models import model_directory
 from longtail.assembly.precision import decided
@@ -172,9 +171,6 @@ def train(config: RunConfig) -> int:
             timeout_s=config.reward.timeout_s,
             by_group=config.reward.per == "group",
         ) as grader:
-            with console.phase("fetching the model"):
-                shape = memory.model_shape(config.model.path)
-            config = memory.fitted(config, shape, console.log)
             return Trainer(config, run, checkpoint, grader, console).run()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from longtail.assembly import precision
+from longtail.assembly import memory, precision
 from longtail.assembly.prompts import load_prompts, prompt_source
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
@@ -78,14 +78,15 @@ def assemble(
     configured. `on_progress` is called during rollouts and may raise. Raises ConfigError if
     configuration, model and data do not fit together.
     """
-    choose_device(config.run.device)
     _check_sharding(config)
-    shape = load_config(directory)
+    device, shape = choose_device(config.run.device), load_config(directory)
+    if device.type == "cpu":
+        memory.check(config, shape)
     tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, shape)
     prompts = load_prompts(config, tokenizer, check)
     limits = _limits(config, prompts, shape)
-    workers = _worker_group(config, directory, limits, log, on_progress)
+    workers = _worker_group(config, directory, limits, device, log, on_progress)
     try:
         drafter_s = workers.begin()
     except BaseException:
@@ -115,6 +116,7 @@ def _worker_group(
     config: RunConfig,
     directory: Path,
     limits: EngineLimits,
+    device: torch.device,
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
 ) -> WorkerGroup:
@@ -134,7 +136,7 @@ def _worker_group(
         make,
         own.workers,
         address=own.address,
-        gpus=float(choose_device(config.run.device).type == "cuda"),
+        gpus=float(device.type == "cuda"),
         log=log,
     )
     return WorkerGroup(pool, config, on_progress=on_progress, log=log)

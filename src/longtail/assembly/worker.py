@@ -76,7 +76,7 @@ def build_components(
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
     )
     if device.type == "cuda":  # the KV cache takes the free memory, less what learning needs later
-        made_later = memory.estimate(config, policy.config).made_later
+        made_later = memory.made_later(config, policy.config)
         limits = replace(limits, reserved_bytes=made_later)
     began = time.perf_counter()
     learns = config.spot.train != "never"

@@ -214,7 +214,7 @@ class WorkerSupervisor:
     def ask(self, worker: int, message: Callable[..., R], *args: object) -> R | None:
         """Return a worker's answer to a message; None if it is gone or does not answer in time.
 
-        A worker that is gone is marked as lost, busy or idle: an idle one has no task that could end.
+        A worker that is gone is marked as lost: an idle one has no task that could end.
         """
         answers = self._answers(worker, message, *args)
         return answers[0] if answers else None
@@ -321,8 +321,8 @@ class WorkerSupervisor:
     def _policy(self) -> PolicyState | None:
         """Return the policy of a worker that has it; None if none answers now.
 
-        A worker that does not answer for `worker_timeout_s` is marked as lost. Raises ClusterError if no worker has
-        the policy any more.
+        A worker that does not answer for `worker_timeout_s` is marked as lost. Raises ClusterError
+        if no worker has the policy any more.
         """
         is_being_copied = any(
             process.startup in (_Startup.RESTORE, _Startup.PUBLISH)

@@ -54,8 +54,7 @@ class RolloutSection(Section):
     stop: tuple[Name, ...] = ()
     """Strings that end a completion, in addition to the tokenizer's end-of-sequence token."""
     max_running: Annotated[int, Field(ge=1, le=65_536)] = 64
-    """Largest number of requests that generate at the same time. Unset, it is lowered on a CPU
-    until the run fits into memory."""
+    """Largest number of requests that generate at the same time."""
     max_step_tokens: Count = 512
     """Most tokens of one engine step; longer prompts are prefilled in chunks."""
     kv_tokens: Amount = 0
@@ -150,8 +149,7 @@ class LearnerSection(OptimizerSection):
     overlong_buffer: Amount = 0
     """Number of tokens before `rollout.max_tokens` with DAPO's soft length penalty; 0 is off."""
     tokens_per_micro_batch: Count = 8192
-    """Tokens of one forward and backward pass; a longer sequence gets a pass of its own. Unset, it
-    is lowered on a CPU until the run fits into memory."""
+    """Tokens of one forward and backward pass; a longer sequence gets a pass of its own."""
     gradient_checkpointing: bool = False
     """Whether the backward pass recomputes activations: less memory, about a third more time."""
     dtype: Literal["float32", "float64"] = "float32"
