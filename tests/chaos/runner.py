@@ -204,7 +204,11 @@ def words_of(place: Path, *more: str) -> list[str]:
         "unused",
         *("--run.steps=4", "--run.checkpoint_every=1", "--learner.dtype=float64"),
         *("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150"),
-        *("--cluster.workers=2", f"--cluster.worker_timeout_s={WORKER_TIMEOUT_S}", "--run.threads=2"),
+        *(
+            "--cluster.workers=2",
+            f"--cluster.worker_timeout_s={WORKER_TIMEOUT_S}",
+            "--run.threads=2",
+        ),
         f"--speculation.drafter={drafter}",
         *more,
     )
