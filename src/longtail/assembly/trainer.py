@@ -11,8 +11,9 @@ from longtail.assembly import memory, precision
 from longtail.assembly.prompts import load_prompts, prompt_source
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.pool import LocalWorkerPool
+from longtail.cluster.pool import LocalWorkerPool, WorkerPool
 from longtail.cluster.records import Progress
+from longtail.cluster.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.engine.limits import EngineLimits
 from longtail.errors import ConfigError
@@ -86,7 +87,9 @@ def assemble(
     check_vocabulary(tokenizer, shape)
     prompts = load_prompts(config, tokenizer, check)
     limits = _limits(config, prompts, shape)
-    workers = _worker_group(config, directory, limits, device, log, on_progress)
+    make = partial(build_worker, config, directory, limits)
+    pool = _worker_pool(config, make, device, log, on_progress)
+    workers = WorkerGroup(pool, config, on_progress=on_progress, log=log)
     try:
         drafter_s = workers.begin()
     except BaseException:
@@ -112,19 +115,17 @@ def _check_sharding(config: RunConfig) -> None:
         )
 
 
-def _worker_group(
+def _worker_pool(
     config: RunConfig,
-    directory: Path,
-    limits: EngineLimits,
+    make: Callable[[int], Worker],
     device: torch.device,
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
-) -> WorkerGroup:
+) -> WorkerPool:
     """Start the workers: one in this process, or several as Ray actors."""
-    own, make = config.cluster, partial(build_worker, config, directory, limits)
+    own = config.cluster
     if own.workers == 1 and not own.address:
-        alone = LocalWorkerPool(make, on_progress)
-        return WorkerGroup(alone, config, on_progress=lambda progress: None, log=log)
+        return LocalWorkerPool(make, on_progress)
     try:
         from longtail.cluster.ray.pool import RayWorkerPool
     except ImportError as error:
@@ -132,14 +133,8 @@ def _worker_group(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    pool = RayWorkerPool(
-        make,
-        own.workers,
-        address=own.address,
-        gpus=float(device.type == "cuda"),
-        log=log,
-    )
-    return WorkerGroup(pool, config, on_progress=on_progress, log=log)
+    gpus = float(device.type == "cuda")
+    return RayWorkerPool(make, own.workers, address=own.address, gpus=gpus, log=log)
 
 
 def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:

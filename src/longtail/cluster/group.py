@@ -200,7 +200,8 @@ class WorkerGroup:
     def drain_timeline(self) -> Timeline:
         """Return the timeline of all workers since the last call."""
         marks, self._marks = self._marks, []
-        return Timeline.of(self._supervisor.drain_states(), marks)
+        begin_s, end_s, spans = self._supervisor.drain_states()
+        return Timeline(spans=spans, marks=tuple(marks), begin_s=begin_s, end_s=end_s)
 
     def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
         """Measure the configured drafter on new texts of the policy, on one worker."""

@@ -24,7 +24,7 @@ from typing import Any, TypeVar, final
 from longtail.cluster import tasks
 from longtail.cluster.pool import TaskResult, WorkerPool
 from longtail.cluster.records import PolicyState, Progress
-from longtail.cluster.states import State, StateInterval, WorkerStates
+from longtail.cluster.states import Span, State, WorkerStates
 from longtail.cluster.tasks import Task
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
@@ -109,8 +109,8 @@ class WorkerSupervisor:
         """Return the workers that are in one of these states, in ascending order."""
         return self._states.workers(*states)
 
-    def drain_states(self) -> StateInterval:
-        """Return the states and changes since the last call."""
+    def drain_states(self) -> tuple[float, float, tuple[Span, ...]]:
+        """Return begin, end and spans of the time since the last call."""
         return self._states.drain()
 
     # ---- tasks

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from longtail.cluster.states import State, StateInterval
+from longtail.cluster.states import Span, State
 from longtail.errors import CheckpointError
 from longtail.system.files import write_atomically
 
@@ -33,24 +33,6 @@ _BEGIN = "[\n"
 
 Interval = tuple[float, float]
 """Begin and end, in seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """An interval in which a worker was in one state.
-
-    Example: Span(worker=1, state=State.SPOT, begin_s=2.0, end_s=2.5)
-    """
-
-    worker: int
-    state: State
-    begin_s: float
-    end_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Length in seconds."""
-        return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,23 +56,6 @@ class Timeline:
     marks: tuple[Mark, ...]
     begin_s: float
     end_s: float
-
-    @staticmethod
-    def of(interval: StateInterval, marks: Sequence[Mark] = ()) -> "Timeline":
-        """Convert the changes of an interval into spans."""
-        spans = []
-        for worker, state in enumerate(interval.states):
-            changes = [change for change in interval.changes if change.worker == worker]
-            states = [state, *(change.state for change in changes)]
-            times = [interval.begin_s, *(change.at for change in changes), interval.end_s]
-            spans += [
-                Span(worker=worker, state=state, begin_s=begin, end_s=end)
-                for state, begin, end in zip(states, times[:-1], times[1:], strict=True)
-                if end > begin
-            ]
-        return Timeline(
-            spans=tuple(spans), marks=tuple(marks), begin_s=interval.begin_s, end_s=interval.end_s
-        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the timeline as JSON values; it begins at 0 s.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longtail.cluster.states import State
-from longtail.cluster.timeline import Span, Timeline
+from longtail.cluster.states import Span, State
+from longtail.cluster.timeline import Timeline
 from longtail.report.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, TITLE, blank, write
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.states import State, StateChange, StateInterval
-from longtail.cluster.timeline import Mark, Span, Timeline, TraceFile, event_of
-from support.timelines import LETTERS, drawn
+from longtail.cluster.timeline import Mark, Timeline, TraceFile, event_of
+from support.timelines import drawn
 
 
 def counted(*workers: str) -> dict[str, float]:
@@ -45,46 +44,6 @@ pictures = st.integers(1, 20).flatmap(
         st.text("+G.sLx", min_size=width, max_size=width), min_size=1, max_size=4
     )
 )
-
-
-def test_changes_become_contiguous_spans() -> None:
-    interval = StateInterval(
-        begin_s=10.0,
-        end_s=14.0,
-        states=(State.IDLE, State.GENERATING),
-        changes=(
-            StateChange(worker=0, state=State.SPOT, at=11.0),
-            StateChange(worker=1, state=State.IDLE, at=12.0),
-            StateChange(
-                worker=1, state=State.LEARNING, at=12.0
-            ),  # at once: idle for no time at all
-        ),
-    )
-    marks = (Mark(worker=1, at_s=11.5, name="drafter v3 published"),)
-    assert Timeline.of(interval, marks) == Timeline(
-        spans=(
-            Span(worker=0, state=State.IDLE, begin_s=10.0, end_s=11.0),
-            Span(worker=0, state=State.SPOT, begin_s=11.0, end_s=14.0),
-            Span(worker=1, state=State.GENERATING, begin_s=10.0, end_s=12.0),
-            Span(worker=1, state=State.LEARNING, begin_s=12.0, end_s=14.0),
-        ),
-        marks=marks,
-        begin_s=10.0,
-        end_s=14.0,
-    )
-
-
-@given(pictures)
-def test_spans_cover_each_workers_time_once(picture: list[str]) -> None:
-    timeline = drawn(*picture, begin_s=3.0)
-    for worker, letters in enumerate(picture):
-        spans = [span for span in timeline.spans if span.worker == worker]
-        edges = [timeline.begin_s, *(span.end_s for span in spans)]
-        assert [span.begin_s for span in spans] == edges[:-1]
-        assert edges[-1] == timeline.end_s
-        assert {
-            state: seconds for state, seconds in timeline.seconds()[worker].items() if seconds
-        } == {LETTERS[letter]: letters.count(letter) for letter in set(letters)}
 
 
 def test_the_metrics_of_a_step_are_those_counted_by_hand() -> None:
@@ -249,8 +208,8 @@ def test_a_full_disk_is_an_error_and_the_trace_stays_readable(tmp_path: Path) ->
     script = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from longtail.cluster.states import State\n"
-        "from longtail.cluster.timeline import Span, Timeline, TraceFile\n"
+        "from longtail.cluster.states import Span, State\n"
+        "from longtail.cluster.timeline import Timeline, TraceFile\n"
         "from longtail.errors import CheckpointError\n"
         "file = TraceFile(Path(sys.argv[1]))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
