@@ -16,11 +16,12 @@ from longtail.system import machine
 from longtail.system.device import choose_device
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-_KV, _ACTIVATIONS = "KV cache", "activations and scores"
+_KV, _ACTIVATIONS, _DRAFTER = "KV cache", "activations and scores", "drafter"
 _MOMENTS, _REFERENCE = "optimizer moments", "reference model"
 _REMEDIES = {
     _KV: "rollout.max_running, rollout.max_tokens or rollout.kv_tokens",
     _ACTIVATIONS: "learner.tokens_per_micro_batch, or set learner.gradient_checkpointing = true",
+    _DRAFTER: "spot.buffer_mb or spot.features_mb, or set speculation.drafter = 'history'",
 }
 
 
@@ -58,7 +59,7 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
         "undo of a step": 3 * weights
         if config.cluster.workers > 1 < learner.mini_batches and not config.is_sharded
         else 0,
-        "drafter": 4 * (7 * layer + 3 * min(MAX_LOGITS, spot.batch_tokens * shape.vocab_size))
+        _DRAFTER: 4 * (7 * layer + 3 * min(MAX_LOGITS, spot.batch_tokens * shape.vocab_size))
         + (spot.buffer_mb + spot.features_mb) * 2**20
         if has_drafter
         else 0,
@@ -91,7 +92,7 @@ def report(config: RunConfig) -> str:
     found = estimate(config, shape, on_cpu=device.type == "cpu")
     available = available_bytes(device)
     rows = {**found, "total": sum(found.values()), f"available on {device}": available}
-    lines = [f"memory of a worker in GB, {count_parameters(shape):,} parameters"]
+    lines = [f"memory, {count_parameters(shape):,} parameters (GB of each worker)"]
     lines += [
         f"{name:<36}{'?' if size is None else f'{size / 1e9:.3f}':>10}"
         for name, size in rows.items()

@@ -86,7 +86,11 @@ def test_each_part_follows_its_configuration_fields() -> None:
     ("words", "field"),
     [
         (("--rollout.max_running=4000", "--rollout.max_step_tokens=4000"), "rollout.max_running"),
-        (("--rollout.max_running=1",), "learner.tokens_per_micro_batch"),
+        (
+            ("--rollout.max_running=1", "--speculation.drafter=none"),
+            "learner.tokens_per_micro_batch",
+        ),
+        (("--rollout.max_running=1", "--spot.features_mb=4000"), "spot.buffer_mb"),
     ],
 )
 def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
