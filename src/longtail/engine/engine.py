@@ -172,7 +172,7 @@ class RolloutEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""
-        self._check(request)
+        self.check(request)
         self._kv.wake()
         active = ActiveRequest(
             request=request,
@@ -294,7 +294,7 @@ class RolloutEngine:
         or one of the requests fails, the requests are aborted.
         """
         for request in requests:
-            self._check(request)
+            self.check(request)
         done: dict[str, Completion] = {}
         awaited = {request.request_id for request in requests}
         try:
@@ -344,7 +344,8 @@ class RolloutEngine:
             if name in self._active:
                 self.abort(name)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise RequestError if this engine can never serve the request; thread-safe."""
         longest = len(request.prompt_tokens) + request.sampling.max_tokens
         vocab_size = self._model.config.vocab_size
         if request.request_id in self._active:
