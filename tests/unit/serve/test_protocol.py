@@ -62,28 +62,22 @@ def test_fields_without_an_effect_are_accepted(more: dict[str, Any]) -> None:
         ("presence_penalty", 0.5),
         ("repetition_penalty", "1.0"),
         ("ignore_eos", True),
-        ("stop_token_ids", [5]),
         ("top_k", -2),
         ("return_token_ids", "yes"),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
         ("reasoning_effort", "high"),
         ("top_logprobs", 3),
-        ("temperature", -0.1),
         ("temperature", 1e-30),
         ("temperature", "1"),
         ("top_p", 0),
         ("min_p", 1),
-        ("n", 0),
         ("n", True),
-        ("n", 1.5),
         ("max_tokens", 0),
         ("seed", 2**63),
         ("stop", ["a"] * 17),
-        ("stop", "x" * 257),
-        ("stop", 5000 * "x"),
+        ("stop", "x" * 5000),
         ("messages", []),
-        ("messages", "hi"),
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),  # without stream
         ("tempature", 1),
@@ -149,17 +143,3 @@ def test_numbers_out_of_range_are_refused_and_extreme_ones_accepted(number: str)
     assert refused(CompletionRequest, body.encode()).param == "top_p"
     extreme = {**TEXT, "top_p": 1e-46, "min_p": 1e-300, "top_k": 2**31 - 1, "seed": -(2**63)}
     assert parse_body(CompletionRequest, json.dumps(extreme).encode()).top_p == 1e-46
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (404, "invalid_request_error"),
-        (401, "authentication_error"),
-        (429, "rate_limit_error"),
-        (503, "server_error"),
-    ],
-)
-def test_an_error_body_has_openais_format(status: int, kind: str) -> None:
-    error = {"message": "no", "type": kind, "param": "model", "code": "missing"}
-    assert APIError(status, "no", param="model", code="missing").body() == {"error": error}
