@@ -79,9 +79,10 @@ def make_model_server(
     engine: RolloutEngine,
     options: ServeOptions = OPTIONS,
     open_drafters: Callable[[], Speculation | None] = lambda: None,
+    api_key: str | None = None,
 ) -> ModelServer:
     service = Service(engine, options)
-    app = make_app(service, shared_tokenizer(), options, open_drafters)
+    app = make_app(service, shared_tokenizer(), options, open_drafters, api_key)
     return ModelServer(service, app, options)
 
 

@@ -16,6 +16,7 @@ from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.options import Arguments, Parser, arguments_of, read
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
+from longtail.serve.options import ServeOptions
 
 
 def imported(program: str) -> Any:
@@ -143,10 +144,10 @@ COMMANDS: Mapping[str, Command | ServerCommand | ConfiguredCommand] = MappingPro
             options.GenerateOptions,
             "cli.generate.run",
         ),
-        "serve": ServerCommand(
+        "serve": Command(
             "Serve a model with the OpenAI HTTP API, with speculative decoding.",
-            "serve.options.add_arguments",
-            "serve.command.run",
+            ServeOptions,
+            "serve.run",
         ),
         **{
             f"bench {name}": Command(bench.summary, bench.options, f"bench.{bench.module}.run")

@@ -54,8 +54,12 @@ def make_app(
     tokenizer: Tokenizer,
     options: ServeOptions,
     open_drafters: Callable[[], Speculation | None],
+    api_key: str | None = None,
 ) -> FastAPI:
-    """Build the application in front of a service; `open_drafters` opens those of the options."""
+    """Build the application in front of a service; `open_drafters` opens those of the options.
+
+    Without an API key, every client that reaches the port is served.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -64,7 +68,7 @@ def make_app(
         await service.stop()
 
     async def check_caller(http: HttpRequest) -> None:
-        _check_caller(http.headers, options.api_key)
+        _check_caller(http.headers, api_key)
 
     access = [Depends(check_caller)]
     app = FastAPI(lifespan=lifespan, dependencies=access, openapi_url=None, redirect_slashes=False)

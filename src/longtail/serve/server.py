@@ -26,11 +26,11 @@ _FLUSH_S = 5
 """Seconds for responses to reach their clients after the last completion."""
 
 
-def run(options: ServeOptions) -> int:
+def run(options: ServeOptions, api_key: str | None) -> int:
     """Load the model and serve it until a signal arrives."""
     with bind(options.host, options.port) as sock:  # a port in use is reported before loading
         set_threads(options.threads)
-        service, app = _load(options)
+        service, app = _load(options, api_key)
         sock.listen()  # clients may connect as soon as the next line is printed
         address = f"{url(options.host, sock)}/v1"
         # uvicorn takes all signals but SIGHUP while it runs, and passes them on at the end.
@@ -43,7 +43,7 @@ def run(options: ServeOptions) -> int:
     return 0
 
 
-def _load(options: ServeOptions) -> tuple[Service, ASGIApp]:
+def _load(options: ServeOptions, api_key: str | None) -> tuple[Service, ASGIApp]:
     """Load the model, make its engine, and put the service and its routes in front of it."""
     check_names(options.drafter, field="--drafter")
     path = model_directory(options.model, field="MODEL")
@@ -65,7 +65,7 @@ def _load(options: ServeOptions) -> tuple[Service, ASGIApp]:
     )
     service = Service(open_engine(target, limits, options.drafter), options)
     open_drafters = partial(open_speculation, options.drafter, target)
-    return service, make_app(service, tokenizer, options, open_drafters)
+    return service, make_app(service, tokenizer, options, open_drafters, api_key)
 
 
 def http_server(app: ASGIApp, drain_s: float) -> HttpServer:

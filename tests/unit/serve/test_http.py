@@ -240,7 +240,7 @@ def test_a_body_that_does_not_arrive_in_time_is_refused(
 def test_every_route_needs_the_key() -> None:
     key = "sixteen-letters-or-more"
     paths = ("/v1/models", "/health", "/metrics", "/v1/models/a")
-    with live(make_model_server(make_engine(), replace(OPTIONS, api_key=key))) as client:
+    with live(make_model_server(make_engine(), api_key=key)) as client:
         for given in (None, "Bearer", f"Bearer {key}x", f"Bear {key}", key, "Bearer \xe9"):
             headers = {} if given is None else {"Authorization": given.encode("latin-1")}
             for answer in (
