@@ -240,7 +240,7 @@ async def _events(
         if includes_usage:
             yield _event(response.end())
         yield "data: [DONE]\n\n"
-    except Exception as error:  # noqa: BLE001 - the caller is told of it
+    except Exception as error:  # noqa: BLE001 - it is sent to the caller
         yield _event(_to_api_error(error).body())
 
 

@@ -208,7 +208,7 @@ class Service:
                 pass
             for request_id, _, _ in self._engine.unfinished():
                 self._withdraw(request_id)
-        except Exception as error:  # noqa: BLE001 - every caller is told of it
+        except Exception as error:  # noqa: BLE001 - every caller gets an error
             _log.error("the engine failed", exc_info=error)
             self._notify(self._close, _FAILED)
 
