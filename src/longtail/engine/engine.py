@@ -119,10 +119,6 @@ class RolloutEngine:
         """Number of waiting and running requests."""
         return len(self._active)
 
-    def running(self) -> frozenset[str]:
-        """Return the ids of the running requests."""
-        return frozenset(self._scheduler.running)
-
     def is_unfinished(self, request_id: str) -> bool:
         """Return whether the request waits or runs."""
         return request_id in self._active

@@ -90,10 +90,6 @@ class Reader:
     def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
         self._decode, self._stops = decode, stops
         self._held_len = max((len(stop) for stop in stops), default=1) - 1
-        self.restart()
-
-    def restart(self) -> None:
-        """Expect another text from its beginning."""
         self._detokenizer = Detokenizer(self._decode)
         self._held = ""
         self._shown = 0
