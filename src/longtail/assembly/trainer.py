@@ -44,8 +44,6 @@ class TrainerComponents:
     """Number of prompts left out because they exceed data.max_prompt_len."""
     num_ungradable: int
     """Number of prompts left out because the reward cannot grade their answers."""
-    drafter_s: float
-    """Seconds that opening the drafter took, with the training of the embedded one."""
 
     def start_lines(self, config: RunConfig, threads: int, last_step: int | None) -> list[str]:
         """Return what a run logs at its start: model, directory, precision, prompts left out."""
@@ -91,7 +89,7 @@ def assemble(
     pool = _worker_pool(config, make, device, log, on_progress)
     workers = WorkerGroup(pool, config, on_progress=on_progress, log=log)
     try:
-        drafter_s = workers.begin()
+        workers.begin()
     except BaseException:
         workers.close()
         raise
@@ -103,7 +101,6 @@ def assemble(
         limits=limits,
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
         num_ungradable=prompts.train.num_ungradable + prompts.heldout.num_ungradable,
-        drafter_s=drafter_s,
     )
 
 

@@ -154,13 +154,13 @@ COMMANDS: Mapping[str, Command | ServerCommand | ConfiguredCommand] = MappingPro
             for name, bench in BENCHES.items()
         },
         "report": Command(
-            "Write report.html and rollout.png about a run: summary, rollout, decisions, costs.",
+            "Write report.html into a run directory: the page of longtail view as one file.",
             options.ReportOptions,
-            "report.page.run",
+            "view.report.run",
         ),
         "view": ServerCommand(
             "Show runs on a live web page, while they continue or afterwards.",
-            "view.options.add_arguments",
+            "view.command.add_arguments",
             "view.command.run",
         ),
         "doctor": Command(

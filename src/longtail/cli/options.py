@@ -132,9 +132,6 @@ class ReportOptions(argparse.Namespace):
     """Options of `longtail report`."""
 
     run: Annotated[str, Option("run directory of longtail train", positional=True)]
-    step: Annotated[int | None, Option("training step of the rollout to show (default: last)")] = (
-        None
-    )
 
 
 @dataclass(kw_only=True)

@@ -62,11 +62,6 @@ class RolloutSeries:
         """Mean number of verified nodes per step."""
         return sum(self.nodes) / max(self.num_steps, 1)
 
-    @property
-    def last_switch(self) -> Switch | None:
-        """The last switch, if any."""
-        return self.switches[-1][1] if self.switches else None
-
     def begin_of(self, index: int) -> float:
         """Return the seconds from the start of the rollout to the start of a step."""
         return self.seconds[index - 1] if index else 0.0

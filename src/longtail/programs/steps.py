@@ -10,7 +10,7 @@ from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.sft import SftConfig
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
-from longtail.run.metrics import open_writers
+from longtail.run.metrics import MetricLog
 from longtail.system.device import set_threads
 from longtail.system.interrupt import Interrupted, Interruption
 
@@ -86,7 +86,7 @@ def _train(
     own, steps, began = config.run, config.train.steps, time.perf_counter()
     first = saved = components.steps
     tokens = 0.0
-    writer = open_writers(
+    writer = MetricLog(
         own.writers,
         directory.path,
         last_step=saved or None,

@@ -64,7 +64,6 @@ def test_a_rollout_is_kept_in_columns_an_entry_a_step() -> None:
     assert WORKED.running == (8, 8, 2)
     assert (WORKED.drafts, WORKED.nodes, WORKED.accepted) == ((0, 2, 0), (0, 9, 0), (0, 5, 0))
     assert WORKED.switches == ((1, ON), (2, OFF))
-    assert WORKED.last_switch == OFF
     assert [WORKED.begin_of(index) for index in range(3)] == [0.0, 0.25, 0.5]
     assert WORKED.mean_nodes == 3.0
     assert accept_lengths(WORKED) == [1.0, 3.5, 1.0]

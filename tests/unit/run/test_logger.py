@@ -172,19 +172,6 @@ def test_a_resumed_run_has_one_line_of_speculation_per_step(
     assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == kept
 
 
-def test_a_run_resumed_without_speculation_drops_the_later_lines(
-    tmp_path: Path,
-) -> None:
-    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
-    for step in (1, 2, 3):
-        logger.log([LoggedRollout(step=step, series=SERIES)])
-    logger.close()
-    resumed = RunLogger(RunConfig(), tmp_path, last_step=1)
-    resumed.write(2, {}, _record())
-    resumed.close()
-    assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [1]
-
-
 @pytest.mark.slow
 def test_the_file_of_speculation_is_bounded_and_has_whole_lines(tmp_path: Path) -> None:
     steps = 4000
