@@ -1,4 +1,5 @@
 import errno
+import itertools
 import json
 import os
 import shutil

@@ -312,11 +312,12 @@ def test_the_report_shows_what_the_page_shows(open_page: Callable[..., Page], ru
             page.wait_for_selector(f"body[data-step='{step}']")
             page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
             page.wait_for_function(_OPENED)
-            page.select_option("#rollout-line", label="worker 1")
+            texts = [row["text"] for row in rollout_rows(step)]
+            completion = page.locator("pre.completion")
             page.locator("#rows").press("ArrowDown")
-            sync_api.expect(page.locator("pre.completion")).to_have_text(
-                rollout_rows(step)[1]["text"]
-            )
+            sync_api.expect(completion).to_have_text(texts[1])
+            page.select_option("#rollout-line", label="worker 1")
+            sync_api.expect(completion).to_have_text(texts[0])  # the step is shown anew
             found.append(page.locator("main > :not(header)").all_inner_texts())
         shown[is_report] = found
     assert shown[True] == shown[False]
