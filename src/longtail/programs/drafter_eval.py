@@ -24,7 +24,7 @@ from longtail.engine.speculation.acceptance import POSITIONS, Acceptance
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.programs.drafter_prompts import open_target, require_prompts
-from longtail.report.plots import PALETTE, blank, frame, write
+from longtail.report.timeline_plot import PALETTE, blank, frame, write
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy

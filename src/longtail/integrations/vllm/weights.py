@@ -2,7 +2,7 @@
 
     a directory in vLLM's layout        as `longtail drafter export --to vllm` writes it
     a drafter directory                 drafter.json and drafter.safetensors
-    the drafter folder of a run         the newest complete step, sealed by SHA-256; or one step
+    the drafter folder of a run         the newest step; or one step
 
 The tensors must have the names and shapes of the drafter that the engine started with. A digest of
 the caller, or that of config.json, must be that of the tensors.
