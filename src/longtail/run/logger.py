@@ -86,5 +86,7 @@ class RunLogger:
 
     def close(self) -> None:
         """Close all files."""
-        for file in (self._metrics, self._trace, *self._files.values()):
+        self._metrics.close()
+        self._trace.close()
+        for file in self._files.values():
             file.close()

@@ -47,7 +47,7 @@ def summarize_lengths(lengths: Sequence[int], name: str = "response_length") -> 
     """
     if not lengths:
         return {}
-    numbers = {"mean": np.mean(lengths)}
+    numbers: dict[str, Any] = {"mean": np.mean(lengths)}
     for percent in (50, 90, 99):
         numbers[f"p{percent}"] = np.percentile(lengths, percent, method="inverted_cdf")
     return {f"{name}/{key}": float(each) for key, each in {**numbers, "max": max(lengths)}.items()}
