@@ -1,4 +1,4 @@
-"""Text generation from Python: `Engine` and `load_drafter`, as `import longtail` offers them.
+"""Text generation from Python: `Engine` and the readers of tokenizers and drafters.
 
     from longtail import Engine, SamplingParams
 
@@ -30,7 +30,8 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import Piece, StepReport
 from longtail.errors import ConfigError, RequestError
 from longtail.model.hf.model import load_config
-from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.model.hf.tokenizer import Tokenizer
+from longtail.model.hf.tokenizer import load_tokenizer as read_tokenizer
 from longtail.system.device import choose_device, to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
@@ -68,7 +69,7 @@ class Engine:
         choose_device(device)
         check_names(drafter, field="drafter")
         self._path = model_directory(model, field="model")
-        self.tokenizer = load_tokenizer(self._path)
+        self.tokenizer = read_tokenizer(self._path)
         self.max_positions = load_config(self._path).max_positions
         """Largest number of tokens of a prompt and its completion together."""
         self._engines = GrowingEngine(
@@ -177,6 +178,14 @@ class TextStream:
                 yield piece
 
 
+def load_tokenizer(model: str) -> Tokenizer:
+    """Read the tokenizer of a model by any name that `Engine` takes.
+
+    Example: load_tokenizer("smollm2").encode("1 + 1")
+    """
+    return read_tokenizer(model_directory(model, field="model"))
+
+
 def load_drafter(
     name: str,
     model: str,
@@ -193,7 +202,7 @@ def load_drafter(
     Example: load_drafter("runs/quickstart", "runs/quickstart").layer.config
     """
     path = model_directory(model, field="model")
-    target = open_model(model, path, load_tokenizer(path))
+    target = open_model(model, path, read_tokenizer(path))
     loaded = read_drafter(name, target, log, dtype, field="name")
     if loaded is None:
         raise ConfigError(f"name = {name!r}: this drafter has no weights of its own to load")

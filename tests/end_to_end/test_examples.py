@@ -61,6 +61,21 @@ def test_the_engine_answers_in_ten_lines(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
+def test_the_loop_in_one_file_learns_the_same_with_and_without_a_drafter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (EXAMPLES / "rl_loop.py").read_text(encoding="utf-8")
+    assert len(code.splitlines()) <= 150
+    rewards = []
+    for drafter in ("auto", "none"):
+        names = runpy.run_path(str(EXAMPLES / "rl_loop.py"))
+        names["main"].__globals__.update(PROMPTS=2, SAMPLES=4, MAX_TOKENS=12)
+        rewards.append(names["main"](2, str(tmp_path / drafter), drafter))
+    assert rewards[0] == rewards[1]
+    assert capsys.readouterr().out.count("step ") == 4
+
+
+@pytest.mark.slow
 def test_a_reward_in_the_example_grades_the_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from longtail.assembly import memory, precision
+from longtail.assembly.models import model_directory
 from longtail.assembly.prompts import load_prompts, prompt_source
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
@@ -20,10 +21,10 @@ from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig
-from longtail.rl.data.prompts import HeldOut, PromptSource
+from longtail.rl.data.prompts import PromptSource
 from longtail.rl.grading.references import Check
 from longtail.system import machine
-from longtail.system.device import choose_device, to_stderr
+from longtail.system.device import choose_device, set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams
 
 _SHARDING_SINCE = "2.13"
@@ -78,21 +79,16 @@ def assemble(
     configuration, model and data do not fit together.
     """
     _check_sharding(config)
-    device, shape = choose_device(config.run.device), load_config(directory)
-    if device.type == "cpu":
+    shape, tokenizer = load_config(directory), load_tokenizer(directory)
+    if choose_device(config.run.device).type == "cpu":
         memory.check(config, shape)
-    tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, shape)
     prompts = load_prompts(config, tokenizer, check)
-    limits = _limits(config, prompts, shape)
-    make = partial(build_worker, config, directory, limits)
-    pool = _worker_pool(config, make, device, log, on_progress)
-    workers = WorkerGroup(pool, config, on_progress=on_progress, log=log)
-    try:
-        workers.begin()
-    except BaseException:
-        workers.close()
-        raise
+    longest = max(
+        len(prompt.tokens) for prompt in (*prompts.train.prompts, *prompts.heldout.prompts)
+    )
+    limits = _limits(config, longest, shape)
+    workers = _started(config, directory, limits, log, on_progress)
     return TrainerComponents(
         source=prompt_source(config, prompts.train),
         heldout=prompts.heldout.prompts,
@@ -102,6 +98,42 @@ def assemble(
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
         num_ungradable=prompts.train.num_ungradable + prompts.heldout.num_ungradable,
     )
+
+
+def open_workers(
+    config: RunConfig, *, max_prompt_len: int, log: Callable[[str], None] = to_stderr
+) -> WorkerGroup:
+    """Start the workers of a loop of your own, whose prompts have at most `max_prompt_len` tokens.
+
+    Each has an engine, a learner and a drafter trainer. Call `publish` before the first `rollout`
+    and `close` at the end; examples/rl_loop.py has the calls in between. Raises ConfigError if the
+    model cannot be used.
+    """
+    config = precision.decided(config)
+    _check_sharding(config)
+    set_threads(threads_each(config.run.threads, config.cluster.workers))
+    directory = model_directory(config.model.path, log)
+    limits = _limits(config, max_prompt_len, load_config(directory))
+    return _started(config, directory, limits, log, lambda progress: None)
+
+
+def _started(
+    config: RunConfig,
+    directory: Path,
+    limits: EngineLimits,
+    log: Callable[[str], None],
+    on_progress: Callable[[Progress], None],
+) -> WorkerGroup:
+    """Return the workers once all are ready."""
+    make = partial(build_worker, config, directory, limits)
+    pool = _worker_pool(config, make, log, on_progress)
+    workers = WorkerGroup(pool, config, on_progress=on_progress, log=log)
+    try:
+        workers.begin()
+    except BaseException:
+        workers.close()
+        raise
+    return workers
 
 
 def _check_sharding(config: RunConfig) -> None:
@@ -115,7 +147,6 @@ def _check_sharding(config: RunConfig) -> None:
 def _worker_pool(
     config: RunConfig,
     make: Callable[[int], Worker],
-    device: torch.device,
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
 ) -> WorkerPool:
@@ -130,15 +161,12 @@ def _worker_pool(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    gpus = float(device.type == "cuda")
+    gpus = float(choose_device(config.run.device).type == "cuda")
     return RayWorkerPool(make, own.workers, address=own.address, gpus=gpus, log=log)
 
 
-def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:
-    """Return the engine's limits for the longest prompt."""
-    longest_prompt = max(
-        len(prompt.tokens) for prompt in (*prompts.train.prompts, *prompts.heldout.prompts)
-    )
+def _limits(config: RunConfig, longest_prompt: int, shape: ModelConfig) -> EngineLimits:
+    """Return the engine's limits for prompts of up to `longest_prompt` tokens."""
     longest = longest_prompt + config.rollout.max_tokens
     if longest > shape.max_positions:
         raise ConfigError(
