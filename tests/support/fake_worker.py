@@ -165,7 +165,6 @@ class FakeWorker:
             report=replace(RolloutMeter().report(), num_generated=num_generated),
             series=None,
             costs=None,
-            initial_costs=None,
         )
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> Steps:

@@ -110,7 +110,6 @@ def speculation_row(step: int, worker: int = 0, num: int = 60) -> dict[str, Any]
         "drafts": drafts,
         "nodes": [6 * each for each in drafts],
         "accepted": [2 * each for each in drafts],
-        "readings": [[0.1]] * num,
         "switches": [[min(20, num - 1), True, "predicted 1.30x of plain decoding at 40 running"]],
     }
 

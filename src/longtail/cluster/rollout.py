@@ -59,7 +59,6 @@ class RolloutResult:
                 series=series,
                 kind=kind,
                 worker=shard.worker,
-                costs=shard.value().initial_costs,
             )
             for shard in self.shards
             if (series := shard.value().series) is not None

@@ -26,11 +26,11 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
-from longtail.engine.drafted_text import AcceptedSpans
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport
 from longtail.engine.rollout_log import RolloutLog
 from longtail.engine.speculation.speculator import Speculation
+from longtail.engine.text import AcceptedSpans
 from longtail.errors import ClusterError, NonFiniteError
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer
@@ -109,7 +109,6 @@ class Worker:
         self._shard = _Shard({}, [])
         self._progress = Progress()
         self._beats = 0
-        self._has_generated = False
         self.on_step: Callable[[Progress], None] | None = None
         """Called after every engine step if the worker shares its caller's process; may raise."""
 
@@ -127,8 +126,6 @@ class Worker:
         """Generate all completions. Raises Stopped; then the requests are aborted."""
         engine, meter, log = self._components.engine, RolloutMeter(), RolloutLog()
         accepted = AcceptedSpans()
-        is_first, self._has_generated = not self._has_generated, True
-        initial = engine.costs.numbers() if is_first and engine.costs is not None else None
         self._shard = _Shard({request.request_id: request for request in requests}, [])
         self._progress = Progress(beats=self._beats)
 
@@ -151,7 +148,6 @@ class Worker:
             report=meter.report(),
             series=log.series(),
             costs=None if costs is None else costs.numbers(),
-            initial_costs=initial,
             drafted=accepted.characters(completions, self._components.tokenizer.decode),
         )
 
@@ -343,7 +339,7 @@ class Worker:
             num_finished=len(finished),
             num_generated=before.num_generated + len(step.emitted),
             num_running=step.num_running,
-            drafts=bool(step.verified) if step.readings else None,
+            drafts=bool(step.verified) if step.speculates else None,
             text=before.text or (finished[0].text[:_MOST_TEXT] if finished else ""),
         )
         if self.on_step is not None:

@@ -381,7 +381,7 @@ def _step_report(
         finished=tuple(outputs.finished),
         failed=tuple(outputs.failed),
         verified=record.verified,
-        readings=record.readings,
+        speculates=record.speculates,
         switch=record.switch,
         **timer.stop(forward_s=out.forward_s, sample_s=out.sample_s),
     )

@@ -98,9 +98,8 @@ class StepReport:
     """Results of the verified drafts."""
     tuner_s: float = 0.0
     """Seconds of planning, and of learning from the previous step."""
-    readings: tuple[float, ...] = ()
-    """Readings of the tuner's clock: before the proposals and after each; on a CPU, if feedback is
-    applied, before it, after the drafters' learning and after it; at the end."""
+    speculates: bool = False
+    """Whether the engine has drafters, in a plain step, too."""
     switch: Switch | None = None
 
 

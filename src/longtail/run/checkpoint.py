@@ -58,7 +58,7 @@ _MAY_DIFFER = frozenset(
 CONFIG_FILE = "config.toml"
 _LOGS = (
     "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "drafts.jsonl", "drafter.jsonl",
-    "trace.json", "summary.json", "cost.json", "report.html", "drafter", "tensorboard",
+    "trace.json", "summary.json", "report.html", "drafter", "tensorboard",
 )  # fmt: skip
 UNWRITABLE = (OSError, SafetensorError)
 """Errors of a failed write of tensors, or of a read."""

@@ -119,7 +119,7 @@ class Console:
                 num_finished=self._phases[-1].num_done + len(report.finished),
                 num_generated=self._tokens,
                 num_running=report.num_running,
-                drafts=bool(report.verified) if report.readings else None,
+                drafts=bool(report.verified) if report.speculates else None,
                 text=report.finished[0].text if report.finished else "",
             )
         )

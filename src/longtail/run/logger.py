@@ -3,7 +3,6 @@
 speculation.jsonl (`engine.rollout_log`) gets a line per rollout and worker; its oldest lines are
 dropped beyond `run.speculation_mb`. drafts.jsonl has the drafted characters of each text, bounded
 alike; rollouts.jsonl does not, because the same texts may be drafted otherwise.
-cost.json (`tuner.cost_file`) holds the newest cost model.
 trace.json (`cluster.timeline`) has the states of the workers, drafter.jsonl the decisions about a
 drafter in training.
 
@@ -22,7 +21,6 @@ from longtail.engine import rollout_log
 from longtail.engine.rollout_log import TRAINING, LoggedRollout
 from longtail.run.metrics import JsonLines, MetricLog
 from longtail.run.step_metrics import StepRecord, rollout_row
-from longtail.tuner import cost_file
 
 ROLLOUTS, DRAFTS, DECISIONS = "rollouts.jsonl", "drafts.jsonl", "drafter.jsonl"
 
@@ -65,8 +63,6 @@ class RunLogger:
                 parts = [each.rollout.drafted for each in record.rounds]
                 drafted = {name: places for part in parts for name, places in part.items()}
                 self._open(DRAFTS, step).write(step, {"drafted": drafted})
-        if (costs := record.rounds[-1].rollout.costs) is not None:
-            cost_file.save_costs(self._directory / cost_file.FILE, costs)
         self._metrics.write(step, metrics)
 
     def log(self, rollouts: Iterable[LoggedRollout]) -> None:

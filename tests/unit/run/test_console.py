@@ -177,7 +177,7 @@ def test_the_live_line_shows_whether_the_engine_drafts(
     monkeypatch.setattr(sys, "stderr", terminal)
     console = Console()
     verified = Verified(request_id="a", position=0, num_drafted=3, depth=3, num_accepted=1)
-    report = replace(_report(3), readings=(0.1,), verified=(verified,) * num_drafts)
+    report = replace(_report(3), speculates=True, verified=(verified,) * num_drafts)
     with console.phase("rollout", total=4):
         console.rollout_step(report)
         console.beat()

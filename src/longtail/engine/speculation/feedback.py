@@ -13,9 +13,8 @@ from typing import final
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.report import Verified
-from longtail.engine.speculation.clock import LoggingClock
 from longtail.engine.speculation.planner import DraftPlanner, PlannedStep
-from longtail.engine.step.timer import StepTimer
+from longtail.engine.step.timer import StepClock, StepTimer
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.tree import DraftTree
 from longtail.speculation.verify import Accepted, follow
@@ -70,7 +69,7 @@ class FeedbackLoop:
         drafters: Sequence[Drafter],
         costs: CostModel | None,
         planner: DraftPlanner,
-        clock: LoggingClock,
+        clock: StepClock,
         timer: StepTimer,
     ) -> None:
         self._drafters, self._costs, self._planner = drafters, costs, planner

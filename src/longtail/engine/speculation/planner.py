@@ -13,8 +13,7 @@ from typing import final
 from longtail.engine.batch import Scheduled
 from longtail.engine.report import Switch
 from longtail.engine.request import ActiveRequest
-from longtail.engine.speculation.clock import LoggingClock
-from longtail.engine.step.timer import StepTimer
+from longtail.engine.step.timer import StepClock, StepTimer
 from longtail.speculation.drafter import Drafter, Noise
 from longtail.speculation.tree import DraftTree, cut_depth
 from longtail.tuner.guard import Guard
@@ -49,7 +48,7 @@ class DraftPlanner:
         drafters: Sequence[Drafter],
         tuner: Tuner,
         guard: Guard | None,
-        clock: LoggingClock,
+        clock: StepClock,
         timer: StepTimer,
         max_depth: int,
     ) -> None:
