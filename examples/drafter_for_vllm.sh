@@ -20,7 +20,8 @@ longtail drafter train --target.path "$model" --run.dir "$out" \
   --drafter.recipe eagle1 --drafter.window 0 \
   --train.fit_tokens 32768 --train.matrix_rate 0.001 --train.steps 60 "$@"
 
-longtail drafter export "$out" --to vllm --out "$out-vllm" --n 8 --max-tokens 256 --temperatures 0,1
+longtail drafter eval "$out" --n 8 --max-tokens 256 --temperatures 0,1
+longtail drafter export "$out" --out "$out-vllm"
 
 echo "To serve it, in vLLM's environment:"
 echo "  vllm serve MODEL --speculative-config '{\"method\": \"eagle\", \"model\": \"$out-vllm\", \"num_speculative_tokens\": 4}'"

@@ -58,7 +58,7 @@ def main(out: str = "runs/trl-grpo", model: str = "tiny-reasoner", *, steps: int
             if "timing_s/gen" in row:
                 shown = ("reward", "timing_s/gen", "rollout/spec_accept_length", "drafter/version")
                 print(f"step {row['step']}", *(f"{name} {row.get(name, 0):.3f}" for name in shown))
-        place = rollouts.export(Path(out) / "drafter-for-vllm", to="vllm")
+        place = rollouts.export(Path(out) / "drafter-for-vllm")
         print(f"drafter for vLLM: {place}")
 
 

@@ -38,7 +38,6 @@ SHORT = {
     ),
     "drafter train": "--train.steps=1 --run.threads=1 --data.max_tokens=8",
     "drafter eval": "--n=2 --max-tokens=8",
-    "drafter export": "--no-measure --max-tokens=8 --n=2",
     "generate": "--max-tokens=8 --threads=1",
 }
 """Options that shorten a command, by its verb."""
@@ -62,10 +61,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _train(shop, "runs/first", drafter)
     shutil.copytree(path / "runs/first", path / "runs/quickstart")
     said = say(
-        *f"drafter export {drafter} --target {shop.model} --to hf --no-measure".split(),
+        *f"drafter export {drafter} --target {shop.model}".split(),
         f"--out={path / 'DOWNLOADED'}",
-        f"--prompts={shop.prompts}",
-        "--max-tokens=8",
     )
     assert said.code == 0, said.err
     return path

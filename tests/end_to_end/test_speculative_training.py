@@ -95,7 +95,6 @@ def test_what_speculation_did_is_kept_once_a_step_however_often_a_run_is_resumed
         assert row["speculation/switches"] == len(series.switches)
         assert row["speculation/nodes_per_step"] == sum(series.nodes) / series.num_steps
         assert max(series.running) <= 16
-        assert all(series.readings)
     assert not (workshop.path / "plain" / "speculation.jsonl").exists()
 
 
@@ -155,17 +154,15 @@ def test_a_draft_without_room_is_refused_before_any_work(workshop, words, expect
 
 
 @pytest.mark.slow
-def test_evaluating_a_drafter_shows_tables_a_picture_and_one_line_of_json(workshop):
-    picture = workshop.path / "acceptance.png"
+def test_evaluating_a_drafter_shows_a_table_and_one_line_of_json(workshop):
     said = say(
         *("drafter", "eval", str(make_drafter(workshop, "drafter"))),
         *("--target", str(workshop.model), "--prompts", str(workshop.prompts)),
         *("--n", "4", "--max-tokens", "20", "--depth", "3", "--size", "4"),
-        *("--temperatures", "0,1", "--plot", str(picture)),
+        *("--temperatures", "0,1"),
     )
     assert said.code == 0
-    assert "accept length by generated tokens" in said.out
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "acceptance rate by depth" in said.out
     measured = json.loads(said.out.splitlines()[-1])["measured"]
     assert [each["shape"] for each in measured].count("tree") == 3  # greedy: coupled says nothing
     assert all(each["differing_share"] == 0.0 for each in measured)

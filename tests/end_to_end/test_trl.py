@@ -143,7 +143,7 @@ def test_an_adapter_is_merged_into_the_weights_that_generate(tmp_path: Path) -> 
 
 def test_a_trained_drafter_is_exported(drafted: Any, tmp_path: Path) -> None:
     _, _, rollouts, _ = drafted
-    place = rollouts.export(tmp_path / "drafter", to="vllm")
+    place = rollouts.export(tmp_path / "drafter")
     assert {each.name for each in place.iterdir()} == {"config.json", "model.safetensors"}
     with pytest.raises(ConfigError, match="exists"):
         rollouts.export(place)

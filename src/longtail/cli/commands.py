@@ -130,7 +130,7 @@ COMMANDS: Mapping[str, Command | ServerCommand | ConfiguredCommand] = MappingPro
             "programs.drafter_eval.run",
         ),
         "drafter export": Command(
-            "Write a drafter in the layout of vLLM, SGLang or speculators, with a model card.",
+            "Write a drafter in the Hugging Face layout of EAGLE that vLLM reads.",
             options.ExportOptions,
             "programs.drafter_export.run",
         ),

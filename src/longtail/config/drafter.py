@@ -65,8 +65,8 @@ class TextSection(Section):
     """The texts that the drafter learns."""
 
     source: Name = "tiny-reasoner"
-    """`tiny-reasoner`, a .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]`, `reasoning_gym:TASK`,
-    or for `given` also a .txt file."""
+    """`tiny-reasoner`, a .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]` or
+    `reasoning_gym:TASK`."""
     completions: Literal["generated", "given"] = "generated"
     """`generated`: the source holds prompts, and the target completes them first (the best texts
     for a drafter). `given`: rows hold prompt and completion, chat messages, or a text."""
@@ -167,9 +167,4 @@ def _problems(config: DrafterTrainConfig) -> Iterator[str]:
         yield (
             f"data.heldout_size = {data.heldout_size}: data.size = {data.size} rows include the "
             "held-out ones, and none would be left to learn"
-        )
-    if data.completions == "generated" and data.source.endswith(".txt"):
-        yield (
-            f"data.source = {data.source!r}: a text file holds no prompts; set data.completions = "
-            "'given'"
         )

@@ -44,8 +44,7 @@ class Corpus:
 def given_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> Corpus:
     """Read complete texts from the source."""
     data = config.data
-    texts = _file_texts(config, tokenizer) or _row_texts(config, tokenizer)
-    texts = [_cut(text, data.max_len) for text in texts[: data.size]]
+    texts = [_cut(text, data.max_len) for text in _row_texts(config, tokenizer)]
     return _corpus(config, texts, min(data.heldout_size, len(texts) // 2), 0)
 
 
@@ -59,7 +58,7 @@ def generated_texts(
 ) -> Corpus:
     """Generate completions with the target, or read those in the file `kept`."""
     data = config.data
-    rows, num_heldout = _prompt_rows(config)
+    rows, num_heldout = prompt_rows(config)
     prompts = make_prompts(
         rows,
         source=data.source,
@@ -80,6 +79,20 @@ def generated_texts(
     return _corpus(config, texts, num_heldout, prompts.num_dropped)
 
 
+def prompts_of(
+    rows: Sequence[Row], source: str, tokenizer: Tokenizer, column: str | None = None
+) -> list[tuple[int, ...]]:
+    """Tokenize the prompts of rows, of any length."""
+    found = make_prompts(
+        rows,
+        source=source,
+        encoder=_encoder(tokenizer),
+        max_prompt_len=sys.maxsize,
+        prompt_column=column,
+    )
+    return [prompt.tokens for prompt in found.prompts]
+
+
 def _corpus(
     config: DrafterTrainConfig, texts: Sequence[Example], num_heldout: int, num_dropped: int
 ) -> Corpus:
@@ -87,7 +100,7 @@ def _corpus(
     shortest = config.drafter.num_unrolled + 2
     cut = len(texts) - num_heldout
     parts = [
-        tuple(text for text in part if len(text.tokens) >= shortest and _completes(text))
+        tuple(text for text in part if text.prompt_len < len(text.tokens) >= shortest)
         for part in (texts[:cut], texts[cut:])
     ]
     if not parts[0]:
@@ -100,10 +113,6 @@ def _corpus(
     return Corpus(training=parts[0], heldout=parts[1], num_dropped=num_dropped + short)
 
 
-def _completes(text: Example) -> bool:
-    return text.prompt_len < len(text.tokens)
-
-
 def _cut(text: Example, length: int) -> Example:
     tokens = text.tokens[:length]
     return Example(tokens=tokens, prompt_len=min(text.prompt_len, len(tokens)))
@@ -113,26 +122,6 @@ def _encoder(tokenizer: Tokenizer) -> Encoder:
     return Encoder(
         encode=tokenizer.encode, render=tokenizer.render if tokenizer.has_chat_template else None
     )
-
-
-def _file_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
-    """Cut a .txt file into texts of `max_len` tokens; [] for other sources."""
-    source, length = config.data.source, config.data.max_len
-    if not source.endswith(".txt"):
-        return []
-    path = Path(source).expanduser()
-    try:
-        tokens = tokenizer.encode(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(
-            f"data.source = {source!r}: {path.absolute()} cannot be read ({error.strerror})"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"data.source = {source!r}: not UTF-8 (byte {error.start})") from error
-    if not tokens:
-        raise DataError(f"data.source = {source!r}: it is empty")
-    pieces = (tokens[start : start + length] for start in range(0, len(tokens), length))
-    return [Example(tokens=piece, prompt_len=1) for piece in pieces]
 
 
 def _row_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
@@ -174,7 +163,7 @@ def _whole(row: Row, index: int, config: DrafterTrainConfig, tokenizer: Tokenize
     return Example(tokens=(*tokenizer.encode(text), tokenizer.eos_ids[0]), prompt_len=1)
 
 
-def _prompt_rows(config: DrafterTrainConfig) -> tuple[list[Row], int]:
+def prompt_rows(config: DrafterTrainConfig) -> tuple[list[Row], int]:
     """Return the rows, held-out ones last, and the number of held-out ones."""
     data, seed = config.data, config.run.seed
     if data.source != TINY_REASONER:

@@ -1,4 +1,4 @@
-"""`longtail drafter eval`: measures of a drafter, as a table, a plot and JSON.
+"""`longtail drafter eval`: measures of a drafter, as a table and JSON.
 
 The target completes the same prompts with the same noise keys in every setting: each temperature,
 coupled and uncoupled, chain and tree. The texts must not depend on the drafts; the share that
@@ -8,6 +8,7 @@ differs is measured too. Use held-out prompts of the target's task.
 import argparse
 import json
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -17,22 +18,33 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longtail.assembly.drafters import Target, open_drafter
+from longtail.assembly.drafters import Target, check_names, drafter_directory, open_drafter
+from longtail.assembly.engine import open_model
+from longtail.assembly.models import TINY_REASONER, model_directory
+from longtail.assembly.prompts import load_prompts
+from longtail.config import files as configfile
+from longtail.config.drafter import DrafterTrainConfig
+from longtail.config.rl import RunConfig
+from longtail.drafter.formats import checkpoint
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
 from longtail.engine.speculation.acceptance import POSITIONS, Acceptance
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
-from longtail.programs.drafter_prompts import open_target, require_prompts
-from longtail.report.timeline_plot import PALETTE, blank, frame, write
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
+from longtail.programs.drafter_data import prompt_rows, prompts_of
+from longtail.rl.data.sources import load_rows
+from longtail.run.checkpoint import CONFIG_FILE
+from longtail.run.drafter_store import run_drafters
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
-from longtail.system.device import set_threads
+from longtail.system.device import set_threads, to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 16
 _WIDTH = 110
+_PARENTS = 3
+"""Number of folders above a drafter among which its run is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +64,10 @@ class Measurement:
     calibration_error: float
 
     @property
-    def shape(self) -> str:
-        """Shape of the drafts: chain or tree."""
-        return "chain" if self.strategy.width == 1 else "tree"
-
-    @property
-    def noise(self) -> str:
-        """Whether drafts use the target's noise: coupled or uncoupled."""
-        return "coupled" if self.coupled else "uncoupled"
-
-    def lengths(self) -> list[str]:
-        """Format the accept length by position; empty where nothing was verified."""
-        found = self.acceptance.by_position()
-        return [f"{at.mean:.2f}" if at.num_verified else "" for at in found]
+    def setting(self) -> tuple[str, str, str]:
+        """Temperature, shape of the drafts, and whether they use the target's noise."""
+        shape = "chain" if self.strategy.width == 1 else "tree"
+        return f"{self.temperature:g}", shape, "coupled" if self.coupled else "uncoupled"
 
     def as_json(self) -> dict[str, Any]:
         """Return all values, fit for JSON."""
@@ -72,7 +75,7 @@ class Measurement:
         return {
             "temperature": self.temperature,
             "coupled": self.coupled,
-            "shape": self.shape,
+            "shape": self.setting[1],
             "depth": self.strategy.depth,
             "size": self.strategy.num_nodes,
             "accept_length": self.acceptance.overall.mean,
@@ -86,90 +89,132 @@ class Measurement:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Prompts, and their completions by plain decoding.
-
-    Example: decode(target, prompts, temperature=1.0, max_tokens=512)
-    """
-
-    target: Target
-    prompts: Sequence[tuple[int, ...]]
-    sampling: SamplingParams
-    plain: Sequence[Completion]
-
-
 def run(args: argparse.Namespace) -> int:
     """Run `longtail drafter eval`; the options are in `cli.options`."""
     set_threads(args.threads)
-    temperatures = numbers("--temperatures", args.temperatures)
+    temperatures = _numbers("--temperatures", args.temperatures)
     strategies = (
         Strategy(depth=args.depth, size=args.depth),
         Strategy(depth=args.depth, width=args.width, size=args.size),
     )
     target = open_target(args)
-    prompts = require_prompts(args, target).tokens
+    prompts = find_prompts(args, target)
     found: list[Measurement] = []
     for temperature in temperatures:
         _log(f"temperature {temperature:g}: plain decoding")
-        workload = decode(target, prompts, temperature, args.max_tokens)
+        sampling = SamplingParams(
+            temperature=temperature,
+            max_tokens=args.max_tokens,
+            stop_token_ids=target.tokenizer.eos_ids,
+        )
+        plain = complete(target, prompts, sampling, None)[0]
         for strategy, coupled in product(strategies, (True, False) if temperature else (True,)):
             drafter = open_drafter(args.drafter, target, _log)
-            each = measure(workload, drafter, strategy, coupled=coupled)
+            speculation = Speculation.fixed(drafter, strategy, coupled=coupled)
+            done, acceptance = complete(target, prompts, sampling, speculation)
+            different = sum(a.tokens != b.tokens for a, b in zip(plain, done, strict=True))
+            each = Measurement(
+                temperature=temperature,
+                coupled=coupled,
+                strategy=strategy,
+                acceptance=acceptance,
+                differing_share=different / len(plain),
+                calibration_error=drafter.calibration_error,
+            )
             found.append(each)
             _log(
-                f"temperature {temperature:g}, {each.shape}, {each.noise}: accept length "
-                f"{each.acceptance.overall.mean:.2f}"
+                f"temperature {', '.join(each.setting)}: accept length "
+                f"{acceptance.overall.mean:.2f}"
             )
+    if not args.json:
+        _print_table(found)
     result = {
         "drafter": args.drafter,
         "target": args.target,
-        "measured": [m.as_json() for m in found],
+        "measured": [each.as_json() for each in found],
     }
-    if args.plot is not None:
-        plot(found, Path(args.plot), title=f"{args.drafter} for {args.target}")
-    if not args.json:
-        _print_tables(found)
-        if args.plot is not None:
-            print(f"plot: {args.plot}")
     print(json.dumps(result))
     return 0
 
 
-def sampling_of(target: Target, temperature: float, max_tokens: int) -> SamplingParams:
-    """Return sampling up to the target's end of text."""
-    return SamplingParams(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        stop_token_ids=target.tokenizer.eos_ids,
-    )
+def open_target(args: argparse.Namespace) -> Target:
+    """Open the target and, as a check, the drafter; raise ConfigError if one fails.
+
+    Reads target, drafter, n, max_tokens and dtype. A missing target is set to that of the drafter's
+    run.
+    """
+    for option, value in (("--n", args.n), ("--max-tokens", args.max_tokens)):
+        if value < 1:
+            raise ConfigError(f"{option} = {value}: it must be at least 1")
+    check_names(args.drafter, field="DRAFTER")
+    args.target = args.target or default_target(args.drafter)
+    directory = model_directory(args.target, field="--target")
+    target = open_model(args.target, directory, load_tokenizer(directory), args.dtype)
+    open_drafter(args.drafter, target, to_stderr)
+    return target
 
 
-def decode(
-    target: Target, prompts: Sequence[tuple[int, ...]], temperature: float, max_tokens: int
-) -> Workload:
-    """Complete the prompts by plain decoding."""
-    sampling = sampling_of(target, temperature, max_tokens)
-    plain = complete(target, prompts, sampling, None)[0]
-    return Workload(target=target, prompts=prompts, sampling=sampling, plain=plain)
+def default_target(drafter: str) -> str:
+    """Return the run that a drafter is from, the target that it names, or the embedded model."""
+    place = run_drafters(Path(drafter))
+    if place is not None:
+        return str(place.parent)
+    try:
+        return checkpoint.target_name(drafter_directory(Path(drafter)))
+    except ConfigError:
+        return TINY_REASONER
 
 
-def measure(
-    workload: Workload, drafter: Drafter, strategy: Strategy, *, coupled: bool = True
-) -> Measurement:
-    """Complete the prompts with a new drafter and compare with plain decoding."""
-    speculation = Speculation.fixed(drafter, strategy, coupled=coupled)
-    sampling, plain = workload.sampling, workload.plain
-    done, acceptance = complete(workload.target, workload.prompts, sampling, speculation)
-    different = sum(a.tokens != b.tokens for a, b in zip(plain, done, strict=True))
-    return Measurement(
-        temperature=sampling.temperature,
-        coupled=coupled,
-        strategy=strategy,
-        acceptance=acceptance,
-        differing_share=different / len(plain),
-        calibration_error=drafter.calibration_error,
-    )
+def find_prompts(args: argparse.Namespace, target: Target) -> tuple[tuple[int, ...], ...]:
+    """Return the prompts of --prompts, else those that the run of drafter or target held out.
+
+    Reads target, drafter, prompts, n, max_tokens and seed. Raises ConfigError if there are none.
+    """
+    source, found = args.prompts, None
+    if source is None:
+        for source in filter(None, (_run_of(args.drafter), _run_of(args.target))):
+            found = _of_run(source, target.tokenizer)
+            if found:
+                break
+    else:
+        rows = load_rows(source, args.n, args.seed, field="--prompts")[: args.n]
+        found = prompts_of(rows, source, target.tokenizer)
+    if not found:
+        raise ConfigError("--prompts is needed: a source of prompts, as data.source of train")
+    limit = target.model.config.max_positions - args.max_tokens
+    fitting = tuple(tokens for tokens in found if len(tokens) <= limit)[: args.n]
+    if not fitting:
+        raise ConfigError(
+            f"{source}: none of its prompts has at most {limit} tokens; lower --max-tokens"
+        )
+    return fitting
+
+
+def _run_of(name: str) -> Path | None:
+    """Return the run directory at or above a path."""
+    path = Path(name)
+    places = (path, *path.absolute().parents[:_PARENTS]) if path.is_dir() else ()
+    return next((each for each in places if (each / CONFIG_FILE).is_file()), None)
+
+
+def _of_run(run: Path, tokenizer: Tokenizer) -> list[tuple[int, ...]] | None:
+    """Return the prompts that a run held out, else those that it used; None if it has none."""
+    file = run / CONFIG_FILE
+    try:
+        sections = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); give --prompts") from error
+    if "rollout" in sections:
+        parts = load_prompts(configfile.resolve(RunConfig, file, []), tokenizer, lambda rows: {})
+        chosen = parts.heldout.prompts or parts.train.prompts
+        return [prompt.tokens for prompt in chosen]
+    if "target" not in sections:
+        return None
+    config = configfile.resolve(DrafterTrainConfig, file, [])
+    if config.data.completions == "given":
+        return None
+    rows, num_heldout = prompt_rows(config)
+    return prompts_of(rows[-num_heldout:], config.data.source, tokenizer, config.data.prompt_column)
 
 
 def complete(
@@ -196,73 +241,29 @@ def complete(
     return completions, acceptance
 
 
-def _print_tables(found: Sequence[Measurement]) -> None:
+def _print_table(found: Sequence[Measurement]) -> None:
     deepest = max(len(each.acceptance.rates()) for each in found)
-    setting = ("T", "draft", "noise")
     depths = [f"d{depth}" for depth in range(1, deepest + 1)]
-    table = _table(
-        "accept length, acceptance rate by depth, calibration error, texts that differ",
-        (*setting, "length", *depths, "ece", "differ"),
+    table = Table(
+        title="accept length, acceptance rate by depth, calibration error, texts that differ",
+        title_justify="left",
     )
-    positions = _table(
-        "accept length by generated tokens before the step",
-        (*setting, *(f"{start}+" for start in POSITIONS)),
-    )
+    for name in ("T", "draft", "noise", "length", *depths, "ece", "differ"):
+        table.add_column(name, justify="right", no_wrap=True)
     for each in found:
-        cells = [f"{each.temperature:g}", each.shape, each.noise]
         rates = [f"{rate:.2f}" for rate in each.acceptance.rates()]
         table.add_row(
-            *cells,
+            *each.setting,
             f"{each.acceptance.overall.mean:.2f}",
             *rates,
             *([""] * (deepest - len(rates))),
             f"{each.calibration_error:.3f}",
             f"{each.differing_share:.1%}",
         )
-        positions.add_row(*cells, *each.lengths())
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(table)
-    console.print(positions)
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def plot(found: Sequence[Measurement], path: Path, *, title: str) -> None:
-    """Plot accept length, acceptance rate by depth and accept length by position as PNG.
-
-    Raises ConfigError if matplotlib is not installed.
-    """
-    figure = blank(13.0, 4.2)
-    bars, depths, positions = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
-    for index, each in enumerate(found):
-        label = f"T {each.temperature:g}, {each.shape}, {each.noise}"
-        color = PALETTE[index % len(PALETTE)]
-        style = {"color": color, "linestyle": "-" if each.coupled else "--"}
-        bars.barh(label, each.acceptance.overall.mean, color=color)
-        rates = each.acceptance.rates()
-        depths.plot(range(1, len(rates) + 1), rates, marker="o", **style)
-        by_position = zip(POSITIONS, each.acceptance.by_position(), strict=True)
-        points = [(start, at.mean) for start, at in by_position if at.num_verified >= 20]
-        positions.plot([s for s, _ in points], [mean for _, mean in points], marker="o", **style)
-    bars.invert_yaxis()
-    bars.set(title="accept length", xlabel="tokens per verify step", xlim=(1, None))
-    depths.set(title="acceptance rate by depth", xlabel="depth", ylim=(0, 1))
-    positions.set(
-        title="accept length by position", xlabel="generated tokens before", ylim=(1, None)
-    )
-    for panel in (depths, positions):
-        frame(panel)
-    frame(bars, grid="x")
-    figure.suptitle(title)
-    write(figure, path)
-
-
-def numbers(option: str, text: str) -> list[float]:
+def _numbers(option: str, text: str) -> list[float]:
     """Parse comma-separated numbers; ConfigError naming the option."""
     try:
         return [float(part) for part in text.split(",")]

@@ -21,9 +21,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--window = {args.window}: it must be at least 0; 0 is unbounded")
     if not is_published(path):
         raise ConfigError(
-            f"{path}: it holds no drafter in a layout of vLLM, SGLang or speculators (the tensor "
-            "fc.weight in model.safetensors is missing; pickles are never opened): download all "
-            "files, as safetensors"
+            f"{path}: it holds no published drafter (the tensor fc.weight in model.safetensors is "
+            "missing; pickles are never opened): download all files, as safetensors"
         )
     directory = model_directory(args.target, field="--target")
     tokenizer = load_tokenizer(directory)

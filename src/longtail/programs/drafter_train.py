@@ -6,15 +6,12 @@ It builds the components from a configuration; the loop is `programs.steps`. The
 its checkpoints are those of `longtail train`; a checkpoint's `policy` is the drafter.
 """
 
-import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 import torch
-from rich.console import Console as RichConsole
-from rich.table import Table
 
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.models import model_directory
@@ -151,26 +148,18 @@ class Components(steps.Components):
                 f"lr {metrics['train/learning_rate']:.2e}  "
                 f"{metrics['perf/tokens_per_s']:,.0f} tok/s"
             )
-        if self.depths is not None:
-            overlaps = " ".join(f"{overlap:.3f}" for overlap in self.depths.overlap)
-            expected = f"expected accept length {self.depths.accept_len:.2f}"
-            lines.append(f"held out: overlap {overlaps}, {expected}")
-        return lines
+        return lines if self.depths is None else [*lines, f"held out: {_described(self.depths)}"]
 
     def log_end(self, console: Console, policy: Path) -> None:
         """Print the held-out measurement and the drafter's path on stdout."""
-        out = RichConsole(highlight=False, width=None if sys.stdout.isatty() else 200)
         if self.depths is not None:
-            table = Table(title="drafter, on held-out text", title_justify="left")
-            for name in ("depth", "overlap (temperature 1)", "agreement (temperature 0)"):
-                table.add_column(name, justify="right")
-            values = zip(self.depths.overlap, self.depths.agreement, strict=True)
-            for depth, (overlap, agreement) in enumerate(values, 1):
-                table.add_row(str(depth), f"{overlap:.3f}", f"{agreement:.3f}")
-            out.print(table)
-            out.print(f"expected accept length of such a chain: {self.depths.accept_len:.2f}")
-        out.print(f"{self.steps} steps, {self.num_tokens:,} tokens", markup=False)
-        out.print(f"drafter: {policy}", markup=False, soft_wrap=True)
+            print(f"on held-out text, by depth: {_described(self.depths)}")
+        print(f"{self.steps} steps, {self.num_tokens:,} tokens\ndrafter: {policy}")
+
+
+def _described(depths: DepthReport) -> str:
+    overlaps = " ".join(f"{overlap:.3f}" for overlap in depths.overlap)
+    return f"overlap {overlaps}, expected accept length {depths.accept_len:.2f}"
 
 
 def run(config: DrafterTrainConfig) -> int:
