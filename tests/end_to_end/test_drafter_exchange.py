@@ -93,8 +93,6 @@ def test_an_exported_drafter_is_imported_and_opens_by_either_name(workshop):
     said = say("drafter", "import", str(workshop.model), *words[:3], str(workshop.path / "no"))
     assert said.code == 2
     assert "holds no published drafter" in said.err
-    said = say("drafter", "import", "away", "--out", str(workshop.path / "no"), "--window", "-1")
-    assert "--window = -1: it must be at least 0" in said.err
 
 
 def _target(shop: Workshop, name: str) -> Target:

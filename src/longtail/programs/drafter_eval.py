@@ -9,8 +9,7 @@ import argparse
 import json
 import sys
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,48 +46,6 @@ _PARENTS = 3
 """Number of folders above a drafter among which its run is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """Acceptance of drafts in one setting.
-
-    Example: Measurement(temperature=1.0, coupled=True, strategy=Strategy(depth=6), acceptance=...,
-                         differing_share=0.0, calibration_error=0.02)
-    """
-
-    temperature: float
-    coupled: bool
-    strategy: Strategy
-    acceptance: Acceptance
-    differing_share: float
-    """Share of texts that differ from plain decoding."""
-    calibration_error: float
-
-    @property
-    def setting(self) -> tuple[str, str, str]:
-        """Temperature, shape of the drafts, and whether they use the target's noise."""
-        shape = "chain" if self.strategy.width == 1 else "tree"
-        return f"{self.temperature:g}", shape, "coupled" if self.coupled else "uncoupled"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all values, fit for JSON."""
-        by_position = zip(POSITIONS, self.acceptance.by_position(), strict=True)
-        return {
-            "temperature": self.temperature,
-            "coupled": self.coupled,
-            "shape": self.setting[1],
-            "depth": self.strategy.depth,
-            "size": self.strategy.num_nodes,
-            "accept_length": self.acceptance.overall.mean,
-            "num_verified": self.acceptance.overall.num_verified,
-            "acceptance_rate_by_depth": self.acceptance.rates(),
-            "accept_length_by_position": {
-                str(start): found.mean for start, found in by_position if found.num_verified
-            },
-            "calibration_error": self.calibration_error,
-            "differing_share": self.differing_share,
-        }
-
-
 def run(args: argparse.Namespace) -> int:
     """Run `longtail drafter eval`; the options are in `cli.options`."""
     set_threads(args.threads)
@@ -99,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     )
     target = open_target(args)
     prompts = find_prompts(args, target)
-    found: list[Measurement] = []
+    found: list[dict[str, Any]] = []
     for temperature in temperatures:
         _log(f"temperature {temperature:g}: plain decoding")
         sampling = SamplingParams(
@@ -113,27 +70,27 @@ def run(args: argparse.Namespace) -> int:
             speculation = Speculation.fixed(drafter, strategy, coupled=coupled)
             done, acceptance = complete(target, prompts, sampling, speculation)
             different = sum(a.tokens != b.tokens for a, b in zip(plain, done, strict=True))
-            each = Measurement(
-                temperature=temperature,
-                coupled=coupled,
-                strategy=strategy,
-                acceptance=acceptance,
-                differing_share=different / len(plain),
-                calibration_error=drafter.calibration_error,
-            )
-            found.append(each)
-            _log(
-                f"temperature {', '.join(each.setting)}: accept length "
-                f"{acceptance.overall.mean:.2f}"
-            )
+            by_position = zip(POSITIONS, acceptance.by_position(), strict=True)
+            measured = {
+                "temperature": temperature,
+                "coupled": coupled,
+                "shape": "chain" if strategy.width == 1 else "tree",
+                "depth": strategy.depth,
+                "size": strategy.num_nodes,
+                "accept_length": acceptance.overall.mean,
+                "num_verified": acceptance.overall.num_verified,
+                "acceptance_rate_by_depth": acceptance.rates(),
+                "accept_length_by_position": {
+                    str(start): at.mean for start, at in by_position if at.num_verified
+                },
+                "calibration_error": drafter.calibration_error,
+                "differing_share": different / len(plain),
+            }
+            found.append(measured)
+            _log(f"{' '.join(_setting(measured))}: accept length {acceptance.overall.mean:.2f}")
     if not args.json:
         _print_table(found)
-    result = {
-        "drafter": args.drafter,
-        "target": args.target,
-        "measured": [each.as_json() for each in found],
-    }
-    print(json.dumps(result))
+    print(json.dumps({"drafter": args.drafter, "target": args.target, "measured": found}))
     return 0
 
 
@@ -241,24 +198,27 @@ def complete(
     return completions, acceptance
 
 
-def _print_table(found: Sequence[Measurement]) -> None:
-    deepest = max(len(each.acceptance.rates()) for each in found)
+def _setting(measured: Mapping[str, Any]) -> tuple[str, str, str]:
+    noise = "coupled" if measured["coupled"] else "uncoupled"
+    return f"T {measured['temperature']:g}", measured["shape"], noise
+
+
+def _print_table(found: Sequence[Mapping[str, Any]]) -> None:
+    deepest = max(len(each["acceptance_rate_by_depth"]) for each in found)
     depths = [f"d{depth}" for depth in range(1, deepest + 1)]
-    table = Table(
-        title="accept length, acceptance rate by depth, calibration error, texts that differ",
-        title_justify="left",
-    )
-    for name in ("T", "draft", "noise", "length", *depths, "ece", "differ"):
+    title = "accept length, acceptance rate by depth, calibration error, texts that differ"
+    table = Table(title=title, title_justify="left")
+    for name in ("", "draft", "noise", "length", *depths, "ece", "differ"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in found:
-        rates = [f"{rate:.2f}" for rate in each.acceptance.rates()]
+        rates = [f"{rate:.2f}" for rate in each["acceptance_rate_by_depth"]]
         table.add_row(
-            *each.setting,
-            f"{each.acceptance.overall.mean:.2f}",
+            *_setting(each),
+            f"{each['accept_length']:.2f}",
             *rates,
             *([""] * (deepest - len(rates))),
-            f"{each.calibration_error:.3f}",
-            f"{each.differing_share:.1%}",
+            f"{each['calibration_error']:.3f}",
+            f"{each['differing_share']:.1%}",
         )
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
 

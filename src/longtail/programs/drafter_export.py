@@ -1,7 +1,4 @@
-"""`longtail drafter export`: write a drafter in the Hugging Face layout that vLLM reads.
-
-The files are written to a temporary directory, read back, compared with the drafter, and renamed.
-"""
+"""`longtail drafter export`: write a drafter in the Hugging Face layout that vLLM reads."""
 
 import argparse
 import json
@@ -36,5 +33,5 @@ def run(args: argparse.Namespace) -> int:
         "num_speculative_tokens": 4,
     }
     print(f"{recipe} drafter: {args.out}; the files were read back and hold the same tensors")
-    print(f"vllm serve {directory} --speculative-config '{json.dumps(options)}'")
+    print(f"vllm serve {target.directory} --speculative-config '{json.dumps(options)}'")
     return 0

@@ -13,7 +13,7 @@ from longtail.assembly.drafters import Target, open_drafters
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.formats import published
 from longtail.drafter.formats.layouts import engine_window, layers_of, to_config, to_tensors
-from longtail.drafter.formats.published import ImportOptions, export_drafter, load_published
+from longtail.drafter.formats.published import export_drafter, load_published
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.attention import PackedAttention
@@ -24,7 +24,6 @@ from support.layout_reader import LayoutReader
 from support.published import (
     DRAFT_IDS,
     HIDDEN,
-    RECORD,
     folded,
     our_drafter,
     published_eagle3,
@@ -89,7 +88,6 @@ def test_an_exported_drafter_is_imported_bit_for_bit(tmp_path, target, recipe, r
     assert (None if again.draft_ids is None else again.draft_ids.tolist()) == (
         list(DRAFT_IDS) if reduced else None
     )
-    assert again.training == RECORD
     assert again.trained_on == loaded.trained_on
     assert replace(again.layer.config, feature_scale=1.0) == loaded.layer.config
     mine, theirs = folded(loaded), folded(again)
@@ -326,14 +324,11 @@ def test_an_eagle1_drafter_must_have_the_targets_head(tmp_path, target):
 def test_layer_ids_follow_the_given_convention(tmp_path, target, three_taps):
     path = lay(tmp_path / "p", *three_taps)
     for convention, layers in (("auto", (1, 2, 4)), ("input", (1, 2, 4)), ("output", (2, 3, 5))):
-        options = ImportOptions(layer_ids=convention)
-        assert load(path, target, options=options).layer.config.layers == layers
+        assert load(path, target, layer_ids=convention).layer.config.layers == layers
 
 
-def test_the_window_of_the_files_is_used_unless_another_is_given(tmp_path, target, three_taps):
+def test_the_window_of_the_files_is_used(tmp_path, target, three_taps):
     config, tensors = three_taps
-    path = lay(tmp_path / "p", config, tensors)
-    assert load(path, target).layer.config.window == 0
-    assert load(path, target, options=ImportOptions(window=24)).layer.config.window == 24
+    assert load(lay(tmp_path / "p", config, tensors), target).layer.config.window == 0
     config |= {"layer_types": ["sliding_attention"], "sliding_window": 40}
     assert load(lay(tmp_path / "q", config, tensors), target).layer.config.window == 40

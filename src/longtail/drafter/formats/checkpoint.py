@@ -104,6 +104,10 @@ class LoadedDrafter:
         save_drafter(path, self.layer, self.draft_ids, self.trained_on, self.training, self.head)
 
 
+_Described = tuple[EagleConfig, TargetIdentity, TrainingRecord]
+"""Content of drafter.json."""
+
+
 def identity(name: str, target: Transformer, tokenizer: Tokenizer) -> TargetIdentity:
     """Return the identity of a target with its present weights."""
     return TargetIdentity(
@@ -182,9 +186,9 @@ def load_drafter(
     Raises ConfigError if it is malformed or its target had another shape or tokenizer; with
     `strict_weights`, also if it had other weights.
     """
-    found = _describe(path)
-    _require_target(path, found, target, tokenizer, strict_weights=strict_weights)
-    loaded = _load(path, replace(found, config=replace(found.config, target=target.config)))
+    described = _describe(path)
+    _require_target(path, described, target, tokenizer, strict_weights=strict_weights)
+    loaded = _load(path, replace(described[0], target=target.config), *described[1:])
     device, draft_ids, head = target.device, loaded.draft_ids, loaded.head
     loaded.layer.to(device, dtype or loaded.layer.dtype)
     return replace(
@@ -199,30 +203,18 @@ def load_unbound(path: Path) -> LoadedDrafter:
 
     Raises ConfigError if it is malformed.
     """
-    return _load(path, _describe(path))
+    return _load(path, *_describe(path))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Description:
-    """Content of drafter.json."""
-
-    config: EagleConfig
-    trained_on: TargetIdentity
-    training: TrainingRecord
-
-
-def _describe(path: Path) -> _Description:
+def _describe(path: Path) -> _Described:
     """Read and check drafter.json."""
     described = _read(path)
     try:
         target = described["target"]
         config = parse_as(EagleConfig, {**described, "target": target["shape"]})
         _require_ranges(config)
-        return _Description(
-            config=config,
-            trained_on=parse_as(TargetIdentity, target),
-            training=parse_as(TrainingRecord, described["training"]),
-        )
+        record = parse_as(TrainingRecord, described["training"])
+        return config, parse_as(TargetIdentity, target), record
     except _MALFORMED as error:
         raise _malformed(path, error) from error
 
@@ -233,18 +225,19 @@ def parse_as(kind: type[_T], value: Any) -> _T:
 
 
 def _require_ranges(config: EagleConfig) -> None:
-    good = {
-        "layers": all(0 <= each < config.target.num_layers for each in config.layers),
-        "window": 0 <= config.window <= MAX_INT32,
-        "draft_vocab_size": 0 <= config.draft_vocab_size <= MAX_INT32,
-        "feature_scale": 0 < config.feature_scale < math.inf,
-    }
-    for name in good:
-        if not good[name]:
+    for name, is_good in (
+        ("layers", all(0 <= each < config.target.num_layers for each in config.layers)),
+        ("window", 0 <= config.window <= MAX_INT32),
+        ("draft_vocab_size", 0 <= config.draft_vocab_size <= MAX_INT32),
+        ("feature_scale", 0 < config.feature_scale < math.inf),
+    ):
+        if not is_good:
             raise ValueError(f"{name} = {asdict(config)[name]!r:.80}")
 
 
-def _load(path: Path, found: _Description) -> LoadedDrafter:
+def _load(
+    path: Path, config: EagleConfig, trained_on: TargetIdentity, training: TrainingRecord
+) -> LoadedDrafter:
     """Read the tensors of a description, as stored."""
     try:
         tensors = load_file(path / TENSORS)
@@ -253,14 +246,14 @@ def _load(path: Path, found: _Description) -> LoadedDrafter:
             f"{path / TENSORS} is not a readable safetensors file ({error}): copy it again"
         ) from error
     draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
-    _require_draft_ids(path, found.config, draft_ids)
-    layer = _layer(path, found.config, tensors)
+    _require_draft_ids(path, config, draft_ids)
+    layer = _layer(path, config, tensors)
     return LoadedDrafter(
         layer=layer.to(next(iter(tensors.values())).dtype),
         draft_ids=draft_ids,
         head=head,
-        trained_on=found.trained_on,
-        training=found.training,
+        trained_on=trained_on,
+        training=training,
     )
 
 
@@ -308,14 +301,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _require_target(
     path: Path,
-    described: _Description,
+    described: _Described,
     target: Transformer,
     tokenizer: Tokenizer,
     *,
     strict_weights: bool,
 ) -> None:
     """Raise ConfigError, naming the difference, if the drafter is of another target."""
-    found, theirs = described.trained_on, asdict(described.config.target)
+    config, found, _ = described
+    theirs = asdict(config.target)
     for name, value in asdict(target.config).items():
         if name not in _MAY_DIFFER and theirs[name] != value:
             raise ConfigError(

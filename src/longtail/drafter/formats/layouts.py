@@ -159,11 +159,7 @@ def write_layout(path: Path, loaded: LoadedDrafter, target: Transformer) -> None
     config, dtype = loaded.layer.config, loaded.layer.dtype
     tensors = to_tensors(loaded.layer, target, loaded.draft_ids, loaded.head, dtype)
     content = to_config(config, dtype)
-    content[SECTION] |= {
-        "target": asdict(loaded.trained_on),
-        "training": asdict(loaded.training),
-        "digest": tensors_digest(tensors),
-    }
+    content[SECTION] |= {"target": asdict(loaded.trained_on), "digest": tensors_digest(tensors)}
     write_tensors(tensors, path)
     (path / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

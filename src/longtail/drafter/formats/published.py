@@ -13,9 +13,9 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Int
@@ -56,22 +56,6 @@ _ASIDE = (_HEAD, _EMBEDDING, "d2t", "t2d")
 _REMEDY = "longtail has no place for it; train one: longtail drafter train"
 _SAMPLE_TEXT = "Let me think about this step by step. First, we need to find what is asked. " * 8
 """Sample on which the size of the target's features is measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportOptions:
-    """Interpretation of fields that the files leave open.
-
-    Example: ImportOptions(layer_ids="output", window=64)
-    """
-
-    layer_ids: LayerIds = "auto"
-    """Convention of the tapped layers' ids; see `layers_of`."""
-    window: int | None = None
-    """Attention window in pairs, 0: unbounded; None: that of the files."""
-
-
-DEFAULT_OPTIONS = ImportOptions()
 
 
 def is_published(path: Path) -> bool:
@@ -140,9 +124,11 @@ def load_published(
     tokenizer: Tokenizer,
     *,
     dtype: torch.dtype | None = None,
-    options: ImportOptions = DEFAULT_OPTIONS,
+    layer_ids: LayerIds = "auto",
 ) -> LoadedDrafter:
     """Read a published drafter for `target`, whose name is `name`, onto its device.
+
+    `layer_ids` is the convention of the tapped layers' ids; see `layers_of`.
 
     A power of two is moved from `fc` to `feature_scale`, without loss, so that training can
     continue. Raises ConfigError with the name of the tensor or field that does not fit.
@@ -150,9 +136,17 @@ def load_published(
     fields = read_fields(path)
     tensors = {plain_name(each): tensor for each, tensor in read_tensors(path).items()}
     _refuse_variants(fields)
-    config = _config(fields, tensors, target.config, options)
-    draft_ids = _draft_ids(fields, tensors, target.config)
-    config = replace(config, draft_vocab_size=0 if draft_ids is None else len(draft_ids))
+    shape, eagle3 = target.config, f"{_PREFIX}.hidden_norm.weight" in tensors
+    draft_ids = _draft_ids(fields, tensors, shape)
+    config = EagleConfig(
+        recipe="eagle3" if eagle3 else "eagle1",
+        target=shape,
+        layers=_taps(fields, shape, layer_ids) if eagle3 else (),
+        window=_window(fields),
+        own_shape=_own_shape(fields, shape),
+        norm_before_residual=eagle3 and fields.flag("norm_before_residual", False),
+        draft_vocab_size=0 if draft_ids is None else len(draft_ids),
+    )
     stacked = _stacked(fields, tensors, config)
     _require_embedding(fields, tensors.get(_EMBEDDING), target)
     layer = EagleLayer(_scaled(config, target, tokenizer))
@@ -160,31 +154,12 @@ def load_published(
         for each, parameter in layer.named_parameters():
             parameter.data = stacked[each].clone()
         layer.fc.weight.div_(layer.config.feature_scale)  # a power of two: exact
-    trained_on, training = _history(fields, name, target, tokenizer, config)
     return LoadedDrafter(
         layer=layer.to(target.device, dtype or stacked["fc.weight"].dtype),
         draft_ids=None if draft_ids is None else draft_ids.to(target.device),
         head=_own_head(fields, tensors.get(_HEAD), draft_ids, config, target),
-        trained_on=trained_on,
-        training=training,
-    )
-
-
-def _config(
-    fields: Fields,
-    tensors: Mapping[str, Tensor],
-    target: ModelConfig,
-    options: ImportOptions,
-) -> EagleConfig:
-    """Read the shape, with the whole vocabulary."""
-    eagle3 = f"{_PREFIX}.hidden_norm.weight" in tensors
-    return EagleConfig(
-        recipe="eagle3" if eagle3 else "eagle1",
-        target=target,
-        layers=_taps(fields, target, options.layer_ids) if eagle3 else (),
-        window=_window(fields) if options.window is None else options.window,
-        own_shape=_own_shape(fields, target),
-        norm_before_residual=eagle3 and fields.flag("norm_before_residual", False),
+        trained_on=_trained_on(fields, name, target, tokenizer),
+        training=TrainingRecord(steps=0, tokens=0, unroll_steps=5 if eagle3 else 2),
     )
 
 
@@ -357,29 +332,20 @@ def _scaled(config: EagleConfig, target: Transformer, tokenizer: Tokenizer) -> E
     return replace(config, feature_scale=2.0 ** -round(math.log2(size)) if size > 0 else 1.0)
 
 
-def _history(
-    fields: Fields,
-    name: str,
-    target: Transformer,
-    tokenizer: Tokenizer,
-    config: EagleConfig,
-) -> tuple[TargetIdentity, TrainingRecord]:
-    """Read the record of our export; a drafter from elsewhere gets an empty record."""
-    section: dict[str, Any] = fields.section(SECTION).everything()
-    digest = tokenizer_digest(tokenizer)
-    if "target" not in section or "training" not in section:
-        record = TrainingRecord(
-            steps=0, tokens=0, unroll_steps=5 if config.recipe == "eagle3" else 2
-        )
-        return identity(name, target, tokenizer), record
+def _trained_on(
+    fields: Fields, name: str, target: Transformer, tokenizer: Tokenizer
+) -> TargetIdentity:
+    """Read the target of our own exports; for a drafter from elsewhere it is this one."""
+    kept = fields.section(SECTION).get("target")
+    if kept is None:
+        return identity(name, target, tokenizer)
     try:
-        found = parse_as(TargetIdentity, section["target"])
-        training = parse_as(TrainingRecord, section["training"])
+        found = parse_as(TargetIdentity, kept)
     except ValueError as error:
-        raise ConfigError(f"{fields.where}: {SECTION} is malformed ({error})") from error
-    if found.tokenizer != digest:
+        raise ConfigError(f"{fields.where}: {SECTION}.target is malformed ({error})") from error
+    if found.tokenizer != (digest := tokenizer_digest(tokenizer)):
         raise ConfigError(
             f"{fields.where}: it was trained on {found.name}, whose tokenizer is "
             f"{found.tokenizer}; this target's is {digest}: give the drafter of this target"
         )
-    return found, training
+    return found
