@@ -17,7 +17,7 @@ from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.recipe import DrafterRecipe, recipe_for
+from longtail.drafter.eagle.fresh import DrafterRecipe, recipe_for
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer

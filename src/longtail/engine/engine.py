@@ -13,8 +13,15 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import torch
 
-from longtail.engine.batch import FlatBatch, Scheduled, flatten
-from longtail.engine.completion import StepOutputs, accept_drafts, append_tokens, complete
+from longtail.engine.batch import (
+    FlatBatch,
+    Scheduled,
+    StepOutputs,
+    accept_drafts,
+    append_tokens,
+    complete,
+    flatten,
+)
 from longtail.engine.kv.cache import KeptPath, KVUsage
 from longtail.engine.kv.choice import make_kv
 from longtail.engine.limits import EngineLimits

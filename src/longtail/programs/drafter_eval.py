@@ -27,7 +27,7 @@ from longtail.config.rl import RunConfig
 from longtail.drafter.formats import checkpoint
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.engine.speculation.acceptance import POSITIONS, Acceptance
+from longtail.engine.report import POSITIONS, Acceptance
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer

@@ -19,6 +19,7 @@ from longtail.assembly.precision import costs, decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
+from longtail.drafter.eagle.loss import DepthReport
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
     TargetIdentity,
@@ -27,7 +28,6 @@ from longtail.drafter.formats.checkpoint import (
     load_drafter,
     save_drafter,
 )
-from longtail.drafter.training.depths import DepthReport
 from longtail.drafter.training.texts import TextBatches, pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.engine.report import StepReport

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from longtail.drafter.eagle.recipe import recipe_for
+from longtail.drafter.eagle.fresh import recipe_for
 from support.tiny_models import tiny_config
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.drafter.training.vocabulary import MIN_RISE, coverage, renewed_ids
+from longtail.drafter.eagle.fresh import MIN_RISE, coverage, renewed_ids
 
 
 @st.composite

@@ -23,6 +23,7 @@ from longtail.drafter.eagle.loss import (
     DECAY,
     FEATURE_WEIGHT,
     TOKEN_WEIGHT,
+    DepthReport,
     Teacher,
     depth_weights,
     feature_loss,
@@ -37,7 +38,6 @@ from longtail.drafter.eagle.weights import (
     with_prefix,
     without_prefix,
 )
-from longtail.drafter.training.depths import DepthReport
 from longtail.drafter.training.optimizer import make_optimizer
 from longtail.drafter.training.reader import Interrupted, StateLookup, TargetReader
 from longtail.errors import DataError, NonFiniteError

@@ -19,8 +19,7 @@ from longtail.engine.batch import Scheduled
 from longtail.engine.report import Switch, Verified
 from longtail.engine.request import ActiveRequest
 from longtail.engine.speculation.features import FeatureStore
-from longtail.engine.speculation.feedback import FeedbackLoop
-from longtail.engine.speculation.planner import DraftPlanner, PlannedStep
+from longtail.engine.speculation.planner import DraftPlanner, FeedbackLoop, PlannedStep
 from longtail.engine.speculation.queue import Computed, ObservationQueue
 from longtail.engine.step.noise import NoiseSource
 from longtail.engine.step.timer import StepClock, StepTimer
