@@ -1,7 +1,5 @@
 """Messages to a worker: they take effect between two steps, and only if they are new."""
 
-from dataclasses import replace
-
 import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
@@ -14,8 +12,12 @@ from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import SpotReport
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.limits import EngineLimits
+from longtail.engine.speculation.speculator import Speculation
+from longtail.model.hf.model import load_model
 from longtail.rl.learner import Learner
+from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
+from support.drafters import ModelChains
 from support.rank_processes import Plan
 
 
@@ -78,14 +80,11 @@ def test_an_offer_older_than_the_served_drafter_is_ignored(worker, asked):
 
 def test_accepted_drafts_are_reported_in_characters_of_the_texts(workshop):
     """The target itself drafts, so all its drafts are accepted."""
-    words = (f"--speculation.drafter={workshop.model}", "--speculation.tuner=fixed")
-    components = make_components(workshop, *words, "--speculation.depth=3")
+    components = make_components(workshop, "--speculation.drafter=none")
     worker = Worker(components)
     worker.publish()
-    speculation = components.engine.speculation
-    assert speculation is not None
-    # The guard measures time, and on a busy machine it would pause drafting.
-    components.engine.speculate(replace(speculation, guarded=False))
+    drafter = ModelChains(load_model(workshop.model, components.engine.model.dtype))
+    components.engine.speculate(Speculation.fixed(drafter, Strategy(depth=3)))
     sampling = SamplingParams(max_tokens=24)
     request = Request(request_id="a", prompt_tokens=(5, 6), noise_key=1, sampling=sampling)
     result = worker.generate([request])
