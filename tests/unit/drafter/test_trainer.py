@@ -233,13 +233,6 @@ def test_no_product_is_emulated_over_a_bfloat16_target(recipe, matrix_rate, monk
     assert half.found, "products are seen"
 
 
-def test_a_packed_target_trains_the_same() -> None:
-    packed = tiny_model()
-    packed.pack()
-    plain, other = _trainer("eagle1"), _trainer("eagle1", target=packed)
-    assert other.step(_batch()).loss == pytest.approx(plain.step(_batch()).loss, rel=1e-4)
-
-
 def test_batches_of_texts_are_resumed_in_the_middle_of_an_epoch() -> None:
     whole, first, second = (TextBatches(_texts(), 40, seed=1) for _ in range(3))
     expected = [whole.take() for _ in range(9)]

@@ -1,10 +1,29 @@
-"""Renewal of the draft vocabulary: it never covers less, and keeps what is as common."""
+"""A fresh drafter's recipe follows from the target; a renewed draft vocabulary never covers less."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.drafter.eagle.fresh import MIN_RISE, coverage, renewed_ids
+from longtail.drafter.eagle.fresh import MIN_RISE, coverage, recipe_for, renewed_ids
+from support.tiny_models import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "drafted"), [(170, 0), (16_384, 0), (49_152, 8192), (151_936, 8192)]
+)
+def test_only_a_large_vocabulary_is_reduced(vocabulary: int, drafted: int) -> None:
+    recipe = recipe_for(replace(tiny_config(), vocab_size=vocabulary))
+    assert recipe.draft_vocab_size == drafted
+
+
+@pytest.mark.parametrize("hidden", [64, 576, 2048, 8192])
+def test_rows_of_the_closed_form_start_are_bounded_in_bytes(hidden: int) -> None:
+    recipe = recipe_for(replace(tiny_config(), hidden_size=hidden))
+    assert 1000 < recipe.fit_tokens <= 131_072
+    assert recipe.fit_tokens * 3 * hidden * 2 <= 2**28
 
 
 @st.composite
@@ -36,10 +55,3 @@ def test_a_renewed_vocabulary_covers_most_and_keeps_what_is_as_common(case):
     new = [int(counts[token]) for token in set(found.tolist()) - set(ids.tolist())]
     assert not dropped or not new or max(dropped) < min(new)
     assert not dropped or max(dropped) <= min(seen)
-
-
-def test_the_example_of_the_docstring():
-    found = renewed_ids(torch.tensor([1, 2]), torch.tensor([0, 0, 5, 3]))
-    assert found is not None
-    assert found.tolist() == [2, 3]
-    assert coverage(torch.tensor([1, 2]), torch.tensor([0, 0, 5, 3])) == 5 / 8
