@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.request import ActiveRequest
-from longtail.engine.step.noise import NoiseTable
 from longtail.engine.step.runner import ModelRunner, RunnerOutput
+from longtail.engine.step.sampler import NoiseTable
 from longtail.model.transformer import Transformer
 from longtail.sampling import gumbel_noise
 from longtail.speculation.taps import NO_TAPS, Taps

@@ -21,7 +21,7 @@ from longtail.engine.request import ActiveRequest
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.planner import DraftPlanner, FeedbackLoop, PlannedStep
 from longtail.engine.speculation.queue import Computed, ObservationQueue
-from longtail.engine.step.noise import NoiseSource
+from longtail.engine.step.sampler import NoiseSource
 from longtail.engine.step.timer import StepClock, StepTimer
 from longtail.model.transformer import ModelConfig
 from longtail.speculation.drafter import Drafter
