@@ -148,7 +148,10 @@ def load_published(
         draft_vocab_size=0 if draft_ids is None else len(draft_ids),
     )
     stacked = _stacked(fields, tensors, config)
-    _require_embedding(fields, tensors.get(_EMBEDDING), target)
+    if _EMBEDDING in tensors and not _is_same(
+        tensors[_EMBEDDING], target.embedding.weight.detach().cpu()
+    ):
+        raise _misfit(fields, f"{_EMBEDDING} is not the target's embedding")
     layer = EagleLayer(_scaled(config, target, tokenizer))
     with torch.no_grad():
         for each, parameter in layer.named_parameters():
@@ -178,6 +181,12 @@ def _refuse_variants(fields: Fields) -> None:
         )
 
 
+def _misfit(fields: Fields, what: str) -> ConfigError:
+    return ConfigError(
+        f"{fields.where}: {what}: give the drafter of this target, with its own config.json"
+    )
+
+
 def _own_shape(fields: Fields, target: ModelConfig) -> ModelConfig | None:
     """Read the layer's shape; None if it is the target's."""
     read = parse(
@@ -189,10 +198,7 @@ def _own_shape(fields: Fields, target: ModelConfig) -> ModelConfig | None:
     for name in ("hidden_size", "vocab_size"):
         mine, theirs = asdict(target)[name], asdict(read)[name]
         if mine != theirs:
-            raise ConfigError(
-                f"{fields.where}: {name} = {theirs}, the target has {mine}: give the drafter of "
-                "this target"
-            )
+            raise _misfit(fields, f"{name} = {theirs}, the target has {mine}")
     own = replace(
         target,
         intermediate_size=read.intermediate_size,
@@ -236,21 +242,16 @@ def _draft_ids(
     offsets = tensors.get("d2t")
     if offsets is None:
         if size != target.vocab_size:
-            raise ConfigError(
-                f"{fields.where}: draft_vocab_size = {size} of {target.vocab_size}, but there is "
-                "no d2t among the tensors: download the drafter again"
-            )
+            raise _misfit(fields, f"draft_vocab_size = {size}, but there is no d2t")
         return None
     ids = offsets.to(torch.int64) + torch.arange(len(offsets))
     inside = bool(((ids >= 0) & (ids < target.vocab_size)).all())
     if len(ids) != size or not inside or len(set(ids.tolist())) != len(ids):
-        raise ConfigError(
-            f"{fields.where}: d2t names {len(ids)} tokens, draft_vocab_size is {size} of "
-            f"{target.vocab_size}: they must be as many, different, and the target's"
-        )
+        what = f"d2t names {len(ids)} tokens, draft_vocab_size is {size} of {target.vocab_size}"
+        raise _misfit(fields, what)
     allowed = tensors.get("t2d")
     if allowed is not None and set(allowed.nonzero().flatten().tolist()) != set(ids.tolist()):
-        raise ConfigError(f"{fields.where}: t2d and d2t name other tokens: download it again")
+        raise _misfit(fields, "t2d and d2t name other tokens")
     return ids
 
 
@@ -260,41 +261,23 @@ def _stacked(
     """Stack rows to our parameters in the dtype of `fc`; ConfigError for unused tensors."""
     table = parts(config, _PREFIX)
     wanted = {part.name: part.shape for group in table.values() for part in group}
+    if _HEAD in tensors:
+        rows = config.draft_vocab_size or config.target.vocab_size
+        wanted[_HEAD] = (rows, config.target.hidden_size)
     for name, shape in wanted.items():
-        found = tuple(tensors[name].shape) if name in tensors else None
-        if found != shape:
-            raise ConfigError(
-                f"{fields.where}: {name} has shape {None if found is None else list(found)}, a "
-                f"{config.recipe} drafter of this configuration has {list(shape)}: give the "
-                "drafter of this target, with its own config.json"
-            )
+        found = list(tensors[name].shape) if name in tensors else None
+        if found != list(shape):
+            raise _misfit(fields, f"{name} has shape {found}, expected {list(shape)}")
     for name, tensor in tensors.items():
         is_zero_bias = name.endswith(".bias") and not tensor.any()
         derived = name.endswith("rotary_emb.inv_freq")
         if name not in wanted and name not in _ASIDE and not (is_zero_bias or derived):
             raise ConfigError(f"{fields.where}: the tensor {name}: {_REMEDY}")
-    head = tensors.get(_HEAD)
-    rows = config.draft_vocab_size or config.target.vocab_size
-    if head is not None and tuple(head.shape) != (rows, config.target.hidden_size):
-        raise ConfigError(
-            f"{fields.where}: lm_head.weight has shape {list(head.shape)}, expected "
-            f"{[rows, config.target.hidden_size]}: give the drafter of this target"
-        )
     dtype = tensors["fc.weight"].dtype
     return {
         name: torch.cat([tensors[part.name] for part in group]).to(dtype)
         for name, group in table.items()
     }
-
-
-def _require_embedding(fields: Fields, embedding: Tensor | None, target: Transformer) -> None:
-    mine = target.embedding.weight.detach().cpu()
-    if embedding is None or _is_same(embedding, mine):
-        return
-    raise ConfigError(
-        f"{fields.where}: embed_tokens.weight is not the target's embedding: a drafter here reads "
-        "the target's; give the drafter of this target"
-    )
 
 
 def _own_head(
@@ -310,10 +293,7 @@ def _own_head(
     if head is None or _is_same(head, rows):
         return None
     if config.recipe == "eagle1":
-        raise ConfigError(
-            f"{fields.where}: lm_head.weight is not the target's, whose head reads an "
-            "EAGLE-1 drafter; give the drafter of this target"
-        )
+        raise _misfit(fields, "lm_head.weight is not the target's, which scores for EAGLE-1")
     return head.to(target.device)
 
 
@@ -344,8 +324,6 @@ def _trained_on(
     except ValueError as error:
         raise ConfigError(f"{fields.where}: {SECTION}.target is malformed ({error})") from error
     if found.tokenizer != (digest := tokenizer_digest(tokenizer)):
-        raise ConfigError(
-            f"{fields.where}: it was trained on {found.name}, whose tokenizer is "
-            f"{found.tokenizer}; this target's is {digest}: give the drafter of this target"
-        )
+        what = f"it was trained on {found.name}, whose tokenizer is {found.tokenizer}, not {digest}"
+        raise _misfit(fields, what)
     return found
