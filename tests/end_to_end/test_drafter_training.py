@@ -204,7 +204,7 @@ def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop: Workshop) -> None
         (["--data.heldout_size=12"], "none would be left to learn"),
         (["--data.source=tiny-reasoner", "--data.completions=given"], "have no completions"),
         (["--data.source=short.jsonl", "--data.completions=given"], "none of its texts has 5"),
-        (["--drafter.wimdow=4"], "the nearest known one is drafter.window"),
+        (["--drafter.wimdow=4"], "the nearest known one to --drafter.wimdow is --drafter.window"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_remedy(

@@ -9,7 +9,7 @@ The engine owns the weights that generate and the KV of the requests in progress
 rewards, learning or files. It takes new weights only while no request is in progress.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -305,7 +305,7 @@ class RolloutEngine:
                 self.submit(request)
             while awaited:
                 report = self.step()
-                _raise_failure(report, awaited)
+                report.raise_failure(awaited)
                 done.update((completion.request_id, completion) for completion in report.finished)
                 awaited.difference_update(completion.request_id for completion in report.finished)
                 if on_step is not None:
@@ -328,7 +328,7 @@ class RolloutEngine:
         try:
             while name in self._active:
                 report = self.step()
-                _raise_failure(report, {name})
+                report.raise_failure({name})
                 if on_step is not None:
                     on_step(report)
                 own = [each.token for each in report.emitted if each.request_id == name]
@@ -392,10 +392,3 @@ def _step_report(
         switch=record.switch,
         **timer.stop(forward_s=out.forward_s, sample_s=out.sample_s),
     )
-
-
-def _raise_failure(report: StepReport, awaited: Container[str]) -> None:
-    """Raise the error of the first awaited request that failed, if any."""
-    for each in report.failed:
-        if each.request_id in awaited:
-            raise each.error

@@ -1,7 +1,7 @@
 """Reports of engine steps and rollouts: counts, seconds and acceptance of drafts."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
@@ -102,6 +102,12 @@ class StepReport:
     speculates: bool = False
     """Whether the engine has drafters, in a plain step, too."""
     switch: Switch | None = None
+
+    def raise_failure(self, awaited: Container[str]) -> None:
+        """Raise the error of the first awaited request that failed, if any."""
+        for each in self.failed:
+            if each.request_id in awaited:
+                raise each.error
 
 
 _PARTS_S = ("engine_s", "forward_s", "sample_s", "gap_s", "draft_s", "draft_forward_s", "tuner_s")

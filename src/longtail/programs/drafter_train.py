@@ -21,6 +21,7 @@ from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
 from longtail.drafter.eagle.loss import DepthReport
 from longtail.drafter.formats.checkpoint import (
+    LoadedDrafter,
     TargetIdentity,
     TrainingRecord,
     identity,
@@ -197,10 +198,7 @@ def assemble(
     if checkpoint is None and init is not None:  # checked before the target generates texts
         name = config.target.path
         source = Target(model=load_target(), tokenizer=tokenizer, directory=path, name=name)
-        dtype = _working(source.model)
-        given = read_drafter(init, source, console.log, dtype, field="drafter.init")
-        if given is None:
-            raise ConfigError(f"drafter.init = {init!r}: it has no EAGLE layer to train")
+        given = _given_drafter(init, source, console)
         del source
 
     def on_step(report: StepReport) -> None:
@@ -261,6 +259,14 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> EagleConfig:
         window=own.window,
         draft_vocab_size=own.draft_vocab_size,
     )
+
+
+def _given_drafter(init: str, target: Target, console: Console) -> LoadedDrafter:
+    """Read the drafter from which training continues."""
+    given = read_drafter(init, target, console.log, _working(target.model), field="drafter.init")
+    if given is None:
+        raise ConfigError(f"drafter.init = {init!r}: it has no EAGLE layer to train")
+    return given
 
 
 def _fresh_layer(
