@@ -1,4 +1,4 @@
-"""A fresh drafter's recipe follows from the target; a renewed draft vocabulary never covers less."""
+"""A fresh drafter follows from its target; a renewed draft vocabulary never covers less."""
 
 from dataclasses import replace
 
