@@ -3,7 +3,7 @@
 #
 #     bash examples/drafter_for_vllm.sh [MODEL [OUT [PROMPTS [OPTION ...]]]]
 #
-# MODEL      a hub id, a directory, a .gguf file, smollm2 (the default) or tiny-reasoner
+# MODEL      a hub id, a directory, a .gguf file, or smollm2 (the default)
 # OUT        directory of the run (runs/smollm2-drafter); the export is written to OUT-vllm
 # PROMPTS    what the drafter shall be good at, as data.source (reasoning_gym:chain_sum)
 # OPTION     further options of `longtail drafter train`, as --train.steps=20

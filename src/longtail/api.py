@@ -2,7 +2,7 @@
 
     from longtail import Engine, SamplingParams
 
-    engine = Engine("tiny-reasoner")
+    engine = Engine("smollm2")
     params = SamplingParams(temperature=0.8, max_tokens=400)
     for completion in engine.generate(["How many steps from 27 to 1?"], params, n=4):
         print(completion.text)
@@ -46,7 +46,7 @@ class Engine:
     """A model that writes completions, with speculative decoding where it is faster.
 
     `model` is a name as for `--model.path`: a directory, a run of `longtail train` (its newest
-    checkpoint), a hub id, a .gguf file, "smollm2" or "tiny-reasoner". `drafter` is a name as for
+    checkpoint), a hub id, a .gguf file, or "smollm2". `drafter` is a name as for
     `--speculation.drafter`: it changes the speed, never a text. `dtype` is "float32", "bfloat16" or
     "float64"; "auto" is the stored one, or float32 where that is emulated. Weights are read with
     the first request. Raises ConfigError for a model that cannot be used.
@@ -196,7 +196,7 @@ def load_drafter(
     """Read the weights of a drafter for a model; both names are those of the command line.
 
     `name` is a directory of `longtail drafter train`, a run of `longtail train`, a directory in the
-    layout of vLLM, SGLang or speculators, or "tiny-reasoner". Raises ConfigError for a drafter
+    layout of vLLM, SGLang or speculators. Raises ConfigError for a drafter
     without weights ("history") and for one that does not fit the model.
 
     Example: load_drafter("runs/quickstart", "runs/quickstart").layer.config

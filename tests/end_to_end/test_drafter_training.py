@@ -202,7 +202,6 @@ def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop: Workshop) -> None
         (["--drafter.draft_vocab_size=999"], "has 128 tokens; give fewer"),
         (["--data.max_tokens=600"], "of its 512 positions left"),
         (["--data.heldout_size=12"], "none would be left to learn"),
-        (["--data.source=tiny-reasoner", "--data.completions=given"], "have no completions"),
         (["--data.source=short.jsonl", "--data.completions=given"], "none of its texts has 5"),
         (["--drafter.wimdow=4"], "the nearest known one to --drafter.wimdow is --drafter.window"),
     ],

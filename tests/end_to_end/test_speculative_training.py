@@ -126,17 +126,10 @@ def test_a_drafter_of_another_target_is_refused_before_any_work(workshop):
     assert not (workshop.path / "refused" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("nowhere", "neither history, fresh, tiny-reasoner nor a directory"),
-        ("tiny-reasoner", "model.path = 'tiny-reasoner' only"),
-    ],
-)
-def test_a_drafter_that_cannot_be_is_named_with_what_can(workshop, name, expected):
-    said = workshop.train("refused", f"--speculation.drafter={name}")
+def test_a_drafter_that_cannot_be_is_named_with_what_can(workshop):
+    said = workshop.train("refused", "--speculation.drafter=nowhere")
     assert said.code == 2
-    assert expected in said.err
+    assert "neither history, fresh nor a directory" in said.err
 
 
 @pytest.mark.parametrize(

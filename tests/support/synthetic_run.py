@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = """[model]
-path = "tiny-reasoner"
+path = "smollm2"
 [speculation]
 drafter = "auto"
 [cluster]

@@ -19,6 +19,7 @@ from longtail.programs.drafter_eval import complete, find_prompts, open_target
 from longtail.run.drafter_store import DrafterStore
 from longtail.sampling import noise_key
 from longtail.types import SamplingParams
+from support import toy
 
 PYTHON = os.environ.get("LONGTAIL_VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(
@@ -34,14 +35,14 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Play all scenes once; `own` are the texts of longtail's engine at temperature 1."""
     root = tmp_path_factory.mktemp("wheel")
     asked = Namespace(
-        target="tiny-reasoner", drafter="history", prompts="tiny-reasoner:heldout", dtype="float32",
+        target=str(toy.REASONER), drafter="history", prompts=str(toy.PROBLEMS), dtype="float32",
         n=_NUM_PROMPTS, max_tokens=48, seed=0,
     )  # fmt: skip
     target = open_target(asked)
     prompts = find_prompts(asked, target)
     paths = {"target": str(target.directory)}
     for recipe in ("eagle1", "eagle3"):
-        loaded = read_drafter(f"tiny-reasoner:{recipe}", target, print, torch.float32)
+        loaded = read_drafter(str(toy.DRAFTERS[recipe]), target, print, torch.float32)
         assert loaded is not None
         if recipe == "eagle3":
             worse = loaded.copied()

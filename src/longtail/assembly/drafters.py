@@ -1,10 +1,9 @@
 """Construction of drafters from their names.
 
-auto               the drafter of the embedded model or of the run that the target is from; else,
-                   in training, fresh+history, and elsewhere history
+auto               the drafter of the run that the target is from; else, in training,
+                   fresh+history, and elsewhere history
 fresh              a new EAGLE drafter of the target's shape, which learns during the run
 history            suffixes of earlier completions, no weights
-tiny-reasoner      the embedded model's drafter (recipe eagle1, or tiny-reasoner:eagle3)
 a directory        a drafter of `longtail drafter train` or its run, the newest of a run of
                    `longtail train`, or a published one in the layout of vLLM
 """
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from longtail import tiny
 from longtail.assembly.fresh import fresh
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.formats import checkpoint, published
@@ -28,7 +26,7 @@ from longtail.run.drafter_store import load_run_drafter, run_drafters
 from longtail.speculation.drafter import Drafter
 from longtail.system.files import meant
 
-HISTORY, FRESH, TINY_REASONER = "history", "fresh", "tiny-reasoner"
+HISTORY, FRESH = "history", "fresh"
 NONE, AUTO = "none", "auto"
 
 
@@ -76,17 +74,13 @@ def read_drafter(
 
     Raises ConfigError, which names the setting `field`, for other names.
     """
-    embedded, _, recipe = name.partition(":")
     if name == HISTORY:
         return None
     if name == FRESH:
         made = fresh(target.name, target.model, target.tokenizer)
         made.layer.to(dtype or torch.float32)
         return made
-    if embedded == TINY_REASONER:
-        path = embedded_drafter(target, recipe or "eagle1", field=field)
-    else:
-        path = Path(name)
+    path = Path(name)
     if not path.is_dir():
         raise _unknown(name, field)
     model, tokenizer = target.model, target.tokenizer
@@ -104,7 +98,7 @@ def check_names(names: str, *, field: str = "speculation.drafter") -> None:
         return
     for name in _split(names):
         path = Path(name)
-        if name in ("", HISTORY, FRESH) or name.partition(":")[0] == TINY_REASONER:
+        if name in ("", HISTORY, FRESH):
             continue
         if not path.is_dir():
             raise _unknown(name, field)
@@ -118,9 +112,9 @@ def _split(names: str) -> list[str]:
 
 
 def _unknown(name: str, field: str) -> ConfigError:
-    known = (HISTORY, FRESH, TINY_REASONER, NONE, AUTO)
+    known = (HISTORY, FRESH, NONE, AUTO)
     return ConfigError(
-        f"{field} = {name!r}: it is neither {HISTORY}, {FRESH}, {TINY_REASONER} nor a directory"
+        f"{field} = {name!r}: it is neither {HISTORY}, {FRESH} nor a directory"
         f"{meant(name, known)}; train one with `longtail drafter train`"
     )
 
@@ -167,8 +161,6 @@ def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:
 
 
 def _auto(model: str, *, learns: bool) -> list[str]:
-    if model == TINY_REASONER:
-        return [TINY_REASONER]
     if own := own_of_run(model):
         return [own]
     return [FRESH, HISTORY] if learns else [HISTORY]
@@ -194,17 +186,3 @@ def drafter_directory(path: Path) -> Path:
         f"{path}: {reason}; give a drafter directory (with drafter.json), a checkpoint, or a run "
         "directory of longtail drafter train"
     )
-
-
-def embedded_drafter(target: Target, recipe: str, *, field: str = "speculation.drafter") -> Path:
-    """Return the directory of the embedded model's drafter; ConfigError for another target."""
-    if target.name != TINY_REASONER:
-        raise ConfigError(
-            f"{field} = {TINY_REASONER!r} drafts for model.path = {TINY_REASONER!r} "
-            f"only, not for {target.name!r}: set it to {HISTORY} or none, or train one with "
-            "`longtail drafter train`"
-        )
-    if recipe not in tiny.DRAFTERS:
-        known = ", ".join(tiny.DRAFTERS)
-        raise ConfigError(f"{field} = '{TINY_REASONER}:{recipe}': the recipes are {known}")
-    return tiny.DRAFTERS[recipe]

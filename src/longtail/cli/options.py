@@ -14,7 +14,7 @@ _AUTO = "as stored, or float32 where that is emulated"
 
 
 _DRAFTER = "drafter name or directory, as for speculation.drafter of train"
-_TARGET = "target model (default: that of the drafter's run, else tiny-reasoner)"
+_TARGET = "target model (default: that of the drafter's run, else smollm2)"
 
 
 @dataclass(kw_only=True)
@@ -62,7 +62,7 @@ class ImportOptions(argparse.Namespace):
         Option("downloaded directory with config.json and safetensors files", positional=True),
     ]
     out: Annotated[str, Option("directory to create")]
-    target: Annotated[str, Option("target, named as model.path of train")] = "tiny-reasoner"
+    target: Annotated[str, Option("target, named as model.path of train")] = "smollm2"
     layer_ids: Annotated[
         Literal["auto", "input", "output"],
         Option(

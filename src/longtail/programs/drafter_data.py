@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtail.assembly.models import TINY_REASONER
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.drafter.training.texts import read_texts, save_texts, write_texts
 from longtail.engine.engine import RolloutEngine
@@ -58,9 +57,8 @@ def generated_texts(
 ) -> Corpus:
     """Generate completions with the target, or read those in the file `kept`."""
     data = config.data
-    rows, num_heldout = prompt_rows(config)
     prompts = make_prompts(
-        rows,
+        prompt_rows(config),
         source=data.source,
         encoder=_encoder(tokenizer),
         max_prompt_len=data.max_prompt_len,
@@ -68,7 +66,7 @@ def generated_texts(
         prompt_column=data.prompt_column,
     )
     tokens = [prompt.tokens for prompt in prompts.prompts]
-    num_heldout = min(num_heldout, len(tokens) // 2) * data.samples
+    num_heldout = min(data.heldout_size, len(tokens) // 2) * data.samples
     content = [config.target.model_dump(), data.model_dump(), config.run.seed, tokens]
     origin = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     texts = read_texts(kept, origin)
@@ -127,11 +125,6 @@ def _encoder(tokenizer: Tokenizer) -> Encoder:
 def _row_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
     """Read rows with whole texts, or with prompts and completions."""
     data, eos_ids = config.data, tokenizer.eos_ids
-    if data.source == TINY_REASONER:
-        raise ConfigError(
-            "data.completions = 'given': the tiny reasoner's problems have no completions; "
-            "set data.completions = 'generated'"
-        )
     rows = load_rows(data.source, data.size, config.run.seed)[: data.size]
     if not eos_ids:
         raise ConfigError(
@@ -163,15 +156,10 @@ def _whole(row: Row, index: int, config: DrafterTrainConfig, tokenizer: Tokenize
     return Example(tokens=(*tokenizer.encode(text), tokenizer.eos_ids[0]), prompt_len=1)
 
 
-def prompt_rows(config: DrafterTrainConfig) -> tuple[list[Row], int]:
-    """Return the rows, held-out ones last, and the number of held-out ones."""
-    data, seed = config.data, config.run.seed
-    if data.source != TINY_REASONER:
-        return load_rows(data.source, data.size, seed)[: data.size], data.heldout_size
-    rows = load_rows(TINY_REASONER, data.size - data.heldout_size, seed)
-    if data.heldout_size:  # their starts occur in no other problem
-        rows += load_rows(f"{TINY_REASONER}:heldout", data.heldout_size, seed)
-    return rows, data.heldout_size
+def prompt_rows(config: DrafterTrainConfig) -> list[Row]:
+    """Return the rows of prompts, held-out ones last."""
+    data = config.data
+    return load_rows(data.source, data.size, config.run.seed)[: data.size]
 
 
 def _generate(

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from longtail.assembly.drafters import Target, check_names, drafter_directory, open_drafter
 from longtail.assembly.engine import open_model
-from longtail.assembly.models import TINY_REASONER, model_directory
+from longtail.assembly.models import model_directory
 from longtail.assembly.prompts import load_prompts
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
@@ -31,6 +31,7 @@ from longtail.engine.report import POSITIONS, Acceptance
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
+from longtail.model.sources import smollm2
 from longtail.programs.drafter_data import prompt_rows, prompts_of
 from longtail.rl.data.sources import load_rows
 from longtail.run.checkpoint import CONFIG_FILE
@@ -112,14 +113,14 @@ def open_target(args: argparse.Namespace) -> Target:
 
 
 def default_target(drafter: str) -> str:
-    """Return the run that a drafter is from, the target that it names, or the embedded model."""
+    """Return the run that a drafter is from, the target that it names, or SmolLM2."""
     place = run_drafters(Path(drafter))
     if place is not None:
         return str(place.parent)
     try:
         return checkpoint.target_name(drafter_directory(Path(drafter)))
     except ConfigError:
-        return TINY_REASONER
+        return smollm2.NAME
 
 
 def find_prompts(args: argparse.Namespace, target: Target) -> tuple[tuple[int, ...], ...]:
@@ -170,7 +171,7 @@ def _of_run(run: Path, tokenizer: Tokenizer) -> list[tuple[int, ...]] | None:
     config = configfile.resolve(DrafterTrainConfig, file, [])
     if config.data.completions == "given":
         return None
-    rows, num_heldout = prompt_rows(config)
+    rows, num_heldout = prompt_rows(config), config.data.heldout_size
     return prompts_of(rows[-num_heldout:], config.data.source, tokenizer, config.data.prompt_column)
 
 

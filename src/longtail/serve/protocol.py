@@ -165,7 +165,7 @@ class _CommonFields(_Body):
 class CompletionRequest(_CommonFields):
     """The body of /v1/completions.
 
-    Example: CompletionRequest(model="tiny-reasoner", prompt=["3 + 4 ="], max_tokens=8, seed=1)
+    Example: CompletionRequest(model="smollm2", prompt=["3 + 4 ="], max_tokens=8, seed=1)
     """
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
@@ -178,7 +178,7 @@ class CompletionRequest(_CommonFields):
 class ChatCompletionRequest(_CommonFields):
     """The body of /v1/chat/completions.
 
-    Example: ChatCompletionRequest(model="tiny-reasoner",
+    Example: ChatCompletionRequest(model="smollm2",
                                    messages=[Message(role="user", content="3 + 4?")])
     """
 

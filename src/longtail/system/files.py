@@ -52,7 +52,7 @@ def meant(name: str, known: Iterable[str]) -> str:
 
     Returns "" if none is near.
 
-    Example: meant("smolm2", ("smollm2", "tiny-reasoner")) == " (is smollm2 meant?)"
+    Example: meant("smolm2", ("smollm2",)) == " (is smollm2 meant?)"
     """
     if near := difflib.get_close_matches(name, known, 1):
         return f" (is {near[0]} meant?)"

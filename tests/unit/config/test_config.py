@@ -292,7 +292,7 @@ def test_problems_of_reasoning_gym_are_scored_by_their_task_unless_a_reward_is_n
     assert load(None, [gym]).reward.name == "reasoning_gym"
     assert load(None, [gym, "--reward.timeout_s=3"]).reward.name == "reasoning_gym"
     assert load(None, [gym, "--reward.name=last_number"]).reward.name == "last_number"
-    assert load(None).reward.name == "tiny-reasoner"
+    assert load(None).reward.name == "last_number"
 
 
 @pytest.mark.parametrize(

@@ -116,13 +116,6 @@ def test_math_that_cannot_be_parsed_is_found(answer):
         assert sorted(pool.check([{"answer": answer}, {"answer": r"\frac{1}{2}"}])) == [0]
 
 
-@pytest.mark.parametrize("answer", ["", "-1", "eight", 8, 8.0, "8 "])
-def test_the_tiny_reasoner_wants_digits(answer):
-    with pytest.raises(GradingError, match="expected digits as text"):
-        resolve_reward("tiny-reasoner").check({"answer": answer})
-    resolve_reward("tiny-reasoner").check({"answer": "8"})
-
-
 @pytest.mark.slow
 def test_a_row_of_an_unknown_reasoning_gym_task_is_found():
     pytest.importorskip("reasoning_gym")

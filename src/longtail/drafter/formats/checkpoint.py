@@ -53,7 +53,7 @@ _REMEDY = "give the drafter of this target, or train one: longtail drafter train
 class TargetIdentity:
     """Identity of the model that a drafter was trained on.
 
-    Example: TargetIdentity(name="tiny-reasoner", tokenizer="1f0c...", weights="77ab...")
+    Example: TargetIdentity(name="smollm2", tokenizer="1f0c...", weights="77ab...")
     """
 
     name: str

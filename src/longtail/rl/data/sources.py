@@ -7,8 +7,8 @@ package is imported only by the source that needs it.
     hf:NAME[:SPLIT]                        a hub dataset; NAME is owner/name[/configuration]
     hf:DIRECTORY[:SPLIT]                   saved by `save_to_disk`, or a folder of data files
     reasoning_gym:TASK                     `size` problems drawn from `seed`
-    running_sums | tiny-reasoner           `size` problems drawn from `seed`
-    NAME:heldout                           the same of these two; shares no problem with NAME
+    running_sums                           `size` problems drawn from `seed`
+    running_sums:heldout                   others, none of which is among those
 """
 
 import difflib
@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from longtail.errors import ConfigError, DataError, JsonError
+from longtail.rl.data import sum_task
 from longtail.system.strict_json import MAX_DEPTH, parse_json
 
 Row = Mapping[str, Any]
 
 HELDOUT = ":heldout"
-EMBEDDED = ("running_sums", "tiny-reasoner")
-"""Sources that need neither a file nor a package; each has held-out problems, too."""
-GENERATED = (*EMBEDDED, *(name + HELDOUT for name in EMBEDDED))
+EMBEDDED = "running_sums"
+"""Source that needs neither a file nor a package, and has held-out problems, too."""
+GENERATED = (EMBEDDED, EMBEDDED + HELDOUT)
 
 _JSONS = (".json", ".jsonl")
 _TEXTS = (*_JSONS, ".csv")
@@ -45,7 +46,7 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
     suffix = Path(source).suffix
     rows: list[Row]
     if source in GENERATED:
-        rows = _embedded(source, size, seed)
+        rows = list(sum_task.problems(size, seed, heldout=source.endswith(HELDOUT)))
     elif colon and kind == "hf":
         rows = _hf(rest, where=where)
     elif colon and kind == "reasoning_gym":
@@ -59,7 +60,7 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise DataError(
             f"{where}: unknown kind of source{hint}; expected a .jsonl or .parquet file, "
-            f"hf:NAME_OR_DIR[:SPLIT], reasoning_gym:TASK, {' or '.join(EMBEDDED)}"
+            f"hf:NAME_OR_DIR[:SPLIT], reasoning_gym:TASK, {EMBEDDED}"
         )
     if not rows:
         raise DataError(f"{where}: it holds no rows")
@@ -262,17 +263,6 @@ def _reasoning_gym(task: str, size: int, seed: int, *, where: str) -> list[Row]:
         }
         for entry in (entries[index] for index in range(size))
     ]
-
-
-def _embedded(source: str, size: int, seed: int) -> list[Row]:
-    heldout = source.endswith(HELDOUT)
-    if source.removesuffix(HELDOUT) == "running_sums":
-        from longtail.rl.data import sum_task
-
-        return list(sum_task.problems(size, seed, heldout=heldout))
-    from longtail.rl.data import tiny_task
-
-    return list(tiny_task.problems(size, seed, "heldout" if heldout else "train"))
 
 
 def import_extra(module: str, *, extra: str, where: str) -> Any:

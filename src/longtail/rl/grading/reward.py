@@ -9,7 +9,6 @@ import importlib
 import logging
 import math
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from fractions import Fraction
 from typing import Any, final
@@ -172,30 +171,6 @@ class ReasoningGymReward(Reward):
 
 
 @final
-class TinyReasonerReward(Reward):
-    """1 if the embedded task's grader finds the answer right, else 0."""
-
-    def __init__(self) -> None:
-        from longtail.rl.data.tiny_task import grade
-
-        self._grade: Callable[[Mapping[str, Any], str], float] = grade
-
-    def grade(self, task: GradingTask) -> float:
-        """Grade by the task's own grader."""
-        score = self._grade(task.data, task.text)
-        return checked_number(score, source="reward 'tiny-reasoner'")
-
-    def check(self, data: Mapping[str, Any]) -> None:
-        """Refuse a row whose answer is not a text of digits: no completion could match it."""
-        answer = data["answer"]
-        if not isinstance(answer, str) or re.fullmatch(r"\d+", answer) is None:
-            raise GradingError(
-                f"reward 'tiny-reasoner': the reference answer of this row is {answer!r:.80}, "
-                "expected digits as text"
-            )
-
-
-@final
 class FunctionReward(Reward):
     """Result of a user's function with TRL's signature, called with the completions of one prompt.
 
@@ -264,7 +239,6 @@ _NAMED: dict[str, Callable[[], Reward]] = {
     "last_number": LastNumberReward,
     "math_verify": MathVerifyReward,
     "reasoning_gym": ReasoningGymReward,
-    "tiny-reasoner": TinyReasonerReward,
 }
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
@@ -272,7 +246,6 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "last_number": ("answer",),
     "math_verify": ("answer",),
     "reasoning_gym": ("reasoning_gym_task", "reasoning_gym_entry"),
-    "tiny-reasoner": ("answer",),
 }
 
 

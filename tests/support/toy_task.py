@@ -1,9 +1,9 @@
-"""The embedded task: count the steps of a hailstone sequence, in writing.
+"""The task of the toy: count the steps of a hailstone sequence, in writing.
 
 An even number is followed by its half, an odd one by three times it plus one; how many steps lead
 to 1? The number of steps cannot be predicted from the start (26 takes 10, 27 takes 111), so answers
-are as heavy-tailed as real reasoning, and each can be checked. It owns problems, worked solutions
-and grading; pure Python, no model, no tokenizer.
+are as heavy-tailed as real reasoning, and each can be checked. It owns problems and worked
+solutions; pure Python, no model, no tokenizer.
 
 As in the training data of a base model, solutions are of two kinds: careful ones count to the end,
 hasty ones stop early and guess. Supervised learning reproduces both, with their frequencies;
@@ -12,8 +12,7 @@ reinforcement learning can improve the choice.
 
 import hashlib
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, pairwise
@@ -145,13 +144,6 @@ def problems(size: int, seed: int, split: Split) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def grade(problem: Mapping[str, Any], text: str) -> float:
-    """Return 1.0 if the last number after the thinking is the answer, else 0.0."""
-    _, closed, answer = text.rpartition("</think>")
-    numbers = re.findall(r"\d+", answer)
-    return float(bool(closed) and bool(numbers) and numbers[-1] == problem["answer"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
