@@ -4,9 +4,16 @@ Every part is an upper bound at its own moment; the sum is what to have, not wha
 `longtail train --dry-run` prints it, and on a CPU a run is refused if it exceeds the free memory.
 """
 
+import torch
+
+from longtail.assembly.models import model_directory
 from longtail.config.rl import RunConfig
+from longtail.errors import ConfigError
+from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
+from longtail.system import machine
+from longtail.system.device import choose_device
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _KV, _ACTIVATIONS, _DRAFTER = "KV cache", "activations and scores", "drafter"
@@ -64,6 +71,45 @@ def made_later(config: RunConfig, shape: ModelConfig) -> int:
     """Return the bytes that stay allocated after the first learner step, which KV leaves free."""
     found = estimate(config, shape)
     return found[_MOMENTS] + found.get(_REFERENCE, 0)
+
+
+def check(config: RunConfig, shape: ModelConfig) -> None:
+    """Raise ConfigError if a run on a CPU may need more memory than is free."""
+    available, found = machine.memory().available, estimate(config, shape, on_cpu=True)
+    needed = config.cluster.workers * sum(found.values())
+    if available is not None and needed > available:
+        largest = max(found, key=lambda name: found[name])
+        remedy = _REMEDIES.get(largest, "cluster.workers, or train a smaller model")
+        raise ConfigError(
+            f"the run needs up to {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB "
+            f"are free; most is for {largest}: lower {remedy} (--dry-run shows all parts)"
+        )
+
+
+def report(config: RunConfig) -> str:
+    """Return the parts and the free memory as lines."""
+    device, shape = choose_device(config.run.device), model_shape(config.model.path)
+    found = estimate(config, shape, on_cpu=device.type == "cpu")
+    available = available_bytes(device)
+    rows = {**found, "total": sum(found.values()), f"available on {device}": available}
+    lines = [f"memory, {count_parameters(shape):,} parameters (GB of each worker)"]
+    lines += [
+        f"{name:<36}{'?' if size is None else f'{size / 1e9:.3f}':>10}"
+        for name, size in rows.items()
+    ]
+    return "\n".join(lines)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return the free bytes of a device; None if they are unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return machine.memory().available
+
+
+def model_shape(path: str) -> ModelConfig:
+    """Read the shape of `model.path`, without its weights."""
+    return load_config(model_directory(path))
 
 
 def kv_bytes(shape: ModelConfig, element: int) -> int:
