@@ -16,7 +16,7 @@ import torch
 
 from longtail.cluster.timeline import Timeline
 from longtail.report import timeline_plot
-from longtail.report.plots import (
+from longtail.report.timeline_plot import (
     BLUE,
     GREY,
     INK,

@@ -3,7 +3,7 @@
 #
 #     bash examples/drafter_for_vllm.sh [MODEL [OUT [PROMPTS [OPTION ...]]]]
 #
-# MODEL      a hub id, a directory, a .gguf file, smollm2 (the default) or tiny-reasoner
+# MODEL      a hub id, a directory, a .gguf file, or smollm2 (the default)
 # OUT        directory of the run (runs/smollm2-drafter); the export is written to OUT-vllm
 # PROMPTS    what the drafter shall be good at, as data.source (reasoning_gym:chain_sum)
 # OPTION     further options of `longtail drafter train`, as --train.steps=20
@@ -20,7 +20,8 @@ longtail drafter train --target.path "$model" --run.dir "$out" \
   --drafter.recipe eagle1 --drafter.window 0 \
   --train.fit_tokens 32768 --train.matrix_rate 0.001 --train.steps 60 "$@"
 
-longtail drafter export "$out" --to vllm --out "$out-vllm" --n 8 --max-tokens 256 --temperatures 0,1
+longtail drafter eval "$out" --n 8 --max-tokens 256 --temperatures 0,1
+longtail drafter export "$out" --out "$out-vllm"
 
 echo "To serve it, in vLLM's environment:"
 echo "  vllm serve MODEL --speculative-config '{\"method\": \"eagle\", \"model\": \"$out-vllm\", \"num_speculative_tokens\": 4}'"

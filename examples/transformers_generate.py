@@ -2,7 +2,7 @@
 
     python examples/transformers_generate.py [MODEL]
 
-MODEL is a name as for `longtail generate`: a directory, a hub id, smollm2 or tiny-reasoner.
+MODEL is a name as for `longtail generate`: a directory, a hub id, or smollm2.
 """
 
 import sys
@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from longtail.assembly.models import model_directory
 from longtail.integrations.transformers import generate
 
-QUESTIONS = ("How many steps does 27 take to reach 1?", "How many steps does 6 take to reach 1?")
+QUESTIONS = ("Add 6 + 8 + 2", "Add 3 + 1 + 4 + 1 + 5 + 9")
 
 
-def main(name: str = "tiny-reasoner") -> None:
+def main(name: str = "smollm2") -> None:
     """Answer the questions with and without drafts and print what the drafts change."""
     directory = model_directory(name)
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")

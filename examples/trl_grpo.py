@@ -2,9 +2,8 @@
 
     python examples/trl_grpo.py [OUT] [MODEL]
 
-MODEL is a name or directory as for `longtail train --model.path`; the default, the embedded tiny
-reasoner, takes less than a minute on a CPU. For several processes: accelerate launch --cpu
---num_processes 2 examples/trl_grpo.py. The drafter is written to OUT/drafter-for-vllm.
+MODEL is a name or directory as for `longtail train --model.path`. For several processes: accelerate
+launch --cpu --num_processes 2 examples/trl_grpo.py. The drafter is written to OUT/drafter-for-vllm.
 """
 
 import sys
@@ -16,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from longtail.assembly.models import model_directory
 from longtail.integrations.trl import longtail_rollouts
-from longtail.rl.data.tiny_task import problems
+from longtail.rl.data.sum_task import problems
 
 
 def states_answer(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
@@ -28,8 +27,12 @@ def states_answer(completions: list[Any], answer: list[str], **_: Any) -> list[f
     ]
 
 
-def main(out: str = "runs/trl-grpo", model: str = "tiny-reasoner", *, steps: int = 6) -> None:
+def main(out: str = "runs/trl-grpo", model: str = "smollm2", *, steps: int = 6) -> None:
     """Train for a few steps, print the metrics of the rollouts, and export the drafter."""
+    rows = [
+        {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
+        for row in problems(64, seed=0, heldout=False)
+    ]
     args = GRPOConfig(
         out,
         use_vllm=True,
@@ -48,7 +51,7 @@ def main(out: str = "runs/trl-grpo", model: str = "tiny-reasoner", *, steps: int
         trainer = GRPOTrainer(
             model=str(model_directory(model)),
             reward_funcs=states_answer,
-            train_dataset=Dataset.from_list(problems(64, seed=0, split="train")),
+            train_dataset=Dataset.from_list(rows),
             args=args,
             callbacks=[rollouts.callback()],
         )
@@ -58,7 +61,7 @@ def main(out: str = "runs/trl-grpo", model: str = "tiny-reasoner", *, steps: int
             if "timing_s/gen" in row:
                 shown = ("reward", "timing_s/gen", "rollout/spec_accept_length", "drafter/version")
                 print(f"step {row['step']}", *(f"{name} {row.get(name, 0):.3f}" for name in shown))
-        place = rollouts.export(Path(out) / "drafter-for-vllm", to="vllm")
+        place = rollouts.export(Path(out) / "drafter-for-vllm")
         print(f"drafter for vLLM: {place}")
 
 

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from longtail.assembly.models import model_directory
 from longtail.integrations.trl import longtail_rollouts
-from longtail.rl.data.tiny_task import problems
+from longtail.rl.data.sum_task import problems
 
 
 def is_short(completions: list[Any], **_: Any) -> list[float]:
@@ -22,13 +22,17 @@ def is_short(completions: list[Any], **_: Any) -> list[float]:
     return [1.0 - min(len(completion[0]["content"]) / 1000.0, 1.0) for completion in completions]
 
 
-def main(out: str = "runs/trl-peft", model: str = "tiny-reasoner", *, steps: int = 4) -> None:
+def main(out: str = "runs/trl-peft", model: str = "smollm2", *, steps: int = 4) -> None:
     """Train the adapter for a few steps and print the metrics of the rollouts."""
+    rows = [
+        {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
+        for row in problems(64, seed=0, heldout=False)
+    ]
     with longtail_rollouts(drafter="auto") as rollouts:
         trainer = GRPOTrainer(
             model=str(model_directory(model)),
             reward_funcs=is_short,
-            train_dataset=Dataset.from_list(problems(64, seed=0, split="train")),
+            train_dataset=Dataset.from_list(rows),
             args=GRPOConfig(
                 out,
                 num_generations=8,

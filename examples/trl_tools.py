@@ -1,10 +1,10 @@
 """GRPO with a tool, through TRL's own loop; longtail generates every turn.
 
-    python examples/trl_tools.py [OUT]
+    python examples/trl_tools.py [OUT] [MODEL]
 
-The tiny reasoner was not trained for tools. Its usual last sentence, "The answer is 8.", is read as
-a call of the tool `check`, whose result is the next message. Noise goes on over the turns of a
-sample, and each turn is generated with drafts.
+SmolLM2 was not trained for tools. A total that it writes, "= 8", is read as a call of the tool
+`check`, whose result is the next message. Noise goes on over the turns of a sample, and each turn
+is generated with drafts. A MODEL whose tokenizer has a `response_template` keeps its own calls.
 """
 
 import sys
@@ -16,48 +16,44 @@ from trl import GRPOConfig, GRPOTrainer
 
 from longtail.assembly.models import model_directory
 from longtail.integrations.trl import longtail_rollouts
-from longtail.rl.data.tiny_task import problems
+from longtail.rl.data.sum_task import problems
 
 TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "{% for call in message.get('tool_calls') or [] %}"
-    "{{ call['function']['name'] }} {{ call['function']['arguments'] | tojson }}"
-    "{% endfor %}<eos>"
-    "{% else %}<user>{{ message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "= {{ call['function']['arguments']['total'] }}\n"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 RESPONSE = {
     "defaults": {"role": "assistant"},
-    "start_anchor": "<assistant>",
+    "start_anchor": "<|im_start|>assistant\n",
     "fields": {
         "tool_calls": {
-            "open": "The answer is ",
-            "close_pattern": r"\.",
+            "open": "= ",
+            "close_pattern": r"\D|$",
             "repeats": True,
             "content": "text",
             "transform": {
                 "type": "function",
-                "function": {"name": "check", "arguments": {"answer": "{content}"}},
+                "function": {"name": "check", "arguments": {"total": "{content}"}},
             },
         },
-        "content": {"close_pattern": "<eos>", "content": "text"},
+        "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
     },
 }
 
 
-def check(answer: str) -> str:
-    """Comment on an answer.
+def check(total: str) -> str:
+    """Comment on a total.
 
     Args:
-        answer: The number of steps.
+        total: The sum so far.
 
     Returns:
         The next question.
     """
-    number = int(answer) if answer.strip().isdigit() else 7
-    return f"What comes after {max(number, 2) % 900}?"
+    return f"Add {total.strip() or 0} + 7"
 
 
 def uses_tool(completions: list[Any], **_: Any) -> list[float]:
@@ -68,16 +64,21 @@ def uses_tool(completions: list[Any], **_: Any) -> list[float]:
     ]
 
 
-def main(out: str = "runs/trl-tools", *, steps: int = 3) -> None:
+def main(out: str = "runs/trl-tools", model: str = "smollm2", *, steps: int = 3) -> None:
     """Train for a few steps and print how often the tool was called."""
-    directory = str(model_directory("tiny-reasoner"))
+    directory = str(model_directory(model))
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
+    if tokenizer.response_template is None:
+        tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
+    rows = [
+        {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
+        for row in problems(64, seed=0, heldout=False)
+    ]
     with longtail_rollouts(drafter="auto") as rollouts:
         trainer = GRPOTrainer(
             model=directory,
             reward_funcs=uses_tool,
-            train_dataset=Dataset.from_list(problems(64, seed=0, split="train")),
+            train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             tools=[check],
             args=GRPOConfig(

@@ -2,7 +2,7 @@
 
     from longtail import Engine, SamplingParams
 
-    engine = Engine("tiny-reasoner")
+    engine = Engine("smollm2")
     print(engine.generate(["How many steps from 27 to 1?"], SamplingParams(max_tokens=400))[0].text)
 
 The names below are imported when they are first used, so `import longtail` needs no PyTorch. The
@@ -13,11 +13,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longtail.api import Engine, TextStream, load_drafter
+    from longtail.api import Engine, TextStream, load_drafter, load_tokenizer
+    from longtail.assembly.trainer import open_workers
     from longtail.config.rl import RunConfig
     from longtail.errors import LongtailError
     from longtail.loop import train
-    from longtail.types import Completion, SamplingParams
+    from longtail.rl.advantage import dr_grpo
+    from longtail.rl.packing import pack_rollouts
+    from longtail.sampling import noise_key
+    from longtail.types import Completion, Prompt, Request, Rollout, SamplingParams
 
 __version__ = "0.2.0"
 """Version of the package; pyproject.toml and `longtail --version` read it here."""
@@ -26,11 +30,19 @@ __all__ = [
     "Completion",
     "Engine",
     "LongtailError",
+    "Prompt",
+    "Request",
+    "Rollout",
     "RunConfig",
     "SamplingParams",
     "TextStream",
     "__version__",
+    "dr_grpo",
     "load_drafter",
+    "load_tokenizer",
+    "noise_key",
+    "open_workers",
+    "pack_rollouts",
     "train",
 ]
 
@@ -38,10 +50,18 @@ _MODULES = {
     "Completion": "types",
     "Engine": "api",
     "LongtailError": "errors",
+    "Prompt": "types",
+    "Request": "types",
+    "Rollout": "types",
     "RunConfig": "config.rl",
     "SamplingParams": "types",
     "TextStream": "api",
+    "dr_grpo": "rl.advantage",
     "load_drafter": "api",
+    "load_tokenizer": "api",
+    "noise_key": "sampling",
+    "open_workers": "assembly.trainer",
+    "pack_rollouts": "rl.packing",
     "train": "loop",
 }
 """Module of each public name, below `longtail`."""

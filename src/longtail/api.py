@@ -1,8 +1,8 @@
-"""Text generation from Python: `Engine` and `load_drafter`, as `import longtail` offers them.
+"""Text generation from Python: `Engine` and the readers of tokenizers and drafters.
 
     from longtail import Engine, SamplingParams
 
-    engine = Engine("tiny-reasoner")
+    engine = Engine("smollm2")
     params = SamplingParams(temperature=0.8, max_tokens=400)
     for completion in engine.generate(["How many steps from 27 to 1?"], params, n=4):
         print(completion.text)
@@ -30,7 +30,8 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import Piece, StepReport
 from longtail.errors import ConfigError, RequestError
 from longtail.model.hf.model import load_config
-from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.model.hf.tokenizer import Tokenizer
+from longtail.model.hf.tokenizer import load_tokenizer as read_tokenizer
 from longtail.system.device import choose_device, to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
@@ -45,7 +46,7 @@ class Engine:
     """A model that writes completions, with speculative decoding where it is faster.
 
     `model` is a name as for `--model.path`: a directory, a run of `longtail train` (its newest
-    checkpoint), a hub id, a .gguf file, "smollm2" or "tiny-reasoner". `drafter` is a name as for
+    checkpoint), a hub id, a .gguf file, or "smollm2". `drafter` is a name as for
     `--speculation.drafter`: it changes the speed, never a text. `dtype` is "float32", "bfloat16" or
     "float64"; "auto" is the stored one, or float32 where that is emulated. Weights are read with
     the first request. Raises ConfigError for a model that cannot be used.
@@ -68,7 +69,7 @@ class Engine:
         choose_device(device)
         check_names(drafter, field="drafter")
         self._path = model_directory(model, field="model")
-        self.tokenizer = load_tokenizer(self._path)
+        self.tokenizer = read_tokenizer(self._path)
         self.max_positions = load_config(self._path).max_positions
         """Largest number of tokens of a prompt and its completion together."""
         self._engines = GrowingEngine(
@@ -177,6 +178,14 @@ class TextStream:
                 yield piece
 
 
+def load_tokenizer(model: str) -> Tokenizer:
+    """Read the tokenizer of a model by any name that `Engine` takes.
+
+    Example: load_tokenizer("smollm2").encode("1 + 1")
+    """
+    return read_tokenizer(model_directory(model, field="model"))
+
+
 def load_drafter(
     name: str,
     model: str,
@@ -187,13 +196,13 @@ def load_drafter(
     """Read the weights of a drafter for a model; both names are those of the command line.
 
     `name` is a directory of `longtail drafter train`, a run of `longtail train`, a directory in the
-    layout of vLLM, SGLang or speculators, or "tiny-reasoner". Raises ConfigError for a drafter
+    layout of vLLM, SGLang or speculators. Raises ConfigError for a drafter
     without weights ("history") and for one that does not fit the model.
 
     Example: load_drafter("runs/quickstart", "runs/quickstart").layer.config
     """
     path = model_directory(model, field="model")
-    target = open_model(model, path, load_tokenizer(path))
+    target = open_model(model, path, read_tokenizer(path))
     loaded = read_drafter(name, target, log, dtype, field="name")
     if loaded is None:
         raise ConfigError(f"name = {name!r}: this drafter has no weights of its own to load")

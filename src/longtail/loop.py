@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from longtail.assembly import memory
 from longtail.assembly.drafters import check_names
 from longtail.assembly.models import model_directory
 from longtail.assembly.precision import decided
@@ -28,8 +27,7 @@ from longtail.cluster.rollout import RolloutResult
 from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile
 from longtail.config.rl import RunConfig
-from longtail.errors import NonFiniteError
-from longtail.report.page import report_if_possible
+from longtail.errors import CheckpointError, NonFiniteError
 from longtail.rl.advantage import keep_informative, refill_size, shaped_rewards
 from longtail.rl.data.requests import RequestBatch, train_requests
 from longtail.rl.grading.pool import Graded, GraderPool
@@ -46,6 +44,7 @@ from longtail.run.step_metrics import SampleRound, StepRecord
 from longtail.system.device import set_threads, threads_each
 from longtail.system.interrupt import Interrupted, Interruption
 from longtail.types import Group, TrainBatch
+from longtail.view.report import write_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +161,7 @@ def train(config: RunConfig) -> int:
         checkpoint = run.start(configfile.render(config), resume=config.run.resume)
         if finished := summary.finished_summary(run.path, checkpoint, config.run.steps):
             console.log(
-                f"{run.path}: its {finished.steps} steps are done; raise run.steps to continue"
+                f"{run.path}: its {finished['steps']} steps are done; raise run.steps to continue"
             )
             console.summary(finished, run.path)
             return 0
@@ -172,9 +171,6 @@ def train(config: RunConfig) -> int:
             timeout_s=config.reward.timeout_s,
             by_group=config.reward.per == "group",
         ) as grader:
-            with console.phase("fetching the model"):
-                shape = memory.model_shape(config.model.path)
-            config = memory.fitted(config, shape, console.log)
             return Trainer(config, run, checkpoint, grader, console).run()
 
 
@@ -197,7 +193,6 @@ class Trainer:
         threads = set_threads(threads_each(config.run.threads, config.cluster.workers))
         with console.phase("fetching the model"):
             directory = model_directory(config.model.path, console.log)
-        warm_start_s = time.perf_counter() - self._began
         with console.phase("loading the model and the data"):
             parts = assemble(config, directory, grader.check, console.log, self._on_progress)
         self.workers, self._source = parts.workers, parts.source
@@ -215,7 +210,7 @@ class Trainer:
         last_step = None if checkpoint is None else checkpoint.step
         try:
             self._saver = StateSaver(config, run, parts.workers, parts.source)
-            self._state = self._saver.begin(checkpoint, warm_start_s + parts.drafter_s)
+            self._state = self._saver.begin(checkpoint)
             if checkpoint is None and config.speculation.tuner != "off":
                 self._evaluator.probe_drafter(parts.heldout or parts.source.prompts)
             with console.phase("starting the graders"):
@@ -286,7 +281,7 @@ class Trainer:
         }
         self._logger.write(step, {**evaluated, **metrics}, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
-        self._console.step(step, self._config.run.steps, metrics, record.series)
+        self._console.step(step, self._config.run.steps, metrics)
         refills = self._config.learner.max_refills if self._step.samples_dynamically else 0
         shortage = record.shortage(self._config.rollout.prompts_per_step, refills)
         for line in shortage:
@@ -321,10 +316,12 @@ class Trainer:
             steps=self._state.step,
             reward_after=self._evaluate().get("eval/reward_mean"),
             seconds=self._seconds(),
-            warm_start_s=self._state.warm_start_s,
         )
-        finished.write(path / summary.FILE)
-        report_if_possible(path, self._console.log)
+        summary.write_summary(path, finished)
+        try:
+            write_report(path)
+        except CheckpointError as error:  # the run is complete without it
+            self._console.log(f"no report: {error}")
         self._console.summary(finished, path)
 
 

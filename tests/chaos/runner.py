@@ -35,7 +35,7 @@ from longtail.system.device import DTYPES
 ROOT = Path(__file__).parents[2]
 SENTENCE = "start again: the run resumes from its newest checkpoint"
 """With it a run may end by itself, once too much of it is lost."""
-HANG_S = 30
+WORKER_TIMEOUT_S = 30
 _MARK = "LONGTAIL_CHAOS_RUN"
 """Environment variable that every process of a run inherits, so that all of them are found."""
 _LEFTOVER_S = 90.0
@@ -170,7 +170,7 @@ class Run:
             began = time.monotonic()
 
     def _workers(self) -> list[int]:
-        return [pid for pid, name in self._processes() if name.startswith("ray::")]
+        return [pid for pid, name in self._processes() if name.startswith("ray::_Actor")]
 
     def _signal(self, number: int) -> None:
         for pid, _ in self._processes():
@@ -204,7 +204,11 @@ def words_of(place: Path, *more: str) -> list[str]:
         "unused",
         *("--run.steps=4", "--run.checkpoint_every=1", "--learner.dtype=float64"),
         *("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150"),
-        *("--cluster.workers=2", f"--cluster.hang_s={HANG_S}", "--run.threads=2"),
+        *(
+            "--cluster.workers=2",
+            f"--cluster.worker_timeout_s={WORKER_TIMEOUT_S}",
+            "--run.threads=2",
+        ),
         f"--speculation.drafter={drafter}",
         *more,
     )

@@ -14,7 +14,7 @@ from end_to_end import processes
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.cluster import tasks
 from longtail.cluster.supervisor import WorkerSupervisor
-from longtail.cluster.trace import read_trace
+from longtail.cluster.timeline import event_of
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
 
@@ -32,7 +32,7 @@ WORDS = (
     "--run.checkpoint_every=1",
     "--speculation.drafter=history",
 )
-TWO = ("--cluster.workers=2", "--cluster.hang_s=40")
+TWO = ("--cluster.workers=2", "--cluster.worker_timeout_s=40")
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,8 @@ def test_one_worker_and_two_shards_resume_from_each_other_and_write_what_one_doe
     assert workshop.train("shards", "--run.steps=1", *words).code == 0
     process = processes.start(workshop.words("shards", "--run.steps=3", *words, *TWO), log)
     assert processes.finish(process) == 0, log.read_text()
-    workers = {event["tid"] for event in read_trace(workshop.path / "shards" / "trace.json")}
+    trace = (workshop.path / "shards" / "trace.json").read_bytes().splitlines(keepends=True)
+    workers = {event_of(line)["tid"] for line in trace[1:]}
     assert workers == {0, 1}
     assert workshop.train("shards", "--run.steps=4", *words).code == 0
     assert texts(workshop, "shards") == texts(workshop, "one")

@@ -1,6 +1,6 @@
 """The commands and the Python of README and docs run as they are written, with a tiny model.
 
-`tiny-reasoner` and the Hugging Face directories of the pages stand for a tiny model here. Trainings
+The names of models on the pages are directories of a tiny model here. Trainings
 are shortened by further options. Benchmarks and servers are not started: their words are parsed.
 """
 
@@ -38,7 +38,6 @@ SHORT = {
     ),
     "drafter train": "--train.steps=1 --run.threads=1 --data.max_tokens=8",
     "drafter eval": "--n=2 --max-tokens=8",
-    "drafter export": "--no-measure --max-tokens=8 --n=2",
     "generate": "--max-tokens=8 --threads=1",
 }
 """Options that shorten a command, by its verb."""
@@ -62,10 +61,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _train(shop, "runs/first", drafter)
     shutil.copytree(path / "runs/first", path / "runs/quickstart")
     said = say(
-        *f"drafter export {drafter} --target {shop.model} --to hf --no-measure".split(),
+        *f"drafter export {drafter} --target {shop.model}".split(),
         f"--out={path / 'DOWNLOADED'}",
-        f"--prompts={shop.prompts}",
-        "--max-tokens=8",
     )
     assert said.code == 0, said.err
     return path
@@ -92,10 +89,7 @@ def test_the_commands_of_a_page_run(
 ) -> None:
     monkeypatch.chdir(place)
     for number, line in enumerate(commands(page)):
-        words = [
-            str(place / "MODEL") if word == "tiny-reasoner" else word
-            for word in shlex.split(line, comments=True)[1:]
-        ]
+        words = shlex.split(line, comments=True)[1:]
         if (option := "--cluster.address") in words:  # no other machine is there
             at = words.index(option)
             del words[at : at + 2]
@@ -170,7 +164,7 @@ def test_the_python_of_the_page_of_the_api_runs(
         pytest.importorskip("trl")
         monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.chdir(place)
-    run_block(API[number].replace("tiny-reasoner", str(place / "MODEL")), tmp_path, {})
+    run_block(API[number], tmp_path, {})
 
 
 def test_the_python_for_vllm_imports_names_that_exist() -> None:

@@ -4,16 +4,13 @@ import json
 
 import pytest
 import torch
-import yaml
 
 from end_to_end.workshop import Said, Workshop, build, say
 from longtail.assembly.drafters import Target, drafter_names, open_drafters
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
-from longtail.drafter.formats.layouts import to_tensors
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.programs import drafter_export
 from longtail.run.drafter_store import DrafterStore, load_run_drafter
 
 DRAFTED = ("--speculation.tuner=fixed", "--speculation.depth=3", "--run.steps=2")
@@ -35,120 +32,55 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return shop
 
 
-@pytest.fixture(autouse=True)
-def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_export, "_REPLAYED_TOKENS", 16)
+def export(shop: Workshop, out: str, drafter: str, *more: str) -> Said:
+    words = ("drafter", "export", str(shop.path / drafter), "--out", str(shop.path / out))
+    return say(*words, *more)
 
 
-def export(shop: Workshop, name: str, *more: str, drafter: str = "drafter") -> Said:
-    return say(
-        *("drafter", "export", str(shop.path / drafter), "--out", str(shop.path / name)),
-        *("--target", str(shop.model), "--prompts", str(shop.prompts)),
-        *("--n", "4", "--max-tokens", "24", "--depth", "3", *more),
-    )
-
-
-def card_of(shop: Workshop, name: str) -> tuple[dict, str]:
-    _, front, body = (shop.path / name / "README.md").read_text().split("---\n", 2)
-    return yaml.safe_load(front), body
-
-
-@pytest.mark.slow
-def test_a_card_holds_what_was_measured_and_where_it_came_from(workshop):
-    more = ("--to", "sglang", "--temperatures", "0,1", "--base-model", "org/tiny", "--license")
-    said = export(workshop, "out", *more, "apache-2.0", drafter="three-taps")
-    assert said.code == 2  # no such directory
-    assert "three-taps" in said.err
-    assert not (workshop.path / "out").exists()
-    more = ("--to", "vllm", *more[2:])
-    said = export(workshop, "out", *more, "apache-2.0")
+@pytest.mark.parametrize("drafter", ["first", "first/drafter/step_000002", "drafter"])
+def test_a_drafter_is_exported_for_its_own_target_or_a_given_one(workshop, drafter):
+    out = f"out-{drafter.replace('/', '-')}"
+    more = ("--target", str(workshop.model)) if drafter == "drafter" else ()
+    said = export(workshop, out, drafter, *more)
     assert said.code == 0, said.err
-    front, body = card_of(workshop, "out")
-    assert front["base_model"] == "org/tiny"
-    assert front["license"] == "apache-2.0"
-    assert front["library_name"] == "vllm"
-    assert {"speculative-decoding", "eagle3"} <= set(front["tags"])
-    figures = json.loads(said.out.splitlines()[-1])["figures"]
-    assert [each["temperature"] for each in figures] == [0.0, 1.0]
-    for each in figures:
-        assert each["differing_share"] == 0.0
-        row = f"| {each['temperature']:g} | 16 | {each['accept_length']:.3f} |"
-        assert row in body
-    target, tokenizer = load_model(workshop.model), load_tokenizer(workshop.model)
-    mine = identity("x", target, tokenizer)
-    assert f"`{mine.weights}`" in body
-    assert f"`{mine.tokenizer}`" in body
-    assert "7 steps, 99 tokens" in body
-    assert "vllm serve org/tiny --speculative-config" in body
-
-
-def test_without_measuring_a_card_has_no_figures_and_says_so(workshop):
-    said = export(workshop, "bare", "--to", "hf", "--no-measure")
-    assert said.code == 0, said.err
-    front, body = card_of(workshop, "bare")
-    assert front["license"] == "unknown"
-    assert "Not measured" in body
-    assert "accept length |" not in body
-    assert "has no field for one" in body  # the window
-    assert json.loads(said.out.splitlines()[-1])["figures"] == []
-
-
-@pytest.mark.parametrize("drafter", ["first", "first/drafter/step_000002"])
-def test_a_run_is_exported_with_its_own_target_and_prompts(workshop, drafter, monkeypatch):
-    monkeypatch.setattr(drafter_export, "_REPLAYED", 1)
-    out = workshop.path / drafter.replace("/", "-") / "own"
-    out.parent.mkdir(exist_ok=True)
-    words = ("--out", str(out), "--n", "2", "--max-tokens", "8", "--temperatures", "0")
-    said = say("drafter", "export", str(workshop.path / drafter), "--to", "vllm", *words)
-    assert said.code == 0, said.err
-    front, body = card_of(workshop, str(out))
-    assert front["base_model"].endswith("first/checkpoints/step_000002/policy")
-    assert f"for 2 prompts ({workshop.path / 'first'})" in body
-
-
-def test_a_bare_drafter_is_exported_unmeasured_without_prompts(workshop):
-    words = ("--out", str(workshop.path / "bare-drafter"), "--max-tokens", "8")
-    words = (*words, "--target", str(workshop.model))
-    said = say("drafter", "export", str(workshop.path / "drafter"), "--to", "vllm", *words)
-    assert said.code == 0, said.err
-    assert "Not measured at export" in card_of(workshop, "bare-drafter")[1]
-    said = say("drafter", "eval", str(workshop.path / "drafter"), *words[2:])
-    assert said.code == 2
-    assert "--prompts is needed" in said.err
+    target = str(workshop.model) if more else "first/checkpoints/step_000002/policy"
+    assert f'{target} --speculative-config \'{{"method": "eagle3"' in said.out
+    names = sorted(each.name for each in (workshop.path / out).iterdir())
+    assert names == ["config.json", "model.safetensors"]
 
 
 def test_what_cannot_be_exported_leaves_nothing_behind(workshop):
     before = sorted(path.name for path in workshop.path.iterdir())
-    for words, message in (
-        (("--to", "sglang"), "SGLang taps three"),
-        (("--to", "hf", "--temperatures", "hot"), "--temperatures = 'hot'"),
-        (("--to", "hf", "--n", "0"), "--n = 0: it must be at least 1"),
-        (("--to", "hf", "--depth", "0"), "speculation.depth = 0"),
+    more = ("--target", str(workshop.model))
+    for out, drafter, message in (
+        ("drafter", "drafter", "exists; remove it"),
+        ("nothing", "model", "neither a drafter nor a run with one"),
+        ("nothing", "three-taps", "neither history"),
     ):
-        said = export(workshop, "nothing", *words)
+        said = export(workshop, out, drafter, *more)
         assert said.code == 2
         assert message in said.err
-    assert export(workshop, "drafter", "--to", "hf").code == 2  # it exists
-    said = export(workshop, "nothing", "--to", "hf", drafter="model")
-    assert "no EAGLE layer" in said.err
+    assert "no EAGLE layer" in say("drafter", "export", "history", "--out=x", *more).err
     assert sorted(path.name for path in workshop.path.iterdir()) == before
 
 
-def test_an_export_that_fails_its_check_is_not_put_in_its_place(workshop, monkeypatch):
-    def spoil(layout, layer, *rest):
-        tensors = to_tensors(layout, layer, *rest)
-        return tensors | {"norm.weight": tensors["norm.weight"] * 1.001}
-
-    monkeypatch.setattr(drafter_export, "to_tensors", spoil)
-    said = export(workshop, "spoilt", "--to", "vllm", "--no-measure")
-    assert said.code == 1
-    assert "differ from the drafter" in said.err
-    assert "free space" not in said.err
-    assert not [path for path in workshop.path.iterdir() if "spoilt" in path.name]
+def test_prompts_are_those_that_the_drafters_run_held_out_or_given_ones(workshop):
+    words = ("--n=2", "--max-tokens=8", "--temperatures=0", "--json")
+    said = say("drafter", "eval", str(workshop.path / "first"), *words)
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["target"] == str(workshop.path / "first")
+    more = (str(workshop.path / "drafter"), "--target", str(workshop.model), *words)
+    said = say("drafter", "eval", *more)
+    assert said.code == 2
+    assert "--prompts is needed" in said.err
+    said = say("drafter", "eval", *more, "--prompts", str(workshop.prompts), "--n=0")
+    assert "--n = 0: it must be at least 1" in said.err
+    said = say("drafter", "eval", *more, "--prompts", str(workshop.prompts))
+    assert all(each["differing_share"] == 0 for each in json.loads(said.out)["measured"])
 
 
 def test_an_exported_drafter_is_imported_and_opens_by_either_name(workshop):
-    assert export(workshop, "away", "--to", "speculators", "--no-measure").code == 0
+    assert export(workshop, "away", "drafter", "--target", str(workshop.model)).code == 0
     words = ("--target", str(workshop.model), "--out", str(workshop.path / "back"))
     said = say("drafter", "import", str(workshop.path / "away"), *words)
     assert said.code == 0, said.err
@@ -160,9 +92,7 @@ def test_an_exported_drafter_is_imported_and_opens_by_either_name(workshop):
         assert drafter.taps.layers == (0, 1)
     said = say("drafter", "import", str(workshop.model), *words[:3], str(workshop.path / "no"))
     assert said.code == 2
-    assert "holds no drafter in a layout" in said.err
-    said = say("drafter", "import", "away", "--out", str(workshop.path / "no"), "--window", "-1")
-    assert "--window = -1: it must be at least 0" in said.err
+    assert "holds no published drafter" in said.err
 
 
 def _target(shop: Workshop, name: str) -> Target:

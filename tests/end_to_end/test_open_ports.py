@@ -19,7 +19,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
-TWO = ("--cluster.workers=2", "--cluster.hang_s=40", "--speculation.drafter=history")
+TWO = ("--cluster.workers=2", "--cluster.worker_timeout_s=40", "--speculation.drafter=history")
 RAYS_VOICE = re.compile(r"\(raylet|\(_Actor|pid=|\[20\d\d-\d\d-\d\d |Worker ID|Traceback")
 
 

@@ -11,17 +11,16 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
 from end_to_end.processes import finish, start, wait_until
 from longtail.cli import main as cli
 from longtail.model.hf.model import save_model
-from longtail.serve.options import ADMIN_VARIABLE, KEY_VARIABLE
+from longtail.serve.options import KEY_VARIABLE
 from support.tiny_models import tiny_model, tiny_tokenizer
 
-KEY, TOKEN = "a-key-of-enough-letters", "a-token-of-enough-letters"
+KEY = "a-key-of-enough-letters"
 LISTENING = re.compile(r"serving (\S+) at (http://\S+/v1)")
 
 
@@ -51,40 +50,17 @@ def serving(model: Path, log: Path, *words: str) -> Iterator[tuple[BaseProcess, 
         process.join()
 
 
-async def asked(url: str) -> float:
-    """Tokens of all prompts that were taken on."""
-    headers = {"Authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
-        text = (await client.get(url.replace("/v1", "/metrics"))).text
-    found = re.search(r"^longtail_prompt_tokens_total (\S+)$", text, flags=re.MULTILINE)
-    assert found is not None
-    return float(found[1])
-
-
-async def updated(url: str, directory: str) -> int:
-    """Update the weights from a directory; return their version."""
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    body = {"update_info": {"directory": directory}}
-    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
-        answer = await client.post(url.replace("/v1", "/update_weights"), json=body)
-    return answer.raise_for_status().json()["policy_version"]
-
-
 @pytest.mark.slow
 def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_finish(
     model_path: Path, tmp_path: Path
 ) -> None:
     key_file = tmp_path / "key"
     key_file.write_text(f"{KEY}\n")
-    token_file = tmp_path / "token"
-    token_file.write_text(TOKEN)
     log, name = tmp_path / "log", model_path.name
-    trainers = (f"--rl-dir={model_path.parent}", f"--admin-token-file={token_file}")
-    words = (f"--api-key-file={key_file}", "--drafter=history", "--max-queue=40", *trainers)
+    words = (f"--api-key-file={key_file}", "--drafter=history")
     with serving(model_path, log, *words) as (process, url):
 
         async def ask() -> None:
-            assert await updated(url, name) == 1
             async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
                 assert [each.id async for each in client.models.list()] == [name]
                 messages = [{"role": "user", "content": "hi"}]
@@ -109,25 +85,15 @@ def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_fi
                 with pytest.raises(openai.BadRequestError) as refused:
                     await client.chat.completions.create(**chat, presence_penalty=1)
                 assert refused.value.param == "presence_penalty"
-                async with openai.AsyncOpenAI(base_url=url, api_key="wrong") as other:
-                    with pytest.raises(openai.AuthenticationError):
-                        await other.models.list()
-                before = await asked(url)
-                calls = [
-                    client.completions.create(model=name, prompt="hi", seed=seed, max_tokens=400)
-                    for seed in range(8)
-                ]
-                waiting = [asyncio.ensure_future(call) for call in calls]
+                with pytest.raises(openai.AuthenticationError):
+                    await client.with_options(api_key="wrong").models.list()
                 streaming = await client.completions.create(
                     model=name, prompt="hi", seed=9, max_tokens=400, stream=True
                 )
-                while await asked(url) < before + 9 * len("hi"):
-                    await asyncio.sleep(0.01)
+                await anext(aiter(streaming))
                 os.kill(process.pid, signal.SIGTERM)
-                # what was taken on is finished
-                assert all(each.choices[0].finish_reason for each in await asyncio.gather(*waiting))
                 *_, last = [chunk async for chunk in streaming if chunk.choices]
-                assert last.choices[0].finish_reason in ("stop", "length")
+                assert last.choices[0].finish_reason in ("stop", "length")  # it is finished
 
         asyncio.run(ask())
         assert finish(process) == 0, log.read_text()
@@ -152,14 +118,11 @@ def test_a_signal_stops_the_server_as_soon_as_it_has_named_its_address(
         (["--host", "0.0.0.0"], "an API key is needed"),
         (["--host", "example.org"], "an API key is needed"),
         (["--port", "70000"], "--port = 70000"),
-        (["--drain-s", "-1"], "--drain-s = -1.0"),
+        (["--drain-s", "-1"], "--drain-s = -1: it must be"),
         (["--name", "a\udcff"], "--name = 'a\\udcff': give a name that can be printed"),
-        (["--max-running", "0"], "--max-running = 0: it must be at least 1"),
+        (["--max-running", "0"], "--max-running = 0: it must be"),
         (["--kv-tokens", "100"], "--kv-tokens = 100: it cannot hold one text"),
-        (["--max-choices", "999"], "--max-choices = 999: such a call would always"),
         (["--api-key-file", "nowhere"], "--api-key-file = 'nowhere' cannot be read"),
-        (["--rl-dir", "nowhere"], "--rl-dir = 'nowhere': no such directory"),
-        (["--admin-token-file", "nowhere"], "--admin-token-file: give --rl-dir, too"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_is_loaded(
@@ -171,14 +134,6 @@ def test_a_bad_option_is_refused_before_anything_is_loaded(
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert cli.main(["serve", "nowhere", *words]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_trainers_of_a_server_with_an_api_key_need_a_token_of_their_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
-    assert cli.main(["serve", "nowhere", "--rl-dir", "."]) == 2
-    assert f"set ${ADMIN_VARIABLE} or give --admin-token-file" in capsys.readouterr().err
 
 
 def test_a_weak_key_is_refused_and_not_shown(

@@ -95,21 +95,16 @@ def test_what_speculation_did_is_kept_once_a_step_however_often_a_run_is_resumed
         assert row["speculation/switches"] == len(series.switches)
         assert row["speculation/nodes_per_step"] == sum(series.nodes) / series.num_steps
         assert max(series.running) <= 16
-        assert all(series.readings)
     assert not (workshop.path / "plain" / "speculation.jsonl").exists()
 
 
 @pytest.mark.slow
-def test_a_run_that_speculated_ends_with_a_report_and_the_card_says_where(workshop):
+def test_a_run_ends_with_a_report_and_the_summary_says_where(workshop):
     said = workshop.train("reported", "--speculation.drafter=history", "--run.steps=1")
     assert said.code == 0
-    run = workshop.path / "reported"
-    assert str(run / "report.html") in said.out
-    assert (run / "rollout.png").read_bytes().startswith(b"\x89PNG")
-    assert "data:image/png;base64," in (run / "report.html").read_text()
-    again = say("report", str(run), "--step=1")
-    assert (again.code, again.out) == (0, f"{run / 'report.html'}\n")
-    assert say("report", str(workshop.path / "plain")).code == 2
+    path = workshop.path / "reported" / "report.html"
+    assert str(path) in said.out
+    assert "/api/runs/0/steps/1/rollouts/0" in path.read_text()
 
 
 def test_generate_with_a_drafter_writes_the_same_and_tells_the_accept_length(workshop):
@@ -131,17 +126,10 @@ def test_a_drafter_of_another_target_is_refused_before_any_work(workshop):
     assert not (workshop.path / "refused" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("nowhere", "neither history, fresh, tiny-reasoner nor a directory"),
-        ("tiny-reasoner", "model.path = 'tiny-reasoner' only"),
-    ],
-)
-def test_a_drafter_that_cannot_be_is_named_with_what_can(workshop, name, expected):
-    said = workshop.train("refused", f"--speculation.drafter={name}")
+def test_a_drafter_that_cannot_be_is_named_with_what_can(workshop):
+    said = workshop.train("refused", "--speculation.drafter=nowhere")
     assert said.code == 2
-    assert expected in said.err
+    assert "neither history, fresh nor a directory" in said.err
 
 
 @pytest.mark.parametrize(
@@ -159,17 +147,15 @@ def test_a_draft_without_room_is_refused_before_any_work(workshop, words, expect
 
 
 @pytest.mark.slow
-def test_evaluating_a_drafter_shows_tables_a_picture_and_one_line_of_json(workshop):
-    picture = workshop.path / "acceptance.png"
+def test_evaluating_a_drafter_shows_a_table_and_one_line_of_json(workshop):
     said = say(
         *("drafter", "eval", str(make_drafter(workshop, "drafter"))),
         *("--target", str(workshop.model), "--prompts", str(workshop.prompts)),
         *("--n", "4", "--max-tokens", "20", "--depth", "3", "--size", "4"),
-        *("--temperatures", "0,1", "--plot", str(picture)),
+        *("--temperatures", "0,1"),
     )
     assert said.code == 0
-    assert "accept length by generated tokens" in said.out
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "acceptance rate by depth" in said.out
     measured = json.loads(said.out.splitlines()[-1])["measured"]
     assert [each["shape"] for each in measured].count("tree") == 3  # greedy: coupled says nothing
     assert all(each["differing_share"] == 0.0 for each in measured)

@@ -16,6 +16,7 @@ from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import load_model
 from longtail.rl.loss import LOSSES
 from longtail.system.device import DTYPES
+from support import toy
 
 STEPS = 3
 DONE = (f"--run.steps={STEPS}", "--run.checkpoint_every=1")
@@ -285,3 +286,18 @@ def test_a_run_can_be_asked_for_completions(workshop: Workshop) -> None:
     assert newest.out == streamed.out
     initial = say(*words[:1], str(workshop.model), *words[2:])
     assert initial.out != streamed.out
+
+
+@pytest.mark.slow
+def test_the_toy_is_trained_on_its_own_problems(tmp_path: Path) -> None:
+    run = Workshop(path=tmp_path)
+    said = say(
+        *("train", *toy.WORDS, f"--run.dir={tmp_path / 'run'}", "--run.steps=2", "--run.threads=1"),
+        *("--data.heldout_size=2", "--rollout.prompts_per_step=2", "--rollout.group_size=2"),
+        "--rollout.max_tokens=24",
+    )
+    assert said.code == 0, said.err
+    rows = run.metrics("run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["reward/failures"] == 0 for row in rows)
+    assert run.summary("run")["reward_before"] is not None

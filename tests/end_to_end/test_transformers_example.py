@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from support import toy
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_the_example_writes_the_same_texts_with_and_without_drafts() -> None:
     found = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "transformers_generate.py")],
+        [sys.executable, str(ROOT / "examples" / "transformers_generate.py"), str(toy.REASONER)],
         capture_output=True,
         text=True,
         check=False,

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,14 +14,14 @@ import pytest
 
 import longtail
 from longtail.errors import ConfigError
-from support import trl_jobs
+from support import toy, trl_jobs
 
 pytest.importorskip("trl")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # of libraries that are not ours
 ]
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -143,7 +144,7 @@ def test_an_adapter_is_merged_into_the_weights_that_generate(tmp_path: Path) -> 
 
 def test_a_trained_drafter_is_exported(drafted: Any, tmp_path: Path) -> None:
     _, _, rollouts, _ = drafted
-    place = rollouts.export(tmp_path / "drafter", to="vllm")
+    place = rollouts.export(tmp_path / "drafter")
     assert {each.name for each in place.iterdir()} == {"config.json", "model.safetensors"}
     with pytest.raises(ConfigError, match="exists"):
         rollouts.export(place)
@@ -174,7 +175,7 @@ def test_texts_do_not_depend_on_the_number_of_processes(plain: Any, tmp_path: Pa
             [sys.executable, trl_jobs.__file__, str(tmp_path), "2"],
             env={
                 **os.environ,
-                "PYTHONPATH": str(sources),
+                "PYTHONPATH": f"{sources}{os.pathsep}{ROOT / 'tests'}",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": "2",
@@ -200,10 +201,44 @@ def test_texts_do_not_depend_on_the_number_of_processes(plain: Any, tmp_path: Pa
     assert all(0 <= row["idle/ratio"] < 1 for row in logged)
 
 
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}"
+    "{% for call in message.get('tool_calls') or [] %}"
+    "{{ call['function']['name'] }} {{ call['function']['arguments'] | tojson }}"
+    "{% endfor %}<eos>"
+    "{% else %}<user>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def toy_with_tools(place: Path) -> None:
+    """Write the toy so that its last sentence, "The answer is 8.", calls the example's tool."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(toy.REASONER, place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    function = {"name": "check", "arguments": {"total": "{content}"}}
+    call = {"open": "The answer is ", "close_pattern": r"\.", "repeats": True, "content": "text"}
+    call["transform"] = {"type": "function", "function": function}
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<assistant>",
+        "fields": {
+            "tool_calls": call,
+            "content": {"close_pattern": "<eos>", "content": "text"},
+        },
+    }
+    tokenizer.save_pretrained(place)
+
+
 @pytest.mark.parametrize("name", ["trl_grpo", "trl_tools", "trl_peft"])
 def test_an_example_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = runpy.run_path(str(EXAMPLES / f"{name}.py"))
-    run["main"](str(tmp_path / "out"), steps=2)
+    run = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
+    toy_with_tools(tmp_path / "toy")
+    run["main"](str(tmp_path / "out"), str(tmp_path / "toy"), steps=2)
     printed = capsys.readouterr().out
     assert "timing_s/gen" in printed
     if name == "trl_tools":

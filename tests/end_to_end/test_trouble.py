@@ -55,22 +55,6 @@ def test_completions_whose_reward_fails_are_left_out_and_counted(workshop: Works
     assert workshop.metrics("troubled")[0]["reward/mean"] == pytest.approx(sum(first) / 4)
 
 
-@pytest.mark.slow
-def test_rows_without_an_answer_are_left_out_with_a_count_if_so_configured(
-    workshop: Workshop,
-) -> None:
-    answers = ["7", "", "8", float("nan"), "9"]
-    write_lines(workshop.prompts, *({"prompt": f"{a}?", "answer": a} for a in answers))
-    words = ("--reward.name=exact", "--data.heldout_size=1", "--run.steps=1")
-    refused = workshop.train("refused", *words)
-    assert refused.code == 2
-    assert "row 1, column 'answer'" in refused.err
-    assert "1 more of 5 rows are no better (3)" in refused.err
-    said = workshop.train("left-out", *words, "--data.drop_ungradable=true")
-    assert said.code == 0
-    assert "2 prompts are left out (data.drop_ungradable)" in said.err
-
-
 def test_a_reward_that_always_fails_stops_the_run_with_its_error(workshop: Workshop) -> None:
     said = workshop.train("hopeless", "--reward.name=end_to_end.rewards:hopeless")
     assert said.code == 1
@@ -146,18 +130,6 @@ def test_a_disk_too_full_for_a_line_of_metrics_stops_the_run(workshop: Workshop)
     said = log.read_text().splitlines()[-1]
     assert said.startswith(f"longtail: {workshop.path / 'full' / 'metrics.jsonl'}: ")
     assert "free some space" in said
-
-
-def test_two_processes_do_not_share_a_run_directory(workshop: Workshop) -> None:
-    words = workshop.words("busy", "--run.steps=1000", "--rollout.max_tokens=200")
-    first = processes.start(words, workshop.path / "log")
-    metrics = workshop.path / "busy" / "metrics.jsonl"
-    assert processes.wait_until(metrics.exists, first)
-    said = workshop.train("busy", *words[1:])
-    first.kill()
-    assert processes.finish(first) < 0
-    assert said.code == 2
-    assert "another process is running in it" in said.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

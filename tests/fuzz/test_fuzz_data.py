@@ -12,9 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from longtail.drafter.training.texts import read_texts, save_texts
 from longtail.errors import ConfigError, DataError
-from longtail.rl.data.examples import Example, example_of, make_examples
+from longtail.rl.data.examples import example_of, make_examples
 from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, make_prompts
 from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.grading.references import gradable
@@ -140,25 +139,3 @@ def test_extreme_lines_are_examples_or_one_sentence(
     lines: list[bytes], tail: bytes, cuts: list[tuple[int, int, bytes]]
 ) -> None:
     read_file("rows.jsonl", mutated(b"\n".join([*lines, tail]), cuts))
-
-
-@given(
-    st.lists(st.integers(0, 1 << 20), min_size=1, max_size=5),
-    st.lists(CUTS, max_size=2),
-    st.one_of(st.none(), EXTREME),
-)
-def test_kept_texts_are_read_whole_or_refused(
-    tokens: list[int], cuts: list[tuple[int, int, bytes]], more: bytes | None
-) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "texts.jsonl"
-        save_texts(path, [Example(tokens=tuple(tokens), prompt_len=1)], "origin")
-        data = mutated(path.read_bytes(), cuts)
-        path.write_bytes(data if more is None else data + more)
-
-        def read() -> None:
-            for text in read_texts(path, "origin") or []:
-                assert 1 <= text.prompt_len <= len(text.tokens)
-                assert all(type(token) is int and token >= 0 for token in text.tokens)
-
-        told(read, "texts.jsonl")

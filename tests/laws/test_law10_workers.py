@@ -39,7 +39,7 @@ MESSAGES = (
     "texts",
     "add_texts",
     "offer",
-    "drain_verdicts",
+    "drain_adopted",
     "candidate",
     "stop",
 )

@@ -16,21 +16,21 @@ import torch
 
 from longtail.assembly.engine import completion_key
 from longtail.cli import main as cli
-from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import save_model
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
+from support.drafters import ModelChains
 from support.serving import NAME, live, make_engine, make_model_server, shared_tokenizer
 from support.tiny_models import NATIVE_DTYPES, tiny_model
 
 CHAIN = Strategy(depth=4, size=4)
 DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
     "none": None,
-    "perfect": lambda: ModelDrafter(tiny_model(dtype=torch.float64)),
-    "wrong": lambda: ModelDrafter(tiny_model(seed=1, dtype=torch.float64)),
+    "perfect": lambda: ModelChains(tiny_model(dtype=torch.float64)),
+    "wrong": lambda: ModelChains(tiny_model(seed=1, dtype=torch.float64)),
     "history": HistoryDrafter,
 }
 ASKED: tuple[dict[str, Any], ...] = (

@@ -2,7 +2,7 @@
 
     python tests/package/smoke.py dist/longtail-0.2.0-py3-none-any.whl [--dependencies PYTHON]
 
-Checks version and help, `longtail doctor`, and `longtail generate tiny-reasoner` twice: with native
+Checks version and help, `longtail doctor`, and `longtail generate` of the toy twice: with native
 kernels compiled by that installation, and on a PATH without a C compiler, where PyTorch takes over
 with a warning. Without `--dependencies` pip installs everything from its index; with it the
 dependencies are those of another environment.
@@ -17,7 +17,8 @@ import time
 import venv
 from pathlib import Path
 
-GENERATE = ("generate", "tiny-reasoner", "--prompt", "How many steps from 6 to 1?", "--threads=1")
+MODEL = str(Path(__file__).resolve().parents[1] / "toy" / "reasoner")
+GENERATE = ("generate", MODEL, "--prompt", "How many steps from 6 to 1?", "--threads=1")
 SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 MISSING_COMPILER = "there is no C compiler"
 

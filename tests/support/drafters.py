@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from longtail.model.attention import PackedAttention
+from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.taps import NO_TAPS, Taps
@@ -249,6 +251,37 @@ class ScriptedDrafter(WatchfulDrafter):
             margins=tuple(-float(offset) for offset in sketch.offsets),
         )
         return tree if self._heedless else cut_depth(tree, request.max_depth)
+
+
+@final
+class ModelChains(WatchfulDrafter):
+    """Drafts coupled chains with a model, computed from the start; the target's are always right.
+
+    Sampling is that of temperature 1.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__(informed=False)
+        self._model = model
+
+    @torch.no_grad()
+    def draft(
+        self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
+    ) -> list[DraftTree]:
+        """Continue each text alone."""
+        assert noise is not None
+        return [self._chain(i, each, strategy, noise) for i, each in enumerate(requests)]
+
+    def _chain(self, index: int, each: Draftable, strategy: Strategy, noise: Noise) -> DraftTree:
+        tokens, depth = list(each.tokens), min(strategy.depth, each.max_depth)
+        for at in range(1, depth + 1):
+            length, flat = len(tokens), torch.tensor(tokens)
+            context = PackedAttention((0, length))
+            hidden = self._model(flat, torch.arange(length), context)
+            scores = self._model.logits(hidden[-1:])[0].log_softmax(-1)
+            tokens.append(int((scores + noise.at_depth(at)[index]).argmax()))
+        drafted = tuple(tokens[len(each.tokens) :])
+        return DraftTree(tokens=drafted, parents=tuple(range(depth)), margins=(1.0,) * depth)
 
 
 @final

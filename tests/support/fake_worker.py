@@ -13,7 +13,6 @@ from typing import Any, Protocol, final
 
 import torch
 
-from longtail.cluster.drafter.offers import Offer, Verdict, judge
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.cluster.worker import Stopped
 from longtail.drafter.eagle.weights import DrafterWeights
@@ -25,7 +24,7 @@ from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.types import Completion, FinishReason, Request, TrainBatch
 
-HANG_S = 60.0
+WORKER_TIMEOUT_S = 60.0
 TOKEN_S, BEAT_S = 0.1, 0.1
 READY_S, LEARN_S, REPORT_S = 3.0, 2.0, 0.5
 """Seconds for a process to start, to the sum of gradients, and from there to the end of a step."""
@@ -88,10 +87,6 @@ class Script:
     spot_scripts: Callable[[int, int], SpotScript] = lambda worker, nth: SpotScript()
     """Course of each spot training, by worker and number."""
     has_drafter: bool = True
-    refuses: Callable[[int, int], bool] = lambda worker, version: False
-    """Whether offered weights do worse on a worker, by version."""
-    damages: Callable[[Offer], Offer] = lambda offer: offer
-    """Damage to an offer on its way."""
     broken_steps: Sequence[int] = ()
     """Batches whose loss is not finite."""
     torn: Sequence[int] = ()
@@ -136,8 +131,8 @@ class FakeWorker:
         self.received: list[TextSnapshot] = []
         """All texts that it received by `add_texts`."""
         self.team: str | None = None
-        self._offers: list[Offer] = []
-        self._verdicts: list[Verdict] = []
+        self._offers: list[DrafterWeights] = []
+        self._adopted: list[int] = []
         self._base: DrafterWeights | None = None
         self._quality = QUALITY
         self._learned = self._stretches = 0
@@ -170,7 +165,6 @@ class FakeWorker:
             report=replace(RolloutMeter().report(), num_generated=num_generated),
             series=None,
             costs=None,
-            initial_costs=None,
         )
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> Steps:
@@ -197,15 +191,10 @@ class FakeWorker:
             spot_script.reason if elapsed >= spot_script.ends_s else SpotEnd.STOPPED
         )
 
-    def adopt(self, offer: Offer) -> Verdict:
-        offer = self._script.damages(offer)
-        if self._script.refuses(self.number, offer.weights.version):
-            offer = replace(offer, digest="damaged")
-        verdict = judge(offer)
-        if verdict.is_adopted:
-            self.served = offer.weights
-        self._verdicts.append(verdict)
-        return verdict
+    def adopt(self, weights: DrafterWeights) -> int:
+        self.served = weights
+        self._adopted.append(weights.version)
+        return weights.version
 
     def join(self, rank: int, size: int, address: str, timeout_s: float) -> Steps:
         assert rank == self.number
@@ -266,7 +255,7 @@ class FakeWorker:
         came.append(self)
         waited, self._is_waiting = 0.0, True
         while len(came) < pool.size:
-            if waited > HANG_S or any(one.is_dead or one.team != team for one in members):
+            if waited > WORKER_TIMEOUT_S or any(one.is_dead or one.team != team for one in members):
                 self.team = None
                 raise ProcessGroupError("a member is gone")
             yield BEAT_S
@@ -313,14 +302,14 @@ class FakeWorker:
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         self.received += texts
 
-    def offer(self, offer: Offer) -> None:
+    def offer(self, offer: DrafterWeights) -> None:
         self._offers.append(offer)
 
     def candidate(self) -> Replica | None:
         return self._best
 
-    def drain_verdicts(self) -> list[Verdict]:
-        found, self._verdicts = self._verdicts, []
+    def drain_adopted(self) -> list[int]:
+        found, self._adopted = self._adopted, []
         return found
 
     # ---- parts

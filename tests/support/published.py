@@ -8,7 +8,6 @@ from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
-from longtail.model.hf.config import Fields
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from support.tiny_models import tiny_config
@@ -120,8 +119,3 @@ def published_eagle3(seed: int = 0) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "max_position_embeddings": 2048,
     }
     return config, tensors
-
-
-def fields(config: dict[str, Any]) -> Fields:
-    """Return config.json as it is read."""
-    return Fields(config, "config.json")

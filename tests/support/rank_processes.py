@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from longtail.config.rl import LearnerSection
 from longtail.errors import LongtailError, ProcessGroupError
 from longtail.model.transformer import Transformer
 from longtail.rl.collectives import ProcessGroup, TorchProcessGroup
-from longtail.rl.learner import Learner, LearnerSettings, LearnerState
+from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics
-from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import pack_mini_batches
 from longtail.types import SamplingParams, TrainBatch
 from support.rollouts import rollout
@@ -26,16 +26,13 @@ PATIENCE_S = 60.0
 _CONTEXT = multiprocessing.get_context("spawn")
 
 # eps = 1 makes an update smooth in the gradient, as in test_learner.py; here clipping takes part.
-SETTINGS = LearnerSettings(
+SETTINGS = LearnerSection(
     loss="grpo",
-    optimizer=OptimizerSettings(
-        learning_rate=0.05,
-        schedule="linear",
-        total_steps=9,
-        eps=1.0,
-        weight_decay=0.1,
-        max_grad_norm=0.5,
-    ),
+    learning_rate=0.05,
+    schedule="linear",
+    eps=1.0,
+    weight_decay=0.1,
+    max_grad_norm=0.5,
     kl_coef=0.1,
     tis_cap=1.02,
 )
@@ -91,9 +88,9 @@ class Plan:
         )
 
 
-def new_learner(settings: LearnerSettings = SETTINGS, **model: Any) -> Learner:
+def new_learner(settings: LearnerSection = SETTINGS, **model: Any) -> Learner:
     """Return a learner with the initial weights of every rank, in float64 by default."""
-    return Learner(tiny_model(**{"dtype": torch.float64, **model}), settings)
+    return Learner(tiny_model(**{"dtype": torch.float64, **model}), settings, total_steps=9)
 
 
 def arrays(tensors: Any) -> dict[str, np.ndarray]:
@@ -187,9 +184,9 @@ class _Rank:
         self._group = TorchProcessGroup(rank, size, address, backend="gloo", timeout_s=timeout_s)
         self._learner.join(self._group)
 
-    def begin(self, settings: LearnerSettings, **model: Any) -> None:
+    def begin(self, settings: LearnerSection, **model: Any) -> None:
         self._model = tiny_model(**{"dtype": torch.float64, **model})
-        self._learner = Learner(self._model, settings)
+        self._learner = Learner(self._model, settings, total_steps=9)
         self._passes_left: int | None = None
 
     def step(self, plan: Plan) -> Any:

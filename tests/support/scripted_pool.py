@@ -14,13 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
-from longtail.cluster.group import Training, WorkerGroup, WorkerGroupSettings
+from longtail.cluster.group import WorkerGroup
 from longtail.cluster.pool import TaskResult, WorkerPool
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker
+from longtail.config.rl import RunConfig
 from longtail.errors import ClusterError, LostWorkerError
 from longtail.types import Request, SamplingParams, TrainBatch
-from support.fake_worker import HANG_S, Death, FakeWorker, Script, Steps
+from support.fake_worker import WORKER_TIMEOUT_S, Death, FakeWorker, Script, Steps
 
 TIMEOUT_S = 20.0
 PROGRESS_S = 0.01
@@ -62,23 +63,22 @@ def batch(number: int) -> TrainBatch:
 
 def begun(
     pool: "ScriptedPool",
-    training: Training = "spot",
+    training: str = "spot",
     *,
     is_sharded: bool = False,
     **more: Any,
 ) -> WorkerGroup:
     """Return a group whose workers are ready and have published."""
-    settings = WorkerGroupSettings(
-        seed=0,
-        training=training,
-        num_steps=100,
-        buffer_bytes=10**6,
-        hang_s=HANG_S,
-        is_sharded=is_sharded,
+    config = RunConfig.model_validate(
+        {
+            "spot": {"train": training, "buffer_mb": 1},
+            "cluster": {"workers": max(pool.size, 2), "worker_timeout_s": WORKER_TIMEOUT_S},
+            "learner": {"sharding": "full" if is_sharded else "none"},
+        }
     )
     group = WorkerGroup(
         pool,
-        settings,
+        config,
         **{
             "on_progress": lambda progress: None,
             "log": pool.log_lines.append,
@@ -179,7 +179,7 @@ class ScriptedPool(WorkerPool):
     def close(self) -> None:
         self._runs.clear()
 
-    def meeting_point(self) -> str:
+    def rendezvous_address(self) -> str:
         if self.workers[0].is_dead:
             raise LostWorkerError("worker 0 is gone")
         return f"tcp://{len(self.meetings)}"

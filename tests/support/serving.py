@@ -1,40 +1,37 @@
-"""Services over a tiny random model, and engines that fail, for the tests of serving."""
+"""Servers over a tiny random model, and engines that wait or fail, for the tests of serving."""
 
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import torch
+from starlette.types import ASGIApp
 
-from longtail.assembly.drafters import Target
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.kv.cache import KVUsage
 from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.serve.middleware import Access
-from longtail.serve.options import Limits
-from longtail.serve.server import ModelServer, make_server, running
+from longtail.serve.app import make_app
+from longtail.serve.options import ServeOptions
+from longtail.serve.server import http_server, serve
 from longtail.serve.service import Service
-from longtail.serve.updates import ModelUpdates
+from longtail.system.addresses import bind
+from longtail.system.http_server import running_in_thread
 from support.tiny_models import tiny_model, tiny_tokenizer
 
-LIMITS = Limits(
-    max_running=4,
-    max_queue=4,
-    max_len=128,
-    max_tokens=100,
-    max_choices=4,
-    max_body_kb=4,
-    body_s=2.0,
-)
 NAME = "tiny"
+OPTIONS = ServeOptions(model=NAME, max_running=4, max_queue=4, max_len=128, drain_s=5.0)
 _TIMEOUT_S = 30.0
+
+
+class ModelServer(NamedTuple):
+    service: Service
+    app: ASGIApp
+    options: ServeOptions
 
 
 class HeldEngine(RolloutEngine):
@@ -61,27 +58,6 @@ class FailingEngine(RolloutEngine):
         return super().step()
 
 
-class PoisonedEngine(RolloutEngine):
-    """An engine that fails while it runs a prompt that begins with the token `poison`."""
-
-    poison = 66
-
-    def step(self) -> StepReport:
-        report = super().step()
-        for name, tokens, _ in self.unfinished():
-            if name in self.running() and tokens[0] == self.poison:
-                raise RuntimeError("the device failed")
-        return report
-
-
-class SlowlyCountedEngine(RolloutEngine):
-    """An engine whose `kv_usage` takes 50 ms."""
-
-    def kv_usage(self) -> KVUsage:
-        time.sleep(0.05)
-        return super().kv_usage()
-
-
 @cache
 def shared_tokenizer() -> Tokenizer:
     return tiny_tokenizer()
@@ -89,58 +65,39 @@ def shared_tokenizer() -> Tokenizer:
 
 def make_engine(
     kind: type[RolloutEngine] = RolloutEngine,
-    limits: Limits = LIMITS,
     speculation: Speculation | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> RolloutEngine:
-    engine_limits = EngineLimits(
-        max_running=limits.max_running, max_step_tokens=64, max_len=limits.max_len
+    limits = EngineLimits(
+        max_running=OPTIONS.max_running, max_step_tokens=64, max_len=OPTIONS.max_len
     )
-    return kind(
-        tiny_model(dtype=dtype), shared_tokenizer().decode, engine_limits, speculation=speculation
-    )
-
-
-def make_service(
-    engine: RolloutEngine, limits: Limits = LIMITS, *, then: Sequence[RolloutEngine] = ()
-) -> Service:
-    """Return a service of an engine and, after each failure, of the next one in `then`."""
-    engines = iter((engine, *then))
-    return Service(lambda: next(engines), shared_tokenizer().decode, limits)
+    model = tiny_model(dtype=dtype)
+    return kind(model, shared_tokenizer().decode, limits, speculation=speculation)
 
 
 def make_model_server(
     engine: RolloutEngine,
-    limits: Limits = LIMITS,
+    options: ServeOptions = OPTIONS,
+    open_drafters: Callable[[], Speculation | None] = lambda: None,
     api_key: str | None = None,
-    *,
-    then: Sequence[RolloutEngine] = (),
-    rl_dir: Path | None = None,
-    admin_token: str | None = None,
 ) -> ModelServer:
-    engines = iter((engine, *then))
-    access = Access(limits=limits, api_key=api_key, admin_token=admin_token)
-    updates = None
-    if rl_dir is not None:
-        target = Target(
-            model=engine.model, tokenizer=shared_tokenizer(), directory=rl_dir, name=NAME
-        )
-        updates = ModelUpdates(rl_dir, target, "none")
-    return make_server(
-        lambda: next(engines), shared_tokenizer(), access, name=NAME, updates=updates
-    )
+    service = Service(engine, options)
+    app = make_app(service, shared_tokenizer(), options, open_drafters, api_key)
+    return ModelServer(service, app, options)
 
 
 @contextmanager
-def live(server: ModelServer, **options: object) -> Iterator[httpx.Client]:
+def live(server: ModelServer) -> Iterator[httpx.Client]:
     """Serve on a free port of this machine and yield a client of it."""
-    with (
-        running(server) as port,
-        httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=_TIMEOUT_S, trust_env=False, **options
-        ) as client,
-    ):
-        yield client
+    service, app, options = server
+    with bind("127.0.0.1", 0) as sock:
+        http = http_server(app, options.drain_s)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        with (
+            running_in_thread(http, serve(http, sock, service, options.drain_s)),
+            httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=False) as client,
+        ):
+            yield client
 
 
 def is_free(engine: RolloutEngine) -> bool:

@@ -7,6 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
@@ -17,10 +18,9 @@ from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import TrainerSettings
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
-from longtail.rl.optim import OptimizerSettings
 from support.tiny_models import tiny_model
 
-TEACHING = TrainerSettings(unroll_steps=2, optimizer=OptimizerSettings(learning_rate=1e-2))
+TEACHING = TrainerSettings(unroll_steps=2, optimizer=OptimizerSection(learning_rate=1e-2))
 SETTINGS = SpotSettings(
     trainer=TEACHING,
     batch_tokens=60,

@@ -1,17 +1,12 @@
-"""Files of a run that was never made: any number of steps, written as `longtail train` writes them.
+"""Files of a run that was never made: any number of steps, written as `longtail train` does."""
 
-python tests/support/synthetic_run.py DIR --steps 10000
-"""
-
-import argparse
 import json
 import math
-import random
 from pathlib import Path
 from typing import Any
 
 CONFIG = """[model]
-path = "tiny-reasoner"
+path = "smollm2"
 [speculation]
 drafter = "auto"
 [cluster]
@@ -32,13 +27,11 @@ def metrics_row(step: int) -> dict[str, float | None]:
         row |= {"eval/reward_mean": 0.25, "eval/failures": 0.0}
     row |= {
         "reward/mean": 0.5 + 0.4 * math.sin(step / 40),
-        "response_length/mean": 150.0 + step % 7,
         "response_length/p50": 100.0 + step % 5,
         "response_length/p90": 400.0,
         "response_length/p99": 900.0,
         "response_length/max": 1000.0 + step % 11,
         "rollout/tokens_per_s": 3000.0 + step % 13,
-        "rollout/tail_idle_share": 0.7,
         "speculation/accept_length": 4.0 + (step % 9) / 10,
         "timing_s/rollout": 6.0,
         "timing_s/reward": 0.01,
@@ -47,10 +40,8 @@ def metrics_row(step: int) -> dict[str, float | None]:
         "timing_s/publish": 0.05,
         "timing_s/drafter": 0.02,
         "timing_s/step": 10.0 + step % 3,
-        "cluster/generating_s": 10.0,
         "cluster/idle_s": 0.5,
         "cluster/spot_s": 1.5 + step % 2,
-        "cluster/learning_s": 7.0,
         "cluster/idle_utilization": 0.8,
         "drafter/version": float(step // 4),
         "drafter/expected_accept_length": None if step < 4 else 4.5,
@@ -119,7 +110,6 @@ def speculation_row(step: int, worker: int = 0, num: int = 60) -> dict[str, Any]
         "drafts": drafts,
         "nodes": [6 * each for each in drafts],
         "accepted": [2 * each for each in drafts],
-        "readings": [[0.1]] * num,
         "switches": [[min(20, num - 1), True, "predicted 1.30x of plain decoding at 40 running"]],
     }
 
@@ -132,8 +122,8 @@ def decision_row(step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def append_steps(directory: Path, first: int, last: int, *, size: int = 60) -> None:
-    """Append steps to the files of a run, made if they do not exist; `size` engine steps each."""
+def append_steps(directory: Path, first: int, last: int) -> None:
+    """Append steps to the files of a run, made if they do not exist."""
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "config.toml"
     if not config.exists():
@@ -144,7 +134,7 @@ def append_steps(directory: Path, first: int, last: int, *, size: int = 60) -> N
         files["trace.json"].writelines(trace_lines(step))
         rows = {
             "rollouts.jsonl": rollout_rows(step),
-            "speculation.jsonl": [speculation_row(step, worker, size) for worker in (1, 0)],
+            "speculation.jsonl": [speculation_row(step, worker) for worker in (1, 0)],
             "drafts.jsonl": [drafts_row(step)],
             "drafter.jsonl": [decision_row(step)],
             "metrics.jsonl": [metrics_row(step)],
@@ -153,22 +143,3 @@ def append_steps(directory: Path, first: int, last: int, *, size: int = 60) -> N
             files[name].writelines(json.dumps(row) + "\n" for row in each)
     for file in files.values():
         file.close()
-
-
-def long_run(directory: Path, steps: int) -> None:
-    """Write a run of many steps, with prompts and completions of usual size."""
-    draws = random.Random(0)
-    append_steps(directory, 1, steps)
-    words = " ".join(f"{draws.randrange(1000)} is even, so" for _ in range(30))
-    with (directory / "rollouts.jsonl").open("w", encoding="utf-8") as file:
-        for step in range(1, steps + 1):
-            for row in rollout_rows(step, 8):
-                file.write(json.dumps(row | {"text": words, "num_tokens": 120}) + "\n")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--steps", type=int, default=10_000)
-    args = parser.parse_args()
-    long_run(args.directory, args.steps)

@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from longtail.cluster.states import State, StateChange, StateInterval
+from longtail.cluster.states import Span, State
 from longtail.cluster.timeline import Mark, Timeline
 
 LETTERS = {
@@ -13,16 +13,13 @@ LETTERS = {
 
 def drawn(*workers: str, begin_s: float = 0.0, marks: tuple[Mark, ...] = ()) -> Timeline:
     """Return the timeline of a picture: one line per worker, one letter per second."""
-    changes = []
+    spans = []
     for worker, letters in enumerate(workers):
         at = begin_s
         for letter, same in groupby(letters):
-            changes.append(StateChange(worker=worker, state=LETTERS[letter], at=at))
-            at += len(list(same))
-    interval = StateInterval(
-        begin_s=begin_s,
-        end_s=begin_s + len(workers[0]),
-        states=(State.IDLE,) * len(workers),
-        changes=tuple(sorted(changes, key=lambda change: change.at)),
+            end = at + len(list(same))
+            spans.append(Span(worker=worker, state=LETTERS[letter], begin_s=at, end_s=end))
+            at = end
+    return Timeline(
+        spans=tuple(spans), marks=marks, begin_s=begin_s, end_s=begin_s + len(workers[0])
     )
-    return Timeline.of(interval, marks)

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support import toy
+
 COMPLETIONS = 8
 """Completions of a step, over all processes."""
 
@@ -51,20 +53,16 @@ def arguments(kind: type, out: Path, **changes: Any) -> Any:
 
 
 def dataset(size: int = 32) -> Any:
-    """Return prompts of the embedded task, as chat messages."""
+    """Return problems of the toy, as chat messages."""
     from datasets import Dataset
 
-    from longtail.rl.data.tiny_task import problems
-
-    rows = problems(size, seed=0, split="train")
+    rows = map(json.loads, toy.PROBLEMS.read_text(encoding="utf-8").splitlines()[:size])
     return Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
 
 
 def model() -> str:
-    """Return the directory of the tiny reasoner."""
-    from longtail.assembly.models import model_directory
-
-    return str(model_directory("tiny-reasoner"))
+    """Return the directory of the toy."""
+    return str(toy.REASONER)
 
 
 def main(out: str, processes: str) -> None:

@@ -14,12 +14,12 @@ import longtail
 from longtail.assembly.drafters import read_drafter
 from longtail.cluster.group import DrafterState
 from longtail.drafter.eagle.weights import copy_parameters, with_prefix
-from longtail.programs.drafter_eval import complete
-from longtail.programs.drafter_export import copy_of, write_layout
-from longtail.programs.drafter_prompts import open_target, require_prompts
+from longtail.drafter.formats.layouts import write_layout
+from longtail.programs.drafter_eval import complete, find_prompts, open_target
 from longtail.run.drafter_store import DrafterStore
 from longtail.sampling import noise_key
 from longtail.types import SamplingParams
+from support import toy
 
 PYTHON = os.environ.get("LONGTAIL_VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(
@@ -35,17 +35,17 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Play all scenes once; `own` are the texts of longtail's engine at temperature 1."""
     root = tmp_path_factory.mktemp("wheel")
     asked = Namespace(
-        target="tiny-reasoner", drafter="history", prompts=None, dtype="float32", n=_NUM_PROMPTS,
-        max_tokens=48, seed=0,
+        target=str(toy.REASONER), drafter="history", prompts=str(toy.PROBLEMS), dtype="float32",
+        n=_NUM_PROMPTS, max_tokens=48, seed=0,
     )  # fmt: skip
     target = open_target(asked)
-    prompts = require_prompts(asked, target).tokens
+    prompts = find_prompts(asked, target)
     paths = {"target": str(target.directory)}
     for recipe in ("eagle1", "eagle3"):
-        loaded = read_drafter(f"tiny-reasoner:{recipe}", target, print, torch.float32)
+        loaded = read_drafter(str(toy.DRAFTERS[recipe]), target, print, torch.float32)
         assert loaded is not None
         if recipe == "eagle3":
-            worse = copy_of(loaded)
+            worse = loaded.copied()
             worse.layer.initialize(torch.Generator().manual_seed(0))
             _write(root / "worse", worse, target)
             _publish(root / "run", worse, loaded)
@@ -67,9 +67,9 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _write(path: Path, loaded: Any, target: Any) -> None:
-    loaded = copy_of(loaded)
+    loaded = loaded.copied()
     loaded.layer.fold()
-    write_layout(path, "vllm", loaded, target, verifier="tiny", depth=4)
+    write_layout(path, loaded, target.model)
 
 
 def _publish(run: Path, first: Any, newest: Any) -> None:

@@ -1,13 +1,11 @@
 """Construction of drafters from their names.
 
-auto               the drafter of the embedded model or of the run that the target is from; else,
-                   in training, fresh+history, and elsewhere history
+auto               the drafter of the run that the target is from; else, in training,
+                   fresh+history, and elsewhere history
 fresh              a new EAGLE drafter of the target's shape, which learns during the run
 history            suffixes of earlier completions, no weights
-tiny-reasoner      the embedded model's drafter (recipe eagle1, or tiny-reasoner:eagle3)
 a directory        a drafter of `longtail drafter train` or its run, the newest of a run of
-                   `longtail train`, one in a layout of vLLM, SGLang or speculators; or a small
-                   model with the target's tokenizer
+                   `longtail train`, or a published one in the layout of vLLM
 """
 
 from collections.abc import Callable, Sequence
@@ -16,22 +14,19 @@ from pathlib import Path
 
 import torch
 
-from longtail import tiny
 from longtail.assembly.fresh import fresh
-from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.formats import checkpoint, published
 from longtail.drafter.history import HistoryDrafter
 from longtail.errors import ConfigError
-from longtail.model.hf.model import load_model
-from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.run.checkpoint import RunDirectory, policy_directory
+from longtail.run.checkpoint import RunDirectory
 from longtail.run.drafter_store import load_run_drafter, run_drafters
 from longtail.speculation.drafter import Drafter
 from longtail.system.files import meant
 
-HISTORY, FRESH, TINY_REASONER = "history", "fresh", "tiny-reasoner"
+HISTORY, FRESH = "history", "fresh"
 NONE, AUTO = "none", "auto"
 
 
@@ -54,12 +49,8 @@ def open_drafter(
     `window` overrides that of an EAGLE drafter (0: unbounded). Raises ConfigError for a drafter
     that does not fit the target.
     """
-    if name == HISTORY:
-        return HistoryDrafter()
     loaded = read_drafter(name, target, log, target.model.dtype)
-    if loaded is None:
-        return _small_model(name, Path(name), target)
-    return at_work(loaded, target, window=window)
+    return HistoryDrafter() if loaded is None else at_work(loaded, target, window=window)
 
 
 def at_work(
@@ -79,22 +70,17 @@ def read_drafter(
     *,
     field: str = "speculation.drafter",
 ) -> checkpoint.LoadedDrafter | None:
-    """Read an EAGLE drafter of any layout, in `dtype` or its stored type.
+    """Read an EAGLE drafter of any layout, in `dtype` or its stored type; None for `history`.
 
-    Returns None for `history` and a small model. Errors name the setting `field`. Raises
-    ConfigError for other names.
+    Raises ConfigError, which names the setting `field`, for other names.
     """
-    embedded, _, recipe = name.partition(":")
     if name == HISTORY:
         return None
     if name == FRESH:
         made = fresh(target.name, target.model, target.tokenizer)
         made.layer.to(dtype or torch.float32)
         return made
-    if embedded == TINY_REASONER:
-        path = embedded_drafter(target, recipe or "eagle1", field=field)
-    else:
-        path = Path(name)
+    path = Path(name)
     if not path.is_dir():
         raise _unknown(name, field)
     model, tokenizer = target.model, target.tokenizer
@@ -102,8 +88,6 @@ def read_drafter(
         return load_run_drafter(path, model, tokenizer, dtype=dtype)
     if published.is_published(path):
         return published.load_published(path, target.name, model, tokenizer, dtype=dtype)
-    if _is_model(path):
-        return None
     found = drafter_directory(path)
     return checkpoint.load_drafter(found, model, tokenizer, strict_weights=False, dtype=dtype)
 
@@ -114,11 +98,11 @@ def check_names(names: str, *, field: str = "speculation.drafter") -> None:
         return
     for name in _split(names):
         path = Path(name)
-        if name in ("", HISTORY, FRESH) or name.partition(":")[0] == TINY_REASONER:
+        if name in ("", HISTORY, FRESH):
             continue
         if not path.is_dir():
             raise _unknown(name, field)
-        if run_drafters(path) is None and not published.is_published(path) and not _is_model(path):
+        if run_drafters(path) is None and not published.is_published(path):
             drafter_directory(path)
 
 
@@ -128,9 +112,9 @@ def _split(names: str) -> list[str]:
 
 
 def _unknown(name: str, field: str) -> ConfigError:
-    known = (HISTORY, FRESH, TINY_REASONER, NONE, AUTO)
+    known = (HISTORY, FRESH, NONE, AUTO)
     return ConfigError(
-        f"{field} = {name!r}: it is neither {HISTORY}, {FRESH}, {TINY_REASONER} nor a directory"
+        f"{field} = {name!r}: it is neither {HISTORY}, {FRESH} nor a directory"
         f"{meant(name, known)}; train one with `longtail drafter train`"
     )
 
@@ -177,8 +161,6 @@ def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:
 
 
 def _auto(model: str, *, learns: bool) -> list[str]:
-    if model == TINY_REASONER:
-        return [TINY_REASONER]
     if own := own_of_run(model):
         return [own]
     return [FRESH, HISTORY] if learns else [HISTORY]
@@ -204,38 +186,3 @@ def drafter_directory(path: Path) -> Path:
         f"{path}: {reason}; give a drafter directory (with drafter.json), a checkpoint, or a run "
         "directory of longtail drafter train"
     )
-
-
-def _is_model(path: Path) -> bool:
-    """Return whether a path is a Hugging Face directory or a run with a policy."""
-    try:
-        return (policy_directory(path) / "config.json").is_file()
-    except ConfigError:
-        return False
-
-
-def embedded_drafter(target: Target, recipe: str, *, field: str = "speculation.drafter") -> Path:
-    """Return the directory of the embedded model's drafter; ConfigError for another target."""
-    if target.name != TINY_REASONER:
-        raise ConfigError(
-            f"{field} = {TINY_REASONER!r} drafts for model.path = {TINY_REASONER!r} "
-            f"only, not for {target.name!r}: set it to {HISTORY} or none, or train one with "
-            "`longtail drafter train`"
-        )
-    if recipe not in tiny.DRAFTERS:
-        known = ", ".join(tiny.DRAFTERS)
-        raise ConfigError(f"{field} = '{TINY_REASONER}:{recipe}': the recipes are {known}")
-    return tiny.DRAFTERS[recipe]
-
-
-def _small_model(name: str, path: Path, target: Target) -> Drafter:
-    tokenizer = load_tokenizer(path)
-    model = load_model(path, target.model.dtype, target.model.device)
-    same = checkpoint.tokenizer_digest(tokenizer) == checkpoint.tokenizer_digest(target.tokenizer)
-    if not same or model.config.vocab_size != target.model.config.vocab_size:
-        raise ConfigError(
-            f"speculation.drafter = {name!r}: its tokenizer (vocabulary of "
-            f"{model.config.vocab_size}) is not that of {target.name!r} "
-            f"({target.model.config.vocab_size}); a draft model must share the target's"
-        )
-    return ModelDrafter(model)

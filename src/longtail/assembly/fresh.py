@@ -2,13 +2,12 @@
 
 It is the same in every process: weights of a fixed seed, and the scale of the features on a fixed
 text. Its draft vocabulary is the tokens that a byte-pair encoder learned first, which are common in
-any text; it is renewed with the tokens that the policy generates (`drafter.training.vocabulary`).
+any text; it is renewed with the tokens that the policy generates (`drafter.eagle.fresh`).
 """
 
 import torch
 
-from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
-from longtail.drafter.eagle.recipe import recipe_for
+from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter, recipe_for
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.drafter.training.texts import pack_texts
 from longtail.model.hf.tokenizer import Tokenizer

@@ -1,14 +1,11 @@
-"""Models by name: `longtail.model.sources.names`, the embedded model, and runs of longtail."""
+"""Models by name: `longtail.model.sources.names`, and runs of longtail."""
 
 from collections.abc import Callable
 from pathlib import Path
 
-from longtail import tiny
 from longtail.model.sources.names import resolve
 from longtail.run.checkpoint import policy_directory
 from longtail.system.device import to_stderr
-
-TINY_REASONER = "tiny-reasoner"
 
 
 def model_directory(
@@ -19,11 +16,4 @@ def model_directory(
     A model that is not on this machine is fetched or converted first; this can take minutes and is
     logged. Raises ConfigError that names the setting `field`.
     """
-    if name == TINY_REASONER:
-        return tiny.REASONER
     return policy_directory(resolve(name, field, log))
-
-
-def model_name(directory: str) -> str:
-    """Return the name of a model directory, which is its path unless it is the embedded model's."""
-    return TINY_REASONER if Path(directory) == tiny.REASONER else directory

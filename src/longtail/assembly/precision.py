@@ -53,8 +53,8 @@ def decided(config: Config) -> Config:
 
     A run that is resumed keeps the values that it was begun with.
     """
-    device = choose_device(config.run.device)
     begun = _begun(Path(config.run.dir)) if config.run.resume else ""
+    device = choose_device(config.run.device)
     for section, field in (*_DTYPE_FIELDS, *_AUTOCAST_FIELDS):  # autocast depends on a dtype
         if _value(config, section, field) != "auto":
             continue

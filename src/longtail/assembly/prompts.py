@@ -46,7 +46,7 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldO
         return prepare(load_rows(source, size, seed, field=field), source)
 
     heldout = data.heldout
-    if heldout is None and data.source in EMBEDDED:
+    if heldout is None and data.source == EMBEDDED:
         heldout = data.source + HELDOUT  # disjoint by construction
     none = PromptSet(source=data.source, prompts=(), rows=())
     everything = load(data.source, data.size, "data.source")

@@ -7,23 +7,24 @@ from pathlib import Path
 
 import torch
 
-from longtail.assembly import precision
+from longtail.assembly import memory, precision
+from longtail.assembly.models import model_directory
 from longtail.assembly.prompts import load_prompts
-from longtail.assembly.worker import build_worker, build_worker_apart
-from longtail.cluster.group import WorkerGroup, WorkerGroupSettings
-from longtail.cluster.pool import LocalWorkerPool
-from longtail.cluster.ray.address import check_answers
+from longtail.assembly.worker import build_worker
+from longtail.cluster.group import WorkerGroup
+from longtail.cluster.pool import LocalWorkerPool, WorkerPool
 from longtail.cluster.records import Progress
+from longtail.cluster.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.engine.limits import EngineLimits
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig
-from longtail.rl.data.prompts import HeldOut, PromptSource
+from longtail.rl.data.prompts import PromptSource
 from longtail.rl.grading.references import Check
 from longtail.system import machine
-from longtail.system.device import choose_device, threads_each, to_stderr
+from longtail.system.device import choose_device, set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams
 
 _SHARDING_SINCE = "2.13"
@@ -44,8 +45,6 @@ class TrainerComponents:
     """Number of prompts left out because they exceed data.max_prompt_len."""
     num_ungradable: int
     """Number of prompts left out because the reward cannot grade their answers."""
-    drafter_s: float
-    """Seconds that opening the drafter took, with the training of the embedded one."""
 
     def start_lines(self, config: RunConfig, threads: int, last_step: int | None) -> list[str]:
         """Return what a run logs at its start: model, directory, precision, prompts left out."""
@@ -79,20 +78,17 @@ def assemble(
     configured. `on_progress` is called during rollouts and may raise. Raises ConfigError if
     configuration, model and data do not fit together.
     """
-    choose_device(config.run.device)
     _check_sharding(config)
-    check_answers(config.cluster.address)
-    shape = load_config(directory)
-    tokenizer = load_tokenizer(directory)
+    shape, tokenizer = load_config(directory), load_tokenizer(directory)
+    if choose_device(config.run.device).type == "cpu":
+        memory.check(config, shape)
     check_vocabulary(tokenizer, shape)
     prompts = load_prompts(config, tokenizer, check)
-    limits = _limits(config, prompts, shape)
-    workers = _worker_group(config, directory, limits, log, on_progress)
-    try:
-        drafter_s = workers.begin()
-    except BaseException:
-        workers.close()
-        raise
+    longest = max(
+        len(prompt.tokens) for prompt in (*prompts.train.prompts, *prompts.heldout.prompts)
+    )
+    limits = _limits(config, longest, shape)
+    workers = _started(config, directory, limits, log, on_progress)
     return TrainerComponents(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=prompts.heldout.prompts,
@@ -101,8 +97,43 @@ def assemble(
         limits=limits,
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
         num_ungradable=prompts.train.num_ungradable + prompts.heldout.num_ungradable,
-        drafter_s=drafter_s,
     )
+
+
+def open_workers(
+    config: RunConfig, *, max_prompt_len: int, log: Callable[[str], None] = to_stderr
+) -> WorkerGroup:
+    """Start the workers of a loop of your own, whose prompts have at most `max_prompt_len` tokens.
+
+    Each has an engine, a learner and a drafter trainer. Call `publish` before the first `rollout`
+    and `close` at the end; examples/rl_loop.py has the calls in between. Raises ConfigError if the
+    model cannot be used.
+    """
+    config = precision.decided(config)
+    _check_sharding(config)
+    set_threads(threads_each(config.run.threads, config.cluster.workers))
+    directory = model_directory(config.model.path, log)
+    limits = _limits(config, max_prompt_len, load_config(directory))
+    return _started(config, directory, limits, log, lambda progress: None)
+
+
+def _started(
+    config: RunConfig,
+    directory: Path,
+    limits: EngineLimits,
+    log: Callable[[str], None],
+    on_progress: Callable[[Progress], None],
+) -> WorkerGroup:
+    """Return the workers once all are ready."""
+    make = partial(build_worker, config, directory, limits)
+    pool = _worker_pool(config, make, log, on_progress)
+    workers = WorkerGroup(pool, config, on_progress=on_progress, log=log)
+    try:
+        workers.begin()
+    except BaseException:
+        workers.close()
+        raise
+    return workers
 
 
 def _check_sharding(config: RunConfig) -> None:
@@ -113,26 +144,16 @@ def _check_sharding(config: RunConfig) -> None:
         )
 
 
-def _worker_group(
+def _worker_pool(
     config: RunConfig,
-    directory: Path,
-    limits: EngineLimits,
+    make: Callable[[int], Worker],
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
-) -> WorkerGroup:
+) -> WorkerPool:
     """Start the workers: one in this process, or several as Ray actors."""
     own = config.cluster
-    settings = WorkerGroupSettings(
-        seed=config.run.seed,
-        training=config.spot.train,
-        num_steps=config.run.steps,
-        buffer_bytes=config.spot.buffer_mb * 2**20,
-        hang_s=own.hang_s,
-        is_sharded=config.is_sharded,
-    )
     if own.workers == 1 and not own.address:
-        alone = LocalWorkerPool(build_worker(config, directory, limits, log), on_progress)
-        return WorkerGroup(alone, settings, on_progress=lambda progress: None, log=log)
+        return LocalWorkerPool(make, on_progress)
     try:
         from longtail.cluster.ray.pool import RayWorkerPool
     except ImportError as error:
@@ -140,22 +161,12 @@ def _worker_group(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    threads = threads_each(config.run.threads, own.workers)
-    pool = RayWorkerPool(
-        partial(build_worker_apart, config, directory, limits, threads),
-        own.workers,
-        address=own.address,
-        gpus=float(choose_device(config.run.device).type == "cuda"),
-        log=log,
-    )
-    return WorkerGroup(pool, settings, on_progress=on_progress, log=log)
+    gpus = float(choose_device(config.run.device).type == "cuda")
+    return RayWorkerPool(make, own.workers, address=own.address, gpus=gpus, log=log)
 
 
-def _limits(config: RunConfig, prompts: HeldOut, shape: ModelConfig) -> EngineLimits:
-    """Return the engine's limits for the longest prompt."""
-    longest_prompt = max(
-        len(prompt.tokens) for prompt in (*prompts.train.prompts, *prompts.heldout.prompts)
-    )
+def _limits(config: RunConfig, longest_prompt: int, shape: ModelConfig) -> EngineLimits:
+    """Return the engine's limits for prompts of up to `longest_prompt` tokens."""
     longest = longest_prompt + config.rollout.max_tokens
     if longest > shape.max_positions:
         raise ConfigError(

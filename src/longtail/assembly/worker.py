@@ -1,7 +1,6 @@
 """Build a worker from the configuration: an engine that speculates, a learner, a drafter trainer.
 
-This runs in the worker's own process if there are several. Only `assembly` translates configuration
-into numbers.
+This runs in the worker's own process if there are several.
 """
 
 import time
@@ -16,8 +15,9 @@ from longtail.assembly import memory
 from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
+from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.recipe import DrafterRecipe, recipe_for
+from longtail.drafter.eagle.fresh import DrafterRecipe, recipe_for
 from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
@@ -30,8 +30,7 @@ from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.rl.learner import Learner, LearnerSettings
-from longtail.rl.optim import OptimizerSettings
+from longtail.rl.learner import Learner
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import (
@@ -40,6 +39,7 @@ from longtail.system.device import (
     multiplies_bfloat16,
     rollout_threads,
     set_threads,
+    threads_each,
     to_stderr,
 )
 from longtail.tuner.bandit import BanditTuner
@@ -48,31 +48,14 @@ from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
 SPOT_MICRO_TOKENS = 384
 """Tokens of a micro-batch of spot training; longer texts are cut to windows."""
-_HELDOUT_TOKENS = 384
-_MEASURE_EVERY, _PATIENCE, _MEASURED_DEPTHS = 4, 3, 6
-_MIN_GAIN = 0.002
 _MATRIX_RATE = 0.005
 """Muon's rate for a trained drafter."""
 
 
-def build_worker_apart(
-    config: RunConfig, directory: Path, limits: EngineLimits, threads: int, number: int
-) -> Worker:
-    """Build a worker in a process of its own."""
-    set_threads(threads)
-    return build_worker(config, directory, limits, number=number)
-
-
-def build_worker(
-    config: RunConfig,
-    directory: Path,
-    limits: EngineLimits,
-    log: Callable[[str], None] = to_stderr,
-    *,
-    number: int = 0,
-) -> Worker:
-    """Build a worker; `log` receives the progress of a drafter that is trained first."""
-    return Worker(build_components(config, directory, limits, log, number=number))
+def build_worker(config: RunConfig, directory: Path, limits: EngineLimits, number: int) -> Worker:
+    """Build worker `number` in its own process."""
+    set_threads(threads_each(config.run.threads, config.cluster.workers))
+    return Worker(build_components(config, directory, limits, number=number))
 
 
 def build_components(
@@ -93,7 +76,7 @@ def build_components(
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
     )
     if device.type == "cuda":  # the KV cache takes the free memory, less what learning needs later
-        made_later = memory.estimate(config, policy.config).made_later
+        made_later = memory.made_later(config, policy.config)
         limits = replace(limits, reserved_bytes=made_later)
     began = time.perf_counter()
     learns = config.spot.train != "never"
@@ -106,7 +89,7 @@ def build_components(
         engine.speculate(without_fresh(speculation, names))
     return WorkerComponents(
         engine=engine,
-        learner=Learner(policy, _learner_settings(config)),
+        learner=Learner(policy, config.learner, total_steps=config.run.steps),
         policy=policy,
         device=device,
         tokenizer=tokenizer,
@@ -145,7 +128,7 @@ def make_drafting(
     settings = SpotSettings(
         trainer=TrainerSettings(
             unroll_steps=loaded.training.unroll_steps,
-            optimizer=OptimizerSettings(learning_rate=own.learning_rate),
+            optimizer=OptimizerSection(learning_rate=own.learning_rate),
             matrix_rate=_matrix_rate(own, recipe if is_fresh else None),
             autocast=target.model.dtype == torch.bfloat16
             and multiplies_bfloat16(target.model.device),
@@ -153,11 +136,6 @@ def make_drafting(
         ),
         batch_tokens=own.batch_tokens,
         tokens_per_micro_batch=min(SPOT_MICRO_TOKENS, own.batch_tokens),
-        heldout_tokens=_HELDOUT_TOKENS,
-        measure_every=_MEASURE_EVERY,
-        num_depths=_MEASURED_DEPTHS,
-        min_gain=_MIN_GAIN,
-        patience=_PATIENCE,
     )
     features = speculation.features
     renewable_ids = loaded.draft_ids if loaded.head is None else None
@@ -224,26 +202,3 @@ def feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore
 
 def _eagles(drafters: Sequence[Drafter]) -> list[EagleDrafter]:
     return [each for each in drafters if isinstance(each, EagleDrafter)]
-
-
-def _learner_settings(config: RunConfig) -> LearnerSettings:
-    own = config.learner
-    return LearnerSettings(
-        loss=own.loss,
-        optimizer=OptimizerSettings(
-            learning_rate=own.learning_rate,
-            schedule=own.schedule,
-            warmup_steps=own.warmup_steps,
-            total_steps=config.run.steps,
-            weight_decay=own.weight_decay,
-            betas=own.betas,
-            max_grad_norm=own.max_grad_norm,
-        ),
-        clip_low=own.clip_low,
-        clip_high=own.clip_high,
-        kl_coef=own.kl_coef,
-        tis_cap=own.tis_cap,
-        recompute=own.gradient_checkpointing,
-        autocast=own.autocast is True,
-        sharding=own.sharding,
-    )

@@ -26,13 +26,13 @@ from longtail.bench.common.card import Table, numbers, print_card
 from longtail.bench.common.peers import PeerProcess
 from longtail.bench.common.timing import Spread, paired, progress, ratios
 from longtail.bench.options import LearnerBenchOptions
+from longtail.config.rl import LearnerSection
 from longtail.model.hf.model import load_model
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.products import ROWS
 from longtail.model.transformer import Transformer
-from longtail.rl.learner import Learner, LearnerSettings
+from longtail.rl.learner import Learner
 from longtail.rl.learner_metrics import LearnerReport
-from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import pack_rollouts
 from longtail.system.device import multiplies_bfloat16, set_threads
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
@@ -200,8 +200,7 @@ def run(options: LearnerBenchOptions) -> int:
     batch = make_batch(options, model.config.vocab_size)
     packed = batch.packed(options.budget)
     products = Products(model, packed)
-    optimizer = OptimizerSettings(learning_rate=1e-6)
-    learner = Learner(model, LearnerSettings(autocast=_autocasts(), optimizer=optimizer))
+    learner = Learner(model, LearnerSection(autocast=_autocasts()))
     ours: list[LearnerReport] = []
     functions: dict[str, Callable[[], float | None]] = {
         "longtail": lambda: ours.append(learner.step([packed])),

@@ -26,8 +26,8 @@ from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
 from longtail.bench.common.subject import Subject, open_subject
 from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
 from longtail.bench.options import VllmBenchOptions
+from longtail.drafter.formats.layouts import rounded, write_layout
 from longtail.errors import ConfigError
-from longtail.programs.drafter_export import rounded, write_layout
 from longtail.system.device import DTYPES, set_threads
 from longtail.types import SamplingParams
 
@@ -101,14 +101,7 @@ def _export(subject: Subject, options: VllmBenchOptions, place: Path, log: Log) 
     loaded = read_drafter(options.drafter, target, log, torch.float32, field="--drafter")
     if loaded is None:
         raise ConfigError(f"--drafter = {options.drafter!r}: it has no EAGLE layer to export")
-    write_layout(
-        place,
-        "vllm",
-        rounded(loaded, DTYPES[options.dtype]),
-        target,
-        verifier=str(target.directory),
-        depth=options.depth,
-    )
+    write_layout(place, rounded(loaded, DTYPES[options.dtype]), target.model)
     return {
         "kind": "vllm",
         "model_dir": str(target.directory),

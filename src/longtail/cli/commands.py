@@ -16,6 +16,7 @@ from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.options import Arguments, Parser, arguments_of, read
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
+from longtail.serve.options import ServeOptions
 
 
 def imported(program: str) -> Any:
@@ -129,7 +130,7 @@ COMMANDS: Mapping[str, Command | ServerCommand | ConfiguredCommand] = MappingPro
             "programs.drafter_eval.run",
         ),
         "drafter export": Command(
-            "Write a drafter in the layout of vLLM, SGLang or speculators, with a model card.",
+            "Write a drafter in the Hugging Face layout of EAGLE that vLLM reads.",
             options.ExportOptions,
             "programs.drafter_export.run",
         ),
@@ -143,23 +144,23 @@ COMMANDS: Mapping[str, Command | ServerCommand | ConfiguredCommand] = MappingPro
             options.GenerateOptions,
             "cli.generate.run",
         ),
-        "serve": ServerCommand(
+        "serve": Command(
             "Serve a model with the OpenAI HTTP API, with speculative decoding.",
-            "serve.options.add_arguments",
-            "serve.command.run",
+            ServeOptions,
+            "serve.run",
         ),
         **{
             f"bench {name}": Command(bench.summary, bench.options, f"bench.{bench.module}.run")
             for name, bench in BENCHES.items()
         },
         "report": Command(
-            "Write report.html and rollout.png about a run: summary, rollout, decisions, costs.",
+            "Write report.html into a run directory: the page of longtail view as one file.",
             options.ReportOptions,
-            "report.page.run",
+            "view.report.run",
         ),
         "view": ServerCommand(
             "Show runs on a live web page, while they continue or afterwards.",
-            "view.options.add_arguments",
+            "view.command.add_arguments",
             "view.command.run",
         ),
         "doctor": Command(

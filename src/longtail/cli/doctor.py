@@ -28,7 +28,7 @@ _PURPOSES = {
     "math": "reward.name = math_verify",
     "tensorboard": "run.writers = tensorboard",
     "wandb": "run.writers = wandb",
-    "plots": "longtail report",
+    "plots": "longtail bench e2e --plot",
     "cluster": "cluster.workers above 1",
     "serve": "longtail serve, longtail view",
     "gpu": "kernels of an NVIDIA GPU; comes with PyTorch's CUDA build",

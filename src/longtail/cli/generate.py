@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from longtail.api import Engine, PromptInput, TextStream
 from longtail.cli.options import GenerateOptions
-from longtail.engine.report import Piece, StepReport
-from longtail.engine.speculation.acceptance import Acceptance, AcceptLength
+from longtail.engine.report import Acceptance, AcceptLength, Piece, StepReport
 from longtail.errors import ConfigError, RequestError
 from longtail.system.device import set_threads
 from longtail.types import Completion, SamplingParams

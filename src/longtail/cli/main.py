@@ -27,7 +27,7 @@ verbs:
   generate   generate completions with a model or the newest checkpoint of a run
   serve      serve a model or the newest checkpoint of a run with the OpenAI HTTP API
   bench      measure whole runs, generation, the learner, or longtail inside TRL or vLLM
-  report     write one page about a run: its summary, rollouts and drafting decisions
+  report     write the page that view shows as one file, with the run's data in it
   view       show runs on a live web page: rewards, workers, drafts and rollouts to read
   doctor     check packages, hardware and kernels, and print a remedy for what is missing
 

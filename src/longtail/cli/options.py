@@ -13,21 +13,19 @@ Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 _AUTO = "as stored, or float32 where that is emulated"
 
 
-@dataclass(kw_only=True)
-class _Measured(argparse.Namespace):
-    """A drafter, its target and the prompts to measure it on."""
+_DRAFTER = "drafter name or directory, as for speculation.drafter of train"
+_TARGET = "target model (default: that of the drafter's run, else smollm2)"
 
-    drafter: Annotated[
-        str,
-        Option("drafter name or directory, as for speculation.drafter of train", positional=True),
-    ]
-    target: Annotated[
-        str | None,
-        Option("target model (default: that of the drafter's run, else tiny-reasoner)"),
-    ] = None
+
+@dataclass(kw_only=True)
+class EvalOptions(argparse.Namespace):
+    """Options of `longtail drafter eval`."""
+
+    drafter: Annotated[str, Option(_DRAFTER, positional=True)]
+    target: Annotated[str | None, Option(_TARGET)] = None
     prompts: Annotated[
         str | None,
-        Option("prompts, as for data.source of train (default: those of the drafter's run)"),
+        Option("as data.source of train (default: held-out ones of the drafter's run)"),
     ] = None
     n: Annotated[int, Option("number of prompts")] = 32
     max_tokens: Annotated[int, Option("longest completion, tokens")] = 1024
@@ -35,39 +33,24 @@ class _Measured(argparse.Namespace):
     dtype: Annotated[Dtype, Option(f"dtype of the target; auto: {_AUTO}")] = "auto"
     seed: Annotated[int, Option("seed of generated prompts")] = 0
     threads: Annotated[int, Option("number of compute threads")] = 1
-
-
-@dataclass(kw_only=True)
-class EvalOptions(_Measured):
-    """Options of `longtail drafter eval`."""
-
     depth: Annotated[int, Option("depth of chains and trees")] = 6
     width: Annotated[int, Option("children per node of trees")] = 2
     size: Annotated[int, Option("nodes per tree")] = 12
-    plot: Annotated[str | None, Option("also write a plot, PNG (needs the extra plots)")] = None
     json: Json = False
 
 
 @dataclass(kw_only=True)
-class ExportOptions(_Measured):
+class ExportOptions(argparse.Namespace):
     """Options of `longtail drafter export`."""
 
-    to: Annotated[Literal["vllm", "sglang", "speculators", "hf"], Option("layout to write")]
+    drafter: Annotated[str, Option(_DRAFTER, positional=True)]
+    target: Annotated[str | None, Option(_TARGET)] = None
     out: Annotated[str, Option("directory to create")]
-    base_model: Annotated[
-        str | None, Option("name of the target on the model card (default: MODEL)")
-    ] = None
-    license: Annotated[str | None, Option("license id of the Hugging Face hub (default: none)")] = (
-        None
-    )
     export_dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         Option("dtype of the written tensors (default: as stored)"),
     ] = None
-    no_measure: Annotated[bool, Option("leave measured figures out of the model card")] = False
-    n: Annotated[int, Option("number of prompts")] = 16
-    max_tokens: Annotated[int, Option("longest completion, tokens")] = 512
-    depth: Annotated[int, Option("depth of the measured chains")] = 4
+    threads: Annotated[int, Option("number of compute threads")] = 1
 
 
 @dataclass(kw_only=True)
@@ -79,17 +62,13 @@ class ImportOptions(argparse.Namespace):
         Option("downloaded directory with config.json and safetensors files", positional=True),
     ]
     out: Annotated[str, Option("directory to create")]
-    target: Annotated[str, Option("target, named as model.path of train")] = "tiny-reasoner"
+    target: Annotated[str, Option("target, named as model.path of train")] = "smollm2"
     layer_ids: Annotated[
         Literal["auto", "input", "output"],
         Option(
             "meaning of eagle_aux_hidden_state_layer_ids: layer inputs (vLLM) or outputs (SGLang)"
         ),
     ] = "auto"
-    window: Annotated[int | None, Option("attention window; 0: unbounded (default: as stored)")] = (
-        None
-    )
-    dtype: Annotated[Dtype, Option(f"dtype of the target; auto: {_AUTO}")] = "auto"
     threads: Annotated[int, Option("number of compute threads")] = 1
 
 
@@ -132,9 +111,6 @@ class ReportOptions(argparse.Namespace):
     """Options of `longtail report`."""
 
     run: Annotated[str, Option("run directory of longtail train", positional=True)]
-    step: Annotated[int | None, Option("training step of the rollout to show (default: last)")] = (
-        None
-    )
 
 
 @dataclass(kw_only=True)

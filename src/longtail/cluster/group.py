@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.team import LearnerTeam
 from longtail.cluster.timeline import Mark, Timeline
+from longtail.config.rl import RunConfig
 from longtail.drafter.eagle.weights import DrafterWeights, with_prefix, without_prefix
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.errors import CheckpointError
@@ -38,29 +39,7 @@ from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.types import Request, TrainBatch
 
-Training = Literal["spot", "serial", "never"]
 _DRAFTER, _BUFFER = "drafter/", "buffer/"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerGroupSettings:
-    """Settings of the cooperation of all workers.
-
-    Example: WorkerGroupSettings(seed=0, training="spot", num_steps=100, buffer_bytes=2**26,
-                                 hang_s=120.0)
-    """
-
-    seed: int
-    training: Training
-    """When the drafter is trained: on idle workers, after the rollout, or never. Where workers are
-    idle too briefly, or one is alone, it is trained after a rollout, too, while that pays."""
-    num_steps: int
-    """Number of steps of the run."""
-    buffer_bytes: int
-    hang_s: float
-    """Seconds without a step after which a worker is replaced."""
-    is_sharded: bool = False
-    """Whether each worker holds a shard of the policy, so that none can be replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,28 +61,28 @@ class WorkerGroup:
     def __init__(
         self,
         pool: WorkerPool,
-        settings: WorkerGroupSettings,
+        config: RunConfig,
         *,
         on_progress: Callable[[Progress], None],
         log: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._pool, self._settings = pool, settings
+        self._pool, self._config = pool, config
         self._on_progress, self._log = on_progress, log
         self._supervisor = WorkerSupervisor(
             pool,
-            settings.hang_s,
-            is_sharded=settings.is_sharded,
+            config.cluster.worker_timeout_s,
+            is_sharded=config.is_sharded,
             log=log,
             on_replaced=self._on_replaced,
             clock=clock,
         )
         self._team = LearnerTeam(
-            pool, self._supervisor, settings.hang_s, is_sharded=settings.is_sharded
+            pool, self._supervisor, config.cluster.worker_timeout_s, is_sharded=config.is_sharded
         )
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""
-        self._buffer = DrafterBuffer(settings.buffer_bytes, seed=settings.seed)
+        self._buffer = DrafterBuffer(config.spot.buffer_mb * 2**20, seed=config.run.seed)
         self.lengths = LengthHistory()
         """Lengths in earlier epochs, by which rollouts are placed."""
         self._publisher: Publisher | None = None
@@ -186,10 +165,10 @@ class WorkerGroup:
         offer = publisher.offer(spot.replicas, renews=True)
         if offer is None:
             return
-        mark = f"drafter v{offer.weights.version} offered"
+        mark = f"drafter v{offer.version} offered"
         self._marks.append(Mark(worker=0, at_s=self._supervisor.now(), name=mark))
         publisher.record(self._supervisor.run_on_all(tasks.ADOPT, offer))
-        self._mark_offered(publisher, offer.weights.version)
+        self._mark_offered(publisher, offer.version)
 
     # ---- observation
 
@@ -221,7 +200,8 @@ class WorkerGroup:
     def drain_timeline(self) -> Timeline:
         """Return the timeline of all workers since the last call."""
         marks, self._marks = self._marks, []
-        return Timeline.of(self._supervisor.drain_states(), marks)
+        begin_s, end_s, spans = self._supervisor.drain_states()
+        return Timeline(spans=spans, marks=tuple(marks), begin_s=begin_s, end_s=end_s)
 
     def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
         """Measure the configured drafter on new texts of the policy, on one worker."""
@@ -286,13 +266,13 @@ class WorkerGroup:
             tensors=tensors,
             num_tokens=state.numbers.get("num_tokens", 0),
         )
-        offer = self._publisher.restore(weights, state.numbers.get("accept_len"))
-        self._supervisor.run_on_all(tasks.ADOPT, offer)
+        self._publisher.restore(weights, state.numbers.get("accept_len"))
+        self._supervisor.run_on_all(tasks.ADOPT, weights)
         self._mark_offered(self._publisher, weights.version)
 
     def park(self, path: Path) -> None:
         """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
-        assert not self._settings.is_sharded, "shards are not parked"
+        assert not self._config.is_sharded, "shards are not parked"
         args = {worker: (path, worker == 0) for worker in range(self._pool.size)}
         for ended in self._supervisor.run(tasks.PARK, args).values():
             ended.value()
@@ -321,8 +301,8 @@ class WorkerGroup:
             self._publisher,
             self._buffer,
             step=step,
-            trains_idle=self._settings.training == "spot"
-            and self._idle_training.wants(self._settings.num_steps - step),
+            trains_idle=self._config.spot.train == "spot"
+            and self._idle_training.wants(self._config.run.steps - step),
             log=self._log,
         )
 
@@ -333,11 +313,11 @@ class WorkerGroup:
 
     def _serial_s(self, step: int, rollout: RolloutResult) -> float:
         """Return the seconds to train after a rollout, when all workers wait for it."""
-        if self._settings.training == "serial":
+        if self._config.spot.train == "serial":
             return SHARE * rollout.seconds
         is_measured = any(report.replica is not None for report in rollout.spots)
-        if self._settings.training == "spot" and not is_measured:
-            left = self._settings.num_steps - step
+        if self._config.spot.train == "spot" and not is_measured:
+            left = self._config.run.steps - step
             return self._payoff.limit_s(rollout.seconds, rollout.series, rollout.costs, left)
         return 0.0
 

@@ -71,7 +71,7 @@ class WorkerPool(abc.ABC):
         """Return the progress of the workers that answer at once."""
 
     @abc.abstractmethod
-    def meeting_point(self) -> str:
+    def rendezvous_address(self) -> str:
         """Return a new address at which the learners form a team. Raises ClusterError."""
 
     @abc.abstractmethod
@@ -87,10 +87,10 @@ class WorkerPool(abc.ABC):
 class LocalWorkerPool(WorkerPool):
     """One worker in this process; `wait` runs its tasks."""
 
-    def __init__(self, worker: Worker, on_step: Callable[[Progress], None]) -> None:
-        self._worker = worker
-        worker.on_step = on_step
-        self._task: Callable[[], Any] | None = worker.ready
+    def __init__(self, make: Callable[[int], Worker], on_step: Callable[[Progress], None]) -> None:
+        self._worker = make(0)
+        self._worker.on_step = on_step
+        self._task: Callable[[], Any] | None = self._worker.ready
 
     @property
     def size(self) -> int:
@@ -120,7 +120,7 @@ class LocalWorkerPool(WorkerPool):
         """Return the progress of the worker."""
         return {worker: self._worker.progress() for worker in workers}
 
-    def meeting_point(self) -> str:
+    def rendezvous_address(self) -> str:
         """Raise ClusterError: one worker needs no team."""
         raise ClusterError("a worker of this process has no team")
 

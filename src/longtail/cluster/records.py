@@ -41,8 +41,6 @@ class ShardResult:
     series: RolloutSeries | None
     costs: Mapping[str, Any] | None
     """The cost model after the shard, as JSON numbers."""
-    initial_costs: Mapping[str, Any] | None
-    """The cost model before the worker's first shard; None for later shards."""
     drafted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Begin, end, begin, end, ... of accepted drafts by request, in characters of its text."""
 

@@ -59,7 +59,6 @@ class RolloutResult:
                 series=series,
                 kind=kind,
                 worker=shard.worker,
-                costs=shard.value().initial_costs,
             )
             for shard in self.shards
             if (series := shard.value().series) is not None
@@ -147,7 +146,7 @@ class RolloutCoordinator:
             offer = self._publisher.missed_by(worker)
             if offer is not None:
                 self._supervisor.tell(worker, Worker.offer, offer)
-                self._publisher.mark_offered(worker, offer.weights.version)
+                self._publisher.mark_offered(worker, offer.version)
 
     def _on_ended(self, ended: TaskResult[Any]) -> None:
         shard = self._running.pop(ended.worker, None)
@@ -170,8 +169,8 @@ class RolloutCoordinator:
         if self._spot is not None:
             self._spot.add_completions(shard, completions)
         if self._publisher is not None:
-            verdicts = self._supervisor.ask(ended.worker, Worker.drain_verdicts)
-            self._publisher.record(verdicts or [])
+            adopted = self._supervisor.ask(ended.worker, Worker.drain_adopted)
+            self._publisher.record(adopted or [])
 
     def _poll(self) -> None:
         """Report the progress of the rollout; exchange texts and offers."""

@@ -146,8 +146,8 @@ class SpotCoordinator:
             self._offered_s = now
             self._offer(generating, training)
         for worker in generating:
-            verdicts = self._supervisor.ask(worker, Worker.drain_verdicts)
-            self._publisher.record(verdicts or [])
+            adopted = self._supervisor.ask(worker, Worker.drain_adopted)
+            self._publisher.record(adopted or [])
 
     def _exchange_texts(self, generating: Sequence[int], training: Sequence[int]) -> None:
         for worker in generating:
@@ -163,7 +163,7 @@ class SpotCoordinator:
         offer = self._publisher.offer([each for each in found if each is not None])
         if offer is None:
             return
-        version, now = offer.weights.version, self._supervisor.now()
+        version, now = offer.version, self._supervisor.now()
         for worker in generating:
             self._supervisor.tell(worker, Worker.offer, offer)
             self._publisher.mark_offered(worker, version)

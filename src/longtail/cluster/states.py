@@ -9,8 +9,8 @@
        +------- DEAD <------ from each of them
 
 All work begins and ends in IDLE: a worker in SPOT is stopped before it is given another task, so to
-wait for the workers is to wait for IDLE. `WorkerStates` records each change with its time, from
-which the timeline of a step is made (`timeline`). It starts and stops nothing: the supervisor does.
+wait for the workers is to wait for IDLE. `WorkerStates` records the time in each state, from which
+the timeline of a step is made (`timeline`). It starts and stops nothing: the supervisor does.
 """
 
 import enum
@@ -50,35 +50,21 @@ _FOLLOWERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateChange:
-    """A worker entered a state.
+class Span:
+    """An interval in which a worker was in one state.
 
-    Example: StateChange(worker=1, state=State.SPOT, at=17.25, reason="1,024 tokens wait")
+    Example: Span(worker=1, state=State.SPOT, begin_s=2.0, end_s=2.5)
     """
 
     worker: int
     state: State
-    at: float
-    """Seconds by the clock of the `WorkerStates`."""
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateInterval:
-    """The states of all workers at the begin of an interval, and the changes in it.
-
-    Intervals of one `WorkerStates` are contiguous: the next one begins where this one ends.
-
-    Example: StateInterval(begin_s=17.0, end_s=19.5, states=(State.GENERATING, State.IDLE),
-                           changes=(StateChange(worker=1, state=State.SPOT, at=17.25),))
-    """
-
     begin_s: float
     end_s: float
-    states: tuple[State, ...]
-    """State of each worker at `begin_s`."""
-    changes: tuple[StateChange, ...]
-    """Changes in the order in which they were made."""
+
+    @property
+    def seconds(self) -> float:
+        """Length in seconds."""
+        return self.end_s - self.begin_s
 
 
 @final
@@ -89,25 +75,25 @@ class WorkerStates:
     """
 
     def __init__(self, num_workers: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._states = dict.fromkeys(range(num_workers), State.STARTING)
-        self._drained_s, self._drained = clock(), tuple(self._states.values())
-        self._changes: list[StateChange] = []
+        self._clock, self._begin_s = clock, clock()
+        self._states = dict.fromkeys(range(num_workers), (State.STARTING, self._begin_s))
+        """Present state of each worker, and when its span began."""
+        self._spans: list[Span] = []
 
     def state(self, worker: int) -> State:
         """Return the state of a worker."""
-        return self._states[worker]
+        return self._states[worker][0]
 
     def workers(self, *states: State) -> list[int]:
         """Return the workers that are in one of these states, in ascending order."""
-        return [worker for worker, state in self._states.items() if state in states]
+        return [worker for worker, (state, _) in self._states.items() if state in states]
 
     def move(self, worker: int, state: State, reason: str = "") -> None:
         """Record that a worker entered a state now.
 
         Raises ClusterError if its present state does not lead there.
         """
-        present = self._states[worker]
+        present = self.state(worker)
         if state not in _FOLLOWERS[present]:
             allowed = ", ".join(follower.name for follower in _FOLLOWERS[present])
             raise ClusterError(
@@ -115,19 +101,24 @@ class WorkerStates:
                 + (f" ({reason})" if reason else "")
                 + f"; {present.name} leads to {allowed}"
             )
-        self._states[worker] = state
-        self._changes.append(
-            StateChange(worker=worker, state=state, at=self._clock(), reason=reason)
-        )
+        self._enter(worker, state, self._clock())
 
-    def drain(self) -> StateInterval:
-        """Return the interval since the last drain, or since construction, and begin another."""
-        interval = StateInterval(
-            begin_s=self._drained_s,
-            end_s=self._clock(),
-            states=self._drained,
-            changes=tuple(self._changes),
-        )
-        self._drained_s, self._drained = interval.end_s, tuple(self._states.values())
-        self._changes.clear()
-        return interval
+    def drain(self) -> tuple[float, float, tuple[Span, ...]]:
+        """Return begin, end and spans of the interval since the last drain, and begin another.
+
+        Spans are ordered by worker, then by time; none is empty.
+        """
+        begin_s, end_s = self._begin_s, self._clock()
+        for worker, (state, _) in self._states.items():
+            self._enter(worker, state, end_s)
+        spans = tuple(sorted(self._spans, key=lambda span: (span.worker, span.begin_s)))
+        self._begin_s, self._spans = end_s, []
+        return begin_s, end_s, spans
+
+    def _enter(self, worker: int, state: State, at_s: float) -> None:
+        """End the present span of a worker and begin another."""
+        present, begin_s = self._states[worker]
+        if at_s > begin_s:
+            span = Span(worker=worker, state=present, begin_s=begin_s, end_s=at_s)
+            self._spans.append(span)
+        self._states[worker] = state, at_s

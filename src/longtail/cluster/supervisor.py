@@ -24,7 +24,7 @@ from typing import Any, TypeVar, final
 from longtail.cluster import tasks
 from longtail.cluster.pool import TaskResult, WorkerPool
 from longtail.cluster.records import PolicyState, Progress
-from longtail.cluster.states import State, StateInterval, WorkerStates
+from longtail.cluster.states import Span, State, WorkerStates
 from longtail.cluster.tasks import Task
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
@@ -77,18 +77,18 @@ class WorkerSupervisor:
     def __init__(
         self,
         pool: WorkerPool,
-        hang_s: float,
+        worker_timeout_s: float,
         *,
         is_sharded: bool,
         log: Callable[[str], None],
         on_replaced: Callable[[int], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._pool, self._hang_s, self._is_sharded = pool, hang_s, is_sharded
+        self._pool, self._timeout_s, self._is_sharded = pool, worker_timeout_s, is_sharded
         self._log, self._on_replaced, self._clock = log, on_replaced, clock
         self._states = WorkerStates(pool.size, clock)
         self._processes = {worker: _Process(clock()) for worker in range(pool.size)}
-        self._given_up: dict[int, str] = {}
+        self._lost: dict[int, str] = {}
         """Reason for each loss that `wait` has not returned yet."""
         self._without_policy: list[int] = []
         """New processes that are ready for a copy of the policy."""
@@ -109,8 +109,8 @@ class WorkerSupervisor:
         """Return the workers that are in one of these states, in ascending order."""
         return self._states.workers(*states)
 
-    def drain_states(self) -> StateInterval:
-        """Return the states and changes since the last call."""
+    def drain_states(self) -> tuple[float, float, tuple[Span, ...]]:
+        """Return begin, end and spans of the time since the last call."""
         return self._states.drain()
 
     # ---- tasks
@@ -128,7 +128,7 @@ class WorkerSupervisor:
         """Return the tasks that have ended: their workers are idle, or lost and being replaced."""
         self._copy_policy()
         found = []
-        for ended in self._drain_given_up() or self._pool.wait(timeout_s):
+        for ended in self._drain_lost() or self._pool.wait(timeout_s):
             state = self._states.state(ended.worker)
             if ended.is_lost:
                 self._replace(ended.worker, str(ended.error))
@@ -141,7 +141,7 @@ class WorkerSupervisor:
                     self._losses = 0
             if state is not State.STARTING:
                 found.append(ended)
-        self._give_up_late_starters()
+        self._mark_late_starters()
         return found
 
     def run(
@@ -150,7 +150,7 @@ class WorkerSupervisor:
         """Run a task on idle workers, each with its own arguments, and return all results.
 
         The duration of the task is not known in advance: once the first worker is done, the others
-        have `hang_s` left.
+        have `worker_timeout_s` left.
         """
         self.wait_ready()
         for worker, own in args.items():
@@ -164,9 +164,11 @@ class WorkerSupervisor:
                 first_s = min(first_s, self._clock())
             if not ends:
                 self.check_progress()
-            if self._clock() - first_s > self._hang_s:
+            if self._clock() - first_s > self._timeout_s:
                 for late in waiting - found.keys():
-                    self.give_up(late, f"worker {late} is {self._hang_s:.0f} s later than others")
+                    self.mark_lost(
+                        late, f"worker {late} is {self._timeout_s:.0f} s later than others"
+                    )
         return found
 
     def run_on(self, workers: Sequence[int], task: Task[R], *args: object) -> list[R]:
@@ -186,7 +188,7 @@ class WorkerSupervisor:
 
     def wait_ready(self) -> None:
         """Wait until no worker is starting."""
-        while self._given_up or self.workers(State.STARTING):
+        while self._lost or self.workers(State.STARTING):
             self.wait(_POLL_S)
         self._has_begun = True
 
@@ -201,18 +203,18 @@ class WorkerSupervisor:
     def _send(self, worker: int, task: Task[object], *args: object) -> None:
         process = self._processes[worker]
         process.beats, process.seen_s = _NO_BEATS, self._clock()
-        process.max_silence_s = self._hang_s if task.has_beats else READY_S
+        process.max_silence_s = self._timeout_s if task.has_beats else READY_S
         try:
             self._pool.start(worker, task.method, *args)
         except ClusterError as error:
-            self.give_up(worker, str(error))
+            self.mark_lost(worker, str(error))
 
     # ---- messages
 
     def ask(self, worker: int, message: Callable[..., R], *args: object) -> R | None:
         """Return a worker's answer to a message; None if it is gone or does not answer in time.
 
-        A worker that is gone is given up, busy or idle: an idle one has no task that could end.
+        A worker that is gone is marked as lost: an idle one has no task that could end.
         """
         answers = self._answers(worker, message, *args)
         return answers[0] if answers else None
@@ -225,20 +227,20 @@ class WorkerSupervisor:
         try:
             return [self._pool.ask(worker, message, *args)]
         except LostWorkerError as error:
-            self.give_up(worker, str(error))
+            self.mark_lost(worker, str(error))
         except ClusterError:
             pass
         return []
 
     def stop(self, worker: int) -> None:
-        """Ask a worker to end its task; `check_progress` gives it up if it does not."""
+        """Ask a worker to end its task; `check_progress` marks it as lost if it does not."""
         process = self._processes[worker]
         if process.stop_s == math.inf:
             process.stop_s, process.must_clear_stop = self._clock(), True
             self.tell(worker, Worker.stop)
 
     def check_progress(self) -> dict[int, Progress]:
-        """Return the progress of all busy workers; give up those that hang or do not stop.
+        """Return the progress of all busy workers; mark those as lost that hang or do not stop.
 
         A rise of `Progress.beats` is a sign of life, and so is `Progress.is_waiting`.
         """
@@ -248,25 +250,25 @@ class WorkerSupervisor:
         for worker in busy:
             process, progress = self._processes[worker], found.get(worker)
             if now - process.stop_s > STOP_S:
-                self.give_up(worker, f"worker {worker} did not stop within {STOP_S:.0f} s")
+                self.mark_lost(worker, f"worker {worker} did not stop within {STOP_S:.0f} s")
             elif progress is not None and (progress.beats != process.beats or progress.is_waiting):
                 process.beats, process.seen_s = progress.beats, now
             elif now - process.seen_s > process.max_silence_s:
                 silence = f"{process.max_silence_s:.0f} s"
-                self.give_up(worker, f"worker {worker} made no step for {silence}")
+                self.mark_lost(worker, f"worker {worker} made no step for {silence}")
         return found
 
     # ---- losses
 
-    def give_up(self, worker: int, reason: str) -> None:
+    def mark_lost(self, worker: int, reason: str) -> None:
         """Count a worker as lost from now on; `wait` replaces it."""
-        self._given_up.setdefault(worker, reason)
+        self._lost.setdefault(worker, reason)
 
-    def _drain_given_up(self) -> list[TaskResult[Any]]:
-        given_up, self._given_up = self._given_up, {}
+    def _drain_lost(self) -> list[TaskResult[Any]]:
+        lost, self._lost = self._lost, {}
         return [
             TaskResult(worker=worker, error=ClusterError(reason), is_lost=True)
-            for worker, reason in given_up.items()
+            for worker, reason in lost.items()
         ]
 
     def _replace(self, worker: int, reason: str) -> None:
@@ -319,8 +321,8 @@ class WorkerSupervisor:
     def _policy(self) -> PolicyState | None:
         """Return the policy of a worker that has it; None if none answers now.
 
-        A worker that does not answer for `hang_s` is given up. Raises ClusterError if no worker has
-        the policy any more.
+        A worker that does not answer for `worker_timeout_s` is marked as lost. Raises ClusterError
+        if no worker has the policy any more.
         """
         is_being_copied = any(
             process.startup in (_Startup.RESTORE, _Startup.PUBLISH)
@@ -339,14 +341,15 @@ class WorkerSupervisor:
             if policy is not None:
                 process.withholds_since_s = None
                 return policy
-            if self._clock() - process.withholds_since_s > self._hang_s:
-                self.give_up(
-                    worker, f"worker {worker} has not handed on the policy for {self._hang_s:.0f} s"
+            if self._clock() - process.withholds_since_s > self._timeout_s:
+                self.mark_lost(
+                    worker,
+                    f"worker {worker} has not handed on the policy for {self._timeout_s:.0f} s",
                 )
         return None
 
-    def _give_up_late_starters(self) -> None:
+    def _mark_late_starters(self) -> None:
         for worker in self.workers(State.STARTING):
             waits = worker in self._without_policy
             if not waits and self._clock() - self._processes[worker].seen_s > READY_S:
-                self.give_up(worker, f"worker {worker} did not begin within {READY_S:.0f} s")
+                self.mark_lost(worker, f"worker {worker} did not begin within {READY_S:.0f} s")

@@ -87,7 +87,7 @@ class LearnerTeam:
         for _ in range(_ATTEMPTS):
             if size == 1 or not self._is_stale:
                 return
-            address = self._meeting_point()
+            address = self._rendezvous_address()
             if address is None:
                 continue
             args = {rank: (rank, size, address, self._timeout_s) for rank in range(size)}
@@ -107,12 +107,12 @@ class LearnerTeam:
                 "again: the run resumes from its newest checkpoint"
             )
 
-    def _meeting_point(self) -> str | None:
+    def _rendezvous_address(self) -> str | None:
         """Return the address at which the team forms; None if the first worker is lost."""
         try:
-            return self._pool.meeting_point()
+            return self._pool.rendezvous_address()
         except ClusterError as error:
-            self._supervisor.give_up(0, str(error))
+            self._supervisor.mark_lost(0, str(error))
             self._supervisor.wait_ready()
             return None
 

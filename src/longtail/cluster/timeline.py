@@ -1,4 +1,4 @@
-"""The timeline of a step: the states of each worker as spans, and the metrics computed from them.
+"""The timeline of a step: the states of each worker as spans, its metrics, and its file.
 
     worker 0   GGGGGGGGGGGGGGGGGGG . LLLLL          G generating   s spot
     worker 1   GGGGGGGG . sssssssssss. LLL          . idle         L learning
@@ -7,34 +7,32 @@
 A phase is a maximal interval in which a worker generates; a step with an evaluation has several.
 Idle utilization is the share of spot training in the time that workers do not generate in phases.
 Stop latency (st) is the time with a worker in SPOT and none generating: the step waits for it.
+
+`TraceFile` appends each step to trace.json, for Perfetto: an array of Chrome's trace events without
+its closing bracket, which the format allows.
+
+    [
+    {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "worker 1", "step": 1}},
+    {"name": "spot", "ph": "X", "ts": 2e6, "dur": 5e5, "pid": 0, "tid": 1, "args": {"step": 1}},
+    {"name": "drafter v3 published", "ph": "i", "s": "t", "ts": 2.2e6, "pid": 0, "tid": 1,
+     "args": {"step": 1}},
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, final
 
-from longtail.cluster.states import State, StateInterval
+from longtail.cluster.states import Span, State
+from longtail.errors import CheckpointError
+from longtail.system.files import write_atomically
+
+TRACE_FILE = "trace.json"
+_BEGIN = "[\n"
 
 Interval = tuple[float, float]
 """Begin and end, in seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """An interval in which a worker was in one state.
-
-    Example: Span(worker=1, state=State.SPOT, begin_s=2.0, end_s=2.5)
-    """
-
-    worker: int
-    state: State
-    begin_s: float
-    end_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Length in seconds."""
-        return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,37 +49,13 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The timeline of a step: each worker's spans are contiguous from `begin_s` to `end_s`.
-
-    Example: Timeline(spans=(Span(worker=0, state=State.GENERATING, begin_s=0.0, end_s=3.0),
-                             Span(worker=1, state=State.GENERATING, begin_s=0.0, end_s=2.0),
-                             Span(worker=1, state=State.SPOT, begin_s=2.0, end_s=3.0)),
-                      marks=(Mark(worker=0, at_s=2.5, name="drafter v3 published"),),
-                      begin_s=0.0, end_s=3.0)
-    """
+    """The timeline of a step: each worker's spans are contiguous from `begin_s` to `end_s`."""
 
     spans: tuple[Span, ...]
     """Spans by worker, then by time; none is empty."""
     marks: tuple[Mark, ...]
     begin_s: float
     end_s: float
-
-    @staticmethod
-    def of(interval: StateInterval, marks: Sequence[Mark] = ()) -> "Timeline":
-        """Convert the changes of an interval into spans."""
-        spans = []
-        for worker, state in enumerate(interval.states):
-            changes = [change for change in interval.changes if change.worker == worker]
-            states = [state, *(change.state for change in changes)]
-            times = [interval.begin_s, *(change.at for change in changes), interval.end_s]
-            spans += [
-                Span(worker=worker, state=state, begin_s=begin, end_s=end)
-                for state, begin, end in zip(states, times[:-1], times[1:], strict=True)
-                if end > begin
-            ]
-        return Timeline(
-            spans=tuple(spans), marks=tuple(marks), begin_s=interval.begin_s, end_s=interval.end_s
-        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the timeline as JSON values; it begins at 0 s.
@@ -178,3 +152,97 @@ def _joined(intervals: Iterable[Interval]) -> list[Interval]:
 
 def _length(intervals: Iterable[Interval]) -> float:
     return sum((end - begin for begin, end in intervals), 0.0)
+
+
+@final
+class TraceFile:
+    """The trace of a run, on disk after each step; opened after `last_step`, the checkpoint's.
+
+    The clock starts anew in each process, but the trace continues: the first step of a resumed run
+    begins where the trace ended. Events of later steps, and a torn line, are removed first.
+    """
+
+    def __init__(self, path: Path, *, last_step: int | None = None) -> None:
+        self._path = path
+        kept = [] if last_step is None or not path.exists() else _events_until(path, last_step)
+        self._named = {each["tid"] for each in kept if each["ph"] == "M"}
+        ends = [each["ts"] + each.get("dur", 0.0) for each in kept if each["ph"] != "M"]
+        self._end_s = max(ends, default=0.0) / 1e6
+        self._offset_s: float | None = None
+        """Seconds from this process's clock to the trace's."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, _BEGIN + "".join(map(_line, kept)))
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._unwritten(error.strerror) from error
+
+    def append(self, step: int, timeline: Timeline) -> None:
+        """Write the events of one step. Raises CheckpointError when the disk refuses."""
+        if self._offset_s is None:
+            self._offset_s = self._end_s - timeline.begin_s
+        lines = "".join(map(_line, self._events(step, timeline, self._offset_s))).encode()
+        try:
+            written = self._file.write(lines)
+        except OSError as error:
+            raise self._unwritten(error.strerror) from error
+        if written != len(lines):
+            raise self._unwritten("the disk is full")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _events(self, step: int, timeline: Timeline, offset_s: float) -> Iterator[dict[str, Any]]:
+        """Yield the names of new workers, and the events of a step."""
+        for worker in timeline.workers:
+            if worker not in self._named:
+                self._named.add(worker)
+                args = {"name": f"worker {worker}", "step": step}
+                yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": worker, "args": args}
+        for span in timeline.spans:
+            begin, end = (
+                _microseconds(span.begin_s + offset_s),
+                _microseconds(span.end_s + offset_s),
+            )
+            yield {
+                "name": span.state.value, "ph": "X", "ts": begin, "dur": round(end - begin, 3),
+                "pid": 0, "tid": span.worker, "args": {"step": step},
+            }  # fmt: skip
+        for mark in timeline.marks:
+            yield {
+                "name": mark.name, "ph": "i", "s": "t", "ts": _microseconds(mark.at_s + offset_s),
+                "pid": 0, "tid": mark.worker, "args": {"step": step},
+            }  # fmt: skip
+
+    def _unwritten(self, reason: str | None) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path}: {reason}; free some space, then start again: the run resumes from its "
+            "newest checkpoint"
+        )
+
+
+def event_of(line: bytes) -> dict[str, Any]:
+    """Return the event of a line; {} for the bracket, and for a torn or damaged line."""
+    try:
+        event = json.loads(line[:-2]) if line.endswith(b"},\n") else {}
+        times = () if event["ph"] == "M" else (event["ts"], event.get("dur", 0.0))
+        numbers = (event["args"]["step"], event["tid"], *times)
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return {}
+    is_event = all(isinstance(each, int | float) and abs(each) < 1e18 for each in numbers)
+    return event if is_event else {}
+
+
+def _events_until(path: Path, last_step: int) -> list[dict[str, Any]]:
+    events = map(event_of, path.read_bytes().splitlines(keepends=True))
+    return [each for each in events if each and each["args"]["step"] <= last_step]
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    return f"{json.dumps(event)},\n"
+
+
+def _microseconds(seconds: float) -> float:
+    """Convert to microseconds, rounded to nanoseconds."""
+    return round(1e6 * seconds, 3)

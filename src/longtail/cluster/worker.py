@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple, final
 
 import torch
 
-from longtail.cluster.drafter.offers import Offer, Verdict, judge
 from longtail.cluster.drafter.probe import Probe, probe
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.drafter.eagle.drafter import EagleDrafter
@@ -27,11 +26,11 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
-from longtail.engine.drafted_text import AcceptedSpans
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport
 from longtail.engine.rollout_log import RolloutLog
 from longtail.engine.speculation.speculator import Speculation
+from longtail.engine.text import AcceptedSpans
 from longtail.errors import ClusterError, NonFiniteError
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer
@@ -102,14 +101,14 @@ class Worker:
         self._served = None if components.drafting is None else components.drafting.served
         self._stop = Event()
         self._lock = Lock()
-        self._offers: list[Offer] = []
+        self._offers: list[DrafterWeights] = []
         self._new_texts: list[TextSnapshot] = []
-        self._verdicts: list[Verdict] = []
+        self._adopted: list[int] = []
+        """Versions adopted since `drain_adopted`."""
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
         self._progress = Progress()
         self._beats = 0
-        self._has_generated = False
         self.on_step: Callable[[Progress], None] | None = None
         """Called after every engine step if the worker shares its caller's process; may raise."""
 
@@ -127,8 +126,6 @@ class Worker:
         """Generate all completions. Raises Stopped; then the requests are aborted."""
         engine, meter, log = self._components.engine, RolloutMeter(), RolloutLog()
         accepted = AcceptedSpans()
-        is_first, self._has_generated = not self._has_generated, True
-        initial = engine.costs.numbers() if is_first and engine.costs is not None else None
         self._shard = _Shard({request.request_id: request for request in requests}, [])
         self._progress = Progress(beats=self._beats)
 
@@ -151,7 +148,6 @@ class Worker:
             report=meter.report(),
             series=log.series(),
             costs=None if costs is None else costs.numbers(),
-            initial_costs=initial,
             drafted=accepted.characters(completions, self._components.tokenizer.decode),
         )
 
@@ -265,20 +261,18 @@ class Worker:
 
         return drafting.trainer.train(drafting.buffer, should_stop, keep)
 
-    def adopt(self, offer: Offer) -> Verdict:
-        """Draft with the offered weights, unless they are damaged."""
+    def adopt(self, weights: DrafterWeights) -> int:
+        """Draft with other weights; return their version."""
         drafting = self._drafting()
-        verdict = judge(offer)
-        if verdict.is_adopted:
-            drafting.drafter.load_weights(offer.weights.tensors)
-            if self._components.engine.speculation is drafting.speculation:
-                self._components.engine.reset_estimates()
-            else:
-                self._components.engine.speculate(drafting.speculation)
-            self._served = offer.weights
+        drafting.drafter.load_weights(weights.tensors)
+        if self._components.engine.speculation is drafting.speculation:
+            self._components.engine.reset_estimates()
+        else:
+            self._components.engine.speculate(drafting.speculation)
+        self._served = weights
         with self._lock:
-            self._verdicts.append(verdict)
-        return verdict
+            self._adopted.append(weights.version)
+        return weights.version
 
     # ---- messages
 
@@ -319,7 +313,7 @@ class Worker:
         with self._lock:
             self._new_texts.extend(texts)
 
-    def offer(self, offer: Offer) -> None:
+    def offer(self, offer: DrafterWeights) -> None:
         """Offer drafter weights during a rollout; `adopt` is called between two engine steps."""
         with self._lock:
             self._offers.append(offer)
@@ -328,10 +322,10 @@ class Worker:
         """Return the best drafter that the present training has measured."""
         return self._candidate
 
-    def drain_verdicts(self) -> list[Verdict]:
-        """Return the verdicts about offers since the last call."""
+    def drain_adopted(self) -> list[int]:
+        """Return the versions of drafters adopted since the last call."""
         with self._lock:
-            found, self._verdicts = self._verdicts, []
+            found, self._adopted = self._adopted, []
         return found
 
     # ---- between two steps
@@ -345,7 +339,7 @@ class Worker:
             num_finished=len(finished),
             num_generated=before.num_generated + len(step.emitted),
             num_running=step.num_running,
-            drafts=bool(step.verified) if step.readings else None,
+            drafts=bool(step.verified) if step.speculates else None,
             text=before.text or (finished[0].text[:_MOST_TEXT] if finished else ""),
         )
         if self.on_step is not None:
@@ -357,9 +351,9 @@ class Worker:
         if self._offers:
             with self._lock:
                 offers, self._offers = self._offers, []
-            newest = max(offers, key=lambda offer: offer.weights.version)
+            newest = max(offers, key=lambda offer: offer.version)
             # An offer that came as a rollout ended may be older than the weights adopted since.
-            if self._served is None or newest.weights.version > self._served.version:
+            if self._served is None or newest.version > self._served.version:
                 self.adopt(newest)
 
     def _take_new_texts(self) -> None:

@@ -20,14 +20,13 @@ RUNNING_SUMS = "running_sums"
 class DataSection(Section):
     """Prompts to train on, and held-out prompts."""
 
-    source: Name = "tiny-reasoner"
+    source: Name = RUNNING_SUMS
     """A .jsonl or .parquet file, `hf:OWNER/NAME[/CONFIG][:SPLIT]` (a dataset of the hub),
     `hf:DIR[:SPLIT]`, `reasoning_gym:TASK`, `reasoning_gym:FILE.yaml` (a mixture of tasks, as its
-    CompositeConfig), or an embedded task: `running_sums` (additions of several numbers),
-    `tiny-reasoner`."""
+    CompositeConfig), or `running_sums` (additions of several numbers)."""
     heldout: Name | None = None
     """Source of held-out prompts, in the same forms; unset uses the last `heldout_size` rows of
-    `source`, or generates others for an embedded task."""
+    `source`, or generates others for `running_sums`."""
     heldout_size: Amount = 64
     """Number of held-out prompts, for the evaluation before and after."""
     size: Generated = 2048
@@ -54,17 +53,17 @@ class DataSection(Section):
     @property
     def own_reward(self) -> str | None:
         """Reward that belongs to the source; None for one that has none."""
-        kind = self.source.partition(":")[0]
-        return {REASONING_GYM: REASONING_GYM, RUNNING_SUMS: "last_number"}.get(kind)
+        is_gym = self.source.partition(":")[0] == REASONING_GYM
+        return REASONING_GYM if is_gym else None
 
 
 class RewardSection(Section):
     """Grading of completions."""
 
-    name: Name = "tiny-reasoner"
+    name: Name = "last_number"
     """`exact`, `last_number` (the completion's last number equals the answer), `math_verify`,
-    `reasoning_gym`, `tiny-reasoner`, or `module:function` as in TRL. Unset, problems of
-    reasoning-gym have `reasoning_gym`, and `running_sums` has `last_number`."""
+    `reasoning_gym`, or `module:function` as in TRL. Unset, problems of reasoning-gym have
+    `reasoning_gym`."""
     per: Literal["completion", "group"] = "completion"
     """Completions that `module:function` gets in one call: one, so that a failure excludes no
     other; or all of a prompt, to compare them."""

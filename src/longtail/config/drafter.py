@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from longtail.config.data import RUNNING_SUMS
 from longtail.config.sections import (
     Amount,
     Count,
@@ -27,7 +28,7 @@ UNROLL_STEPS = {"eagle1": 2, "eagle3": 5}
 class TargetSection(Section):
     """The model that the drafter serves; its weights stay as they are."""
 
-    path: Name = "tiny-reasoner"
+    path: Name = "smollm2"
     """Model, named as in `model.path` of train."""
     dtype: Dtype = "auto"
     """Type of the target's weights, `auto` as in `rollout.dtype` of train; the drafter is float32
@@ -64,9 +65,9 @@ class DrafterSection(Section):
 class TextSection(Section):
     """The texts that the drafter learns."""
 
-    source: Name = "tiny-reasoner"
-    """`tiny-reasoner`, a .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]`, `reasoning_gym:TASK`,
-    or for `given` also a .txt file."""
+    source: Name = RUNNING_SUMS
+    """`running_sums`, a .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]` or
+    `reasoning_gym:TASK`."""
     completions: Literal["generated", "given"] = "generated"
     """`generated`: the source holds prompts, and the target completes them first (the best texts
     for a drafter). `given`: rows hold prompt and completion, chat messages, or a text."""
@@ -167,9 +168,4 @@ def _problems(config: DrafterTrainConfig) -> Iterator[str]:
         yield (
             f"data.heldout_size = {data.heldout_size}: data.size = {data.size} rows include the "
             "held-out ones, and none would be left to learn"
-        )
-    if data.completions == "generated" and data.source.endswith(".txt"):
-        yield (
-            f"data.source = {data.source!r}: a text file holds no prompts; set data.completions = "
-            "'given'"
         )

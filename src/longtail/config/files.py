@@ -56,7 +56,7 @@ def resolve(model: type[Model], path: Path | None, words: Sequence[str]) -> Mode
 
     `words` are `--a.b value` or `--a.b=value`. Raises ConfigError with every problem found.
     """
-    _, given = Arguments(Parser("VERB", ""), model, has_sections=True).parse(words)
+    _, given = Arguments(Parser("train", ""), model, has_sections=True).parse(words)
     return merged(model, path, given)
 
 

@@ -179,7 +179,7 @@ def _add_argument(
     return argparse.ArgumentParser.add_argument(place, *names, **more)
 
 
-def _model(name: str, **fields_of: Any) -> Any:
+def _model(name: str, /, **fields_of: Any) -> Any:
     """Make a model; fields may have names of BaseModel's old methods, such as `json`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

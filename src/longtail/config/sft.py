@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from longtail.config.data import RUNNING_SUMS
 from longtail.config.sections import (
     Amount,
     Count,
@@ -23,9 +24,9 @@ from longtail.system.machine import MAX_INT32
 class SftDataSection(Section):
     """Prompts with the completions to imitate."""
 
-    source: Name = "tiny-reasoner"
-    """A .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]`, `running_sums` or `tiny-reasoner`; a row
-    holds a prompt and a completion, or one list of chat messages whose last is the completion."""
+    source: Name = RUNNING_SUMS
+    """A .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]`, or `running_sums`; a row holds
+    a prompt and a completion, or one list of chat messages whose last is the completion."""
     size: Generated = 8192
     """Number of examples of a generated source; files give all their rows."""
     prompt_column: Name | None = None

@@ -1,1 +1,1 @@
-"""Drafters: EAGLE layers on the target's features, suffixes of history, a small model."""
+"""Drafters: EAGLE layers on the target's features, and suffixes of history."""

@@ -9,12 +9,19 @@ The engine owns the weights that generate and the KV of the requests in progress
 rewards, learning or files. It takes new weights only while no request is in progress.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from longtail.engine.batch import FlatBatch, Scheduled, flatten
-from longtail.engine.completion import StepOutputs, accept_drafts, append_tokens, complete
+from longtail.engine.batch import (
+    FlatBatch,
+    Scheduled,
+    StepOutputs,
+    accept_drafts,
+    append_tokens,
+    complete,
+    flatten,
+)
 from longtail.engine.kv.cache import KeptPath, KVUsage
 from longtail.engine.kv.choice import make_kv
 from longtail.engine.limits import EngineLimits
@@ -119,10 +126,6 @@ class RolloutEngine:
         """Number of waiting and running requests."""
         return len(self._active)
 
-    def running(self) -> frozenset[str]:
-        """Return the ids of the running requests."""
-        return frozenset(self._scheduler.running)
-
     def is_unfinished(self, request_id: str) -> bool:
         """Return whether the request waits or runs."""
         return request_id in self._active
@@ -172,7 +175,7 @@ class RolloutEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""
-        self._check(request)
+        self.check(request)
         self._kv.wake()
         active = ActiveRequest(
             request=request,
@@ -294,7 +297,7 @@ class RolloutEngine:
         or one of the requests fails, the requests are aborted.
         """
         for request in requests:
-            self._check(request)
+            self.check(request)
         done: dict[str, Completion] = {}
         awaited = {request.request_id for request in requests}
         try:
@@ -302,7 +305,7 @@ class RolloutEngine:
                 self.submit(request)
             while awaited:
                 report = self.step()
-                _raise_failure(report, awaited)
+                report.raise_failure(awaited)
                 done.update((completion.request_id, completion) for completion in report.finished)
                 awaited.difference_update(completion.request_id for completion in report.finished)
                 if on_step is not None:
@@ -325,7 +328,7 @@ class RolloutEngine:
         try:
             while name in self._active:
                 report = self.step()
-                _raise_failure(report, {name})
+                report.raise_failure({name})
                 if on_step is not None:
                     on_step(report)
                 own = [each.token for each in report.emitted if each.request_id == name]
@@ -344,7 +347,8 @@ class RolloutEngine:
             if name in self._active:
                 self.abort(name)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise RequestError if this engine can never serve the request; thread-safe."""
         longest = len(request.prompt_tokens) + request.sampling.max_tokens
         vocab_size = self._model.config.vocab_size
         if request.request_id in self._active:
@@ -384,14 +388,7 @@ def _step_report(
         finished=tuple(outputs.finished),
         failed=tuple(outputs.failed),
         verified=record.verified,
-        readings=record.readings,
+        speculates=record.speculates,
         switch=record.switch,
         **timer.stop(forward_s=out.forward_s, sample_s=out.sample_s),
     )
-
-
-def _raise_failure(report: StepReport, awaited: Container[str]) -> None:
-    """Raise the error of the first awaited request that failed, if any."""
-    for each in report.failed:
-        if each.request_id in awaited:
-            raise each.error

@@ -30,7 +30,7 @@ class ActiveRequest:
     """Whether the request has left the engine."""
     beginnings: tuple[tuple[int, int], ...] = field(init=False)
     """Number of tokens and hash of each beginning of the prompt whose KV may be shared; see
-    `engine.prefixes`."""
+    `scheduler.PrefixIndex`."""
 
     def __post_init__(self) -> None:
         """Hash the beginnings of the prompt, the shortest first."""

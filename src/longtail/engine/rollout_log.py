@@ -1,13 +1,10 @@
 """The log of a rollout, step by step: one line of JSON per rollout.
 
-speculation.jsonl has a line for every rollout, including evaluations, in order. The readings of the
-tuner's clock are exact, and so is the cost model at the start of a session (a start or resume of
-the run): replayed, they make the tuner repeat its decisions. The oldest lines of a long run are
-removed (`run.speculation_mb`); then only later sessions can be replayed.
+speculation.jsonl has a line for every rollout, including evaluations, in order. The oldest lines of
+a long run are removed (`run.speculation_mb`).
 
-    {"step": 3, "kind": "training", "worker": 0, "costs": null, "seconds": [0.004, 0.007],
+    {"step": 3, "kind": "training", "worker": 0, "seconds": [0.004, 0.007],
      "running": [64, 64], "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],
-     "readings": [[0.0041], [0.0004, 0.0031]],
      "switches": [[1, true, "predicted 1.21x of plain decoding at 64 running"]]}
 """
 
@@ -35,7 +32,7 @@ class RolloutSeries:
     """A rollout in columns with one entry per engine step.
 
     Example: RolloutSeries(seconds=(0.004, 0.007), running=(64, 64), drafts=(0, 64), nodes=(0, 190),
-                           accepted=(0, 121), readings=((0.0041,), (0.0004, 0.0031)),
+                           accepted=(0, 121),
                            switches=((1, Switch(drafts=True, reason="...")),))
     """
 
@@ -47,8 +44,6 @@ class RolloutSeries:
     nodes: tuple[int, ...]
     """Number of nodes of those drafts."""
     accepted: tuple[int, ...]
-    readings: tuple[tuple[float, ...], ...]
-    """Readings of the tuner's clock."""
     switches: tuple[tuple[int, Switch], ...]
     """Step indices at which the engine starts or stops drafting."""
 
@@ -62,11 +57,6 @@ class RolloutSeries:
         """Mean number of verified nodes per step."""
         return sum(self.nodes) / max(self.num_steps, 1)
 
-    @property
-    def last_switch(self) -> Switch | None:
-        """The last switch, if any."""
-        return self.switches[-1][1] if self.switches else None
-
     def begin_of(self, index: int) -> float:
         """Return the seconds from the start of the rollout to the start of a step."""
         return self.seconds[index - 1] if index else 0.0
@@ -79,7 +69,6 @@ class RolloutSeries:
             "drafts": list(self.drafts),
             "nodes": list(self.nodes),
             "accepted": list(self.accepted),
-            "readings": [list(readings) for readings in self.readings],
             "switches": [[index, each.drafts, each.reason] for index, each in self.switches],
         }
 
@@ -89,20 +78,17 @@ class RolloutSeries:
         counts = {name: tuple(int(count) for count in row[name]) for name in _COUNTS}
         series = RolloutSeries(
             seconds=tuple(float(second) for second in row["seconds"]),
-            readings=tuple(tuple(float(r) for r in readings) for readings in row["readings"]),
             switches=tuple(
                 (int(index), Switch(drafts=bool(drafts), reason=str(reason)))
                 for index, drafts, reason in row["switches"]
             ),
             **counts,
         )
-        columns = (*counts.values(), series.readings)
-        if any(len(column) != series.num_steps for column in columns):
+        if any(len(column) != series.num_steps for column in counts.values()):
             raise ValueError("columns of different lengths")
         if not all(0 <= index < series.num_steps for index, _ in series.switches):
             raise ValueError("a switch outside the rollout")
-        numbers = (*series.seconds, *(r for readings in series.readings for r in readings))
-        if not series.seconds or not all(map(math.isfinite, numbers)):
+        if not series.seconds or not all(map(math.isfinite, series.seconds)):
             raise ValueError("no steps, or times that are not finite")
         return series
 
@@ -114,12 +100,11 @@ class RolloutLog:
     def __init__(self) -> None:
         self._seconds: list[float] = []
         self._counts: list[tuple[int, int, int, int]] = []
-        self._readings: list[tuple[float, ...]] = []
         self._switches: list[tuple[int, Switch]] = []
 
     def add(self, step: StepReport) -> None:
-        """Add a step; steps without speculation have no readings and are skipped."""
-        if not step.readings:
+        """Add a step; steps without speculation are skipped."""
+        if not step.speculates:
             return
         if step.switch is not None:
             self._switches.append((len(self._seconds), step.switch))
@@ -129,7 +114,6 @@ class RolloutLog:
             accepted += each.num_accepted
         self._seconds.append(step.step_s)
         self._counts.append((step.num_running, len(step.verified), nodes, accepted))
-        self._readings.append(step.readings)
 
     def series(self) -> RolloutSeries | None:
         """Return the series; None if the engine does not speculate."""
@@ -142,7 +126,6 @@ class RolloutLog:
             drafts=drafts,
             nodes=nodes,
             accepted=accepted,
-            readings=tuple(self._readings),
             switches=tuple(self._switches),
         )
 
@@ -160,13 +143,10 @@ class LoggedRollout:
     kind: str = TRAINING
     worker: int = 0
     """Index of the worker. The slowest worker's line of a training step comes last and is read."""
-    costs: Mapping[str, Any] | None = None
-    """Cost model before the first rollout of a session."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the line without its step."""
-        first = {"kind": self.kind, "worker": self.worker, "costs": self.costs}
-        return {**first, **self.series.as_json()}
+        return {"kind": self.kind, "worker": self.worker, **self.series.as_json()}
 
 
 def read_rollout(path: Path, step: int | None = None) -> LoggedRollout:

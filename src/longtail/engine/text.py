@@ -1,11 +1,15 @@
-"""Incremental decoding of tokens to text: stop strings and streaming.
+"""Incremental decoding of tokens to text: stop strings, streaming, and drafted characters.
 
 A token need not be a whole character, and a decoder may treat the first token specially. So both
 readers decode a short window with some context before it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import final
+
+from longtail.engine.report import StepReport
+from longtail.types import Completion
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -90,10 +94,6 @@ class Reader:
     def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
         self._decode, self._stops = decode, stops
         self._held_len = max((len(stop) for stop in stops), default=1) - 1
-        self.restart()
-
-    def restart(self) -> None:
-        """Expect another text from its beginning."""
         self._detokenizer = Detokenizer(self._decode)
         self._held = ""
         self._shown = 0
@@ -110,3 +110,79 @@ class Reader:
     def finish(self, text: str) -> str:
         """Return the held-back text, given the text of the completion."""
         return text[self._shown :]
+
+
+@final
+class AcceptedSpans:
+    """Accepted drafts of a rollout, by request. `add` runs in the engine's hot loop: it appends.
+
+    tokens   4 | 2 7 7 | 1        accepted after token 1: 3        text "a bcc d"
+    spans        1 . . 4          characters                            1 . . 5
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, list[int]] = {}
+
+    def add(self, step: StepReport) -> None:
+        """Add the accepted drafts of a step."""
+        for each in step.verified:
+            if each.num_accepted:
+                span = (each.position, each.position + each.num_accepted)
+                self._places.setdefault(each.request_id, []).extend(span)
+
+    def characters(
+        self, completions: Iterable[Completion], decode: Decode
+    ) -> dict[str, tuple[int, ...]]:
+        """Return begin, end, begin, end, ... in characters of each text with accepted drafts."""
+        texts = TokenTexts(decode)
+        return {
+            each.request_id: texts.characters(each.tokens, each.text, places)
+            for each in completions
+            if (places := self._places.get(each.request_id))
+        }
+
+
+@final
+class TokenTexts:
+    """Texts of tokens behind another token, decoded once each.
+
+    Tokens that are parts of a character are decoded together.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._anchor: list[int] = []
+        """A token before the decoded ones: some decoders drop the space of a first token."""
+        self._anchor_len = 0
+        self._texts: dict[tuple[int, ...], str] = {}
+
+    def characters(
+        self, tokens: Sequence[int], text: str, places: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Convert numbers of tokens to numbers of characters of their text.
+
+        The text may end before the tokens do: stop strings and tokens after the end are cut. A
+        character of several tokens belongs to the last of them. Returns () for a text to which
+        the texts of its tokens do not add up.
+        """
+        pieces = self.pieces(tokens)
+        if not "".join(pieces).startswith(text):
+            return ()
+        ends = [0, *accumulate(map(len, pieces))]
+        return tuple(min(ends[min(place, len(tokens))], len(text)) for place in places)
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text that each token completes; joined, they are the text of most tokens."""
+        pieces = [self._decode(tokens[:1])]
+        if not self._anchor and pieces[0] and "\ufffd" not in pieces[0]:
+            self._anchor, self._anchor_len = [tokens[0]], len(pieces[0])
+        part: tuple[int, ...] = ()
+        for token in tokens[1:]:
+            part = (*part, token)
+            if part not in self._texts:
+                self._texts[part] = self._decode([*self._anchor, *part])[self._anchor_len :]
+            text = self._texts[part]
+            is_whole = "\ufffd" not in text or len(part) == _CONTEXT
+            pieces.append(text if is_whole else "")
+            part = () if is_whole else part
+        return pieces

@@ -30,7 +30,7 @@ from longtail.assembly.drafters import (
     open_drafters,
 )
 from longtail.assembly.engine import completion_key
-from longtail.assembly.models import model_directory, model_name
+from longtail.assembly.models import model_directory
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculation.speculator import Speculation
@@ -245,7 +245,7 @@ class _Mirror:
 
     def _speculation(self, drafter: str) -> Speculation | None:
         """Open drafters; a model directory is needed only by those that read a tokenizer."""
-        name = model_name(self._source)
+        name = self._source
         names = drafter_names(drafter, name, learns=False)
         if set(names) <= {HISTORY}:
             drafters: tuple[Drafter, ...] = tuple(HistoryDrafter() for _ in names)

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from longtail.assembly.models import TINY_REASONER
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.drafter.training.texts import read_texts, save_texts, write_texts
 from longtail.engine.engine import RolloutEngine
@@ -44,8 +43,7 @@ class Corpus:
 def given_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> Corpus:
     """Read complete texts from the source."""
     data = config.data
-    texts = _file_texts(config, tokenizer) or _row_texts(config, tokenizer)
-    texts = [_cut(text, data.max_len) for text in texts[: data.size]]
+    texts = [_cut(text, data.max_len) for text in _row_texts(config, tokenizer)]
     return _corpus(config, texts, min(data.heldout_size, len(texts) // 2), 0)
 
 
@@ -59,9 +57,8 @@ def generated_texts(
 ) -> Corpus:
     """Generate completions with the target, or read those in the file `kept`."""
     data = config.data
-    rows, num_heldout = _prompt_rows(config)
     prompts = make_prompts(
-        rows,
+        prompt_rows(config),
         source=data.source,
         encoder=_encoder(tokenizer),
         max_prompt_len=data.max_prompt_len,
@@ -69,7 +66,7 @@ def generated_texts(
         prompt_column=data.prompt_column,
     )
     tokens = [prompt.tokens for prompt in prompts.prompts]
-    num_heldout = min(num_heldout, len(tokens) // 2) * data.samples
+    num_heldout = min(data.heldout_size, len(tokens) // 2) * data.samples
     content = [config.target.model_dump(), data.model_dump(), config.run.seed, tokens]
     origin = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     texts = read_texts(kept, origin)
@@ -80,6 +77,20 @@ def generated_texts(
     return _corpus(config, texts, num_heldout, prompts.num_dropped)
 
 
+def prompts_of(
+    rows: Sequence[Row], source: str, tokenizer: Tokenizer, column: str | None = None
+) -> list[tuple[int, ...]]:
+    """Tokenize the prompts of rows, of any length."""
+    found = make_prompts(
+        rows,
+        source=source,
+        encoder=_encoder(tokenizer),
+        max_prompt_len=sys.maxsize,
+        prompt_column=column,
+    )
+    return [prompt.tokens for prompt in found.prompts]
+
+
 def _corpus(
     config: DrafterTrainConfig, texts: Sequence[Example], num_heldout: int, num_dropped: int
 ) -> Corpus:
@@ -87,7 +98,7 @@ def _corpus(
     shortest = config.drafter.num_unrolled + 2
     cut = len(texts) - num_heldout
     parts = [
-        tuple(text for text in part if len(text.tokens) >= shortest and _completes(text))
+        tuple(text for text in part if text.prompt_len < len(text.tokens) >= shortest)
         for part in (texts[:cut], texts[cut:])
     ]
     if not parts[0]:
@@ -98,10 +109,6 @@ def _corpus(
         )
     short = len(texts) - sum(map(len, parts))
     return Corpus(training=parts[0], heldout=parts[1], num_dropped=num_dropped + short)
-
-
-def _completes(text: Example) -> bool:
-    return text.prompt_len < len(text.tokens)
 
 
 def _cut(text: Example, length: int) -> Example:
@@ -115,34 +122,9 @@ def _encoder(tokenizer: Tokenizer) -> Encoder:
     )
 
 
-def _file_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
-    """Cut a .txt file into texts of `max_len` tokens; [] for other sources."""
-    source, length = config.data.source, config.data.max_len
-    if not source.endswith(".txt"):
-        return []
-    path = Path(source).expanduser()
-    try:
-        tokens = tokenizer.encode(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(
-            f"data.source = {source!r}: {path.absolute()} cannot be read ({error.strerror})"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"data.source = {source!r}: not UTF-8 (byte {error.start})") from error
-    if not tokens:
-        raise DataError(f"data.source = {source!r}: it is empty")
-    pieces = (tokens[start : start + length] for start in range(0, len(tokens), length))
-    return [Example(tokens=piece, prompt_len=1) for piece in pieces]
-
-
 def _row_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
     """Read rows with whole texts, or with prompts and completions."""
     data, eos_ids = config.data, tokenizer.eos_ids
-    if data.source == TINY_REASONER:
-        raise ConfigError(
-            "data.completions = 'given': the tiny reasoner's problems have no completions; "
-            "set data.completions = 'generated'"
-        )
     rows = load_rows(data.source, data.size, config.run.seed)[: data.size]
     if not eos_ids:
         raise ConfigError(
@@ -174,15 +156,10 @@ def _whole(row: Row, index: int, config: DrafterTrainConfig, tokenizer: Tokenize
     return Example(tokens=(*tokenizer.encode(text), tokenizer.eos_ids[0]), prompt_len=1)
 
 
-def _prompt_rows(config: DrafterTrainConfig) -> tuple[list[Row], int]:
-    """Return the rows, held-out ones last, and the number of held-out ones."""
-    data, seed = config.data, config.run.seed
-    if data.source != TINY_REASONER:
-        return load_rows(data.source, data.size, seed)[: data.size], data.heldout_size
-    rows = load_rows(TINY_REASONER, data.size - data.heldout_size, seed)
-    if data.heldout_size:  # their starts occur in no other problem
-        rows += load_rows(f"{TINY_REASONER}:heldout", data.heldout_size, seed)
-    return rows, data.heldout_size
+def prompt_rows(config: DrafterTrainConfig) -> list[Row]:
+    """Return the rows of prompts, held-out ones last."""
+    data = config.data
+    return load_rows(data.source, data.size, config.run.seed)[: data.size]
 
 
 def _generate(

@@ -1,4 +1,4 @@
-"""`longtail drafter eval`: measures of a drafter, as a table, a plot and JSON.
+"""`longtail drafter eval`: measures of a drafter, as a table and JSON.
 
 The target completes the same prompts with the same noise keys in every setting: each temperature,
 coupled and uncoupled, chain and tree. The texts must not depend on the drafts; the share that
@@ -8,8 +8,8 @@ differs is measured too. Use held-out prompts of the target's task.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,159 +17,162 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longtail.assembly.drafters import Target, open_drafter
+from longtail.assembly.drafters import Target, check_names, drafter_directory, open_drafter
+from longtail.assembly.engine import open_model
+from longtail.assembly.models import model_directory
+from longtail.assembly.prompts import load_prompts
+from longtail.config import files as configfile
+from longtail.config.drafter import DrafterTrainConfig
+from longtail.config.rl import RunConfig
+from longtail.drafter.formats import checkpoint
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.limits import EngineLimits
-from longtail.engine.speculation.acceptance import POSITIONS, Acceptance
+from longtail.engine.report import POSITIONS, Acceptance
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
-from longtail.programs.drafter_prompts import open_target, require_prompts
-from longtail.report.plots import PALETTE, blank, frame, write
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
+from longtail.model.sources import smollm2
+from longtail.programs.drafter_data import prompt_rows, prompts_of
+from longtail.rl.data.sources import load_rows
+from longtail.run.checkpoint import CONFIG_FILE
+from longtail.run.drafter_store import run_drafters
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
-from longtail.system.device import set_threads
+from longtail.system.device import set_threads, to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 16
 _WIDTH = 110
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """Acceptance of drafts in one setting.
-
-    Example: Measurement(temperature=1.0, coupled=True, strategy=Strategy(depth=6), acceptance=...,
-                         differing_share=0.0, calibration_error=0.02)
-    """
-
-    temperature: float
-    coupled: bool
-    strategy: Strategy
-    acceptance: Acceptance
-    differing_share: float
-    """Share of texts that differ from plain decoding."""
-    calibration_error: float
-
-    @property
-    def shape(self) -> str:
-        """Shape of the drafts: chain or tree."""
-        return "chain" if self.strategy.width == 1 else "tree"
-
-    @property
-    def noise(self) -> str:
-        """Whether drafts use the target's noise: coupled or uncoupled."""
-        return "coupled" if self.coupled else "uncoupled"
-
-    def lengths(self) -> list[str]:
-        """Format the accept length by position; empty where nothing was verified."""
-        found = self.acceptance.by_position()
-        return [f"{at.mean:.2f}" if at.num_verified else "" for at in found]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all values, fit for JSON."""
-        by_position = zip(POSITIONS, self.acceptance.by_position(), strict=True)
-        return {
-            "temperature": self.temperature,
-            "coupled": self.coupled,
-            "shape": self.shape,
-            "depth": self.strategy.depth,
-            "size": self.strategy.num_nodes,
-            "accept_length": self.acceptance.overall.mean,
-            "num_verified": self.acceptance.overall.num_verified,
-            "acceptance_rate_by_depth": self.acceptance.rates(),
-            "accept_length_by_position": {
-                str(start): found.mean for start, found in by_position if found.num_verified
-            },
-            "calibration_error": self.calibration_error,
-            "differing_share": self.differing_share,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Prompts, and their completions by plain decoding.
-
-    Example: decode(target, prompts, temperature=1.0, max_tokens=512)
-    """
-
-    target: Target
-    prompts: Sequence[tuple[int, ...]]
-    sampling: SamplingParams
-    plain: Sequence[Completion]
+_PARENTS = 3
+"""Number of folders above a drafter among which its run is."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `longtail drafter eval`; the options are in `cli.options`."""
     set_threads(args.threads)
-    temperatures = numbers("--temperatures", args.temperatures)
+    temperatures = _numbers("--temperatures", args.temperatures)
     strategies = (
         Strategy(depth=args.depth, size=args.depth),
         Strategy(depth=args.depth, width=args.width, size=args.size),
     )
     target = open_target(args)
-    prompts = require_prompts(args, target).tokens
-    found: list[Measurement] = []
+    prompts = find_prompts(args, target)
+    found: list[dict[str, Any]] = []
     for temperature in temperatures:
         _log(f"temperature {temperature:g}: plain decoding")
-        workload = decode(target, prompts, temperature, args.max_tokens)
+        sampling = SamplingParams(
+            temperature=temperature,
+            max_tokens=args.max_tokens,
+            stop_token_ids=target.tokenizer.eos_ids,
+        )
+        plain = complete(target, prompts, sampling, None)[0]
         for strategy, coupled in product(strategies, (True, False) if temperature else (True,)):
             drafter = open_drafter(args.drafter, target, _log)
-            each = measure(workload, drafter, strategy, coupled=coupled)
-            found.append(each)
-            _log(
-                f"temperature {temperature:g}, {each.shape}, {each.noise}: accept length "
-                f"{each.acceptance.overall.mean:.2f}"
-            )
-    result = {
-        "drafter": args.drafter,
-        "target": args.target,
-        "measured": [m.as_json() for m in found],
-    }
-    if args.plot is not None:
-        plot(found, Path(args.plot), title=f"{args.drafter} for {args.target}")
+            speculation = Speculation.fixed(drafter, strategy, coupled=coupled)
+            done, acceptance = complete(target, prompts, sampling, speculation)
+            different = sum(a.tokens != b.tokens for a, b in zip(plain, done, strict=True))
+            by_position = zip(POSITIONS, acceptance.by_position(), strict=True)
+            measured = {
+                "temperature": temperature,
+                "coupled": coupled,
+                "shape": "chain" if strategy.width == 1 else "tree",
+                "depth": strategy.depth,
+                "size": strategy.num_nodes,
+                "accept_length": acceptance.overall.mean,
+                "num_verified": acceptance.overall.num_verified,
+                "acceptance_rate_by_depth": acceptance.rates(),
+                "accept_length_by_position": {
+                    str(start): at.mean for start, at in by_position if at.num_verified
+                },
+                "calibration_error": drafter.calibration_error,
+                "differing_share": different / len(plain),
+            }
+            found.append(measured)
+            _log(f"{' '.join(_setting(measured))}: accept length {acceptance.overall.mean:.2f}")
     if not args.json:
-        _print_tables(found)
-        if args.plot is not None:
-            print(f"plot: {args.plot}")
-    print(json.dumps(result))
+        _print_table(found)
+    print(json.dumps({"drafter": args.drafter, "target": args.target, "measured": found}))
     return 0
 
 
-def sampling_of(target: Target, temperature: float, max_tokens: int) -> SamplingParams:
-    """Return sampling up to the target's end of text."""
-    return SamplingParams(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        stop_token_ids=target.tokenizer.eos_ids,
-    )
+def open_target(args: argparse.Namespace) -> Target:
+    """Open the target and, as a check, the drafter; raise ConfigError if one fails.
+
+    Reads target, drafter, n, max_tokens and dtype. A missing target is set to that of the drafter's
+    run.
+    """
+    for option, value in (("--n", args.n), ("--max-tokens", args.max_tokens)):
+        if value < 1:
+            raise ConfigError(f"{option} = {value}: it must be at least 1")
+    check_names(args.drafter, field="DRAFTER")
+    args.target = args.target or default_target(args.drafter)
+    directory = model_directory(args.target, field="--target")
+    target = open_model(args.target, directory, load_tokenizer(directory), args.dtype)
+    open_drafter(args.drafter, target, to_stderr)
+    return target
 
 
-def decode(
-    target: Target, prompts: Sequence[tuple[int, ...]], temperature: float, max_tokens: int
-) -> Workload:
-    """Complete the prompts by plain decoding."""
-    sampling = sampling_of(target, temperature, max_tokens)
-    plain = complete(target, prompts, sampling, None)[0]
-    return Workload(target=target, prompts=prompts, sampling=sampling, plain=plain)
+def default_target(drafter: str) -> str:
+    """Return the run that a drafter is from, the target that it names, or SmolLM2."""
+    place = run_drafters(Path(drafter))
+    if place is not None:
+        return str(place.parent)
+    try:
+        return checkpoint.target_name(drafter_directory(Path(drafter)))
+    except ConfigError:
+        return smollm2.NAME
 
 
-def measure(
-    workload: Workload, drafter: Drafter, strategy: Strategy, *, coupled: bool = True
-) -> Measurement:
-    """Complete the prompts with a new drafter and compare with plain decoding."""
-    speculation = Speculation.fixed(drafter, strategy, coupled=coupled)
-    sampling, plain = workload.sampling, workload.plain
-    done, acceptance = complete(workload.target, workload.prompts, sampling, speculation)
-    different = sum(a.tokens != b.tokens for a, b in zip(plain, done, strict=True))
-    return Measurement(
-        temperature=sampling.temperature,
-        coupled=coupled,
-        strategy=strategy,
-        acceptance=acceptance,
-        differing_share=different / len(plain),
-        calibration_error=drafter.calibration_error,
-    )
+def find_prompts(args: argparse.Namespace, target: Target) -> tuple[tuple[int, ...], ...]:
+    """Return the prompts of --prompts, else those that the run of drafter or target held out.
+
+    Reads target, drafter, prompts, n, max_tokens and seed. Raises ConfigError if there are none.
+    """
+    source, found = args.prompts, None
+    if source is None:
+        for source in filter(None, (_run_of(args.drafter), _run_of(args.target))):
+            found = _of_run(source, target.tokenizer)
+            if found:
+                break
+    else:
+        rows = load_rows(source, args.n, args.seed, field="--prompts")[: args.n]
+        found = prompts_of(rows, source, target.tokenizer)
+    if not found:
+        raise ConfigError("--prompts is needed: a source of prompts, as data.source of train")
+    limit = target.model.config.max_positions - args.max_tokens
+    fitting = tuple(tokens for tokens in found if len(tokens) <= limit)[: args.n]
+    if not fitting:
+        raise ConfigError(
+            f"{source}: none of its prompts has at most {limit} tokens; lower --max-tokens"
+        )
+    return fitting
+
+
+def _run_of(name: str) -> Path | None:
+    """Return the run directory at or above a path."""
+    path = Path(name)
+    places = (path, *path.absolute().parents[:_PARENTS]) if path.is_dir() else ()
+    return next((each for each in places if (each / CONFIG_FILE).is_file()), None)
+
+
+def _of_run(run: Path, tokenizer: Tokenizer) -> list[tuple[int, ...]] | None:
+    """Return the prompts that a run held out, else those that it used; None if it has none."""
+    file = run / CONFIG_FILE
+    try:
+        sections = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); give --prompts") from error
+    if "rollout" in sections:
+        parts = load_prompts(configfile.resolve(RunConfig, file, []), tokenizer, lambda rows: {})
+        chosen = parts.heldout.prompts or parts.train.prompts
+        return [prompt.tokens for prompt in chosen]
+    if "target" not in sections:
+        return None
+    config = configfile.resolve(DrafterTrainConfig, file, [])
+    if config.data.completions == "given":
+        return None
+    rows, num_heldout = prompt_rows(config), config.data.heldout_size
+    return prompts_of(rows[-num_heldout:], config.data.source, tokenizer, config.data.prompt_column)
 
 
 def complete(
@@ -196,73 +199,32 @@ def complete(
     return completions, acceptance
 
 
-def _print_tables(found: Sequence[Measurement]) -> None:
-    deepest = max(len(each.acceptance.rates()) for each in found)
-    setting = ("T", "draft", "noise")
+def _setting(measured: Mapping[str, Any]) -> tuple[str, str, str]:
+    noise = "coupled" if measured["coupled"] else "uncoupled"
+    return f"T {measured['temperature']:g}", measured["shape"], noise
+
+
+def _print_table(found: Sequence[Mapping[str, Any]]) -> None:
+    deepest = max(len(each["acceptance_rate_by_depth"]) for each in found)
     depths = [f"d{depth}" for depth in range(1, deepest + 1)]
-    table = _table(
-        "accept length, acceptance rate by depth, calibration error, texts that differ",
-        (*setting, "length", *depths, "ece", "differ"),
-    )
-    positions = _table(
-        "accept length by generated tokens before the step",
-        (*setting, *(f"{start}+" for start in POSITIONS)),
-    )
+    title = "accept length, acceptance rate by depth, calibration error, texts that differ"
+    table = Table(title=title, title_justify="left")
+    for name in ("", "draft", "noise", "length", *depths, "ece", "differ"):
+        table.add_column(name, justify="right", no_wrap=True)
     for each in found:
-        cells = [f"{each.temperature:g}", each.shape, each.noise]
-        rates = [f"{rate:.2f}" for rate in each.acceptance.rates()]
+        rates = [f"{rate:.2f}" for rate in each["acceptance_rate_by_depth"]]
         table.add_row(
-            *cells,
-            f"{each.acceptance.overall.mean:.2f}",
+            *_setting(each),
+            f"{each['accept_length']:.2f}",
             *rates,
             *([""] * (deepest - len(rates))),
-            f"{each.calibration_error:.3f}",
-            f"{each.differing_share:.1%}",
+            f"{each['calibration_error']:.3f}",
+            f"{each['differing_share']:.1%}",
         )
-        positions.add_row(*cells, *each.lengths())
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(table)
-    console.print(positions)
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def plot(found: Sequence[Measurement], path: Path, *, title: str) -> None:
-    """Plot accept length, acceptance rate by depth and accept length by position as PNG.
-
-    Raises ConfigError if matplotlib is not installed.
-    """
-    figure = blank(13.0, 4.2)
-    bars, depths, positions = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
-    for index, each in enumerate(found):
-        label = f"T {each.temperature:g}, {each.shape}, {each.noise}"
-        color = PALETTE[index % len(PALETTE)]
-        style = {"color": color, "linestyle": "-" if each.coupled else "--"}
-        bars.barh(label, each.acceptance.overall.mean, color=color)
-        rates = each.acceptance.rates()
-        depths.plot(range(1, len(rates) + 1), rates, marker="o", **style)
-        by_position = zip(POSITIONS, each.acceptance.by_position(), strict=True)
-        points = [(start, at.mean) for start, at in by_position if at.num_verified >= 20]
-        positions.plot([s for s, _ in points], [mean for _, mean in points], marker="o", **style)
-    bars.invert_yaxis()
-    bars.set(title="accept length", xlabel="tokens per verify step", xlim=(1, None))
-    depths.set(title="acceptance rate by depth", xlabel="depth", ylim=(0, 1))
-    positions.set(
-        title="accept length by position", xlabel="generated tokens before", ylim=(1, None)
-    )
-    for panel in (depths, positions):
-        frame(panel)
-    frame(bars, grid="x")
-    figure.suptitle(title)
-    write(figure, path)
-
-
-def numbers(option: str, text: str) -> list[float]:
+def _numbers(option: str, text: str) -> list[float]:
     """Parse comma-separated numbers; ConfigError naming the option."""
     try:
         return [float(part) for part in text.split(",")]

@@ -6,15 +6,12 @@ It builds the components from a configuration; the loop is `programs.steps`. The
 its checkpoints are those of `longtail train`; a checkpoint's `policy` is the drafter.
 """
 
-import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 import torch
-from rich.console import Console as RichConsole
-from rich.table import Table
 
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.models import model_directory
@@ -22,6 +19,7 @@ from longtail.assembly.precision import costs, decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
+from longtail.drafter.eagle.loss import DepthReport
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
     TargetIdentity,
@@ -30,7 +28,6 @@ from longtail.drafter.formats.checkpoint import (
     load_drafter,
     save_drafter,
 )
-from longtail.drafter.training.depths import DepthReport
 from longtail.drafter.training.texts import TextBatches, pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.engine.report import StepReport
@@ -151,26 +148,18 @@ class Components(steps.Components):
                 f"lr {metrics['train/learning_rate']:.2e}  "
                 f"{metrics['perf/tokens_per_s']:,.0f} tok/s"
             )
-        if self.depths is not None:
-            overlaps = " ".join(f"{overlap:.3f}" for overlap in self.depths.overlap)
-            expected = f"expected accept length {self.depths.accept_len:.2f}"
-            lines.append(f"held out: overlap {overlaps}, {expected}")
-        return lines
+        return lines if self.depths is None else [*lines, f"held out: {_described(self.depths)}"]
 
     def log_end(self, console: Console, policy: Path) -> None:
         """Print the held-out measurement and the drafter's path on stdout."""
-        out = RichConsole(highlight=False, width=None if sys.stdout.isatty() else 200)
         if self.depths is not None:
-            table = Table(title="drafter, on held-out text", title_justify="left")
-            for name in ("depth", "overlap (temperature 1)", "agreement (temperature 0)"):
-                table.add_column(name, justify="right")
-            values = zip(self.depths.overlap, self.depths.agreement, strict=True)
-            for depth, (overlap, agreement) in enumerate(values, 1):
-                table.add_row(str(depth), f"{overlap:.3f}", f"{agreement:.3f}")
-            out.print(table)
-            out.print(f"expected accept length of such a chain: {self.depths.accept_len:.2f}")
-        out.print(f"{self.steps} steps, {self.num_tokens:,} tokens", markup=False)
-        out.print(f"drafter: {policy}", markup=False, soft_wrap=True)
+            print(f"on held-out text, by depth: {_described(self.depths)}")
+        print(f"{self.steps} steps, {self.num_tokens:,} tokens\ndrafter: {policy}")
+
+
+def _described(depths: DepthReport) -> str:
+    overlaps = " ".join(f"{overlap:.3f}" for overlap in depths.overlap)
+    return f"overlap {overlaps}, expected accept length {depths.accept_len:.2f}"
 
 
 def run(config: DrafterTrainConfig) -> int:
@@ -236,7 +225,8 @@ def assemble(
     own = config.train
     settings = TrainerSettings(
         unroll_steps=_num_unrolled(config, layer),
-        optimizer=steps.optimizer_settings(own, own.steps),
+        optimizer=own,
+        total_steps=own.steps,
         matrix_rate=own.matrix_rate or None,
         autocast=own.autocast is True,
         fit_tokens=own.fit_tokens,
@@ -275,9 +265,7 @@ def _given_drafter(init: str, target: Target, console: Console) -> LoadedDrafter
     """Read the drafter from which training continues."""
     given = read_drafter(init, target, console.log, _working(target.model), field="drafter.init")
     if given is None:
-        raise ConfigError(
-            f"drafter.init = {init!r}: it has no EAGLE layer to train; give a drafter directory"
-        )
+        raise ConfigError(f"drafter.init = {init!r}: it has no EAGLE layer to train")
     return given
 
 

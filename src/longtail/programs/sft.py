@@ -13,26 +13,24 @@ from typing import final
 
 import torch
 
-from longtail.assembly.models import TINY_REASONER, model_directory
+from longtail.assembly.models import model_directory
 from longtail.assembly.precision import costs, decided
 from longtail.config.data import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
-from longtail.model.hf.model import load_config, load_model, save_model
+from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.programs import steps
-from longtail.rl.data import sum_task, tiny_task
+from longtail.rl.data import sum_task
 from longtail.rl.data.examples import Example, ExampleBatches, example_of, make_examples
 from longtail.rl.data.prompts import Encoder, PromptSet, PromptSource, hold_out
 from longtail.rl.data.sources import Row, load_rows
-from longtail.rl.sft_learner import SftLearner, SftSettings
+from longtail.rl.sft_learner import SftLearner
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.system.device import choose_device
 
-_SOLVED = {TINY_REASONER: tiny_task.examples, RUNNING_SUMS: sum_task.examples}
-"""Solved problems of the embedded tasks."""
 _HELDOUT_ONE_IN, _MAX_HELDOUT = 20, 64
 """One example in 20, and at most 64, are held out."""
 
@@ -140,17 +138,11 @@ def assemble(config: SftConfig) -> Components:
     parts = hold_out(examples, size)
     source = PromptSource(parts.train, seed=config.run.seed)
     own = config.train
-    settings = SftSettings(
-        optimizer=steps.optimizer_settings(own, own.steps),
-        tokens_per_micro_batch=own.tokens_per_micro_batch,
-        recompute=own.gradient_checkpointing,
-        autocast=own.autocast is True,
-    )
     return Components(
         config=config,
         model=model,
         tokenizer=tokenizer,
-        learner=SftLearner(model, settings),
+        learner=SftLearner(model, own),
         batches=ExampleBatches(source, own.batch_tokens),
         heldout=tuple(example_of(prompt) for prompt in parts.heldout.prompts),
         num_dropped=examples.num_dropped,
@@ -158,22 +150,16 @@ def assemble(config: SftConfig) -> Components:
 
 
 def _model(config: SftConfig) -> tuple[Transformer, Tokenizer]:
-    """Load the model; `tiny-reasoner` is a new one with random weights."""
     device, path = choose_device(config.run.device), model_directory(config.model.path)
-    if config.model.path == TINY_REASONER:
-        model = Transformer(load_config(path))
-        model.initialize(torch.Generator().manual_seed(config.run.seed))
-        return model.to(device), load_tokenizer(path)
     return load_model(path, torch.float32, device), load_tokenizer(path)
 
 
 def _examples(config: SftConfig, tokenizer: Tokenizer) -> PromptSet:
     data = config.data
-    solved = _SOLVED.get(data.source)
     rows: Sequence[Row] = (
-        load_rows(data.source, data.size, config.run.seed)
-        if solved is None
-        else solved(data.size, config.run.seed)
+        sum_task.examples(data.size, config.run.seed)
+        if data.source == RUNNING_SUMS
+        else load_rows(data.source, data.size, config.run.seed)
     )
     if not tokenizer.eos_ids:
         raise ConfigError(

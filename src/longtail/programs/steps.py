@@ -7,12 +7,10 @@ from pathlib import Path
 
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
-from longtail.config.sections import OptimizerSection
 from longtail.config.sft import SftConfig
-from longtail.rl.optim import OptimizerSettings
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
-from longtail.run.metrics import open_writers
+from longtail.run.metrics import MetricLog
 from longtail.system.device import set_threads
 from longtail.system.interrupt import Interrupted, Interruption
 
@@ -88,7 +86,7 @@ def _train(
     own, steps, began = config.run, config.train.steps, time.perf_counter()
     first = saved = components.steps
     tokens = 0.0
-    writer = open_writers(
+    writer = MetricLog(
         own.writers,
         directory.path,
         last_step=saved or None,
@@ -129,16 +127,3 @@ def step_label(step: int, steps: int) -> str:
     Example: step_label(7, 100) == "step   7/100"
     """
     return f"step {step:>{len(str(steps))}}/{steps}"
-
-
-def optimizer_settings(section: OptimizerSection, steps: int) -> OptimizerSettings:
-    """Return the optimizer's settings for a schedule of `steps` steps."""
-    return OptimizerSettings(
-        learning_rate=section.learning_rate,
-        schedule=section.schedule,
-        warmup_steps=section.warmup_steps,
-        total_steps=steps,
-        weight_decay=section.weight_decay,
-        betas=section.betas,
-        max_grad_norm=section.max_grad_norm,
-    )

@@ -15,13 +15,14 @@ gathering the whole policy. `rl.optim` describes what follows the loss of a rank
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
+from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, ConfigError, NonFiniteError
 from longtail.model.kernels.products import can_hold_casts
 from longtail.model.transformer import Transformer
@@ -30,7 +31,7 @@ from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance, reduc
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
-from longtail.rl.optim import Optimizer, OptimizerSettings, load_parameters, loss_error
+from longtail.rl.optim import Optimizer, load_parameters, loss_error
 from longtail.rl.packing import lay_out
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
 
@@ -42,32 +43,6 @@ OnProgress = Callable[[bool], None]
 
 _EMPTY = lay_out([(0, 0)], prompt_lens=[1])
 """Input of passes that a rank makes only because others need its shard."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSettings:
-    """Settings of the updates; None is the constant of the loss's own paper.
-
-    Example: LearnerSettings(loss="dapo", optimizer=OptimizerSettings(learning_rate=1e-5))
-    """
-
-    loss: str = "grpo"
-    """Key of `rl.loss.LOSSES`."""
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    clip_low: float | None = None
-    clip_high: float | None = None
-    kl_coef: float = 0.0
-    """Weight of the KL term; above 0, a frozen copy of the initial weights is the reference."""
-    tis_cap: float | None = None
-    """Cap of the truncated importance weights; None applies none."""
-    recompute: bool = False
-    """Whether the decoder's layers are recomputed in the backward pass."""
-    autocast: bool = False
-    """Whether matrix products run in bfloat16 over float32 weights."""
-    max_logits: int = MAX_LOGITS
-    """Largest number of logits held at the same time."""
-    sharding: Literal["none", "full"] = "none"
-    """`full`: each rank of a group holds a shard of weights, gradients and moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,21 +65,25 @@ class Learner:
     has made it. A sharded learner cannot join another group.
     """
 
-    def __init__(self, model: Transformer, settings: LearnerSettings) -> None:
-        if settings.loss not in LOSSES:
-            raise ConfigError(
-                f"learner.loss = {settings.loss!r}: it must be one of {', '.join(LOSSES)}"
-            )
-        if settings.autocast and model.dtype != torch.float32:
+    def __init__(
+        self,
+        model: Transformer,
+        settings: LearnerSection,
+        *,
+        total_steps: int = 0,
+        max_logits: int = MAX_LOGITS,
+    ) -> None:
+        if settings.autocast is True and model.dtype != torch.float32:
             raise ConfigError(
                 f"learner.autocast = true with {model.dtype} weights: it needs float32"
             )
         self._model = self._trained = model.requires_grad_(True)
-        self._settings = settings
+        self._settings, self._total_steps = settings, total_steps
+        self._max_logits = max_logits
         self._group: ProcessGroup = SINGLE_PROCESS
         self._shards: Shards | None = None
         self._spec = LOSSES[settings.loss]
-        self._optimizer = Optimizer(model.named_parameters(), settings.optimizer)
+        self._optimizer = Optimizer(model.named_parameters(), settings, total_steps=total_steps)
         self._reference = (
             copy.deepcopy(model).requires_grad_(False) if settings.kl_coef > 0 else None
         )
@@ -158,7 +137,8 @@ class Learner:
 
     def _hold_casts(self) -> None:
         """Convert the weights for autocast, once until the next update; shards are gathered."""
-        if self._settings.autocast and self._shards is None and can_hold_casts(self._model.device):
+        is_whole = self._shards is None and can_hold_casts(self._model.device)
+        if self._settings.autocast is True and is_whole:
             self._model.hold_casts(torch.bfloat16)
 
     def _assigned(self, batch: TrainBatch) -> tuple[Sequence[int], int]:
@@ -285,9 +265,9 @@ class Learner:
             self._trained if model is None else model,
             packed,
             sampling,
-            autocast=own.autocast,
-            recompute=own.recompute,
-            max_logits=own.max_logits,
+            autocast=own.autocast is True,
+            recompute=own.gradient_checkpointing,
+            max_logits=self._max_logits,
         )
 
     def weights(self) -> PolicyWeights:
@@ -329,8 +309,14 @@ class Learner:
         if self._settings.sharding == "full" and group.size > 1:
             from longtail.rl.sharded import Shards  # importing FSDP2 takes most of a second
 
-            optimizer, moments = self._settings.optimizer, self._optimizer.tensors()
-            shards = Shards(group, self._model, optimizer, moments, self._reference)
+            shards = Shards(
+                group,
+                self._model,
+                self._settings,
+                self._optimizer.tensors(),
+                self._reference,
+                total_steps=self._total_steps,
+            )
             self._shards, self._trained, self._optimizer = shards, shards.model, shards.optimizer
         return self._version
 

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longtail.config.sections import OptimizerSection
 from longtail.errors import CheckpointError, NonFiniteError
-from longtail.rl.optim import Optimizer, OptimizerSettings, Update, scheduled_rate
+from longtail.rl.optim import Optimizer, Update, scheduled_rate
 from longtail.system.device import multiplies_bfloat16
 
 _MOMENTUM = "momentum"
@@ -52,7 +53,12 @@ class MuonOptimizer:
     """
 
     def __init__(
-        self, model: nn.Module, settings: OptimizerSettings, *, matrix_rate: float = 0.02
+        self,
+        model: nn.Module,
+        settings: OptimizerSection,
+        *,
+        matrix_rate: float = 0.02,
+        total_steps: int = 0,
     ) -> None:
         self._matrices = {
             name: p for name, p in model.named_parameters() if p.dim() == 2 and "layers." in name
@@ -62,8 +68,9 @@ class MuonOptimizer:
             for name, parameter in model.named_parameters()
             if name not in self._matrices
         )
-        self._adamw = Optimizer(others, settings)
-        self._schedule = replace(settings, learning_rate=matrix_rate)
+        self._adamw = Optimizer(others, settings, total_steps=total_steps)
+        self._schedule = settings.model_copy(update={"learning_rate": matrix_rate})
+        self._total_steps = total_steps
         self._momentum: dict[str, Tensor] = {}
 
     def update(self, step: int) -> Update:
@@ -74,8 +81,9 @@ class MuonOptimizer:
         try:
             norms = [self._norm(step, name) for name in self._matrices]
             others = self._adamw.update(step)
+            rate = scheduled_rate(step, self._schedule, self._total_steps)
             for name, matrix in self._matrices.items():
-                self._move(name, matrix, scheduled_rate(step, self._schedule))
+                self._move(name, matrix, rate)
         finally:
             self.discard()
         norm = torch.stack([*norms, torch.tensor(others.grad_norm)]).norm()

@@ -15,16 +15,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longtail.config.sections import OptimizerSection
 from longtail.errors import CheckpointError, ClusterError, NonFiniteError, ProcessGroupError
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, all_gather_scalar
-
-Schedule = Literal["constant", "linear", "cosine"]
 
 INCOMPLETE = -1
 """Version of a learner whose synchronization was interrupted: its weights are a mixture."""
@@ -32,34 +31,15 @@ INCOMPLETE = -1
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """Settings of AdamW (Loshchilov and Hutter 2019) and its schedule.
-
-    Example: OptimizerSettings(learning_rate=1e-5, schedule="cosine", total_steps=100)
-    """
-
-    learning_rate: float = 1e-6
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 0
-    """Step at which linear and cosine schedules reach 0; constant ignores it."""
-    weight_decay: float = 0.0
-    """Decoupled decay of matrices; norms and biases have none."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-
-
-def scheduled_rate(step: int, settings: OptimizerSettings) -> float:
-    """Return the learning rate of step 0, 1, ...; it would be 0 at `total_steps`.
+def scheduled_rate(step: int, settings: OptimizerSection, total_steps: int = 0) -> float:
+    """Return the learning rate of step 0, 1, ...; linear and cosine reach 0 at `total_steps`.
 
     Example: learning_rate=1, linear, warmup_steps=2, total_steps=6:
              steps 0 1 2 3 4 5 -> 0.5 1 1 0.75 0.5 0.25
     """
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
-    span = max(settings.total_steps - settings.warmup_steps, 1)
+    span = max(total_steps - settings.warmup_steps, 1)
     done = min((step - settings.warmup_steps) / span, 1.0)
     match settings.schedule:
         case "constant":
@@ -92,11 +72,12 @@ class Optimizer:
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
-        settings: OptimizerSettings,
+        settings: OptimizerSection,
         *,
+        total_steps: int = 0,
         group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        self._settings, self._group = settings, group
+        self._settings, self._total_steps, self._group = settings, total_steps, group
         self._parameters = dict(parameters)
         matrices = [p for p in self._parameters.values() if p.dim() >= 2]
         others = [p for p in self._parameters.values() if p.dim() < 2]
@@ -116,7 +97,7 @@ class Optimizer:
 
         Raises NonFiniteError naming the step and the parameter; nothing is modified then.
         """
-        rate = scheduled_rate(step, self._settings)
+        rate = scheduled_rate(step, self._settings, self._total_steps)
         try:
             norm = self._grad_norm(step)
             if float(norm) + 1e-6 > self._settings.max_grad_norm:  # else a product with 1

@@ -6,37 +6,21 @@ into micro-batches. `rl.data.examples` makes the examples.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
+from longtail.config.sft import SftTrainSection
 from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
 from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.muon import MuonOptimizer
-from longtail.rl.optim import Optimizer, OptimizerSettings, load_parameters, loss_error
+from longtail.rl.optim import Optimizer, load_parameters, loss_error
 from longtail.rl.packing import pack
 from longtail.types import PackedSequences, SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftSettings:
-    """Settings of supervised learning.
-
-    Example: SftSettings(optimizer=OptimizerSettings(learning_rate=1e-5), autocast=True)
-    """
-
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    matrix_rate: float | None = None
-    """Learning rate of Muon for the matrices inside layers; None uses AdamW for them, too."""
-    tokens_per_micro_batch: int = 8192
-    recompute: bool = False
-    """Whether the decoder's layers are recomputed in the backward pass."""
-    autocast: bool = False
-    """Whether matrix products run in bfloat16 over float32 weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +48,19 @@ class SftLearner:
     A step whose loss or gradient is not finite is not made and raises NonFiniteError.
     """
 
-    def __init__(self, model: Transformer, settings: SftSettings) -> None:
-        if settings.autocast and model.dtype != torch.float32:
+    def __init__(
+        self, model: Transformer, settings: SftTrainSection, *, matrix_rate: float | None = None
+    ) -> None:
+        """`matrix_rate`: learning rate of Muon inside layers; None uses AdamW for all weights."""
+        if settings.autocast is True and model.dtype != torch.float32:
             raise ConfigError(f"train.autocast = true with {model.dtype} weights: it needs float32")
         self._model = model.requires_grad_(True)
         self._model.fuse()
         self._settings = settings
         self._optimizer: Optimizer | MuonOptimizer = (
-            Optimizer(model.named_parameters(), settings.optimizer)
-            if settings.matrix_rate is None
-            else MuonOptimizer(model, settings.optimizer, matrix_rate=settings.matrix_rate)
+            Optimizer(model.named_parameters(), settings, total_steps=settings.steps)
+            if matrix_rate is None
+            else MuonOptimizer(model, settings, matrix_rate=matrix_rate, total_steps=settings.steps)
         )
         self._steps = 0
 
@@ -141,5 +128,9 @@ class SftLearner:
     def _score(self, packed: PackedSequences) -> TokenScores:
         own = self._settings
         return score(
-            self._model, packed, SamplingParams(), autocast=own.autocast, recompute=own.recompute
+            self._model,
+            packed,
+            SamplingParams(),
+            autocast=own.autocast is True,
+            recompute=own.gradient_checkpointing,
         )

@@ -25,9 +25,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
+from longtail.config.sections import OptimizerSection
 from longtail.model.transformer import Transformer
 from longtail.rl.collectives import ProcessGroup, all_gather_scalar
-from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.optim import Optimizer
 
 _MESH = GroupName("longtail-shards")
 
@@ -40,9 +41,11 @@ class Shards:
         self,
         group: ProcessGroup,
         whole: Transformer,
-        settings: OptimizerSettings,
+        settings: OptimizerSection,
         moments: Mapping[str, Tensor],
         reference: Transformer | None,
+        *,
+        total_steps: int,
     ) -> None:
         """Copy this rank's rows of policy and moments to the group's device; shard the reference.
 
@@ -56,7 +59,7 @@ class Shards:
         self._parameters = {name: _dtensor(p) for name, p in self.model.named_parameters()}
         rows = {name: nn.Parameter(p.to_local()) for name, p in self._parameters.items()}
         self._rows = rows
-        self.optimizer = Optimizer(rows.items(), settings, group=group)
+        self.optimizer = Optimizer(rows.items(), settings, total_steps=total_steps, group=group)
         """Optimizer of this rank's rows."""
         self.optimizer.load({name: self._own(moment) for name, moment in moments.items()})
 

@@ -3,21 +3,21 @@
     runs/example/
       config.toml                     resolved configuration, of the newest start
       metrics.jsonl, rollouts.jsonl   logs, as speculation.jsonl; cut back on resume
-      cost.json  report.html          replaced as a whole
       checkpoints/
         step_000010/
           policy/                     a Hugging Face directory, written by `save_policy`
           trainer.safetensors         optimizer moments, master weights, generator states
-          state.json                  counters and cursors; the seal of all files above (`files`)
+          state.json                  counters and cursors
         .new-step_000020/             being written; removed at the next start
       earlier-1/                      logs of an earlier run without a checkpoint
 
-A checkpoint is written under a temporary name, synced, and renamed. It is complete if its files
-have the digests in `state.json`. Nothing is unpickled.
+A checkpoint is written under a temporary name, synced, and renamed; it gets a temporary name again
+before it is removed. So one with its own name is complete. Nothing is unpickled.
 """
 
-import errno
 import fcntl
+import itertools
+import json
 import logging
 import os
 import re
@@ -33,15 +33,13 @@ from torch import Tensor
 
 from longtail.config import files as configfile
 from longtail.errors import CheckpointError, ConfigError
-from longtail.system.files import open_sealed, seal_folder, sync, write_atomically
+from longtail.system.files import sync, sync_folder, write_atomically
 
 _log = logging.getLogger("longtail")
-_SEAL = "state.json"
-RUN_FORMAT = 3
+_STATE = "state.json"
+RUN_FORMAT = 4
 """Version of state, metric names and configuration fields; runs of other versions do not resume."""
 _NAME = re.compile(r"step_(\d{6,18})")
-_EARLIER = re.compile(r"earlier-(\d{1,9})")
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAY_DIFFER = frozenset(
     {
         "run.dir", "run.steps", "run.threads", "run.checkpoint_every", "run.keep_checkpoints",
@@ -50,7 +48,7 @@ _MAY_DIFFER = frozenset(
         "speculation.drafter", "speculation.tuner", "speculation.depth", "speculation.width",
         "speculation.size", "speculation.max_running", "speculation.coupled", "spot.train",
         "spot.learning_rate", "spot.matrix_rate", "spot.batch_tokens", "spot.buffer_mb",
-        "spot.features_mb", "cluster.workers", "cluster.address", "cluster.hang_s",
+        "spot.features_mb", "cluster.workers", "cluster.address", "cluster.worker_timeout_s",
         "learner.sharding",
     }
 )  # fmt: skip
@@ -60,10 +58,10 @@ _MAY_DIFFER = frozenset(
 CONFIG_FILE = "config.toml"
 _LOGS = (
     "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "drafts.jsonl", "drafter.jsonl",
-    "trace.json", "summary.json", "cost.json", "rollout.png", "report.html",
+    "trace.json", "summary.json", "report.html", "drafter", "tensorboard",
 )  # fmt: skip
-_FOLDERS = ("checkpoints", "drafter", "tensorboard")
-UNWRITABLE = (OSError, SafetensorError)  # a failed write of tensors
+UNWRITABLE = (OSError, SafetensorError)
+"""Errors of a failed write of tensors, or of a read."""
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -80,11 +78,60 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file into CPU memory. Raises ValueError if it is damaged."""
+    """Read a safetensors file into CPU memory. Raises CheckpointError if it is damaged."""
     try:
         return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path.name} is damaged ({error})") from error
+    except UNWRITABLE as error:
+        raise damaged(path.parent, error) from error
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return state.json of a checkpoint. Raises CheckpointError if it is damaged."""
+    try:
+        return json.loads((path / _STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise damaged(path, error) from error
+
+
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a checkpoint that cannot be read."""
+    return CheckpointError(
+        f"{path}: it cannot be read ({error}); move it away to use the one before"
+    )
+
+
+def write_state(path: Path, document: Mapping[str, Any]) -> None:
+    """Write state.json of a checkpoint; floats are kept to the last bit."""
+    (path / _STATE).write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
+
+
+def put_step(folder: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
+    """Write a checkpoint under a temporary name, sync and rename it; keep only the newest ones."""
+    path = folder / f"step_{step:06d}"
+    temporary = path.with_name(f".new-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        write(temporary)
+        sync_folder(temporary)
+        _remove(path)
+        temporary.rename(path)
+        sync(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    for _, old in steps_in(folder)[:-keep]:
+        _remove(old)
+    return path
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, if it exists, under a temporary name."""
+    if path.exists():
+        temporary = path.with_name(f".old-{path.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        path.rename(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +183,9 @@ class RunDirectory:
 
         Without a checkpoint, earlier logs are moved to `earlier-N` with a warning. Raises
         ConfigError if the directory is used and `resume` is off, if it is locked, if its run is of
-        another version of longtail or all checkpoints are damaged, if the configuration changes the
-        run, or if a file has the place of a folder.
+        another version of longtail, or if the configuration changes the run.
         """
         try:
-            self._refuse_misplaced()
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._claim()
             latest = self._resume_point(config_text, resume)
@@ -148,6 +193,9 @@ class RunDirectory:
             if latest is None:
                 self._set_aside()
             write_atomically(self.path / CONFIG_FILE, config_text)
+        except CheckpointError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -160,19 +208,15 @@ class RunDirectory:
         return latest
 
     def load_latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint; damaged ones are skipped with a warning."""
-        for step, path in reversed(self._found()):
-            try:
-                document = open_sealed(path, _SEAL)
-                if document.get("step") != step or not isinstance(document.get("state"), dict):
-                    raise ValueError(f"{_SEAL} is of another step")
-                written_by = document.get("run_format")
-                return Checkpoint(
-                    step=step, path=path, state=document["state"], run_format=written_by
-                )
-            except (OSError, ValueError) as error:
-                _log.warning("%s is damaged and skipped: %s", path, error)
-        return None
+        """Return the newest checkpoint. Raises CheckpointError if it is damaged."""
+        found = steps_in(self.checkpoints)
+        if not found:
+            return None
+        step, path = found[-1]
+        document = read_state(path)
+        return Checkpoint(
+            step=step, path=path, state=document["state"], run_format=document.get("run_format")
+        )
 
     def save(
         self,
@@ -186,25 +230,24 @@ class RunDirectory:
         `save_policy` writes into the given directory. Raises CheckpointError if a write fails; the
         partial checkpoint is removed, and earlier checkpoints stay.
         """
-        final_path = self.checkpoints / f"step_{step:06d}"
-        temporary = self.checkpoints / f".new-{final_path.name}"
+        document = {"run_format": RUN_FORMAT, "step": step, "state": dict(state)}
+
+        def write(folder: Path) -> None:
+            (folder / "policy").mkdir()
+            save_policy(folder / "policy")
+            save_tensors(tensors, folder / "trainer.safetensors")
+            write_state(folder, document)
+
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / "policy").mkdir(parents=True)
-            save_policy(temporary / "policy")
-            save_tensors(tensors, temporary / "trainer.safetensors")
-            seal_folder(
-                temporary, _SEAL, {"run_format": RUN_FORMAT, "step": step, "state": dict(state)}
-            )
-            self._put(temporary, final_path)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(_refusal(step, self.checkpoints, error)) from error
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        self._prune(step)
-        return Checkpoint(step=step, path=final_path, state=dict(state))
+            path = put_step(self.checkpoints, step, write, keep=self._keep)
+        except (*UNWRITABLE, CheckpointError) as error:
+            free = shutil.disk_usage(self.path).free / 1e9
+            raise CheckpointError(
+                f"checkpoint of step {step} in {self.checkpoints} cannot be written: {error}; free "
+                f"some space ({free:.2f} GB left), lower run.keep_checkpoints, or make run.dir "
+                "writable, then start again: the run resumes from the checkpoint before"
+            ) from error
+        return Checkpoint(step=step, path=path, state=dict(state))
 
     def close(self) -> None:
         """Unlock the directory."""
@@ -225,31 +268,12 @@ class RunDirectory:
                 "or give another directory"
             ) from None
 
-    def _refuse_misplaced(self) -> None:
-        """Raise ConfigError for a folder in the place of a file, or a file in that of a folder."""
-        places = [(name, Path.is_file, "a file") for name in (CONFIG_FILE, ".lock", *_LOGS)]
-        places += [(name, Path.is_dir, "a folder") for name in _FOLDERS]
-        for name, fits, kind in places:
-            path = self.path / name
-            if os.path.lexists(path) and not fits(path):
-                raise ConfigError(
-                    f"run.dir = {str(self.path)!r}: {name} in it is not {kind}; move it away, or "
-                    "give another directory"
-                )
-
     def _resume_point(self, config_text: str, resume: bool) -> Checkpoint | None:
-        found = self._found()
-        if (found or self._holds_steps()) and not resume:
+        latest = self.load_latest()
+        if (latest or self._holds_steps()) and not resume:
             raise ConfigError(
                 f"run.dir = {str(self.path)!r}: it holds an earlier run; give another directory, "
                 "or run.resume = true to go on with it"
-            )
-        latest = self.load_latest()
-        if found and not latest:
-            raise ConfigError(
-                f"run.dir = {str(self.path)!r}: none of its {len(found)} checkpoints can be used "
-                "(see above); put back what is missing from a copy, or move its checkpoints folder "
-                "away to begin at step 0"
             )
         if latest and latest.run_format != RUN_FORMAT:
             raise ConfigError(
@@ -272,7 +296,7 @@ class RunDirectory:
         try:
             text = path.read_text(encoding="utf-8")
             configfile.differences(text, text)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path}: it says how the run was begun, and cannot be read ({error}); put it back "
                 "from a copy, or give another run.dir"
@@ -283,46 +307,21 @@ class RunDirectory:
         """Move the logs of an earlier start without a checkpoint to `earlier-N`."""
         if not self._holds_steps():
             return
-        numbers = (
-            int(match[1])
-            for path in self.path.iterdir()
-            if (match := _EARLIER.fullmatch(path.name))
-        )
-        aside = self.path / f"earlier-{max(numbers, default=0) + 1}"
+        places = (self.path / f"earlier-{number}" for number in itertools.count(1))
+        aside = next(place for place in places if not place.exists())
         aside.mkdir()
-        for name in (*_LOGS, *_FOLDERS):
-            if (self.path / name).exists() and name != self.checkpoints.name:
+        for name in _LOGS:
+            if (self.path / name).exists():
                 (self.path / name).rename(aside / name)
         _log.warning(
-            "%s: no checkpoint is left, so the run begins at step 0; its earlier logs are in %s",
+            "%s: it has no checkpoint, so the run begins at step 0; its earlier logs are in %s",
             self.path,
             aside,
         )
 
-    def _found(self) -> list[tuple[int, Path]]:
-        """Return step and path of all checkpoints, damaged ones included, oldest first."""
-        return steps_in(self.checkpoints)
-
-    def _put(self, temporary: Path, final_path: Path) -> None:
-        """Rename into place, after moving a damaged checkpoint of the same name away."""
-        aside = self.checkpoints / f".old-{final_path.name}"
-        if final_path.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            final_path.rename(aside)
-        temporary.rename(final_path)
-        sync(self.checkpoints)
-        shutil.rmtree(aside, ignore_errors=True)
-
-    def _prune(self, newest: int) -> None:
-        """Remove the oldest checkpoints, and damaged ones of later steps."""
-        valid = [path for step, path in self._found() if step <= newest][-self._keep :]
-        for _, path in self._found():
-            if path not in valid:
-                shutil.rmtree(path, ignore_errors=True)
-
     def _sweep(self) -> None:
         """Remove the partial checkpoints of a killed process."""
-        for path in self.checkpoints.glob(".*-step_*"):
+        for path in self.path.glob("*/.*-step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -369,32 +368,11 @@ def _refuse_changes(path: Path, old: str, new: str) -> None:
     fixed = [
         f"{name}: {before!r} -> {after!r}"
         for name, (before, after) in changed.items()
-        if name not in _MAY_DIFFER or (name in steps and _scheduled(new, steps[name]))
+        if name not in _MAY_DIFFER
+        or (name in steps and configfile.lookup(new, steps[name]) not in (None, "constant"))
     ]
     if fixed:
         raise ConfigError(
             "\n  ".join([f"run.dir = {str(path)!r}: it holds a run that was begun with", *fixed])
             + "\nresume with its own values, or give another run.dir"
         )
-
-
-def _scheduled(config_text: str, name: str) -> bool:
-    """Return whether the learning rate depends on the number of steps."""
-    return configfile.lookup(config_text, name) not in (None, "constant")
-
-
-def _refusal(step: int, place: Path, error: Exception) -> str:
-    """Return the message for a failed checkpoint: its cause and the remedy."""
-    cause = error.__cause__ or error
-    full = isinstance(cause, OSError) and cause.errno in _FULL_DISK
-    full = full or any(f"os error {number}" in str(cause) for number in _FULL_DISK)
-    remedy = (
-        f"free some space ({shutil.disk_usage(place).free / 1e9:.2f} GB left), or lower "
-        "run.keep_checkpoints"
-        if full
-        else "see that run.dir can be written"
-    )
-    return (
-        f"checkpoint of step {step} in {place}: {error}; {remedy}, then start again: the run "
-        "resumes from the checkpoint before"
-    )

@@ -23,8 +23,7 @@ from rich.text import Text
 
 from longtail.cluster.records import Progress
 from longtail.engine.report import StepReport
-from longtail.engine.rollout_log import RolloutSeries
-from longtail.run.summary import RunSummary
+from longtail.run.summary import Summary, summary_lines
 
 _REFRESH_S = 0.2
 _SILENCE_S = 10.0
@@ -43,8 +42,6 @@ class _Phase:
     began_s: float
     total: int = 0
     """Number of parts; 0 if it has none."""
-    expected_s: float | None = None
-    """Seconds that the phase of this name took before."""
     num_done: int = 0
     done_s: float = 0.0
     """Time at which `num_done` last rose."""
@@ -57,18 +54,16 @@ class _Phase:
 
     def status(self, now: float) -> str:
         """Return how far it is and how long it may still take."""
-        left, seconds = self._left(now), f"{now - self.began_s:.0f} s so far"
+        seconds = f"{now - self.began_s:.0f} s so far"
         if not self.total:
-            return ", ".join(filter(None, (seconds, left)))
+            return seconds
         count = f"{self.num_done}/{self.total} done"
-        return ", ".join(filter(None, (count, self.detail, left or seconds)))
+        return ", ".join(filter(None, (count, self.detail, self._left(now) or seconds)))
 
     def _left(self, now: float) -> str:
-        left = 0.0 if self.expected_s is None else self.began_s + self.expected_s - now
-        if left <= 0 and self.num_done:
-            each_s = (self.done_s - self.began_s) / self.num_done
-            left = each_s * (self.total - self.num_done) - (now - self.done_s)
-        if left <= 0:
+        each_s = (self.done_s - self.began_s) / max(self.num_done, 1)
+        left = each_s * (self.total - self.num_done) - (now - self.done_s)
+        if not self.num_done or left <= 0:
             return ""
         return f"about {left:.0f} s left" if left < 120 else f"about {left / 60:.0f} min left"
 
@@ -84,8 +79,6 @@ class Console:
         """Held while a line is written: `phase` starts a thread."""
         self._written_s = clock()
         self._phases: list[_Phase] = []
-        self._seconds: dict[str, float] = {}
-        """Seconds that the last phase of each name took."""
         self._tokens = 0
         self._has_shown_text = False
 
@@ -98,13 +91,9 @@ class Console:
 
     @contextmanager
     def phase(self, name: str, number: str = "", *, total: int = 0) -> Iterator[None]:
-        """Show that this is being done until the context ends; phases may be nested.
-
-        The seconds of the last phase of the same name are expected again.
-        """
-        began, ending = self._clock(), threading.Event()
-        title, expected = f"{name} {number}".strip(), self._seconds.get(name)
-        self._phases.append(_Phase(title=title, began_s=began, total=total, expected_s=expected))
+        """Show that this is being done until the context ends; phases may be nested."""
+        ending, title = threading.Event(), f"{name} {number}".strip()
+        self._phases.append(_Phase(title=title, began_s=self._clock(), total=total))
         self._tokens = 0
         beating = None
         if len(self._phases) == 1:
@@ -112,7 +101,6 @@ class Console:
             beating.start()
         try:
             yield
-            self._seconds[name] = self._clock() - began
         finally:
             self._phases.pop()
             ending.set()
@@ -131,7 +119,7 @@ class Console:
                 num_finished=self._phases[-1].num_done + len(report.finished),
                 num_generated=self._tokens,
                 num_running=report.num_running,
-                drafts=bool(report.verified) if report.readings else None,
+                drafts=bool(report.verified) if report.speculates else None,
                 text=report.finished[0].text if report.finished else "",
             )
         )
@@ -167,14 +155,8 @@ class Console:
 
     # ---- results
 
-    def step(
-        self,
-        step: int,
-        steps: int,
-        metrics: Mapping[str, float],
-        series: RolloutSeries | None = None,
-    ) -> None:
-        """Print one step's line; a speculating engine has `series`."""
+    def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
+        """Print one step's line."""
 
         def value(name: str) -> float:
             return metrics.get(name, float("nan"))
@@ -190,16 +172,15 @@ class Console:
             f"rollout {value('timing_s/rollout'):.1f} s of {value('timing_s/step'):.1f} s"
             + (f"  accept {accepted:.2f}" if accepted else "")
             + (f"  {failures} ungraded" if failures else "")
-            + ("" if series is None else _switches(series))
         )
 
-    def summary(self, summary: RunSummary, run_dir: Path) -> None:
+    def summary(self, summary: Summary, run_dir: Path) -> None:
         """Print the summary on stdout."""
         self._clear()
         table = Table(show_header=False, title="longtail", title_justify="left")
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for label, text in summary.lines(run_dir):
+        for label, text in summary_lines(summary, run_dir):
             table.add_row(label, Text(text))  # not markup: a path may hold brackets
         self._out.print(table)
 
@@ -217,13 +198,3 @@ def _one_line(text: str) -> str:
     """Return the beginning of a text without line breaks and terminal codes."""
     words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return words if len(words) <= _MOST_TEXT else f"{words[:_MOST_TEXT]} ..."
-
-
-def _switches(series: RolloutSeries) -> str:
-    """Return the last switch between drafting and plain decoding, and the number of switches."""
-    last = series.last_switch
-    if last is None:
-        return ""
-    count = f" ({len(series.switches)} switches)" if len(series.switches) > 1 else ""
-    why = f": {last.reason}" if last.reason else ""
-    return f"  {'drafting' if last.drafts else 'plain'} at the end{count}{why}"

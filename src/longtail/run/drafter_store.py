@@ -4,18 +4,16 @@
       initial/                  drafter directory of the drafter at the start of the run
       step_000010/
         tensors.safetensors     the drafter's own weights, and its training texts
-        state.json              version and cursors, and the digest of the file above
+        state.json              version and cursors
       .new-step_000020/         being written
 
 Published weights are never modified, so a thread writes them while the run continues: only the
 drafter's own weights, without optimizer moments, as in TLT (arXiv 2511.16665). A write waits for
-the one before. A resumed run loads the newest complete drafter that is not newer than its
-checkpoint, else it starts with its configured drafter, which changes only the speed.
+the one before. A resumed run loads the newest drafter that is not newer than its checkpoint, else
+it starts with its configured drafter, which changes only the speed.
 `load_run_drafter` combines the newest weights with the description of the initial drafter.
 """
 
-import logging
-import shutil
 import sys
 import threading
 from collections.abc import Mapping
@@ -31,11 +29,18 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.run.checkpoint import UNWRITABLE, load_tensors, save_tensors, step_of, steps_in
-from longtail.system.files import open_sealed, seal_folder
+from longtail.run.checkpoint import (
+    UNWRITABLE,
+    load_tensors,
+    put_step,
+    read_state,
+    save_tensors,
+    step_of,
+    steps_in,
+    write_state,
+)
 
-_log = logging.getLogger("longtail")
-_TENSORS, _STATE = "tensors.safetensors", "state.json"
+_TENSORS = "tensors.safetensors"
 INITIAL = "initial"
 
 
@@ -67,27 +72,23 @@ class DrafterStore:
             ) from error
 
     def load(self, step: int) -> DrafterState | None:
-        """Return the newest complete drafter of this step or an earlier one, None without one."""
-        for found, path in reversed(steps_in(self._directory)):
-            if found <= step:
-                try:
-                    return _read(path)
-                except (OSError, ValueError, KeyError) as error:
-                    _log.warning("%s is damaged (%s) and skipped for an older one", path, error)
-        return None
+        """Return the newest drafter of this step or an earlier one, None without one.
+
+        Raises CheckpointError if it is damaged.
+        """
+        found = [path for number, path in steps_in(self._directory) if number <= step]
+        if not found:
+            return None
+        numbers = read_state(found[-1])["numbers"]
+        return DrafterState(tensors=load_tensors(found[-1] / _TENSORS), numbers=numbers)
 
     def _write(self, step: int, state: DrafterState) -> None:
-        place = self._directory / f"step_{step:06d}"
-        temporary = self._directory / f".new-{place.name}"
+        def write(folder: Path) -> None:
+            save_tensors(state.tensors, folder / _TENSORS)
+            write_state(folder, {"numbers": dict(state.numbers)})
+
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            save_tensors(state.tensors, temporary / _TENSORS)
-            seal_folder(temporary, _STATE, {"numbers": dict(state.numbers)})
-            shutil.rmtree(place, ignore_errors=True)
-            temporary.rename(place)
-            for _, old in steps_in(self._directory)[: -self._keep]:
-                shutil.rmtree(old, ignore_errors=True)
+            put_step(self._directory, step, write, keep=self._keep)
         except UNWRITABLE as error:
             self._error = error
 
@@ -137,8 +138,3 @@ def _trained_in(run: str, numbers: Mapping[str, Any], loaded: LoadedDrafter) -> 
             loaded.training, agreement=(), overlap=(), accept_len=numbers.get("accept_len")
         ),
     )
-
-
-def _read(path: Path) -> DrafterState:
-    document = open_sealed(path, _STATE)
-    return DrafterState(tensors=load_tensors(path / _TENSORS), numbers=document["numbers"])

@@ -1,21 +1,20 @@
-"""Metrics: summary statistics, stopwatch, and writers.
+"""Metrics: summary statistics, stopwatch, and log.
 
 Names are verl's: `reward/mean`, `response_length/p99`, `timing_s/rollout`.
 
     {"step": 3, "reward/mean": 0.41, "timing_s/rollout": 6.2}      one line of metrics.jsonl
 """
 
-import abc
 import contextlib
+import errno
 import hashlib
 import json
-import logging
 import math
 import os
-import shutil
+import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -24,8 +23,8 @@ import numpy as np
 from longtail.errors import CheckpointError, ConfigError
 from longtail.system import machine
 
-_log = logging.getLogger("longtail")
 Number = int | float
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 def summarize(name: str, values: Sequence[Number]) -> dict[str, float]:
@@ -48,12 +47,10 @@ def summarize_lengths(lengths: Sequence[int], name: str = "response_length") -> 
     """
     if not lengths:
         return {}
-    array = np.asarray(lengths, dtype=np.float64)
-    numbers = {"mean": array.mean(), "max": array.max()}
+    numbers: dict[str, Any] = {"mean": np.mean(lengths)}
     for percent in (50, 90, 99):
-        numbers[f"p{percent}"] = np.percentile(array, percent, method="inverted_cdf")
-    order = ("mean", "p50", "p90", "p99", "max")
-    return {f"{name}/{key}": float(numbers[key]) for key in order}
+        numbers[f"p{percent}"] = np.percentile(lengths, percent, method="inverted_cdf")
+    return {f"{name}/{key}": float(each) for key, each in {**numbers, "max": max(lengths)}.items()}
 
 
 def timing(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -92,20 +89,8 @@ class Stopwatch:
         return seconds
 
 
-class MetricWriter(abc.ABC):
-    """Destination of metrics."""
-
-    @abc.abstractmethod
-    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """Write the metrics of one step; steps come in ascending order."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Write pending data and close."""
-
-
 @final
-class JsonLines(MetricWriter):
+class JsonLines:
     """A file with one JSON object per line, each with a `step`; lines are not buffered.
 
     A killed process leaves at most one torn line, and lines of steps after the last checkpoint.
@@ -120,15 +105,14 @@ class JsonLines(MetricWriter):
         A file that exceeds `most_bytes` loses its oldest lines, down to half of that size.
         """
         self._path, self._most_bytes = path, most_bytes
-        try:
+        with self._named_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             if last_step is None:
                 path.unlink(missing_ok=True)
             elif path.exists():
-                _cut_back(path, last_step)
+                with path.open("rb") as old:
+                    _replace(path, (line for line in old if _step_of(line) <= last_step))
             self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise _unwritten(path, error.strerror) from error
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line; numbers that are not finite become null.
@@ -138,30 +122,34 @@ class JsonLines(MetricWriter):
         plain = {"step": step, **_finite(metrics)}
         text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
         line = text.encode(errors="backslashreplace") + b"\n"  # a lone surrogate is escaped
-        try:
-            written = self._file.write(line)
-            if written == len(line) and self._most_bytes is not None:
+        with self._named_errors():
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._most_bytes is not None:
                 self._drop_oldest(self._most_bytes, len(line))
-        except OSError as error:
-            raise _unwritten(self._path, error.strerror) from error
-        if written != len(line):
-            raise _unwritten(self._path, "the disk is full")
 
     def _drop_oldest(self, most_bytes: int, newest: int) -> None:
         """Keep the newest lines that fit into half of `most_bytes`, at least the last one."""
         size = self._file.tell()
         if size <= max(most_bytes, newest):
             return
-        temporary = self._path.with_name(f".new-{self._path.name}")
-        with self._path.open("rb") as old, temporary.open("wb") as new:
+        with self._path.open("rb") as old:
             old.seek(size - max(most_bytes // 2, newest) - 1)
             old.readline()  # the rest of a line that is dropped
-            shutil.copyfileobj(old, new)
-            new.flush()
-            os.fsync(new.fileno())
+            _replace(self._path, old)
         self._file.close()
-        temporary.replace(self._path)
         self._file = self._path.open("ab", buffering=0)
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Raise CheckpointError with the path for an OSError."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path}: {error.strerror}; free some space, then start again: the run "
+                "resumes from its newest checkpoint"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -169,115 +157,85 @@ class JsonLines(MetricWriter):
 
 
 @final
-class TensorBoardWriter(MetricWriter):
-    """TensorBoard event files in `directory`; needs the extra `tensorboard`."""
-
-    def __init__(self, directory: Path, *, last_step: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard") from error
-        purge = None if last_step is None else last_step + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge)
-
-    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """Write one scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
-
-
-@final
-class WandbWriter(MetricWriter):
-    """Weights & Biases; needs the extra `wandb`. Without an API key it records offline.
-
-    The run's id is a digest of its directory, so a resumed run continues the same record.
-    """
-
-    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise _missing("wandb") from error
-        reachable = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
-        mode = os.environ.get("WANDB_MODE", "online" if reachable else "offline")
-        run_id = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
-        self._run = wandb.init(
-            project="longtail", name=directory.name, id=run_id, resume="allow",
-            dir=str(directory), mode=mode, config=dict(config),
-        )  # fmt: skip
-
-    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """Log the metrics of one step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish the record; offline records stay in the run's directory."""
-        self._run.finish()
-
-
-@final
-class ManyWriters(MetricWriter):
-    """Several writers as one."""
-
-    def __init__(self, writers: Sequence[MetricWriter]) -> None:
-        self._writers = tuple(writers)
-
-    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """Write the metrics to each writer."""
-        for writer in self._writers:
-            writer.write(step, metrics)
-
-    def close(self) -> None:
-        """Close each writer."""
-        for writer in self._writers:
-            writer.close()
-
-
-def open_writers(
-    names: Sequence[str], directory: Path, *, last_step: int | None, config: Mapping[str, Any]
-) -> MetricWriter:
-    """Open metrics.jsonl in a run directory, and the writers in `run.writers`.
+class MetricLog:
+    """metrics.jsonl in a run directory, and the trackers that `run.writers` names.
 
     `last_step` is the step of the checkpoint that the run resumes, None for a new run.
     """
-    makers: dict[str, Callable[[], MetricWriter]] = {
-        "tensorboard": lambda: TensorBoardWriter(directory / "tensorboard", last_step=last_step),
-        "wandb": lambda: WandbWriter(directory, config),
-    }
-    extra = [makers[name]() for name in names]
-    return ManyWriters([JsonLines(directory / "metrics.jsonl", last_step=last_step), *extra])
+
+    def __init__(
+        self,
+        writers: Sequence[str],
+        directory: Path,
+        *,
+        last_step: int | None,
+        config: Mapping[str, Any],
+    ) -> None:
+        self._board = _tensorboard(directory, last_step) if "tensorboard" in writers else None
+        self._wandb = _wandb_run(directory, config) if "wandb" in writers else None
+        self._file = JsonLines(directory / "metrics.jsonl", last_step=last_step)
+
+    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
+        """Write the metrics of one step; steps come in ascending order."""
+        self._file.write(step, metrics)
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Write pending data and close; offline records of wandb stay in the run's directory."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
 
-def _cut_back(path: Path, last_step: int) -> None:
-    """Keep the whole lines of steps up to `last_step`; one rename replaces the file."""
+def _tensorboard(directory: Path, last_step: int | None) -> Any:
+    """Open TensorBoard's event files; needs the extra `tensorboard`."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise _missing("tensorboard") from error
+    purge = None if last_step is None else last_step + 1
+    return SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+
+
+def _wandb_run(directory: Path, config: Mapping[str, Any]) -> Any:
+    """Open a run of Weights & Biases; needs the extra `wandb`, and is offline without an API key.
+
+    Its id is a digest of the directory, so a resumed run continues the same record.
+    """
+    try:
+        import wandb
+    except ImportError as error:
+        raise _missing("wandb") from error
+    reachable = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
+    mode = os.environ.get("WANDB_MODE", "online" if reachable else "offline")
+    run_id = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
+    return wandb.init(
+        project="longtail", name=directory.name, id=run_id, resume="allow", dir=str(directory),
+        mode=mode, config=dict(config),
+    )  # fmt: skip
+
+
+def _replace(path: Path, lines: Iterable[bytes]) -> None:
+    """Replace a file by its lines that stay, in one rename."""
     temporary = path.with_name(f".new-{path.name}")
-    damaged = 0
-    with path.open("rb") as old, temporary.open("wb") as new:
-        for line in old:
-            step = _step_of(line)
-            if step <= last_step:
-                new.write(line)
-            damaged += math.isinf(step) and line.endswith(b"\n")
+    with temporary.open("wb") as new:
+        new.writelines(lines)
         new.flush()
         os.fsync(new.fileno())
     temporary.replace(path)
-    if damaged:
-        _log.warning("%s: %d damaged lines are left out", path, damaged)
 
 
-def _step_of(line: bytes) -> float:
-    """Return the step of a line; infinity for a torn or damaged line."""
-    if not line.endswith(b"\n"):
-        return math.inf
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return math.inf
+def _step_of(line: bytes) -> Number:
+    """Return the step of a line; infinity for a torn line."""
+    found = _STEP.match(line) if line.endswith(b"\n") else None
+    return math.inf if found is None else int(found[1])
 
 
 def _finite(value: Any) -> Any:
@@ -287,13 +245,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _unwritten(path: Path, reason: str | None) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: {reason}; free some space, then start again: the run resumes from its newest "
-        "checkpoint"
-    )
 
 
 def _missing(extra: str) -> ConfigError:

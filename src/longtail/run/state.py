@@ -23,8 +23,6 @@ class TrainerState:
     """Position of the prompt source."""
     seconds: float
     """Wall time of the run up to its last start."""
-    warm_start_s: float
-    """Seconds that training the embedded model and its drafter took."""
 
 
 @final
@@ -38,21 +36,13 @@ class StateSaver:
         self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints)
         self._saved_step = 0
 
-    def begin(self, checkpoint: Checkpoint | None, warm_start_s: float) -> TrainerState:
-        """Restore a checkpoint, or begin at step 0; return the trainer's state.
-
-        `warm_start_s` is the time that opening model and drafter took; below 1 s both were cached.
-        """
+    def begin(self, checkpoint: Checkpoint | None) -> TrainerState:
+        """Restore a checkpoint, or begin at step 0; return the trainer's state."""
         if self._workers.published is not None:
             self._workers.save_drafter(self._run.path / "drafter" / INITIAL)
         if checkpoint is not None:
             return self._restore(checkpoint)
-        return TrainerState(
-            step=0,
-            cursor=self._source.state(),
-            seconds=0.0,
-            warm_start_s=warm_start_s if warm_start_s > 1.0 else 0.0,
-        )
+        return TrainerState(step=0, cursor=self._source.state(), seconds=0.0)
 
     def _restore(self, checkpoint: Checkpoint) -> TrainerState:
         state = dict(checkpoint.state)
@@ -72,7 +62,6 @@ class StateSaver:
         document = {
             "cursor": dict(state.cursor),
             "seconds": state.seconds,
-            "warm_start_s": state.warm_start_s,
             "learner": dict(learner.numbers),
         }
         self._run.save(state.step, self._workers.save_policy, learner.tensors, document)

@@ -1,220 +1,264 @@
-"""The HTTP application: routes and the conversion of errors to OpenAI's error body."""
+"""The HTTP application: routes, checks of callers, and errors in OpenAI's error body."""
 
 import asyncio
+import hmac
 import json
 import logging
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, final
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.background import BackgroundTask
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from longtail.assembly.engine import completion_key
+from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import (
-    CompletionError,
-    DataError,
+    ConfigError,
     LongtailError,
     OverloadedError,
     RequestError,
     UnavailableError,
 )
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.serve.handlers import Generation, OpenAIHandlers
-from longtail.serve.middleware import CONTROL_ROUTES, Access, AccessMiddleware
+from longtail.serve.options import ServeOptions
 from longtail.serve.protocol import APIError, ChatCompletionRequest, CompletionRequest, parse_body
-from longtail.serve.service import Service
-from longtail.serve.trainer_routes import add_control_routes, add_information_routes
-from longtail.serve.updates import ModelUpdates
+from longtail.serve.responses import ResponseBuilder
+from longtail.serve.service import CompletionStream, Service
+from longtail.system.addresses import is_loopback_header
+from longtail.types import Request, SamplingParams
 
 _log = logging.getLogger("longtail")
-_SEED_HEADER = "X-Longtail-Seed"
-_DISCONNECTED = "the client disconnected"
+_READ = ["GET", "HEAD"]
+_MAX_BODY, _BODY_S = 2**20, 30.0
+"""Bytes of a request's body, and seconds within which it must arrive."""
+_STATUSES = {
+    RequestError: 400,
+    ConfigError: 400,
+    OverloadedError: 429,
+    ClientDisconnect: 499,
+    UnavailableError: 503,
+}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 
 
 def make_app(
     service: Service,
     tokenizer: Tokenizer,
-    *,
-    name: str,
-    access: Access,
-    updates: ModelUpdates | None = None,
-) -> ASGIApp:
-    """Build the application in front of a service; clients call its model `name`.
+    options: ServeOptions,
+    open_drafters: Callable[[], Speculation | None],
+    api_key: str | None = None,
+) -> FastAPI:
+    """Build the application in front of a service; `open_drafters` opens those of the options.
 
-    With `updates` it has the routes of trainers that change the service.
+    Without an API key, every client that reaches the port is served.
     """
-    handlers = OpenAIHandlers(service, tokenizer, name)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.start()
         yield
         await service.stop()
-        handlers.close()
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    _add_routes(app, handlers, service)
-    add_information_routes(app, service, name)
-    if updates is None:
-        _refuse_control_routes(app)
-    else:
-        add_control_routes(app, service, updates)
-    _add_error_handlers(app, service)
-    return AccessMiddleware(app, access=access, metrics=service.metrics)
+    async def check_caller(http: HttpRequest) -> None:
+        _check_caller(http.headers, api_key)
 
+    access = [Depends(check_caller)]
+    app = FastAPI(lifespan=lifespan, dependencies=access, openapi_url=None, redirect_slashes=False)
+    api = _OpenAI(service, tokenizer, options)
+    app.post("/v1/completions")(api.complete)
+    app.post("/v1/chat/completions")(api.chat)
+    app.api_route("/v1/models", methods=_READ)(api.list_models)
+    app.api_route("/v1/models/{name:path}", methods=_READ)(api.get_model)
 
-def _refuse_control_routes(app: FastAPI) -> None:
-    async def refuse() -> JSONResponse:
-        raise APIError(404, "start the server with --rl-dir DIR to serve trainers")
-
-    for route in CONTROL_ROUTES:
-        app.post(route)(refuse)
-
-
-def _add_routes(app: FastAPI, handlers: OpenAIHandlers, service: Service) -> None:
-    @app.get("/v1/models")
-    async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [handlers.model_card]})
-
-    @app.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> JSONResponse:
-        handlers.check_model(name)
-        return JSONResponse(handlers.model_card)
-
-    @app.post("/v1/completions")
-    async def create_completion(http: HttpRequest) -> Response:
-        body = parse_body(CompletionRequest, await http.body())
-        return await _respond(await handlers.complete(body), body.stream, http)
-
-    @app.post("/v1/chat/completions")
-    async def create_chat_completion(http: HttpRequest) -> Response:
-        body = parse_body(ChatCompletionRequest, await http.body())
-        return await _respond(await handlers.chat(body), body.stream, http)
-
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> JSONResponse:
-        start = time.perf_counter()
-        await service.probe()
-        seconds = round(time.perf_counter() - start, 4)
+        service.check()
         counts = {"running": service.num_running, "waiting": service.num_waiting}
-        return JSONResponse({"status": "ok", "token_s": seconds, **counts})
+        return JSONResponse({"status": "ok"} | counts)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
         content_type = "text/plain; version=0.0.4; charset=utf-8"
         return Response(service.metrics.render(), headers={"Content-Type": content_type})
 
+    @app.post("/reload_drafter")
+    async def reload_drafter() -> JSONResponse:
+        service.check()
+        service.speculate(await asyncio.to_thread(open_drafters))
+        return JSONResponse({"drafter": options.drafter})
 
-async def _respond(generation: Generation, stream: bool | None, http: HttpRequest) -> Response:
-    """Answer with a stream of events, or with the whole response once it is generated."""
-    headers = {_SEED_HEADER: str(generation.seed)}
-    if stream:
-        return _EventStream(generation, headers)
-    async with generation.stream:
-        if not await _unless_disconnected(generation.finish(), http.receive):
-            raise APIError(499, _DISCONNECTED)
-    return JSONResponse(generation.response.whole(), headers=headers)
+    async def answer_error(_: HttpRequest, error: Exception) -> Response:
+        return _error_response(_to_api_error(error))
 
-
-def _add_error_handlers(app: FastAPI, service: Service) -> None:
-    """Answer every error with OpenAI's error body."""
-
-    def add(kind: type[Exception], convert: Callable[[Any], APIError]) -> None:
-        async def answer(_: HttpRequest, error: Exception) -> JSONResponse:
-            converted = convert(error)
-            return JSONResponse(converted.body(), converted.status, converted.headers)
-
-        app.add_exception_handler(kind, answer)
-
-    add(APIError, lambda error: error)
-    add(ClientDisconnect, lambda _: APIError(499, _DISCONNECTED))
-    add(HTTPException, _from_http)
-    add(OverloadedError, lambda error: _from_overload(error, service.retry_after_s()))
-    add(LongtailError, _from_longtail)
-    add(Exception, lambda _: _internal())
+    for kind in (APIError, HTTPException, ClientDisconnect, LongtailError, Exception):
+        app.add_exception_handler(kind, answer_error)
+    return app
 
 
-def _internal() -> APIError:
-    return APIError(500, "the server failed; see its log", code="internal")
+def _check_caller(headers: Headers, api_key: str | None) -> None:
+    """Refuse callers without the API key.
 
-
-def _from_http(error: HTTPException) -> APIError:
-    return APIError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
-
-
-def _from_overload(error: OverloadedError, retry_after_s: int) -> APIError:
-    headers = {"Retry-After": str(retry_after_s)}
-    return APIError(429, str(error), code="overloaded", headers=headers)
-
-
-def _from_longtail(error: LongtailError) -> APIError:
-    if isinstance(error, UnavailableError):
-        return APIError(503, str(error), code="unavailable")
-    if isinstance(error, RequestError | DataError):
-        return APIError(400, str(error))
-    if isinstance(error, CompletionError):
-        return APIError(500, str(error), code="internal")
-    _log.error("a request failed: %s", error)
-    return _internal()
+    Without a key the server listens on loopback only, and web pages must not reach it either: they
+    cannot send another Host header (DNS rebinding), nor a POST without their Origin.
+    """
+    if api_key is None:
+        origin = headers.get("origin", "//localhost").partition("//")[2]
+        if not (is_loopback_header(headers.get("host", "")) and is_loopback_header(origin)):
+            text = "without an API key this server answers to localhost and 127.0.0.1 only"
+            raise APIError(403, text)
+        return
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    is_right = hmac.compare_digest(given.strip(" ").encode("latin-1"), api_key.encode())
+    if scheme.lower() != "bearer" or not is_right:  # case-insensitive, RFC 9110 11.1
+        text = "give the server's API key: Authorization: Bearer KEY"
+        raise APIError(401, text, code="invalid_api_key")
 
 
 @final
-class _EventStream(Response):
-    """Server-sent events. If the client disconnects, its completions are aborted."""
+class _OpenAI:
+    """OpenAI's routes: a checked body becomes requests to the service, and events a response."""
 
-    def __init__(self, generation: Generation, headers: dict[str, str]) -> None:
-        super().__init__(None, 200, {**headers, "Cache-Control": "no-store"})
-        self.headers["Content-Type"] = "text/event-stream; charset=utf-8"
-        del self.headers["Content-Length"]
-        self._generation = generation
+    def __init__(self, service: Service, tokenizer: Tokenizer, options: ServeOptions) -> None:
+        self._service, self._tokenizer, self._options = service, tokenizer, options
+        self._card = {
+            "id": options.served_name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "longtail",
+            "max_model_len": options.max_len,
+        }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events as they are generated."""
-        async with self._generation.stream:
-            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await send(start)
-            await _unless_disconnected(self._send_events(send), receive)
+    async def list_models(self) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [self._card]})
 
-    async def _send_events(self, send: Send) -> None:
-        async for event in self._events():
-            body = f"data: {event}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def get_model(self, name: str) -> JSONResponse:
+        self._check_model(name)
+        return JSONResponse(self._card)
 
-    async def _events(self) -> AsyncIterator[str]:
-        """Yield the chunks, the usage if it was asked for, and the end or an error."""
+    async def complete(self, http: HttpRequest) -> Response:
+        body = parse_body(CompletionRequest, await self._read(http))
+        self._check_model(body.model)
+        prompts = [
+            await asyncio.to_thread(self._tokenizer.encode, each)
+            if isinstance(each, str)
+            else tuple(each)
+            for each in body.prompt
+        ]
+        return await self._answer(http, body, prompts, body.max_tokens)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        body = parse_body(ChatCompletionRequest, await self._read(http))
+        self._check_model(body.model)
+        messages = [{"role": each.role, "content": each.content} for each in body.messages]
+        prompt = await asyncio.to_thread(self._tokenizer.chat, messages)
+        max_tokens = body.max_tokens or max(self._options.max_len - len(prompt), 1)
+        return await self._answer(http, body, [prompt], max_tokens)
+
+    async def _read(self, http: HttpRequest) -> bytes:
+        """Read the body, within the limits of its size and of time."""
+        content = bytearray()
         try:
-            async for chunk in self._generation.chunks():
-                yield _compact_json(chunk)
-        except LongtailError as error:
-            yield _compact_json(_from_longtail(error).body())
-            return
-        yield "[DONE]"
+            async with asyncio.timeout(_BODY_S):
+                async for piece in http.stream():
+                    content += piece
+                    if len(content) > _MAX_BODY:
+                        raise APIError(413, f"the body is larger than {_MAX_BODY} bytes")
+        except TimeoutError as error:
+            raise APIError(408, "the body did not arrive in time") from error
+        return bytes(content)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._card["id"]:
+            known = self._card["id"]
+            text = f"the model {name[:100]!a} does not exist here; this server has {known!a}"
+            raise APIError(404, text, param="model", code="model_not_found")
+
+    async def _answer(
+        self,
+        http: HttpRequest,
+        body: CompletionRequest | ChatCompletionRequest,
+        prompts: Sequence[tuple[int, ...]],
+        max_tokens: int,
+    ) -> Response:
+        sampling = SamplingParams(
+            temperature=body.temperature,
+            top_k=max(body.top_k, 0),  # -1 keeps every token, too, as in vLLM
+            top_p=body.top_p,
+            min_p=body.min_p,
+            max_tokens=max_tokens,
+            stop=tuple(body.stop),
+            stop_token_ids=self._tokenizer.eos_ids,
+        )
+        seed = secrets.randbits(53) if body.seed is None else body.seed
+        requests = [
+            Request(
+                request_id="",
+                prompt_tokens=prompt,
+                noise_key=completion_key(seed, index),
+                sampling=sampling,
+            )
+            for prompt in prompts
+            for index in range(body.n)
+        ]
+        response = ResponseBuilder(body, prompts, self._tokenizer.decode, seed)
+        stream = self._service.submit(requests)
+        headers = {"X-Longtail-Seed": str(seed), "Cache-Control": "no-store"}
+        if body.stream:
+            return StreamingResponse(
+                _events(stream, response, body.includes_usage),
+                headers=headers,
+                media_type="text/event-stream",
+                background=BackgroundTask(stream.close),  # also when the client disconnects
+            )
+        try:
+            async for choice, events in stream:
+                response.add(choice, events)
+                if await http.is_disconnected():
+                    raise ClientDisconnect
+        finally:
+            stream.close()
+        return JSONResponse(response.end(), headers=headers)
 
 
-def _compact_json(record: dict[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False, separators=(",", ":"))
-
-
-async def _unless_disconnected(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
-    """Run `work` until the client disconnects; return whether it completed."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnected())
+async def _events(
+    stream: CompletionStream, response: ResponseBuilder, includes_usage: bool
+) -> AsyncIterator[str]:
+    """Yield the chunks, the usage if it was asked for, and the end or an error."""
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            return False
-        working.result()
-        return True
-    finally:
-        working.cancel()
-        leaving.cancel()
+        async for choice, events in stream:
+            chunk = response.add(choice, events)
+            if chunk is not None:
+                yield _event(chunk)
+        if includes_usage:
+            yield _event(response.end())
+        yield "data: [DONE]\n\n"
+    except Exception as error:  # noqa: BLE001 - it is sent to the caller
+        yield _event(_to_api_error(error).body())
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _error_response(error: APIError) -> Response:
+    return JSONResponse(error.body(), error.status, _HEADERS.get(error.status))
+
+
+def _to_api_error(error: Exception) -> APIError:
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, HTTPException):
+        return APIError(error.status_code, str(error.detail))
+    for kind, status in _STATUSES.items():
+        if isinstance(error, kind):
+            return APIError(status, str(error))
+    _log.error("a request failed", exc_info=error)
+    return APIError(500, "the server failed; see its log")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from longtail.errors import UnavailableError
 from longtail.system.interrupt import Interruption
@@ -34,28 +34,6 @@ def make_http_server(app: ASGIApp, *, lifespan: Literal["on", "off"], flush_s: i
             timeout_graceful_shutdown=flush_s,
         )
     )
-
-
-async def answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a HEAD request with the status and the headers of the same GET request."""
-    answered = asyncio.Event()
-
-    async def send_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            await send(message)
-        elif not answered.is_set():
-            answered.set()
-            await send({"type": "http.response.body"})
-
-    answering = asyncio.ensure_future(app({**scope, "method": "GET"}, receive, send_headers))
-    waiting = asyncio.create_task(answered.wait())
-    try:
-        await asyncio.wait({answering, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            answering.result()
-    finally:  # a stream would not end
-        answering.cancel()
-        waiting.cancel()
 
 
 async def serve_until_stopped(

@@ -33,85 +33,49 @@ from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner, merge_proposals
 
 SHAPE = Strategy(depth=16, width=2, size=32, beam=1)
+"""Largest draft."""
 _PROBE_SHAPE = Strategy(depth=3, width=1, size=3, beam=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetConstants:
-    """Constants of the budget tuner.
-
-    Each docstring gives the unit, and the effect of half and double: the change of the time lost
-    against the best fixed chain, in percentage points, on the simulated engine of the tests (two
-    seeds; changes below 0.5 are noise and called "none"). "Worse" is the loss of 9.6 in 400 steps
-    after a drafter became useless, "better" that of 5.1 in 800 steps after it became good again.
-    The latter depends on when a probe happens, so its large values are single late probes.
-    """
-
-    shape: Strategy = SHAPE
-    """Largest draft. Half (8 levels, 16 nodes): worse -1.2, better +1.3. Double: worse +0.7."""
-    probe_shape: Strategy = _PROBE_SHAPE
-    """Drafts of a probe. Half, double: none."""
-    start_gain: float = 1.02
-    """Predicted gain over plain decoding to start drafting. Half, double the excess: none."""
-    stop_gain: float = 1.0
-    """Predicted gain below which drafting stops. At 0.98 or 0.995: none, but a drafter without
-    proposals then costs that share."""
-    decision_steps: int = 48
-    """Steps for which a decision holds. Half: none. Double: better +18."""
-    short_decision_steps: int = 6
-    """The same while estimates are new or the yield is low. Half: better +1.0. Double: none."""
-    batch_change: float = 0.125
-    """Relative change of the running requests that ends a decision. Half, double: none."""
-    early_change_factor: float = 4.0
-    """Factor of `batch_change` in the first `short_decision_steps`. Half, double: none."""
-    low_yield: float = 0.75
-    """Ratio of accepted to expected nodes that counts as low. Half: worse +1.3. Double: none
-    (worse +0.5, better +0.6)."""
-    sample_requests: int = 48
-    """Drafts in the sample. Half: better -0.7. Double: worse +0.5, better -0.8."""
-    sample_per_step: int = 16
-    """Drafts that one step adds to the sample. Half, double: none."""
-    sample_interval: int = 4
-    """Steps between two additions. Half, double: none, but the host's time grows with half."""
-    sample_rate: float = 0.1
-    """Rate of the moving average of draft depths. Half: better +0.9. Double: better +0.8."""
-    probe_requests: int = 4
-    """Requests in a probe. Half: none. Double: better +0.7."""
-    probe_wait: int = 32
-    """Steps from the end of drafting to the first probe. Half: none. Double: better +34."""
-    max_probe_wait: int = 1024
-    """Maximum of the doubling wait between probes, in steps. Half: better -5. Double: none."""
-    repeat_steps: int = 7
-    """Repetitions of a planned plain step. Half: better +0.7. Double: better +0.9."""
-    plain_interval: int = 128
-    """Steps between plain steps while drafting, to correct the cost model. Half: better -0.9.
-    Double: none."""
-    clear_gain: float = 2.0
-    """Predicted gain above which plain steps are not needed. Half, double: none."""
-    all_drafters_interval: int = 192
-    """Steps between proposals of all drafters; not used with one drafter, so not measured."""
-    uncut_interval: int = 32
-    """Steps between proposals without threshold, which calibrate unlikely nodes. Half, double:
-    none."""
-    propose_share: float = 0.6
-    """Share of a node's cost at which it is proposed; which nodes are verified is chosen when all
-    are known. Half, double (at most 1): none."""
-    spare_share: float = 0.5
-    """Share of the verified nodes' least probability below which none is proposed. Double: a better
-    drafter is found too late for law 9. Half was not measured."""
-    max_threshold: float = 0.95
-    """Highest threshold of a node. Half: steady loss +0.6, worse +1.2. At 1: none."""
-    yield_prior: float = 3.0
-    """Weight of the initial yield 1, in nodes. Half: none. Double: better +0.5."""
-    yield_decay: float = 0.97
-    """Factor of older nodes in the yield, per step. Half the memory (0.94): worse -2.8, better +34.
-    Double (0.985): worse +5.9, better +0.5."""
-    probe_yield_decay: float = 0.6
-    """The same per probe. Half the memory (0.2): better +0.6. Double (0.8): none."""
-    surprise: float = 1.5
-    """Ratio of accepted to expected nodes at which a probe is repeated at once. Half: steady loss
-    +0.7, and 1.0 while a batch shrinks. Double: none."""
-
+_PROBE_REQUESTS = 4
+_START_GAIN, _STOP_GAIN = 1.02, 1.0
+"""Predicted gains over plain decoding at which drafting starts and stops."""
+_CLEAR_GAIN = 2.0
+"""Predicted gain above which plain steps are not needed."""
+_DECISION_STEPS, _SHORT_DECISION_STEPS = 48, 6
+"""Steps for which a decision holds; the second while estimates are new or the yield is low."""
+_BATCH_CHANGE, _EARLY_CHANGE = 0.125, 0.5
+"""Relative changes of the running requests that end a decision; the second while it is new."""
+_LOW_YIELD = 0.75
+"""Ratio of accepted to expected nodes that counts as low."""
+_SAMPLE_REQUESTS, _SAMPLE_PER_STEP = 48, 16
+"""Drafts in the sample, and the most that one step adds."""
+_SAMPLE_INTERVAL = 4
+"""Steps between two additions to the sample."""
+_SAMPLE_RATE = 0.1
+"""Rate of the moving average of draft depths."""
+_PROBE_WAIT, _MAX_PROBE_WAIT = 32, 1024
+"""Steps from the end of drafting to the first probe, and the longest of the doubling waits."""
+_REPEAT_STEPS = 7
+"""Repetitions of a planned plain step."""
+_PLAIN_INTERVAL = 128
+"""Steps between plain steps while drafting, to correct the cost model."""
+_ALL_DRAFTERS_INTERVAL = 192
+"""Steps between proposals of all drafters."""
+_UNCUT_INTERVAL = 32
+"""Steps between proposals without threshold, which calibrate unlikely nodes."""
+_PROPOSE_SHARE = 0.6
+"""Share of a node's cost at which it is proposed; which nodes are verified is chosen when all are
+known."""
+_SPARE_SHARE = 0.5
+"""Share of the verified nodes' least probability below which none is proposed. At 1 a better
+drafter is found too late for law 9."""
+_MAX_THRESHOLD = 0.95
+"""Highest threshold of a node."""
+_YIELD_PRIOR = 3.0
+"""Weight of the initial yield 1, in nodes."""
+_YIELD_DECAY, _PROBE_YIELD_DECAY = 0.97, 0.6
+"""Factor of older nodes in the yield, per step and per probe."""
+_SURPRISE = 1.5
+"""Ratio of accepted to expected nodes at which a probe is repeated at once."""
 
 PLAIN_PROBE = Plan(strategy=None, is_probe=True)
 """A plain step that does not end drafting."""
@@ -124,9 +88,8 @@ DrafterSet = tuple[int, ...]
 class _DraftSample:
     """Node probabilities of recent drafts; before the first, of a fairly good drafter."""
 
-    def __init__(self, constants: BudgetConstants) -> None:
-        self._constants = constants
-        size = constants.sample_requests
+    def __init__(self) -> None:
+        size = _SAMPLE_REQUESTS
         self.reach: deque[tuple[float, ...]] = deque([tuple(0.85**d for d in range(1, 7))], size)
         self.rows: deque[int] = deque([6], size)
         self.levels = 6.0
@@ -140,11 +103,11 @@ class _DraftSample:
             self.reach.clear()
             self.rows.clear()
             self._is_prior = False
-        trees = trees[: self._constants.sample_per_step]
+        trees = trees[:_SAMPLE_PER_STEP]
         depths = [tree.depth for tree in trees]
         self.reach.extend(tree.reach for tree in trees)
         self.rows.extend(depths)
-        self.levels += self._constants.sample_rate * (max(depths) - self.levels)
+        self.levels += _SAMPLE_RATE * (max(depths) - self.levels)
 
     def sorted_reach(self) -> Float[np.ndarray, "nodes"]:
         """Return the probabilities of all nodes, highest first."""
@@ -170,9 +133,6 @@ class _Forecast:
 class BudgetTuner(Tuner):
     """Decides by the cost model and by calibrated probabilities."""
 
-    def __init__(self, constants: BudgetConstants = BudgetConstants()) -> None:
-        self._constants = constants
-
     @property
     def needs_costs(self) -> bool:
         """True."""
@@ -181,77 +141,72 @@ class BudgetTuner(Tuner):
     def begin(self, costs: CostModel | None, num_drafters: int) -> None:
         """Start with the estimate that every drafter is fairly good."""
         assert costs is not None, "the budget tuner needs measured costs"
-        c = self._constants
         self._costs = costs
         self._all_drafters: DrafterSet = tuple(range(num_drafters))
         self._sets: list[DrafterSet] = [(drafter,) for drafter in self._all_drafters]
         if num_drafters > 1:
             self._sets.append(self._all_drafters)
-        self._samples = {drafters: _DraftSample(c) for drafters in self._sets}
+        self._samples = {drafters: _DraftSample() for drafters in self._sets}
         self._drafting = True
-        self._plan = Plan(strategy=c.shape, drafters=self._all_drafters)
+        self._plan = Plan(strategy=SHAPE, drafters=self._all_drafters)
         self._gain, self._rate = 1.0, 0.0
-        self._decided_for, self._age = 0, c.decision_steps
+        self._decided_for, self._age = 0, _DECISION_STEPS
         self._steps, self._since_plain = 0, 0
-        self._waited, self._wait = 0, c.probe_wait
+        self._waited, self._wait = 0, _PROBE_WAIT
         self._expected = self._accepted = 0.0
 
     @property
     def _yield(self) -> float:
         """Ratio of recently accepted to expected nodes."""
-        prior = self._constants.yield_prior
-        return (self._accepted + prior) / (self._expected + prior)
+        return (self._accepted + _YIELD_PRIOR) / (self._expected + _YIELD_PRIOR)
 
     def plan(self, batch: Batch) -> Plan:
         """Decide, or return the decision that still holds; from time to time, probe."""
         if not batch.num_draftable or not batch.room:
             return PLAIN_PROBE
-        c = self._constants
         self._steps += 1
         self._age += 1
         if self._is_outdated(batch):
             self._decide(batch)
         if not self._drafting:
-            self._waited += 1 + c.repeat_steps
+            self._waited += 1 + _REPEAT_STEPS
             if self._waited < self._wait:
                 return self._plan
-            self._waited = -(1 + c.repeat_steps)  # its result is not known in the next step
+            self._waited = -(1 + _REPEAT_STEPS)  # its result is not known in the next step
             return Plan(
-                strategy=c.probe_shape,
+                strategy=_PROBE_SHAPE,
                 drafters=self._all_drafters,
-                num_requests=c.probe_requests,
+                num_requests=_PROBE_REQUESTS,
                 is_probe=True,
             )
         self._since_plain += 1
-        if self._since_plain >= c.plain_interval and self._gain < c.clear_gain:
+        if self._since_plain >= _PLAIN_INTERVAL and self._gain < _CLEAR_GAIN:
             self._since_plain = 0
             return PLAIN_PROBE
-        if self._steps % c.all_drafters_interval == 0:
+        if self._steps % _ALL_DRAFTERS_INTERVAL == 0:
             return replace(self._plan, drafters=self._all_drafters)
-        if self._steps % c.uncut_interval == 0:
+        if self._steps % _UNCUT_INTERVAL == 0:
             return _uncut(self._plan)
         return self._plan
 
     def _is_outdated(self, batch: Batch) -> bool:
         """Return whether to decide anew; in a step that reads prompts, only by age."""
-        c = self._constants
         is_stable = not self._drafting or (
-            self._steps > c.sample_requests and self._yield > c.low_yield
+            self._steps > _SAMPLE_REQUESTS and self._yield > _LOW_YIELD
         )
-        if self._age > (c.decision_steps if is_stable else c.short_decision_steps):
+        if self._age > (_DECISION_STEPS if is_stable else _SHORT_DECISION_STEPS):
             return True
-        factor = 1.0 if self._age > c.short_decision_steps else c.early_change_factor
+        limit = _BATCH_CHANGE if self._age > _SHORT_DECISION_STEPS else _EARLY_CHANGE
         change = abs(batch.num_sampled - self._decided_for)
-        is_changed = change > self._decided_for * c.batch_change * factor
+        is_changed = change > self._decided_for * limit
         return is_changed and batch.num_tokens == batch.num_sampled
 
     def select_nodes(
         self, batch: Batch, plan: Plan, proposals: Sequence[Sequence[DraftTree]]
     ) -> list[DraftTree]:
         """Return the nodes that pay; of a probe all nodes."""
-        c = self._constants
         trees = merge_proposals(proposals)
-        if plan.is_probe or self._steps % c.sample_interval == 0 or self._steps < c.sample_requests:
+        if plan.is_probe or self._steps % _SAMPLE_INTERVAL == 0 or self._steps < _SAMPLE_REQUESTS:
             for drafter, own in zip(plan.drafters, proposals, strict=True):
                 self._samples[drafter,].add(own, is_probe=plan.is_probe)
             if len(proposals) > 1:
@@ -268,27 +223,25 @@ class BudgetTuner(Tuner):
         """Update the yield; after a probe decide anew, and set the wait for the next one."""
         if not outcome.timings:
             return
-        c = self._constants
         accepted, expected = outcome.num_accepted, outcome.num_expected
-        is_surprise = accepted > max(1.0, c.surprise * min(self._yield, 1.0) * expected)
-        decay = c.probe_yield_decay if outcome.plan.is_probe else c.yield_decay
+        is_surprise = accepted > max(1.0, _SURPRISE * min(self._yield, 1.0) * expected)
+        decay = _PROBE_YIELD_DECAY if outcome.plan.is_probe else _YIELD_DECAY
         self._accepted = decay * self._accepted + accepted
         self._expected = decay * self._expected + expected
         if not outcome.plan.is_probe:
             return
         self._decide(outcome.batch)
         if not self._drafting:
-            longer = min(max(2 * self._wait, c.probe_wait), c.max_probe_wait)
+            longer = min(max(2 * self._wait, _PROBE_WAIT), _MAX_PROBE_WAIT)
             self._wait = 1 if is_surprise else longer
 
     def reset_estimates(self) -> None:
         """Trust the drafters' confidences again, and probe in the next step."""
         self._expected = self._accepted = 0.0
-        self._waited = self._wait = self._constants.probe_wait
+        self._waited = self._wait = _PROBE_WAIT
 
     def _decide(self, batch: Batch) -> None:
         """Compare all sets of drafters with plain decoding."""
-        c = self._constants
         self._decided_for, self._age = batch.num_sampled, 0
         forecasts = [self._forecast(drafters, batch) for drafters in self._sets]
         best = max(forecasts, key=lambda forecast: forecast.tokens_per_s)
@@ -296,15 +249,15 @@ class BudgetTuner(Tuner):
         plain_s = min(self._costs.plain_s(batch), self._costs.verify_s(batch, 0))
         plain = batch.num_sampled / plain_s
         self._gain = best.tokens_per_s / plain
-        self._drafting = self._gain > (c.stop_gain if self._drafting else c.start_gain)
+        self._drafting = self._gain > (_STOP_GAIN if self._drafting else _START_GAIN)
         reason = f"predicted {self._gain:.2f}x of plain decoding at {batch.num_sampled} running"
         if self._drafting:
             self._rate = best.tokens_per_s
-            strategy = replace(c.shape, thresholds=self._thresholds(best, batch))
+            strategy = replace(SHAPE, thresholds=self._thresholds(best, batch))
             self._plan = Plan(strategy=strategy, drafters=best.drafters, reason=reason)
-            self._waited, self._wait = 0, c.probe_wait
+            self._waited, self._wait = 0, _PROBE_WAIT
         else:
-            self._plan = Plan(strategy=None, reason=reason, repeat_steps=c.repeat_steps)
+            self._plan = Plan(strategy=None, reason=reason, repeat_steps=_REPEAT_STEPS)
 
     def _forecast(self, drafters: DrafterSet, batch: Batch) -> _Forecast:
         """Find the best budget for the sample of drafts, scaled to the batch."""
@@ -325,15 +278,14 @@ class BudgetTuner(Tuner):
 
     def _thresholds(self, best: _Forecast, batch: Batch) -> DraftThresholds:
         """Convert the costs of nodes, rows and passes to probabilities at the predicted rate."""
-        c = self._constants
         price = best.tokens_per_s * self._costs.node_s(batch, best.num_nodes)
-        price = max(price, c.spare_share * best.cutoff)  # unlikelier nodes are not verified
+        price = max(price, _SPARE_SHARE * best.cutoff)  # unlikelier nodes are not verified
         drafts = [self._costs.drafts[drafter] for drafter in best.drafters]
         row = best.tokens_per_s * max(draft.row_s for draft in drafts)
         level = best.tokens_per_s * max(draft.level_s for draft in drafts)
         return DraftThresholds(
-            verify=min(c.propose_share * price, c.max_threshold),
-            expand=min(price + row, c.max_threshold),
+            verify=min(_PROPOSE_SHARE * price, _MAX_THRESHOLD),
+            expand=min(price + row, _MAX_THRESHOLD),
             level=level,
         )
 

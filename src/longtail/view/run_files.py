@@ -1,29 +1,27 @@
-"""The files of one run as a page shows them: JSON values of bounded size.
+"""The files of one run as a page shows them: JSON values of bounded size. Nothing here writes.
 
-Nothing here writes, and nothing fails on a damaged, half-written, replaced or missing file: what
-cannot be read is None or left out.
+Files that are missing, half-written or replaced at this moment leave gaps; what longtail wrote is
+taken as it is.
 """
 
-import os
+import json
 import threading
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
 from longtail.errors import ConfigError
 from longtail.system.files import process_of
-from longtail.view.lines import lines_of, open_regular, step_of_row
+from longtail.view import steps
+from longtail.view.lines import MOST_BYTES, open_regular, read_step, short
 from longtail.view.series import FILE as METRICS
 from longtail.view.series import MetricSeries
-from longtail.view.speculation import read_rollout
-from longtail.view.texts import read_lengths, read_rows, read_text
-from longtail.view.timeline import read_timeline
-from longtail.view.values import count, number, row_of, short, text
 
-CONFIG, SUMMARY, DECISIONS = "config.toml", "summary.json", "drafter.jsonl"
-_FOLLOWED = (METRICS, "trace.json", "rollouts.jsonl", "speculation.jsonl", SUMMARY, CONFIG)
-_MOST_DECISIONS, _MOST_METRICS, _MOST_BYTES = 200, 500, 2**22
+Row = dict[str, Any]
+
+CONFIG, SUMMARY, ROLLOUTS = "config.toml", "summary.json", "rollouts.jsonl"
+SPECULATION = "speculation.jsonl"
+_FOLLOWED = (METRICS, "trace.json", ROLLOUTS, SPECULATION, SUMMARY, CONFIG)
 
 
 @final
@@ -36,116 +34,94 @@ class RunFiles:
         self._lock = threading.Lock()
 
     def stamp(self) -> str:
-        """Return a text that changes whenever a file of the run does, or more of it was read."""
-        stamps = [_stamp(self.directory / name) for name in _FOLLOWED]
-        return ";".join([*stamps, str(self._series.offset)])
+        """Return a text that changes whenever a file of the run does."""
+        return ";".join(_stamp(self.directory / name) for name in _FOLLOWED)
 
-    def describe(self) -> dict[str, Any]:
-        """Return name, state, progress and settings of the run."""
-        config, summary = self._config(), self._summary()
+    @property
+    def steps(self) -> list[int]:
+        """The steps in metrics.jsonl, ascending."""
         with self._lock:
             self._series.update()
-            steps = self._series.steps
-            last = steps[-1] if steps else 0
-        wanted = count(_section(config, "run").get("steps"))
-        is_done = summary is not None and count(summary.get("steps")) == last > 0
-        is_running = not is_done and process_of(self.directory) is not None
-        settings = {
-            "model": text(_section(config, "model").get("path"), 200),
-            "drafter": text(_section(config, "speculation").get("drafter"), 200),
-            "workers": count(_section(config, "cluster").get("workers")),
-            "spot": text(_section(config, "spot").get("train"), 20),
-            "keeps_rollouts": _section(config, "run").get("save_rollouts") is not False,
-        }
+            return list(self._series.steps)
+
+    def describe(self) -> Row:
+        """Return name, state, progress and settings of the run."""
+        config, summary = self._config(), self._summary()
+        last = max(self.steps, default=0)
+
+        def setting(section: str, name: str) -> Any:
+            return config.get(section, {}).get(name)
+
+        is_running = process_of(self.directory) is not None
         return {
             "name": self.name,
-            "directory": text(str(self.directory), 500),
-            "state": "finished" if is_done else "running" if is_running else "stopped",
+            "state": (
+                "finished"
+                if summary.get("steps") == last
+                else "running"
+                if is_running
+                else "stopped"
+            ),
             "step": last,
-            "steps": wanted,
-            "settings": settings,
-            "reward_before": short(number((summary or {}).get("reward_before"))),
-            "reward_after": short(number((summary or {}).get("reward_after"))),
-            "seconds": short(number((summary or {}).get("seconds"))),
+            "steps": setting("run", "steps"),
+            "settings": {
+                "model": setting("model", "path"),
+                "drafter": setting("speculation", "drafter"),
+                "workers": setting("cluster", "workers"),
+                "keeps_rollouts": setting("run", "save_rollouts") is not False,
+            },
+            "seconds": short(summary.get("seconds")),
         }
 
-    def overview(self, first: int | None = None, last: int | None = None) -> dict[str, Any]:
+    def overview(self, first: int | None = None, last: int | None = None) -> Row:
         """Return the metrics by step, joined to a bounded number of points."""
-        summary = self._summary()
         with self._lock:
             self._series.update()
             extract = self._series.extract(first, last)
-        after = number((summary or {}).get("reward_after"))
-        step = count((summary or {}).get("steps"))
-        if (
-            after is not None
-            and step
-            and step == extract["last"]
-            and (last is None or last >= step)
-        ):
+        summary = self._summary()
+        after, step = summary.get("reward_after"), summary.get("steps")
+        if after is not None and step == extract["last"] and (last is None or last >= step):
             extract["held_out"].append([step, short(after)])
         return extract
 
-    def step(self, step: int, *, line: int | None = None) -> dict[str, Any]:
-        """Return one step: workers' states, lengths, a rollout and decisions about the drafter."""
-        with self._lock:
-            self._series.update()
-            step_s = self._series.value("timing_s/step", step)
+    def step(self, step: int) -> Row:
+        """Return one step: workers' states, lengths, decisions about the drafter, metrics.
+
+        `rollouts` lists those of the method `rollouts`; the slowest worker's is the last.
+        """
+        (metrics,) = read_step(self.directory / METRICS, step)[-1:] or [{}]
+        speculation = read_step(self.directory / SPECULATION, step)
         return {
             "step": step,
-            "step_s": short(step_s),
-            "timeline": read_timeline(self.directory, step),
-            "lengths": read_lengths(self.directory, step),
-            "speculation": read_rollout(self.directory, step, line),
-            "decisions": self._decisions(step),
-            "metrics": self._metrics(step),
+            "step_s": short(metrics.get("timing_s/step")),
+            "timeline": steps.timeline(self.directory, step),
+            "lengths": steps.lengths(read_step(self.directory / ROLLOUTS, step)),
+            "rollouts": [{"kind": row["kind"], "worker": row["worker"]} for row in speculation],
+            "decisions": read_step(self.directory / "drafter.jsonl", step),
+            "metrics": {name: short(value) for name, value in metrics.items()},
         }
 
-    def timeline(self, step: int, window: tuple[float, float]) -> dict[str, Any] | None:
-        """Return the workers' states in some seconds of a step, for a closer look."""
-        return read_timeline(self.directory, step, window)
+    def rollouts(self, step: int) -> list[Row]:
+        """Return the rollouts of a step over their seconds."""
+        return [steps.speculation(row) for row in read_step(self.directory / SPECULATION, step)]
 
-    def rollouts(self, step: int) -> dict[str, Any]:
+    def completions(self, step: int) -> Row:
         """Return the completions of a step without their texts."""
-        return read_rows(self.directory, step)
+        return steps.listed(read_step(self.directory / ROLLOUTS, step))
 
-    def rollout(self, step: int, index: int) -> dict[str, Any] | None:
-        """Return one completion of a step with its texts; None without it."""
-        return read_text(self.directory, step, index)
+    def texts(self, step: int) -> list[Row]:
+        """Return the same completions with their texts."""
+        rows = read_step(self.directory / ROLLOUTS, step)[: steps.MOST_ROWS]
+        drafts = read_step(self.directory / "drafts.jsonl", step)
+        return [steps.completion(row, drafts) for row in rows]
 
-    def _metrics(self, step: int) -> dict[str, Any]:
-        """Return all metrics of a step."""
-        found: dict[str, Any] = {}
-        for line in lines_of(self.directory / METRICS, step, step_of_row):
-            for name, value in list(row_of(line).items())[:_MOST_METRICS]:
-                found[text(name, 100)] = short(number(value))
-        return found
+    def _summary(self) -> Row:
+        """Return summary.json; {} without one."""
+        return json.loads(_text(self.directory / SUMMARY) or "{}")
 
-    def _decisions(self, step: int) -> list[dict[str, Any]]:
-        """Return what was decided about the drafter in a step."""
-        rows = [row_of(line) for line in lines_of(self.directory / DECISIONS, step, step_of_row)]
-        return [
-            {
-                "what": text(row.get("what"), 20),
-                "version": count(row.get("version")),
-                "before": short(number(row.get("before"))),
-                "after": short(number(row.get("after"))),
-                "num_tokens": count(row.get("num_tokens")),
-                "reason": text(row.get("reason"), 200),
-            }
-            for row in rows[-_MOST_DECISIONS:]
-        ]
-
-    def _summary(self) -> dict[str, Any] | None:
-        """Return summary.json; None without one."""
-        return row_of(_bytes(self.directory / SUMMARY)) or None
-
-    def _config(self) -> dict[str, Any]:
-        """Return config.toml; {} if it cannot be read."""
-        try:
-            return tomllib.loads(_bytes(self.directory / CONFIG).decode())
-        except (ValueError, RecursionError):
-            return {}
+    def _config(self) -> Row:
+        """Return config.toml; {} without one."""
+        return tomllib.loads(_text(self.directory / CONFIG))
 
 
 def open_runs(places: list[str]) -> list[RunFiles]:
@@ -162,18 +138,8 @@ def open_runs(places: list[str]) -> list[RunFiles]:
     paths = [directory.resolve() for directory in directories]
     names = [path.name for path in paths]
     if len(set(names)) < len(names):
-        names = ["/".join(path.parts[-2:]) for path in paths]
-    if len(set(names)) < len(names):
         names = [f"{number}: {name}" for number, name in enumerate(names, start=1)]
-    return [
-        RunFiles(path, text(os.fsencode(name).decode(errors="replace"), 200))
-        for path, name in zip(paths, names, strict=True)
-    ]
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}
+    return [RunFiles(path, name) for path, name in zip(paths, names, strict=True)]
 
 
 def _stamp(path: Path) -> str:
@@ -184,10 +150,10 @@ def _stamp(path: Path) -> str:
     return f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
 
 
-def _bytes(path: Path) -> bytes:
+def _text(path: Path) -> str:
     """Return a small file; empty if it cannot be read."""
     try:
         with open_regular(path) as file:
-            return file.read(_MOST_BYTES)
+            return file.read(MOST_BYTES).decode()
     except OSError:
-        return b""
+        return ""

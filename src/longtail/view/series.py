@@ -5,15 +5,16 @@ joined to one point, in groups of a power of two that begin at fixed rows, so th
 move while the run grows.
 """
 
+import json
 import math
+import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from longtail.view.lines import AppendedLines
-from longtail.view.values import number, row_of, short, shorts
+from longtail.view.lines import open_regular, short, whole_lines
 
 FILE = "metrics.jsonl"
 MOST_POINTS = 400
@@ -21,7 +22,6 @@ MOST_POINTS = 400
 PHASES = ("rollout", "reward", "logprob", "update", "publish", "drafter")
 """Parts of a step; `other` is the rest of it."""
 HELD_OUT, VERSION = "eval/reward_mean", "drafter/version"
-_LARGEST_STEP = 2**53
 
 _Joined = Callable[[Sequence[float]], float]
 
@@ -31,14 +31,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 _MEANS = (
-    "reward/mean",
-    "response_length/mean", "response_length/p50", "response_length/p90", "response_length/p99",
-    "response_length/clip_ratio",
-    "rollout/tokens_per_s", "rollout/tail_idle_share",
-    "speculation/accept_length", "speculation/emitted_share", "speculation/switches",
-    "drafter/expected_accept_length", "drafter/trained_tokens",
-    "cluster/generating_s", "cluster/idle_s", "cluster/spot_s", "cluster/learning_s",
-    "cluster/idle_utilization",
+    "reward/mean", "response_length/p50", "response_length/p90", "response_length/p99",
+    "rollout/tokens_per_s", "speculation/accept_length", "drafter/expected_accept_length",
+    "cluster/idle_s", "cluster/spot_s", "cluster/idle_utilization",
     "timing_s/step", *(f"timing_s/{phase}" for phase in PHASES),
 )  # fmt: skip
 _JOINS: dict[str, _Joined] = {
@@ -47,8 +42,6 @@ _JOINS: dict[str, _Joined] = {
     VERSION: max,
 }
 """Metrics of the page, each with the function that joins neighbouring steps."""
-_RANGED = ("reward/mean", "speculation/accept_length")
-"""Metrics whose smallest and largest value in a point are also extracted."""
 
 
 @final
@@ -56,37 +49,33 @@ class MetricSeries:
     """The page's metrics of all steps of a run; `update` reads what was appended."""
 
     def __init__(self, directory: Path) -> None:
-        self._lines = AppendedLines(directory / FILE)
+        self._path = directory / FILE
         self._clear()
 
-    def _clear(self) -> None:
+    def _clear(self, inode: int | None = None) -> None:
+        self._inode, self._offset = inode, 0
         self.steps = array("q")
         self._columns = {name: array("d") for name in (*_JOINS, HELD_OUT)}
 
-    @property
-    def offset(self) -> int:
-        """Number of bytes of the log that were read."""
-        return self._lines.offset
-
-    def update(self) -> bool:
-        """Read the lines appended since the last call; return whether anything changed."""
-        appended = self._lines.read()
-        if appended.is_new:
+    def update(self) -> None:
+        """Read the lines appended since the last call, or all of a file that was replaced."""
+        try:
+            with open_regular(self._path) as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._clear(status.st_ino)
+                file.seek(self._offset)
+                for line in whole_lines(file):
+                    self._offset += len(line)
+                    self._add(json.loads(line))
+        except OSError:  # removed, or replaced at this moment
             self._clear()
-        for line in appended.lines:
-            self._add(row_of(line))
-        return appended.is_new or bool(appended.lines)
 
     def _add(self, row: dict[str, Any]) -> None:
-        """Add the row of a later step; damaged rows and repeated steps are left out."""
-        step = number(row.get("step"))
-        if step is None or not 0 <= step < _LARGEST_STEP:
-            return
-        if self.steps and step <= self.steps[-1]:
-            return
-        self.steps.append(int(step))
+        """Add the row of a later step."""
+        self.steps.append(row["step"])
         for name, column in self._columns.items():
-            value = number(row.get(name))
+            value = row.get(name)
             column.append(math.nan if value is None else value)
 
     def extract(self, first: int | None = None, last: int | None = None) -> dict[str, Any]:
@@ -105,9 +94,6 @@ class MetricSeries:
             "step": [self.steps[group.stop - 1] for group in groups],
             **{name: self._joined(name, groups, join) for name, join in _JOINS.items()},
         }
-        for name in _RANGED:
-            columns[f"{name}:low"] = self._joined(name, groups, min)
-            columns[f"{name}:high"] = self._joined(name, groups, max)
         columns["timing_s/other"] = _rest(columns)
         return {
             "first": self.steps[0] if self.steps else None,
@@ -122,7 +108,7 @@ class MetricSeries:
     def _joined(self, name: str, groups: Sequence[slice], join: _Joined) -> list[Any]:
         column = self._columns[name]
         known = ([value for value in column[group] if not math.isnan(value)] for group in groups)
-        return shorts([join(values) if values else math.nan for values in known])
+        return [short(join(values) if values else math.nan) for values in known]
 
     def _held_out(self, low: int, high: int) -> list[list[Any]]:
         """Return held-out rewards by the number of steps before; the row after holds one."""
@@ -140,14 +126,6 @@ class MetricSeries:
             if column[row] > column[row - 1]
         ]
         return changes[:: max(math.ceil(len(changes) / MOST_POINTS), 1)]
-
-    def value(self, name: str, step: int) -> float | None:
-        """Return a metric of the page in a step; None if it is not known."""
-        row = bisect_left(self.steps, step)
-        if row == len(self.steps) or self.steps[row] != step:
-            return None
-        value = self._columns[name][row]
-        return None if math.isnan(value) else value
 
 
 def _rest(columns: dict[str, list[Any]]) -> list[float | int | None]:

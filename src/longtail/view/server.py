@@ -1,61 +1,147 @@
-"""The server of the page: binds the socket, handles signals, and ends open streams."""
+"""The server of the page: its files, the runs' data, and an event when a run grows."""
 
 import asyncio
+import json
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Event
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
 from longtail.system.addresses import bind, url
 from longtail.system.http_server import (
+    HttpServer,
     make_http_server,
     running_in_thread,
     serve_until_stopped,
 )
 from longtail.system.interrupt import Interruption
-from longtail.view.app import Stopping, make_app
-from longtail.view.options import ViewOptions
+from longtail.view.access import ViewAccess
+from longtail.view.report import STATIC
 from longtail.view.run_files import RunFiles
 
+POLL_S = 0.4
+"""Seconds between two looks at the runs' files."""
+_KEEP_ALIVE_S = 15.0
 _FLUSH_S = 2
 """Seconds for responses to reach their clients after a signal."""
 
 
-def run(runs: Sequence[RunFiles], options: ViewOptions) -> int:
+def serve(runs: Sequence[RunFiles], *, host: str, port: int, token: str | None) -> int:
     """Serve the page until a signal arrives."""
-    with bind(options.host, options.port) as sock:
-        server = _Server(runs, options.token)
+    stopping = Event()
+    with bind(host, port) as sock:
+        http = _http_server(runs, token, stopping)
         sock.listen()  # browsers may connect as soon as the next line is printed
         names = ", ".join(each.name for each in runs)
-        query = "" if options.token is None else "/?token=TOKEN"
+        query = "" if token is None else "/?token=TOKEN"
         # uvicorn takes all signals but SIGHUP while it runs, and passes them on at the end.
         with Interruption() as interruption:
-            print(f"viewing {names} at {url(options.host, sock)}{query}", flush=True)
+            print(f"viewing {names} at {url(host, sock)}{query}", flush=True)
             print("press Ctrl-C to stop", file=sys.stderr, flush=True)
-            asyncio.run(server.serve(sock, interruption))
+            asyncio.run(_serve(http, sock, stopping, interruption))
     return 0
 
 
 @contextmanager
 def running(runs: Sequence[RunFiles], *, token: str | None = None) -> Iterator[str]:
     """Serve the page in a thread, on a free port of this machine, and yield its URL."""
+    stopping = Event()
     with bind("127.0.0.1", 0) as sock:
-        server = _Server(runs, token)
-        with running_in_thread(server.http, server.serve(sock), daemon=True):
+        http = _http_server(runs, token, stopping)
+        with running_in_thread(http, _serve(http, sock, stopping, None), daemon=True):
             yield url("127.0.0.1", sock)
 
 
-class _Server:
-    """The application and uvicorn around it."""
+def _http_server(runs: Sequence[RunFiles], token: str | None, stopping: Event) -> HttpServer:
+    app = make_app(runs, token=token, stopping=stopping)
+    return make_http_server(app, lifespan="off", flush_s=_FLUSH_S)
 
-    def __init__(self, runs: Sequence[RunFiles], token: str | None) -> None:
-        self._stopping = Stopping()
-        app = make_app(runs, token=token, stopping=self._stopping)
-        self.http = make_http_server(app, lifespan="off", flush_s=_FLUSH_S)
 
-    async def serve(self, sock: socket.socket, interruption: Interruption | None = None) -> None:
-        """Serve until a signal arrives or `http.should_exit` is set."""
-        await serve_until_stopped(self.http, sock, interruption, self._end_streams)
+async def _serve(
+    http: HttpServer, sock: socket.socket, stopping: Event, interruption: Interruption | None
+) -> None:
+    """Serve until a signal arrives or `http.should_exit` is set; then end the open streams."""
 
-    async def _end_streams(self) -> None:
-        self._stopping.is_set = True
+    async def end_streams() -> None:
+        stopping.set()
+
+    await serve_until_stopped(http, sock, interruption, end_streams)
+
+
+def make_app(runs: Sequence[RunFiles], *, token: str | None, stopping: Event) -> ASGIApp:
+    """Build the application that shows runs; its streams of events end when `stopping` is set."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.mount("/static", StaticFiles(directory=str(STATIC)))
+
+    def found(run: int) -> RunFiles:
+        if not 0 <= run < len(runs):
+            raise HTTPException(404, "no such run")
+        return runs[run]
+
+    @app.get("/")
+    def page() -> Response:
+        return Response((STATIC / "page.html").read_bytes(), media_type="text/html")
+
+    @app.get("/api/runs")
+    def describe() -> Response:
+        return _json([run.describe() for run in runs])
+
+    @app.get("/api/runs/{run}/overview")
+    def overview(run: int, first: int | None = None, last: int | None = None) -> Response:
+        return _json(found(run).overview(first, last))
+
+    @app.get("/api/runs/{run}/steps/{step}")
+    def get_step(run: int, step: int) -> Response:
+        return _json(found(run).step(step))
+
+    @app.get("/api/runs/{run}/steps/{step}/rollouts/{index}")
+    def rollout(run: int, step: int, index: int) -> Response:
+        return _json(_at(found(run).rollouts(step), index))
+
+    @app.get("/api/runs/{run}/steps/{step}/texts")
+    def texts(run: int, step: int) -> Response:
+        return _json(found(run).completions(step))
+
+    @app.get("/api/runs/{run}/steps/{step}/texts/{index}")
+    def text(run: int, step: int, index: int) -> Response:
+        return _json(_at(found(run).texts(step), index))
+
+    @app.get("/events")
+    async def events() -> StreamingResponse:
+        return StreamingResponse(_events(runs, stopping), media_type="text/event-stream")
+
+    return ViewAccess(app, token=token)
+
+
+def _json(value: Any) -> Response:
+    return Response(json.dumps(value, allow_nan=False), media_type="application/json")
+
+
+def _at(values: Sequence[Any], index: int) -> Any:
+    if not 0 <= index < len(values):
+        raise HTTPException(404, "the run has no such record")
+    return values[index]
+
+
+async def _events(runs: Sequence[RunFiles], stopping: Event) -> AsyncIterator[str]:
+    """Yield the numbers of the runs whose files changed; at first all."""
+    stamps: dict[int, str] = {}
+    quiet_s = 0.0
+    while not stopping.is_set():
+        now = await asyncio.to_thread(lambda: {i: run.stamp() for i, run in enumerate(runs)})
+        changed = [number for number, stamp in now.items() if stamps.get(number) != stamp]
+        stamps = now
+        quiet_s = 0.0 if changed else quiet_s + POLL_S
+        if changed:
+            yield f"event: changed\ndata: {json.dumps(changed)}\n\n"
+        elif quiet_s >= _KEEP_ALIVE_S:
+            quiet_s = 0.0
+            yield ": still here\n\n"
+        await asyncio.sleep(POLL_S)

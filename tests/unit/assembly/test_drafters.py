@@ -1,6 +1,5 @@
 """Names of drafters, refused shapes of drafts, and selected features."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,12 +67,6 @@ def test_a_fresh_drafter_that_cannot_learn_is_refused(target):
         drafter_names("fresh+history", target.name, learns=False)
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_auto_is_the_embedded_models_own_where_it_is_the_target(target, learns):
-    mine = replace(target, name="tiny-reasoner")
-    assert drafter_names("auto", mine.name, learns=learns) == ["tiny-reasoner"]
-
-
 def test_names_joined_by_plus_are_as_many_drafters(target):
     first, second = opened("history+history", target)
     assert isinstance(first, HistoryDrafter)
@@ -84,31 +77,15 @@ def test_names_joined_by_plus_are_as_many_drafters(target):
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        (
-            "no-such-thing",
-            "'no-such-thing': it is neither history, fresh, tiny-reasoner nor a directory",
-        ),
+        ("no-such-thing", "'no-such-thing': it is neither history, fresh nor a directory"),
         ("history+unknown", "'unknown': it is neither"),
         ("history+none", "'none': it is neither"),
-        ("tiny-reasoner", "only, not for 'my-model'"),
-        ("tiny-reasoner:eagle3", "only, not for 'my-model'"),
     ],
 )
 def test_an_unknown_name_is_refused(names, reason, target):
     with pytest.raises(ConfigError, match=r"speculation\.drafter") as caught:
         opened(names, target)
     assert reason in str(caught.value)
-
-
-def test_a_recipe_that_does_not_exist_is_refused(target):
-    mine = Target(
-        model=target.model,
-        tokenizer=target.tokenizer,
-        directory=target.directory,
-        name="tiny-reasoner",
-    )
-    with pytest.raises(ConfigError, match="the recipes are eagle1, eagle3"):
-        opened("tiny-reasoner:eagle9", mine)
 
 
 def test_a_directory_without_a_drafter_says_what_is_wanted(target, tmp_path: Path):

@@ -7,7 +7,7 @@ from longtail.cluster.states import State
 from longtail.cluster.supervisor import MAX_LOSSES, READY_S
 from longtail.errors import CheckpointError, ClusterError, NonFiniteError
 from longtail.rl.learner import LearnerState
-from support.fake_worker import HANG_S, Fault, text
+from support.fake_worker import WORKER_TIMEOUT_S, Fault, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 BEFORE_THE_SUM, AFTER_IT = 1.0, 2.2
@@ -84,7 +84,7 @@ def test_a_worker_that_hangs_while_learning_is_replaced():
     group.learn([batch(1)])
     assert_learned(pool, 1)
     # It made no step for so long, and was last seen at work at 1 s; the others only waited for it.
-    assert HANG_S < pool.clock.now - began < HANG_S + 20.0
+    assert WORKER_TIMEOUT_S < pool.clock.now - began < WORKER_TIMEOUT_S + 20.0
     assert "made no step for 60 s" in pool.log_lines[0]
     assert pool.births == [0, 0, 1]
 
@@ -112,7 +112,7 @@ def test_a_frozen_worker_does_not_delay_the_others():
 
 @pytest.mark.slow
 def test_a_learner_step_has_no_time_limit_while_it_shows_beats():
-    pool = ScriptedPool(2, learn_s=40 * HANG_S)
+    pool = ScriptedPool(2, learn_s=40 * WORKER_TIMEOUT_S)
     group = begun(pool)
     group.learn([batch(1)])
     assert_learned(pool, 1)

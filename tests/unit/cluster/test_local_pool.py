@@ -1,6 +1,7 @@
 """The pool of one: real machines in this process, no other needed."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -75,9 +76,8 @@ def test_an_interrupted_rollout_leaves_a_worker_that_saves_and_generates_again(w
 def test_wait_runs_the_task_and_returns_its_exception(workshop):
     config = load(None, workshop.words("run", "--speculation.drafter=none")[1:])
     parts, _ = _parts(workshop, lambda progress: None)
-    pool = LocalWorkerPool(
-        build_worker(config, workshop.model, parts.limits), lambda progress: None
-    )
+    make = partial(build_worker, config, workshop.model, parts.limits)
+    pool = LocalWorkerPool(make, lambda progress: None)
     (ready,) = pool.wait(0.0)
     assert (ready.worker, ready.is_lost) == (0, False)
     assert pool.wait(0.0) == []

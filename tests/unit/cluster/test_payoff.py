@@ -23,7 +23,6 @@ def series() -> RolloutSeries:
         drafts=zeros,
         nodes=zeros,
         accepted=zeros,
-        readings=((),) * len(RUNNING),
         switches=(),
     )
 

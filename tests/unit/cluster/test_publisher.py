@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.drafter.offers import Verdict
 from longtail.cluster.drafter.publisher import MIN_GAIN, Publisher
 from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
@@ -25,10 +24,6 @@ def replica(gain: float, *, base: int = 0, weight: float = 1.0, tokens: int = 10
         accept_len=2.0 * (1 + gain),
         base_accept_len=2.0,
     )
-
-
-def verdict(version: int, *, adopted: bool = True, reason: str = "") -> Verdict:
-    return Verdict(version=version, is_adopted=adopted, before=2.0, after=2.1, reason=reason)
 
 
 def publisher(version: int = 0) -> Publisher:
@@ -60,20 +55,17 @@ def test_a_better_replica_is_offered_and_published_once_adopted():
     one = publisher()
     offer = one.offer([replica(0.1, weight=3.0)])
     assert offer is not None
-    assert (offer.weights.version, offer.digest) == (1, offer.weights.digest)
-    assert (offer.before, offer.after) == (2.0, pytest.approx(2.2))
+    assert (offer.version, one.measured(1)) == (1, pytest.approx(2.2))
     assert one.published.version == 0, "no worker serves it yet"
-    one.record([verdict(1, adopted=False, reason="worse here"), verdict(1), verdict(1)])
-    assert one.published is offer.weights
+    one.record([1, 1])
+    assert one.published is offer
     decisions = one.drain_decisions()
     assert [(each.what, each.version) for each in decisions] == [
         ("trained", 0),
         ("offered", 1),
-        ("refused", 1),
         ("published", 1),
     ]
-    assert decisions[1].after == pytest.approx(2.2)
-    assert (decisions[2].reason, decisions[3].before, decisions[3].after) == ("worse here", 2, 2.1)
+    assert [(each.before, each.after) for each in decisions[1:]] == [(2.0, pytest.approx(2.2))] * 2
 
 
 def test_replicas_are_merged_in_proportion_to_their_tokens():
@@ -86,7 +78,7 @@ def test_replicas_are_merged_in_proportion_to_their_tokens():
         ]
     )
     assert offer is not None
-    assert offer.weights.tensors["w"].item() == 2.0
+    assert offer.tensors["w"].item() == 2.0
     assert drained(one) == [("trained", 0), ("trained", 0), ("kept", 0), ("offered", 1)]
 
 
@@ -96,57 +88,41 @@ def test_a_replica_that_is_not_finite_is_left_out_and_recorded():
     assert one.offer([broken]) is None
     offer = one.offer([replica(0.1, weight=4.0), broken])
     assert offer is not None
-    assert offer.weights.tensors["w"].item() == 4.0
+    assert offer.tensors["w"].item() == 4.0
     decisions = one.drain_decisions()
     assert [each.reason for each in decisions if each.what == "kept"] == ["it is not finite"]
 
 
-def test_a_refused_offer_changes_nothing_and_its_version_is_never_used_again():
-    one = publisher(7)
-    assert one.offer([replica(0.1, base=7)]) is not None
-    one.record([verdict(8, adopted=False, reason="they are not what was sent")])
-    assert one.published.version == 7
-    one.withdraw()
-    assert one.offer([replica(0.1, base=7)]) is None, "it was looked at, and found no better"
-    again = one.offer([replica(0.2, base=7)])
-    assert again is not None
-    assert again.weights.version == 9
-    one.begin_rollout()
-    third = one.offer([replica(0.1, base=7)])
-    assert third is not None
-    assert third.weights.version == 10
-
-
-def test_an_offer_without_a_verdict_may_be_made_again():
+def test_an_offer_that_nobody_adopted_may_be_made_again():
     one = publisher()
     assert one.offer([replica(0.1)]) is not None
     assert one.offer([replica(0.1)]) is None, "the answer is on its way"
     one.withdraw()
     again = one.offer([replica(0.1)])
     assert again is not None
-    assert again.weights.version == 2
-    one.record([verdict(1), verdict(2)])
-    assert one.published is again.weights
+    assert again.version == 2
+    one.record([1, 2])
+    assert one.published is again
 
 
 def test_replicas_of_older_drafters_must_beat_later_publications():
     one = publisher()
     first = one.offer([replica(0.1)])
     assert first is not None
-    one.record([verdict(1)])
+    one.record([1])
     assert one.offer([replica(0.09)]) is None
     assert one.offer([replica(MIN_GAIN / 2, base=1)]) is None
     second = one.offer([replica(0.11, weight=5.0), replica(0.05, base=1, weight=9.0)])
     assert second is not None, "1.1 x 1.05 is more than 1.11"
-    assert second.weights.tensors["w"].item() == 9.0
+    assert second.tensors["w"].item() == 9.0
 
 
 def test_an_offer_that_arrives_behind_a_newer_one_is_not_published():
     one = publisher()
     for gain in (0.1, 0.2):
         assert one.offer([replica(gain)]) is not None
-    one.record([verdict(2)])
-    one.record([verdict(1), verdict(99)])
+    one.record([2])
+    one.record([1, 99])
     assert one.published.version == 2
 
 
@@ -166,11 +142,10 @@ def test_a_worker_that_missed_the_published_drafter_is_offered_it_once():
     assert one.offer([replica(0.1)]) is not None
     assert one.missed_by(3) is None, "it is not published yet"
     one.mark_offered(1, 1)
-    one.record([verdict(1)])
+    one.record([1])
     assert one.missed_by(1) is None
     offer = one.missed_by(3)
-    assert offer is not None
-    assert offer.weights is one.published
+    assert offer is one.published
     one.mark_offered(3, 1)
     assert one.missed_by(3) is None
     one.forget(3)
@@ -179,12 +154,11 @@ def test_a_worker_that_missed_the_published_drafter_is_offered_it_once():
 
 def test_a_restored_drafter_is_published_and_versions_continue_from_it():
     one = publisher()
-    offer = one.restore(drafter(5, 3.0))
-    assert offer.weights is one.published
-    assert one.missed_by(0) is not None
+    one.restore(drafter(5, 3.0))
+    assert one.missed_by(0) is one.published
     better = one.offer([replica(0.1, base=5)])
     assert better is not None
-    assert better.weights.version == 6
+    assert better.version == 6
 
 
 @pytest.mark.slow
@@ -192,7 +166,7 @@ def test_a_restored_drafter_is_published_and_versions_continue_from_it():
     st.lists(
         st.one_of(
             st.tuples(st.just("offer"), st.floats(-0.2, 0.5), st.integers(0, 4)),
-            st.tuples(st.just("verdict"), st.booleans(), st.integers(0, 8)),
+            st.tuples(st.just("adopted"), st.none(), st.integers(0, 8)),
             st.tuples(st.sampled_from(("begin", "withdraw")), st.none(), st.none()),
         ),
         max_size=30,
@@ -204,10 +178,10 @@ def test_versions_rise_and_published_ones_were_offered_and_adopted(events):
     for what, value, number in events:
         if what == "offer":
             offer = one.offer([replica(value, base=number)])
-            offered += [] if offer is None else [offer.weights.version]
-        elif what == "verdict":
-            one.record([verdict(number, adopted=value)])
-            adopted |= {number} if value else set()
+            offered += [] if offer is None else [offer.version]
+        elif what == "adopted":
+            one.record([number])
+            adopted.add(number)
         elif what == "begin":
             one.begin_rollout()
         else:
@@ -245,7 +219,7 @@ def test_tokens_of_all_versions_add_up() -> None:
     for tokens in (1200, 800):
         offer = one.offer([replica(0.1, base=one.published.version, tokens=tokens)])
         assert offer is not None
-        one.record([verdict(offer.weights.version)])
+        one.record([offer.version])
     assert one.published.num_tokens == 2000
 
 
@@ -253,10 +227,10 @@ def test_a_draft_vocabulary_is_renewed_when_the_texts_have_moved():
     one = with_vocabulary((5, 5, 7), [5, 6])
     offer = one.offer([], renews=True)
     assert offer is not None
-    assert offer.weights.tensors[DRAFT_IDS].tolist() == [5, 7]
-    assert offer.weights.tensors["w"] is one.published.tensors["w"]
-    one.record([verdict(1)])
-    assert one.published is offer.weights
+    assert offer.tensors[DRAFT_IDS].tolist() == [5, 7]
+    assert offer.tensors["w"] is one.published.tensors["w"]
+    one.record([1])
+    assert one.published is offer
     assert one.offer([], renews=True) is None, "it covers all tokens now"
 
 
@@ -267,12 +241,12 @@ def test_trained_weights_and_a_renewed_vocabulary_are_offered_together():
     )
     during = one.offer([trained])
     assert during is not None
-    assert during.weights.tensors[DRAFT_IDS].tolist() == [5, 6], "not during a rollout"
+    assert during.tensors[DRAFT_IDS].tolist() == [5, 6], "not during a rollout"
     one = with_vocabulary((5, 5, 7), [5, 6])
     after = one.offer([trained], renews=True)
     assert after is not None
-    assert after.weights.tensors[DRAFT_IDS].tolist() == [5, 7]
-    assert after.weights.tensors["w"].item() == 3.0
+    assert after.tensors[DRAFT_IDS].tolist() == [5, 7]
+    assert after.tensors["w"].item() == 3.0
 
 
 def test_without_a_draft_vocabulary_nothing_is_renewed():

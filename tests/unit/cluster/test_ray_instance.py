@@ -1,4 +1,4 @@
-"""The files of a Ray of our own; Ray itself runs in end_to_end/test_open_ports.py."""
+"""A Ray of our own, and the check of an address; end_to_end/test_open_ports.py runs Ray itself."""
 
 import contextlib
 import multiprocessing
@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ pytest.importorskip("ray")
 
 from longtail.cluster.ray import instance as own_ray
 from longtail.cluster.ray.instance import OwnRay
+from longtail.cluster.ray.pool import check_answers
 
 
 @pytest.fixture(autouse=True)
@@ -25,23 +28,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the parent of the folders, in place of /tmp."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(own_ray, "_LONGEST_PLACE", 1000)
-    return tmp_path
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the options of each start of Ray, which is not started."""
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(own_ray.ray, "init", lambda **options: calls.append(options))
+    monkeypatch.setattr(own_ray.ray, "init", lambda **options: None)
     monkeypatch.setattr(own_ray.ray, "shutdown", lambda: None)
-    return calls
-
-
-def _hold(folder: Path, pipe: Any) -> None:
-    folder.mkdir()
-    own_ray._locked(folder / "lock")
-    pipe.send("held")
-    pipe.recv()
+    return tmp_path
 
 
 def _own_a_ray(folder: Path, pipe: Any) -> None:
@@ -76,27 +65,8 @@ def test_the_processes_of_a_ray_end_when_its_owner_is_killed(place: Path):
     owner.join()
 
 
-def test_folders_of_killed_runs_are_removed_and_those_in_use_are_not(place: Path):
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    holder = context.Process(target=_hold, args=(place / "longtail-ray-used", far))
-    holder.start()
-    assert near.recv() == "held"
-    (place / "longtail-ray-left" / "ray").mkdir(parents=True)
-    (place / "elsewhere").mkdir()
-    (place / "longtail-ray-link").symlink_to(place / "elsewhere")
-    own_ray._sweep()
-    assert {each.name for each in place.iterdir()} == {
-        *("longtail-ray-used", "longtail-ray-link", "elsewhere")
-    }
-    holder.kill()
-    holder.join()
-    own_ray._sweep()
-    assert not (place / "longtail-ray-used").exists()
-
-
 def test_the_token_is_random_and_private_and_the_environment_is_restored(
-    place: Path, begun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the-users-own")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -104,8 +74,7 @@ def test_the_token_is_random_and_private_and_the_environment_is_restored(
     for _ in range(2):
         ray = OwnRay(2)
         token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-        assert token.parent == ray.folder
-        assert ray.folder.parent == place
+        assert (token.parent, ray.folder.parent) == (ray.folder, place)
         assert ray.folder.stat().st_mode & 0o777 == 0o700
         assert token.stat().st_mode & 0o777 == 0o600
         assert os.environ["RAY_AUTH_MODE"] == "token"
@@ -116,22 +85,8 @@ def test_the_token_is_random_and_private_and_the_environment_is_restored(
         assert os.environ["RAY_AUTH_TOKEN"] == "the-users-own"
         assert os.environ["RAY_AUTH_MODE"] == "disabled"
         assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+    assert {len(token) for token in tokens} == {64}
     assert len(tokens) == 2
-    assert all(len(token) == 64 for token in tokens)
-    assert begun[0]["include_dashboard"] is False
-    assert "_node_ip_address" not in begun[0], "Ray replaces loopback in it"
-
-
-def test_a_long_path_for_temporary_files_is_not_used(
-    place: Path, begun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.undo()
-    monkeypatch.setattr(own_ray.ray, "init", lambda **options: None)
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    ray = OwnRay(1)
-    name = f"{ray.folder}/ray/session_2026-11-22_14-05-38_115447_4194304/sockets/plasma_store.12"
-    ray.close()
-    assert len(name) <= 107 < len(f"{place}/longtail-ray-12345678/{name[-75:]}")
 
 
 def test_a_ray_that_does_not_start_leaves_no_files(place: Path, monkeypatch: pytest.MonkeyPatch):
@@ -157,9 +112,7 @@ def test_sigterm_while_ray_starts_is_a_keyboard_interrupt():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_lines_that_workers_print_are_read_once_without_rays_own(
-    begun: list[dict[str, Any]],
-):
+def test_the_lines_that_workers_print_are_read_once_without_rays_own():
     ray = OwnRay(1)
     log = ray.folder / "ray" / "session_2026-01-01" / "logs" / "worker-ab-01-77.err"
     log.parent.mkdir(parents=True)
@@ -172,17 +125,43 @@ def test_the_lines_that_workers_print_are_read_once_without_rays_own(
     ray.close()
 
 
-def test_every_meeting_point_is_new(begun: list[dict[str, Any]]):
-    ray = OwnRay(1)
-    places = {ray.meeting_point() for _ in range(3)}
-    assert len(places) == 3
-    assert all(each.startswith(f"file://{ray.folder}/") for each in places)
-    ray.close()
+@pytest.fixture
+def server() -> Iterator[Callable[[bytes], str]]:
+    """Return the address of a server that answers these bytes; empty: it is silent."""
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as sock:
+
+        def answer(words: bytes) -> None:
+            with sock.accept()[0] as connection:
+                assert connection.recv(100).startswith(b"PRI * HTTP/2.0")
+                connection.sendall(words)
+
+        def begin(words: bytes) -> str:
+            if words:
+                pool.submit(answer, words)
+            return f"127.0.0.1:{sock.getsockname()[1]}"
+
+        yield begin
 
 
-@pytest.mark.slow
-def test_a_server_that_greets_as_ray_and_is_silent_is_given_up():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ConnectionError, match="no word of Ray's came for 1 s"):
-            own_ray.check_is_ray(address, 1.0)
+def test_a_server_that_speaks_grpc_and_names_without_a_port_are_left_to_ray(server):
+    check_answers(server(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))))
+    for address in ("", "auto", "local", "here"):
+        check_answers(address)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no Ray"), (b"", "timed out")],
+)
+def test_another_server_is_refused(server, words: bytes, reason: str):
+    with pytest.raises(ConnectionError, match=reason):
+        check_answers(server(words), timeout_s=0.2)
+
+
+@pytest.mark.parametrize("port", ["closed", "99999999999"])
+def test_an_address_without_a_listener_is_refused(port):
+    with socket.socket() as sock:  # bound, so that no other process takes it; closed to connections
+        sock.bind(("127.0.0.1", 0))
+        where = str(sock.getsockname()[1]) if port == "closed" else port
+        with pytest.raises(ConnectionError, match="no Ray answers there"):
+            check_answers(f"ray://127.0.0.1:{where}")

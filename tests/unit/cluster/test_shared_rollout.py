@@ -16,7 +16,7 @@ from longtail.cluster.timeline import Span
 from longtail.drafter.training.replica import SpotEnd
 from longtail.errors import ClusterError
 from longtail.system.interrupt import Interrupted
-from support.fake_worker import HANG_S, READY_S, Fault, SpotScript, text
+from support.fake_worker import READY_S, WORKER_TIMEOUT_S, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 TAIL = requests(100, 10, 50)
@@ -90,7 +90,7 @@ def test_without_a_drafter_nothing_is_trained_or_saved():
     assert not {name for _, name in pool.answered} & {
         "texts",
         "add_texts",
-        "drain_verdicts",
+        "drain_adopted",
         "candidate",
     }
     assert (group.published, group.drain_decisions(), group.drafter_state()) == (None, [], None)
@@ -170,8 +170,8 @@ def test_a_worker_that_makes_no_step_is_replaced_and_its_texts_generated_again()
         pool = ScriptedPool(2, faults=faults)
         rolled = begun(pool).rollout(1, requests(20, 20))
         assert texts(rolled) == [text(each) for each in requests(20, 20)]
-        assert HANG_S < rolled.seconds < HANG_S + 2 * 20.0 + 5.0
-        assert f"made no step for {HANG_S:.0f} s" in pool.log_lines[0]
+        assert WORKER_TIMEOUT_S < rolled.seconds < WORKER_TIMEOUT_S + 2 * 20.0 + 5.0
+        assert f"made no step for {WORKER_TIMEOUT_S:.0f} s" in pool.log_lines[0]
 
 
 def test_a_slow_worker_that_makes_steps_is_not_replaced():

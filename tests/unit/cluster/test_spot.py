@@ -1,10 +1,8 @@
 """Spot training in simulated time: texts to idle workers, drafters from them."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
-import torch
 
 from longtail.cluster.drafter.payoff import SHARE, PayOff
 from longtail.cluster.group import WorkerGroup
@@ -215,35 +213,6 @@ def test_training_that_fails_is_recorded_and_the_run_continues():
     assert decisions == [("discarded", 0, "RuntimeError: out of memory")]
     assert "out of memory" in pool.log_lines[0]
     assert pool.births == [0, 0]
-
-
-@pytest.mark.parametrize("damage", ["bits", "nan"])
-def test_an_offer_that_arrives_damaged_changes_nothing(damage):
-    def damaged(offer):
-        spoilt = torch.tensor([float("nan") if damage == "nan" else 9.0])
-        weights = type(offer.weights)(version=offer.weights.version, tensors={"w": spoilt})
-        digest = weights.digest if damage == "nan" else offer.digest
-        return replace(offer, weights=weights, digest=digest)
-
-    pool = ScriptedPool(2, damages=damaged)
-    group = begun(pool)
-    refused = [each for each in step(group, 1) if each[0] == "refused"]
-    reason = "they are not finite" if damage == "nan" else "they are not what was sent"
-    assert {each[2] for each in refused} == {reason}
-    assert group.published is not None
-    assert group.published.version == 0
-    assert all(each.served.version == 0 for each in pool.workers)
-    offered = [version for what, version, _ in step(group, 2) if what == "offered"]
-    assert min(offered) > max(version for _, version, _ in refused)
-
-
-def test_a_worker_that_refuses_an_offer_serves_its_old_drafter():
-    pool = ScriptedPool(3, refuses=lambda worker, version: worker == 2)
-    group = begun(pool)
-    decisions = step(group, 1, requests(35, 10, 12))
-    assert ("refused", 1, "they are not what was sent") in decisions
-    assert ("published", 1, "") in decisions
-    assert [each.served.version for each in pool.workers] == [1, 1, 0]
 
 
 def test_serial_training_runs_on_one_worker_while_the_others_wait():

@@ -1,14 +1,18 @@
-"""Timelines: the spans of the changes, and the metrics of a step."""
+"""Timelines: the spans of the changes, the metrics of a step, and its events in a file."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.states import State, StateChange, StateInterval
-from longtail.cluster.timeline import Mark, Span, Timeline
-from support.timelines import LETTERS, drawn
+from longtail.cluster.timeline import Mark, Timeline, TraceFile, event_of
+from support.timelines import drawn
 
 
 def counted(*workers: str) -> dict[str, float]:
@@ -40,46 +44,6 @@ pictures = st.integers(1, 20).flatmap(
         st.text("+G.sLx", min_size=width, max_size=width), min_size=1, max_size=4
     )
 )
-
-
-def test_changes_become_contiguous_spans() -> None:
-    interval = StateInterval(
-        begin_s=10.0,
-        end_s=14.0,
-        states=(State.IDLE, State.GENERATING),
-        changes=(
-            StateChange(worker=0, state=State.SPOT, at=11.0),
-            StateChange(worker=1, state=State.IDLE, at=12.0),
-            StateChange(
-                worker=1, state=State.LEARNING, at=12.0
-            ),  # at once: idle for no time at all
-        ),
-    )
-    marks = (Mark(worker=1, at_s=11.5, name="drafter v3 published"),)
-    assert Timeline.of(interval, marks) == Timeline(
-        spans=(
-            Span(worker=0, state=State.IDLE, begin_s=10.0, end_s=11.0),
-            Span(worker=0, state=State.SPOT, begin_s=11.0, end_s=14.0),
-            Span(worker=1, state=State.GENERATING, begin_s=10.0, end_s=12.0),
-            Span(worker=1, state=State.LEARNING, begin_s=12.0, end_s=14.0),
-        ),
-        marks=marks,
-        begin_s=10.0,
-        end_s=14.0,
-    )
-
-
-@given(pictures)
-def test_spans_cover_each_workers_time_once(picture: list[str]) -> None:
-    timeline = drawn(*picture, begin_s=3.0)
-    for worker, letters in enumerate(picture):
-        spans = [span for span in timeline.spans if span.worker == worker]
-        edges = [timeline.begin_s, *(span.end_s for span in spans)]
-        assert [span.begin_s for span in spans] == edges[:-1]
-        assert edges[-1] == timeline.end_s
-        assert {
-            state: seconds for state, seconds in timeline.seconds()[worker].items() if seconds
-        } == {LETTERS[letter]: letters.count(letter) for letter in set(letters)}
 
 
 def test_the_metrics_of_a_step_are_those_counted_by_hand() -> None:
@@ -129,3 +93,138 @@ def test_a_timeline_is_restored_from_json_and_begins_at_zero(workers: list[str])
     restored = Timeline.of_json(row)
     assert restored.as_json() == row
     assert restored.metrics() == pytest.approx(timeline.metrics())
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    begin, *lines = path.read_bytes().splitlines(keepends=True)
+    assert begin == b"[\n"
+    return [event for line in lines if (event := event_of(line))]
+
+
+def events(steps: dict[int, Timeline], path: Path) -> list[dict[str, Any]]:
+    """Return the events of steps, written to a new file."""
+    file = TraceFile(path)
+    for step, timeline in steps.items():
+        file.append(step, timeline)
+    file.close()
+    return read_trace(path)
+
+
+def test_a_trace_holds_the_events_that_perfetto_reads(tmp_path: Path) -> None:
+    marks = (Mark(worker=1, at_s=101.25, name="drafter v3 published"),)
+    steps = {7: drawn("GG", "Gs", begin_s=100.0, marks=marks), 8: drawn("L", begin_s=102.0)}
+
+    def whole(name: str, ts: float, dur: float, tid: int, step: int) -> dict[str, Any]:
+        place = {"pid": 0, "tid": tid, "args": {"step": step}}
+        return {"name": name, "ph": "X", "ts": ts, "dur": dur, **place}
+
+    names = [
+        {
+            "name": "thread_name", "ph": "M", "pid": 0, "tid": worker,
+            "args": {"name": f"worker {worker}", "step": 7},
+        }
+        for worker in (0, 1)
+    ]  # fmt: skip
+    instant = {
+        "name": "drafter v3 published", "ph": "i", "s": "t", "ts": 1.25e6, "pid": 0, "tid": 1,
+        "args": {"step": 7},
+    }  # fmt: skip
+    assert events(steps, tmp_path / "trace.json") == [
+        *names,
+        whole("generating", 0.0, 2e6, 0, 7),
+        whole("generating", 0.0, 1e6, 1, 7),
+        whole("spot", 1e6, 1e6, 1, 7),
+        instant,
+        whole("learning", 2e6, 1e6, 0, 8),
+    ]
+
+
+STEPS = {
+    step: drawn(
+        "GGGLL",
+        "GssLL",
+        begin_s=50.0 + 5 * step,
+        marks=(Mark(worker=0, at_s=51.0 + 5 * step, name=f"drafter v{step} published"),),
+    )
+    for step in range(1, 5)
+}
+
+
+def written(path: Path, steps: range, last_step: int | None = None, later_s: float = 0.0) -> None:
+    """Write steps in a process whose clock is ahead by some seconds."""
+    file = TraceFile(path, last_step=last_step)
+    for step in steps:
+        one = STEPS[step]
+        spans = tuple(
+            replace(span, begin_s=span.begin_s + later_s, end_s=span.end_s + later_s)
+            for span in one.spans
+        )
+        marks = tuple(replace(mark, at_s=mark.at_s + later_s) for mark in one.marks)
+        begin_s, end_s = one.begin_s + later_s, one.end_s + later_s
+        file.append(step, Timeline(spans=spans, marks=marks, begin_s=begin_s, end_s=end_s))
+    file.close()
+
+
+def test_a_file_holds_the_trace_step_by_step(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "trace.json"
+    file = TraceFile(path)
+    assert read_trace(path) == []
+    for step, timeline in STEPS.items():
+        before = path.read_bytes()
+        file.append(step, timeline)
+        assert path.read_bytes().startswith(before)
+    file.close()
+    assert json.loads(path.read_text().removesuffix(",\n") + "]") == read_trace(path)
+
+
+@pytest.mark.parametrize("later_s", [0.0, -1000.0, 1000.0])
+def test_a_resumed_trace_continues_after_the_checkpoint(tmp_path: Path, later_s: float) -> None:
+    # the clock of the second process starts anew
+    path = tmp_path / "trace.json"
+    written(path, range(1, 5))
+    whole = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(b'{"name": "spot", "ph": "X", "ts": 2')  # killed while writing
+    written(path, range(3, 5), last_step=2, later_s=later_s)
+    assert path.read_bytes() == whole
+    assert [each.name for each in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_a_new_run_begins_a_new_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    written(path, range(1, 3))
+    TraceFile(path).close()
+    assert read_trace(path) == []
+
+
+def test_a_resumed_run_without_a_trace_begins_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    written(path, range(3, 4), last_step=2)
+    assert read_trace(path) == events({3: STEPS[3]}, tmp_path / "new.json")
+
+
+def test_a_full_disk_is_an_error_and_the_trace_stays_readable(tmp_path: Path) -> None:
+    # the kernel refuses to write a file beyond 1000 bytes
+    script = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from longtail.cluster.states import Span, State\n"
+        "from longtail.cluster.timeline import Timeline, TraceFile\n"
+        "from longtail.errors import CheckpointError\n"
+        "file = TraceFile(Path(sys.argv[1]))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "span = Span(worker=0, state=State.IDLE, begin_s=0.0, end_s=1.0)\n"
+        "one = Timeline(spans=(span,), marks=(), begin_s=0.0, end_s=1.0)\n"
+        "try:\n"
+        "    for step in range(100): file.append(step, one)\n"
+        "except CheckpointError as error: print(error)\n"
+    )
+    path = tmp_path / "trace.json"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
+    )
+    assert "trace.json: " in done.stdout
+    assert "free some space" in done.stdout
+    steps = [event["args"]["step"] for event in read_trace(path)]
+    assert steps[1:] == list(range(len(steps) - 1))
+    assert len(steps) > 5

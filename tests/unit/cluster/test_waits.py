@@ -27,7 +27,7 @@ from longtail.cluster.supervisor import MAX_LOSSES, STOP_S
 from longtail.errors import ClusterError
 from longtail.rl.learner import LearnerState
 from longtail.system.interrupt import Interrupted
-from support.fake_worker import HANG_S, READY_S, Death, Fault, SpotScript, text
+from support.fake_worker import READY_S, WORKER_TIMEOUT_S, Death, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 AGAIN_AND_AGAIN = r"\d workers were lost in a row.* start again: the run resumes"
@@ -96,8 +96,12 @@ def test_a_worker_lost_before_it_copied_its_policy_ends_the_run_with_a_remedy(ki
     with pytest.raises(ClusterError, match=ALL_LOST):
         group.learn([batch(1)])
     assert pool.births == [1, 1]
-    assert pool.clock.now - began < READY_S + 2 * HANG_S
-    how = "worker 1 is gone" if kind == "lost" else f"has not handed on the policy for {HANG_S:.0f}"
+    assert pool.clock.now - began < READY_S + 2 * WORKER_TIMEOUT_S
+    how = (
+        "worker 1 is gone"
+        if kind == "lost"
+        else f"has not handed on the policy for {WORKER_TIMEOUT_S:.0f}"
+    )
     assert how in pool.log_lines[-1]
 
 
@@ -166,13 +170,13 @@ def test_serial_training_that_dies_repeatedly_delays_no_step():
 def test_a_first_worker_that_dies_at_every_meeting_ends_the_run():
     pool = ScriptedPool(2)
 
-    meeting_point = pool.meeting_point
+    rendezvous_address = pool.rendezvous_address
 
     def nowhere() -> str:
         pool.kill(0)
-        return meeting_point()
+        return rendezvous_address()
 
-    pool.meeting_point = nowhere  # type: ignore[method-assign]
+    pool.rendezvous_address = nowhere  # type: ignore[method-assign]
 
     with pytest.raises(ClusterError, match=NEVER_MET):
         begun(pool).learn([batch(1)])
@@ -184,7 +188,7 @@ MESSAGES: Sequence[str] = (
     "texts",
     "add_texts",
     "offer",
-    "drain_verdicts",
+    "drain_adopted",
     "candidate",
 )
 

@@ -1,12 +1,9 @@
 """Messages to a worker: they take effect between two steps, and only if they are new."""
 
-from dataclasses import replace
-
 import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.assembly.worker import build_components
-from longtail.cluster.drafter.offers import Offer
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import load
@@ -15,8 +12,12 @@ from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import SpotReport
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.limits import EngineLimits
+from longtail.engine.speculation.speculator import Speculation
+from longtail.model.hf.model import load_model
 from longtail.rl.learner import Learner
+from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
+from support.drafters import ModelChains
 from support.rank_processes import Plan
 
 
@@ -55,12 +56,11 @@ def asked() -> list[Request]:
     ]
 
 
-def offer(worker: Worker, version: int, scale: float) -> Offer:
+def offer(worker: Worker, version: int, scale: float) -> DrafterWeights:
     served = worker.drafter_weights()
     assert served is not None
     tensors = {name: tensor * scale for name, tensor in served.tensors.items()}
-    weights = DrafterWeights(version=version, tensors=tensors)
-    return Offer(weights=weights, digest=weights.digest, before=2.0, after=2.1)
+    return DrafterWeights(version=version, tensors=tensors)
 
 
 def served(worker: Worker) -> int:
@@ -75,19 +75,16 @@ def test_an_offer_older_than_the_served_drafter_is_ignored(worker, asked):
     worker.publish()
     worker.generate(asked)
     assert served(worker) == 3
-    assert [verdict.version for verdict in worker.drain_verdicts()] == [3]
+    assert worker.drain_adopted() == [3]
 
 
 def test_accepted_drafts_are_reported_in_characters_of_the_texts(workshop):
     """The target itself drafts, so all its drafts are accepted."""
-    words = (f"--speculation.drafter={workshop.model}", "--speculation.tuner=fixed")
-    components = make_components(workshop, *words, "--speculation.depth=3")
+    components = make_components(workshop, "--speculation.drafter=none")
     worker = Worker(components)
     worker.publish()
-    speculation = components.engine.speculation
-    assert speculation is not None
-    # The guard measures time, and on a busy machine it would pause drafting.
-    components.engine.speculate(replace(speculation, guarded=False))
+    drafter = ModelChains(load_model(workshop.model, components.engine.model.dtype))
+    components.engine.speculate(Speculation.fixed(drafter, Strategy(depth=3)))
     sampling = SamplingParams(max_tokens=24)
     request = Request(request_id="a", prompt_tokens=(5, 6), noise_key=1, sampling=sampling)
     result = worker.generate([request])
@@ -108,7 +105,7 @@ def test_the_newest_of_several_offers_is_adopted_in_any_order(worker, asked):
     worker.publish()
     worker.generate(asked)
     assert served(worker) == 6
-    assert [verdict.version for verdict in worker.drain_verdicts()] == [6]
+    assert worker.drain_adopted() == [6]
 
 
 def test_learning_shows_a_beat_for_every_micro_batch(components, worker):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.texts import pack_texts
-from longtail.errors import CheckpointError
 from longtail.rl.data.examples import Example
 
 PROMPT_LEN = 4
@@ -82,12 +81,6 @@ def test_a_longer_version_of_a_text_replaces_a_shorter_one() -> None:
     assert buffer.state()["texts"][0]["is_finished"]
 
 
-def test_a_text_without_completion_is_never_drawn() -> None:
-    buffer = _buffer([_snapshot(n, PROMPT_LEN) for n in range(40)])
-    assert buffer.batch(100) == buffer.heldout(100) == ()
-    assert buffer.num_bytes == 0
-
-
 def test_long_texts_of_the_previous_step_stay_for_one_step() -> None:
     numbers = _learned(9)
     buffer = _buffer([_snapshot(n, 10 + i) for i, n in enumerate(numbers[:5])])
@@ -106,14 +99,6 @@ def test_the_prompt_does_not_count_for_a_texts_length() -> None:
     buffer = _buffer([_snapshot(numbers[0], 50, prompt_len=45), _snapshot(numbers[1], 20)])
     buffer.begin(1)
     assert set(_draws_of_a_pass(buffer)) == {numbers[1]}
-
-
-def test_a_step_without_texts_keeps_the_older_ones() -> None:
-    numbers = _learned(3)
-    buffer = _buffer([_snapshot(n, 10 + i) for i, n in enumerate(numbers)])
-    for step in (1, 2, 3):
-        buffer.begin(step)
-        assert set(_draws_of_a_pass(buffer)) == set(numbers[1:])
 
 
 def test_texts_of_a_later_step_begin_it_and_those_of_an_earlier_step_only_grow() -> None:
@@ -138,15 +123,6 @@ def test_siblings_are_held_out_together_in_every_buffer() -> None:
         # 200 groups, one in 8: outside of 25 +- 5 standard deviations with probability 6e-7
         assert 2 <= len(groups) <= 48
     assert sides[0] == sides[1]
-
-
-def test_held_out_texts_are_never_drawn() -> None:
-    buffer = _buffer([_snapshot(n, 9 + n % 7) for n in range(60)])
-    held = set(_numbers(buffer.heldout(10**6)))
-    drawn = {n for _ in range(40) for n in _numbers(buffer.batch(100))}
-    assert held
-    assert not held & drawn
-    assert held | drawn == set(range(60))
 
 
 def test_held_out_texts_come_newest_first_up_to_a_limit_of_tokens() -> None:
@@ -262,17 +238,6 @@ def test_a_restored_buffer_draws_the_same_as_the_saved_one() -> None:
     assert (copy.num_bytes, copy.num_tokens) == (buffer.num_bytes, buffer.num_tokens)
     assert copy.state() == buffer.state()
     assert torch.equal(copy.tensors()["tokens"], buffer.tensors()["tokens"])
-
-
-def test_an_empty_buffer_is_saved_and_restored_too() -> None:
-    copy = _copy(_buffer())
-    assert (copy.num_texts, copy.num_bytes, copy.batch(10)) == (0, 0, ())
-
-
-def test_a_state_without_its_tokens_is_refused() -> None:
-    buffer = _buffer([_snapshot(1, 9), _snapshot(2, 9)])
-    with pytest.raises(CheckpointError, match="18 tokens, 17 are there"):
-        _buffer().restore({"tokens": buffer.tensors()["tokens"][:-1]}, buffer.state())
 
 
 @pytest.mark.parametrize("prompt_len", [1, 4, 90])

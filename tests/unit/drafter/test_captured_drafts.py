@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtail.drafter import draft_model
-from longtail.drafter.draft_model import ModelDrafter
 from longtail.drafter.eagle import layer as eagle
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.weights import copy_parameters
@@ -51,25 +49,17 @@ def assert_same_drafts(found: list[DraftTree], expected: list[DraftTree]) -> Non
         assert one.margins == pytest.approx(other.margins, abs=1e-9)
 
 
-def eagle1(model: Transformer) -> Drafter:
+def eagle1(model: Transformer) -> EagleDrafter:
     return EagleDrafter(make_layer(model, "eagle1"), model)
 
 
-def eagle3(model: Transformer) -> Drafter:
+def eagle3(model: Transformer) -> EagleDrafter:
     return EagleDrafter(make_layer(model, "eagle3"), model)
 
 
-def kept(drafter: Drafter) -> list[Tensor]:
+def kept(drafter: EagleDrafter) -> list[Tensor]:
     """Return all stored keys and values; padding writes after them."""
-    if isinstance(drafter, EagleDrafter):
-        return [each[:, :-1] for each in (drafter.windows.keys, drafter.windows.values)]
-    assert isinstance(drafter, ModelDrafter)
-    return [drafter._texts.storage[:, :, :, :-1]]
-
-
-def num_replays(drafter: Drafter, depth: int) -> int:
-    """Return the replays of a round: prefill, root and levels, or read and score by level."""
-    return 2 + (depth - 1) if isinstance(drafter, EagleDrafter) else 2 * depth
+    return [each[:, :-1] for each in (drafter.windows.keys, drafter.windows.values)]
 
 
 def other_weights(model: Transformer) -> dict[str, Tensor]:
@@ -79,9 +69,9 @@ def other_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [eagle1, eagle3, ModelDrafter], ids=["eagle1", "eagle3", "model"])
+@pytest.mark.parametrize("make", [eagle1, eagle3])
 def test_captured_and_eager_passes_draft_the_same(
-    make: Callable[[Transformer], Drafter], monkeypatch
+    make: Callable[[Transformer], EagleDrafter], monkeypatch
 ):
     """Requests start, grow and end: rows are reused and reallocated; windows
     slide. Those that are new have most to catch up on. In the middle come other weights.
@@ -90,8 +80,7 @@ def test_captured_and_eager_passes_draft_the_same(
     plain_model, model = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64)
     model.graphs = GraphPool(backend)
     plain = make(plain_model)
-    for module in (eagle, draft_model):
-        monkeypatch.setattr(module, "select_kernels", lambda *_: GpuKernels(TorchPageKernels()))
+    monkeypatch.setattr(eagle, "select_kernels", lambda *_: GpuKernels(TorchPageKernels()))
     captured = make(model)
     texts: dict[str, list[int]] = {}
     for number in range(24):
@@ -108,14 +97,14 @@ def test_captured_and_eager_passes_draft_the_same(
         if number == 9 and make is eagle1:
             for drafter in (plain, captured):
                 drafter.load_weights(other_weights(plain_model))
-        for drafter in (plain, captured) if make is not ModelDrafter else ():
+        for drafter in (plain, captured):
             for name, tokens in texts.items():
                 features = features_of(plain_model, plain, tokens[:-1])
                 observe(drafter, name, tokens, features, told.get(name, 0), len(tokens) - 1)
         shape, before = (CHAIN, BEAM)[number % 2], backend.num_replays
         found = propose(captured, texts, shape)
         assert_same_drafts(found, propose(plain, texts, shape))
-        assert backend.num_replays - before == num_replays(captured, shape.depth)
+        assert backend.num_replays - before == shape.depth + 1, "prefill, root and levels"
         for one, other in zip(kept(captured), kept(plain), strict=True):
             torch.testing.assert_close(one, other, **TOLERANCE)
     assert model.graphs.num_graphs == backend.num_captures < backend.num_replays

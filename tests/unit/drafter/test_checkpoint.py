@@ -191,14 +191,6 @@ def test_a_missing_path_is_refused_with_a_remedy(tmp_path: Path, tokenizer: Toke
         load_drafter(tmp_path / "no", tiny_model(), tokenizer, strict_weights=False)
 
 
-def test_tensors_of_another_recipe_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    _save(tmp_path / "a", tokenizer, _layer("eagle1"))
-    target = _save(tmp_path / "b", tokenizer, _layer("eagle3"))
-    (tmp_path / "a" / "drafter.safetensors").rename(tmp_path / "b" / "drafter.safetensors")
-    with pytest.raises(ConfigError, match=r"embedding_norm.weight has shape None"):
-        load_drafter(tmp_path / "b", target, tokenizer, strict_weights=False)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -225,18 +217,6 @@ def test_an_altered_description_is_refused_in_one_sentence(
     described = json.loads((tmp_path / "d" / "drafter.json").read_text())
     (tmp_path / "d" / "drafter.json").write_text(json.dumps(described | {field: value}))
     with pytest.raises(ConfigError, match=r"drafter\.json is malformed .*longtail drafter train"):
-        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
-
-
-@pytest.mark.parametrize(
-    "text", [b"[" * 100_000, b'{"format": ' + b"1" * 5_000 + b"}", b"\xff", b'"\\ud83d"', b"[]"]
-)
-def test_a_description_that_is_not_json_is_refused_in_one_sentence(
-    tmp_path: Path, tokenizer: Tokenizer, text: bytes
-) -> None:
-    target = _save(tmp_path / "d", tokenizer)
-    (tmp_path / "d" / "drafter.json").write_bytes(text)
-    with pytest.raises(ConfigError, match=r"drafter\.json is malformed"):
         load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fit import RIDGE, FeatureFit, ridge
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
@@ -16,7 +17,6 @@ from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError
 from longtail.rl.data.examples import Example
-from longtail.rl.optim import OptimizerSettings
 from longtail.types import PackedSequences
 from support.spot_training import make_buffer
 from support.tiny_models import tiny_model
@@ -25,7 +25,7 @@ _FIT = 120
 _LONG = TrainerSettings(unroll_steps=2, fit_tokens=10**6)
 """A start that does not end in a test."""
 SETTINGS = TrainerSettings(
-    unroll_steps=2, fit_tokens=_FIT, optimizer=OptimizerSettings(learning_rate=1e-3)
+    unroll_steps=2, fit_tokens=_FIT, optimizer=OptimizerSection(learning_rate=1e-3)
 )
 
 

@@ -16,14 +16,12 @@ from longtail.drafter.history import HistoryDrafter, _Root, _text
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Noise, Observed
 from longtail.speculation.strategy import DraftThresholds, Strategy
-from longtail.speculation.taps import NO_TAPS
 from longtail.speculation.tree import EMPTY, DraftTree, depths, reach_probabilities
 from longtail.speculation.verify import Accepted
 from longtail.types import SamplingParams
 
 PROMPT, OTHER = (1, 2), (1, 3)
 A, B, C, D, E, X, Y = range(10, 17)
-VOCAB = 20
 CHAIN, TREE = Strategy(depth=4), Strategy(depth=4, width=2, size=8)
 
 
@@ -116,12 +114,6 @@ def test_without_noise_the_most_frequent_continuation_is_drafted(figure):
     assert tree.margins == pytest.approx((math.log(2 / 1),))
 
 
-def test_siblings_of_a_tree_have_opposite_margins(figure):
-    tree = draft(figure, ask((Y, B, C)), strategy=TREE)
-    assert (tree.tokens, tree.parents) == ((D, E), (0, 0))
-    assert tree.margins == pytest.approx((math.log(2), -math.log(2)))
-
-
 @pytest.mark.parametrize(("for_d", "for_e", "first"), [(0.5, 0.1, D), (-1.0, 2.0, E)])
 def test_among_equally_frequent_tokens_the_one_with_the_highest_noise_is_drafted(
     for_d, for_e, first
@@ -132,14 +124,6 @@ def test_among_equally_frequent_tokens_the_one_with_the_highest_noise_is_drafted
     lead = min(abs(for_d - for_e), math.log(2 * 2**2 / 2))
     assert tree.tokens == (first,)
     assert tree.margins == pytest.approx((lead,))
-
-
-def test_noise_must_outweigh_the_counts(figure):
-    """The lead of d is log 2 = 0.69: noise of 0.6 for e is too small, 0.8 is enough."""
-    for value, first, margin in ((0.6, D, math.log(2) - 0.6), (0.8, E, 0.8 - math.log(2))):
-        tree = draft(figure, ask((Y, B, C)), noise=TableNoise([{E: value}]))
-        assert tree.tokens == (first,)
-        assert tree.margins == pytest.approx((margin,))
 
 
 def test_a_childs_margin_is_bounded_by_the_risk_of_an_unseen_token(figure):
@@ -165,11 +149,6 @@ def test_noise_is_read_only_where_there_is_a_choice(figure):
     assert noise.read == [1]
 
 
-def test_greedy_requests_draft_the_most_frequent_token_under_any_noise(figure):
-    tree = draft(figure, ask((Y, B, C), temperature=0.0), noise=TableNoise([{E: 9.0}]))
-    assert tree.tokens == (D,)
-
-
 def test_a_request_repeats_itself():
     drafter = drafter_that_saw((A, B, C, X, A))
     assert draft(drafter, ask((A, B, C, X, A, B), name="seen0")).tokens == (C, X, A, B)
@@ -190,13 +169,6 @@ def test_running_siblings_of_a_group_share_their_texts():
     drafter = HistoryDrafter()
     drafter.observe([seen("a", (A, B, C)), seen("b", (X, A))], None)
     assert draft(drafter, ask((X, A), name="b")).tokens == (B, C)
-
-
-def test_texts_of_earlier_epochs_of_the_same_prompt_are_used():
-    drafter = drafter_that_saw((A, B, C, D))
-    drafter.forget("seen0")
-    drafter.refresh()
-    assert draft(drafter, ask((A,), name="later")).tokens == (B, C, D)
 
 
 def test_the_texts_of_another_prompt_are_not_used():
@@ -268,13 +240,6 @@ def test_prompts_with_a_request_in_progress_are_never_dropped():
     drafter.forget("never known")
 
 
-def test_a_refresh_releases_requests_that_were_never_forgotten():
-    drafter = HistoryDrafter(max_tokens=3)
-    drafter.observe([seen("a", (A, B))], None)
-    drafter.refresh()
-    assert drafter.num_tokens == 0
-
-
 def test_a_path_that_is_almost_never_accepted_is_not_drafted(figure):
     tree = draft(figure, ask((Y, A, B, C)))
     for _ in range(500):
@@ -292,12 +257,6 @@ def test_a_tree_keeps_the_most_likely_nodes():
     assert (tree.tokens, tree.parents) == ((B, C, D), (0, 1, 2))
     tree = draft(drafter, ask((A,)), strategy=Strategy(depth=3, width=2, size=4))
     assert (tree.tokens, tree.parents) == ((B, C, D, X), (0, 1, 2, 0))
-
-
-def test_history_needs_no_features_and_no_forward_pass():
-    assert HistoryDrafter().taps == NO_TAPS
-    assert HistoryDrafter().forward_s == 0.0
-    assert HistoryDrafter().calibration_error == 0.0
 
 
 TEXTS = st.lists(st.lists(st.integers(10, 13), min_size=1, max_size=12), min_size=1, max_size=4)

@@ -2,8 +2,7 @@
 
 import torch
 
-from longtail.engine.batch import Scheduled, Segment, flatten
-from longtail.engine.completion import complete
+from longtail.engine.batch import Scheduled, Segment, complete, flatten
 from longtail.engine.request import ActiveRequest
 from longtail.speculation.tree import DraftTree
 from longtail.types import FinishReason, Request

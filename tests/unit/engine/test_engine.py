@@ -50,17 +50,6 @@ def test_a_stop_token_ends_a_completion_and_is_kept():
     assert done.finish_reason is FinishReason.STOP
 
 
-def test_max_tokens_ends_a_completion():
-    (done,) = scripted_engine().generate([ask(max_tokens=2)])
-    assert done.tokens == (1, 2)
-    assert done.finish_reason is FinishReason.LENGTH
-
-
-def test_a_stop_token_at_max_tokens_is_a_stop():
-    (done,) = scripted_engine().generate([ask(max_tokens=2, stop_token_ids=(2,))])
-    assert done.finish_reason is FinishReason.STOP
-
-
 def test_a_stop_string_across_tokens_cuts_the_text_and_keeps_the_tokens():
     (done,) = scripted_engine().generate([ask(stop=("never", "</b>"))])
     assert done.tokens == (1, 2, 3, 4, 5, 6)
@@ -304,10 +293,6 @@ def test_a_list_is_finished_although_someone_else_is_in_progress():
     (done,) = engine.generate([ask("mine", max_tokens=5)])
     assert (done.request_id, len(done.tokens)) == ("mine", 5)
     assert engine.num_unfinished == 1
-
-
-def test_no_requests_give_no_completions():
-    assert scripted_engine().generate([]) == []
 
 
 def test_emitted_tokens_are_the_completions_tokens():

@@ -61,10 +61,6 @@ def test_capacity_is_counted_in_whole_blocks():
     assert kv.usage() == KVUsage(free=12, owned=8, total=20)
 
 
-def test_a_tail_shorter_than_a_block_is_not_used():
-    assert make_cache(num_tokens=23).usage().total == 20
-
-
 def test_there_are_no_more_owners_than_rows():
     kv = make_cache(max_rows=2)
     assert kv.try_grow("a", 1)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.engine.request import ActiveRequest
-from longtail.engine.step.noise import NoiseTable
+from longtail.engine.step.sampler import NoiseTable
 from longtail.sampling import gumbel_noise, noise_key
 from longtail.types import Request
 
@@ -101,7 +101,7 @@ def test_noise_that_is_there_is_not_made_again(monkeypatch):
         made.append(len(keys))
         return gumbel_noise(keys, positions, vocab_size)
 
-    monkeypatch.setattr("longtail.engine.step.noise.gumbel_noise", counted)
+    monkeypatch.setattr("longtail.engine.step.sampler.gumbel_noise", counted)
     noise, active = NoiseTable(VOCAB, CPU, max_entries=8 * VOCAB), request(0)
     for _ in range(6):
         noise.rows([active], [[0, 2]])

@@ -68,18 +68,6 @@ def test_steps_are_joined_request_by_request_in_order():
     assert list(queue.take(with_done=False)) == []
 
 
-def test_each_token_is_observed_once():
-    a, queue = request("a", 9), ObservationQueue()
-    queue.add(step((a, 3, 1)))
-    assert len(list(queue.take(with_done=True))) == 1
-    queue.add(step((a, 4, 1)))
-    (news,) = queue.take(with_done=True)
-    assert told(news) == [("a", 4, 1)]
-    queue.add(step((a, 5, 1)))
-    queue.clear()
-    assert list(queue.take(with_done=True)) == []
-
-
 def test_finished_requests_are_observed_only_on_request():
     for with_done, expected in ((True, [("a", 3, 2), ("b", 5, 2)]), (False, [("b", 5, 2)])):
         a, b, queue = request("a", 9), request("b", 9), ObservationQueue()
@@ -90,16 +78,6 @@ def test_finished_requests_are_observed_only_on_request():
         assert told(news) == expected
         assert news.done == (("a",) if with_done else ())
         assert_features_belong(news, [a, b])
-
-
-def test_a_request_that_is_computed_anew_begins_another_stretch():
-    a, b, queue = request("a", 9), request("b", 9), ObservationQueue()
-    queue.add(step((a, 5, 1), (b, 5, 1)))
-    queue.add(step((a, 0, 1), (b, 6, 1)))
-    queue.add(step((a, 1, 1)))
-    (news,) = queue.take(with_done=False)
-    assert told(news) == [("a", 5, 1), ("a", 0, 2), ("b", 5, 2)]
-    assert_features_belong(news, [a, b])
 
 
 def test_a_step_that_reads_a_prompt_is_the_last_of_its_record():
@@ -138,15 +116,6 @@ def test_only_the_accepted_path_of_a_draft_is_observed():
     assert torch.equal(news.features[:, 0], expected)
 
 
-def test_nodes_after_the_end_of_a_text_are_not_observed():
-    a, queue = request("a", 7), ObservationQueue()  # its second accepted node was past a stop
-    queue.add(verified(a, 5, TREE, TREE_ACCEPTED))
-    (news,) = queue.take(with_done=False)
-    assert told(news) == [("a", 5, 2)]
-    assert news.features is not None
-    assert torch.equal(news.features[:, 0], torch.tensor([label(a, 5), 0.51]))
-
-
 def test_steps_beyond_the_lookback_fall_off_the_end():
     a, queue = request("a", 50), ObservationQueue(lookback=4)
     for position in range(3, 20):
@@ -163,12 +132,3 @@ def test_features_that_wait_are_bounded_but_the_last_step_stays():
         queue.add(Computed([Scheduled(active=a, num_tokens=1)], [position + 1], {}, large))
     (news,) = queue.take(with_done=False)
     assert told(news) == [("a", 5, 1)]
-
-
-def test_tokens_are_observed_without_features():
-    a, queue = request("a", 9), ObservationQueue()
-    queue.add(step((a, 3, 1), tapped=False))
-    queue.add(step((a, 4, 1), tapped=False))
-    (news,) = queue.take(with_done=False)
-    assert told(news) == [("a", 3, 2)]
-    assert news.features is None

@@ -14,7 +14,6 @@ from longtail.engine.rollout_log import (
     accept_lengths,
     read_rollout,
 )
-from longtail.engine.speculation.clock import ReplayClock
 from longtail.errors import ConfigError
 from longtail.run.metrics import JsonLines
 
@@ -22,9 +21,7 @@ ON = Switch(drafts=True, reason='predicted 1.21x of "plain" decoding at 8 runnin
 OFF = Switch(drafts=False, reason="")
 
 
-def _report(
-    num_running: int, readings: tuple[float, ...], *drafts: tuple[int, int], **more: object
-) -> StepReport:
+def _report(num_running: int, *drafts: tuple[int, int], **more: object) -> StepReport:
     verified = tuple(
         Verified(request_id="a", position=0, num_drafted=nodes, depth=1, num_accepted=accepted)
         for nodes, accepted in drafts
@@ -38,7 +35,7 @@ def _report(
         emitted=(),
         finished=(),
         verified=verified,
-        readings=readings,
+        speculates=True,
     )
     return replace(report, **more)
 
@@ -53,9 +50,9 @@ def _series(*reports: StepReport) -> RolloutSeries:
 
 
 WORKED = _series(
-    _report(8, (0.1 + 0.2,)),
-    _report(8, (0.01, 1 / 3), (6, 2), (3, 3), switch=ON),
-    _report(2, (0.3,), switch=OFF),
+    _report(8),
+    _report(8, (6, 2), (3, 3), switch=ON),
+    _report(2, switch=OFF),
 )
 
 
@@ -64,7 +61,6 @@ def test_a_rollout_is_kept_in_columns_an_entry_a_step() -> None:
     assert WORKED.running == (8, 8, 2)
     assert (WORKED.drafts, WORKED.nodes, WORKED.accepted) == ((0, 2, 0), (0, 9, 0), (0, 5, 0))
     assert WORKED.switches == ((1, ON), (2, OFF))
-    assert WORKED.last_switch == OFF
     assert [WORKED.begin_of(index) for index in range(3)] == [0.0, 0.25, 0.5]
     assert WORKED.mean_nodes == 3.0
     assert accept_lengths(WORKED) == [1.0, 3.5, 1.0]
@@ -72,7 +68,7 @@ def test_a_rollout_is_kept_in_columns_an_entry_a_step() -> None:
 
 def test_an_engine_without_speculation_logs_nothing() -> None:
     log = RolloutLog()
-    log.add(_report(8, ()))
+    log.add(_report(8, speculates=False))
     assert log.series() is None
 
 
@@ -81,7 +77,6 @@ def test_a_log_comes_back_from_its_file_to_the_last_bit(tmp_path: Path) -> None:
     reports = [
         _report(
             chance.randrange(1, 99),
-            tuple(chance.random() * 10.0 ** chance.randrange(-9, 3) for _ in range(2)),
             *[(4, chance.randrange(5))] * chance.randrange(3),
             step_s=chance.random(),
             switch=ON if chance.random() < 0.1 else None,
@@ -94,17 +89,12 @@ def test_a_log_comes_back_from_its_file_to_the_last_bit(tmp_path: Path) -> None:
     lines.close()
     logged = read_rollout(tmp_path / "speculation.jsonl")
     assert (logged.step, logged.series) == (7, series)
-    assert logged.series.readings == tuple(report.readings for report in reports)
-    clock = ReplayClock(logged.series.readings)
-    for report in reports:
-        clock.begin()
-        assert tuple(clock.read() for _ in report.readings) == report.readings
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        {"readings": [[0.1]]},
+        {"drafts": [0.1]},
         {"nodes": None},
         {"switches": [[3, True, "beyond"]]},
         {"switches": [[0]]},

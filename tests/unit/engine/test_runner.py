@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.request import ActiveRequest
-from longtail.engine.step.noise import NoiseTable
 from longtail.engine.step.runner import ModelRunner, RunnerOutput
+from longtail.engine.step.sampler import NoiseTable
 from longtail.model.transformer import Transformer
 from longtail.sampling import gumbel_noise
 from longtail.speculation.taps import NO_TAPS, Taps
@@ -43,32 +43,6 @@ def expected(
 
 
 @pytest.mark.slow
-@settings(deadline=None)
-@given(
-    steps=st.lists(
-        st.dictionaries(
-            st.integers(0, 4),
-            st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(1, 8)),
-            min_size=1,
-        ),
-        min_size=1,
-        max_size=40,
-    ),
-    max_entries=st.sampled_from([1, 40, 200, 2**18]),
-)
-def test_table_noise_is_the_keyed_noise_for_any_group_of_requests(steps, max_entries):
-    """Requests come and go, pause and return, and the table is refilled at any time."""
-    ahead = NoiseTable(13, CPU, max_entries=max_entries)
-    requests = [active(str(i), 2 + 5 * i, 100 - i) for i in range(5)]
-    for members in steps:
-        drawing = [requests[i] for i in sorted(members)]
-        aheads = [members[i][0] for i in sorted(members)]
-        assert ahead.rows(drawing, aheads).equal(expected(drawing, 13, aheads))
-        for each, (_, advance) in zip(drawing, members.values(), strict=True):
-            each.tokens += [0] * advance
-
-
-@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     drawn=st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=15),
@@ -88,14 +62,6 @@ def test_drafts_use_the_noise_of_the_positions_of_their_nodes(drawn, depth, max_
             assert given_out.at_depth(d).equal(expected(drawing, 13, [[d - 1]] * len(drawing)))
         for i, each in enumerate(drawing):
             each.tokens += [0] * (1 + i)
-
-
-def test_a_later_request_of_the_same_name_gets_its_own_noise():
-    """Names return every epoch with other keys; the table once kept the rows of the old key."""
-    ahead = NoiseTable(13, CPU)
-    ahead.rows([active("train/17#3", 4, key=1)], [[0]])
-    again = [active("train/17#3", 4, key=2)]
-    assert ahead.rows(again, [[0]]).equal(expected(again, 13))
 
 
 def make_runner(model: Transformer, *requests: ActiveRequest) -> ModelRunner:

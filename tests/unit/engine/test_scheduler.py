@@ -74,10 +74,6 @@ def test_no_more_run_than_may():
     assert step(scheduler) == [("b", 1), ("c", 2)]
 
 
-def test_an_empty_scheduler_chooses_no_request():
-    assert make_scheduler().schedule() == []
-
-
 def test_the_youngest_request_is_preempted_and_recomputed():
     """Four blocks: a needs its third, so c goes; c comes back, tokens kept, when a has left."""
     scheduler = make_scheduler(num_tokens=16, max_running=3)
@@ -168,19 +164,6 @@ def test_a_prompt_that_was_not_finished_is_not_handed_over():
     assert [step(scheduler), step(scheduler)] == [[("b", 3)], [("b", 2)]]
 
 
-def test_a_preempted_sibling_inherits_the_whole_prompt_again():
-    """It has drawn already, so even the last token of the prompt need not be computed."""
-    scheduler = make_scheduler(max_running=2)
-    a, b = active("a", 5, "g"), active("b", 5, "g")
-    scheduler.add(a)
-    scheduler.add(b)
-    step(scheduler)
-    step(scheduler)
-    scheduler._preempt(b)
-    assert step(scheduler) == [("a", 1), ("b", 1)]
-    assert b.num_computed == len(b.tokens) - 1 == 6
-
-
 def test_a_group_with_different_prompts_shares_no_kv():
     """Two prompts under one group id used to read each other's KV, silently."""
     scheduler = make_scheduler()
@@ -235,14 +218,6 @@ def test_a_beginning_is_taken_over_while_the_rest_of_a_prompt_is_computed():
         ("long", 11),
     ]
     assert step(scheduler) == [("a", 1), ("long", 1), ("l2", 1)]
-
-
-def test_few_equal_tokens_are_not_waited_for():
-    scheduler = make_scheduler(max_step_tokens=40)
-    for each in (with_template("a", 15, 500), with_template("b", 15, 600)):
-        scheduler.add(each)
-    assert step(scheduler) == [("a", 18), ("b", 18)]
-    assert scheduler.counts().num_shared_tokens == 0
 
 
 def test_a_preempted_request_takes_its_beginning_over_again():

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longtail.drafter import draft_model
 from longtail.drafter.eagle import layer as eagle
-from longtail.drafter.eagle import walker as eagle_walker
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.eagle.walker import EagleWalker
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.kv.cache import KeptPath
 from longtail.engine.kv.paged_cache import PagedKVCache
@@ -55,7 +54,7 @@ class NoGraphs(GraphBackend):
 @pytest.fixture(autouse=True)
 def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernels = GpuKernels(TorchPageKernels())
-    for module in (transformer, eagle, draft_model):
+    for module in (transformer, eagle):
         monkeypatch.setattr(module, "select_kernels", lambda *_: kernels)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # meta has none to ask
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda *_: torch.float32)
@@ -163,8 +162,6 @@ def test_the_host_reads_a_step_once_after_everything_was_launched(captured, monk
 
 
 def make_drafter(kind: str, model: Transformer) -> Drafter:
-    if kind == "model":
-        return draft_model.ModelDrafter(model)
     layers = (0, 1) if kind == "eagle3" else ()
     config = EagleConfig(recipe=kind, target=model.config, layers=layers)
     with torch.device(DEVICE):
@@ -176,7 +173,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "model"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_a_draft_stays_on_its_device_until_it_is_read(kind, monkeypatch):
     """After the first pass nothing is sent to the device, and the draft is read once, at the end.
 
@@ -186,8 +183,7 @@ def test_a_draft_stays_on_its_device_until_it_is_read(kind, monkeypatch):
     model = make_model()
     drafter, one = make_drafter(kind, model), active("a", 0, 1)
     size = (len(drafter.taps.layers) + drafter.taps.final) * model.config.hidden_size
-    walker = draft_model._ModelWalker if kind == "model" else eagle_walker.EagleWalker
-    root, reads = walker.root, []
+    root, reads = EagleWalker.root, []
 
     def read(tokens: Tensor, *others: Tensor) -> list[Tensor]:
         assert all(each.device == DEVICE for each in (tokens, *others))
@@ -219,6 +215,6 @@ def test_a_draft_stays_on_its_device_until_it_is_read(kind, monkeypatch):
         strategy = Strategy(depth=4, width=2, size=9, beam=2, thresholds=worth)
         with monkeypatch.context() as during:
             during.setattr(grow, "_read", read)
-            during.setattr(walker, "root", launch)
+            during.setattr(EagleWalker, "root", launch)
             drafter.propose([asked], strategy, noise)
     assert reads == [(14, 0), (14, 3), (2, 1)], "candidates, and gains of levels"

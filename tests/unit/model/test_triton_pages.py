@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from longtail.engine.batch import Segment
+from longtail.engine.kv.cache import token_places
 from longtail.engine.kv.paged_attention import cut_tiles
-from longtail.engine.kv.row_attention import token_places
 from longtail.model.kernels import triton_pages
 from longtail.model.kernels.pages import Pages, Tiles, TorchPageKernels
 from longtail.model.kernels.triton_pages import TritonPageKernels

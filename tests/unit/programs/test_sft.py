@@ -9,11 +9,10 @@ import torch
 from longtail.config import files as configfile
 from longtail.config import sft as sft_config
 from longtail.errors import ConfigError, DataError
-from longtail.model.hf.model import load_config, load_model, save_model
+from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs import sft
 from longtail.run.checkpoint import RunDirectory
-from longtail.tiny import REASONER
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
@@ -97,18 +96,6 @@ def test_a_finished_run_is_not_changed(place, capsys):
     assert sft.run(settings(place, "run")) == 0
     assert "raise train.steps" in capsys.readouterr().err
     assert metrics(place, "run") == before
-
-
-@pytest.mark.slow
-def test_the_embedded_model_is_trained_from_random_weights(place):
-    chosen = settings(
-        place, "tiny", "--model.path=tiny-reasoner", "--data.source=tiny-reasoner",
-        "--data.size=64", "--data.max_len=2048", "--train.batch_tokens=256", "--train.steps=2",
-    )  # fmt: skip
-    assert sft.run(chosen) == 0
-    checkpoint = RunDirectory(place / "tiny").load_latest()
-    assert checkpoint is not None
-    assert load_config(checkpoint.policy) == load_config(REASONER)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,19 @@
 """Muon for the matrices of layers, AdamW for the rest: split, orthogonality, refusal, state."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 
+from longtail.config.sections import OptimizerSection
 from longtail.errors import CheckpointError, NonFiniteError
 from longtail.rl import muon
 from longtail.rl.muon import MuonOptimizer
-from longtail.rl.optim import Optimizer, OptimizerSettings
+from longtail.rl.optim import Optimizer
 from support.tiny_models import tiny_model
 
-SETTINGS = OptimizerSettings(learning_rate=0.01, schedule="linear", total_steps=10)
+SETTINGS = OptimizerSection(learning_rate=0.01, schedule="linear")
+STEPS = 10
 
 
 def give_gradients(model, seed: int) -> None:
@@ -27,7 +28,7 @@ def snapshot(model) -> dict[str, torch.Tensor]:
 
 def test_a_matrix_of_a_layer_moves_by_a_nearly_orthogonal_step():
     model = tiny_model()
-    optimizer = MuonOptimizer(model, SETTINGS, matrix_rate=0.5)
+    optimizer = MuonOptimizer(model, SETTINGS, total_steps=STEPS, matrix_rate=0.5)
     before = snapshot(model)
     give_gradients(model, 0)
     optimizer.update(0)
@@ -45,7 +46,7 @@ def test_a_matrix_of_a_layer_moves_by_a_nearly_orthogonal_step():
 @pytest.mark.parametrize(("in_hardware", "tolerance"), [(True, 0.0), (False, 0.02)])
 def test_matrices_move_as_under_pytorchs_muon(in_hardware, tolerance, monkeypatch):
     monkeypatch.setattr(muon, "multiplies_bfloat16", lambda device: in_hardware)
-    settings = replace(SETTINGS, schedule="constant", weight_decay=0.1)
+    settings = SETTINGS.model_copy(update={"schedule": "constant", "weight_decay": 0.1})
     ours, theirs = tiny_model(), tiny_model()
     optimizer = MuonOptimizer(ours, settings, matrix_rate=0.5)
     matrices = {n: p for n, p in theirs.named_parameters() if "layers." in n and p.dim() == 2}
@@ -68,8 +69,8 @@ def test_everything_but_the_matrices_of_layers_moves_as_under_adamw():
     for name, parameter in plain.named_parameters():
         if "layers." in name and parameter.dim() == 2:
             parameter.grad.zero_()  # so that clipping sees the same norm
-    MuonOptimizer(ours, SETTINGS).update(0)
-    Optimizer(plain.named_parameters(), SETTINGS).update(0)
+    MuonOptimizer(ours, SETTINGS, total_steps=STEPS).update(0)
+    Optimizer(plain.named_parameters(), SETTINGS, total_steps=STEPS).update(0)
     expected = snapshot(plain)
     others = [n for n, p in ours.named_parameters() if p.dim() < 2 or "layers." not in n]
     assert others
@@ -80,7 +81,7 @@ def test_everything_but_the_matrices_of_layers_moves_as_under_adamw():
 @pytest.mark.parametrize("name", ["layers.1.feed_forward.down.weight", "norm.weight"])
 def test_a_gradient_that_is_not_finite_changes_nothing(name):
     model = tiny_model()
-    optimizer = MuonOptimizer(model, SETTINGS)
+    optimizer = MuonOptimizer(model, SETTINGS, total_steps=STEPS)
     give_gradients(model, 0)
     parameter = dict(model.named_parameters())[name]
     parameter.grad.flatten()[0] = float("nan")
@@ -96,12 +97,16 @@ def test_the_reported_norm_is_that_of_all_gradients():
     model = tiny_model()
     give_gradients(model, 0)
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm()
-    assert MuonOptimizer(model, SETTINGS).update(0).grad_norm == pytest.approx(float(norm))
+    assert MuonOptimizer(model, SETTINGS, total_steps=STEPS).update(0).grad_norm == pytest.approx(
+        float(norm)
+    )
 
 
 def test_a_restored_optimizer_goes_on_bit_for_bit():
     through, before, after = tiny_model(), tiny_model(), tiny_model()
-    whole, first, second = (MuonOptimizer(m, SETTINGS) for m in (through, before, after))
+    whole, first, second = (
+        MuonOptimizer(m, SETTINGS, total_steps=STEPS) for m in (through, before, after)
+    )
     for step in range(4):
         give_gradients(through, step)
         whole.update(step)
@@ -119,13 +124,15 @@ def test_a_restored_optimizer_goes_on_bit_for_bit():
 
 def test_state_of_another_model_is_refused():
     model = tiny_model()
-    optimizer = MuonOptimizer(model, SETTINGS)
+    optimizer = MuonOptimizer(model, SETTINGS, total_steps=STEPS)
     give_gradients(model, 0)
     optimizer.update(0)
     state = optimizer.tensors()
     json.dumps(sorted(state))  # plain names
     name = next(n for n in state if n.startswith("momentum/"))
     with pytest.raises(CheckpointError, match="another model"):
-        MuonOptimizer(tiny_model(), SETTINGS).load({**state, name: state[name][:1]})
+        MuonOptimizer(tiny_model(), SETTINGS, total_steps=STEPS).load(
+            {**state, name: state[name][:1]}
+        )
     with pytest.raises(CheckpointError, match="another model"):
-        Optimizer(tiny_model().named_parameters(), SETTINGS).load(state)
+        Optimizer(tiny_model().named_parameters(), SETTINGS, total_steps=STEPS).load(state)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from longtail.config.sections import OptimizerSection
 from longtail.errors import CheckpointError, NonFiniteError
-from longtail.rl.optim import Optimizer, OptimizerSettings, scheduled_rate
+from longtail.rl.optim import Optimizer, scheduled_rate
 
 
 def module() -> nn.Module:
@@ -37,20 +38,18 @@ def snapshot(net: nn.Module) -> list[Tensor]:
     ],
 )
 def test_the_rate_warms_up_and_then_follows_its_schedule(schedule, rates):
-    settings = OptimizerSettings(
-        learning_rate=1.0, schedule=schedule, warmup_steps=2, total_steps=6
-    )
-    found = [scheduled_rate(step, settings) for step in range(7)]
+    settings = OptimizerSection(learning_rate=1.0, schedule=schedule, warmup_steps=2)
+    found = [scheduled_rate(step, settings, 6) for step in range(7)]
     assert found == pytest.approx(rates, abs=1e-12)
 
 
 def test_a_run_of_unknown_length_may_be_constant():
-    assert scheduled_rate(10**6, OptimizerSettings(learning_rate=0.1)) == 0.1
+    assert scheduled_rate(10**6, OptimizerSection(learning_rate=0.1)) == 0.1
 
 
 def test_the_first_update_is_adamw_by_hand():
     net = module()
-    settings = OptimizerSettings(learning_rate=0.1, weight_decay=0.5, eps=1.0, max_grad_norm=1e9)
+    settings = OptimizerSection(learning_rate=0.1, weight_decay=0.5, eps=1.0, max_grad_norm=1e9)
     optimizer = Optimizer(net.named_parameters(), settings)
     give_gradients(net, weight=2.0, bias=-3.0)
     update = optimizer.update(0)
@@ -67,7 +66,7 @@ def test_gradients_are_clipped_by_their_global_norm():
     net = module()
     before = net.bias.detach().clone()
     optimizer = Optimizer(
-        net.named_parameters(), OptimizerSettings(learning_rate=1.0, eps=1.0, max_grad_norm=0.5)
+        net.named_parameters(), OptimizerSection(learning_rate=1.0, eps=1.0, max_grad_norm=0.5)
     )
     give_gradients(net, weight=0.0, bias=3.0)
     update = optimizer.update(0)
@@ -79,7 +78,7 @@ def test_gradients_are_clipped_by_their_global_norm():
 
 def test_gradients_are_freed_by_an_update():
     net = module()
-    optimizer = Optimizer(net.named_parameters(), OptimizerSettings())
+    optimizer = Optimizer(net.named_parameters(), OptimizerSection())
     give_gradients(net, 1.0, 1.0)
     optimizer.update(0)
     assert all(parameter.grad is None for parameter in net.parameters())
@@ -87,7 +86,7 @@ def test_gradients_are_freed_by_an_update():
 
 def test_a_parameter_that_no_gradient_reached_is_noticed():
     net = module()
-    optimizer = Optimizer(net.named_parameters(), OptimizerSettings())
+    optimizer = Optimizer(net.named_parameters(), OptimizerSection())
     net.weight.grad = torch.ones_like(net.weight)
     with pytest.raises(AssertionError, match="no gradient reached bias"):
         optimizer.update(0)
@@ -95,7 +94,7 @@ def test_a_parameter_that_no_gradient_reached_is_noticed():
 
 def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing():
     net = module()
-    optimizer = Optimizer(net.named_parameters(), OptimizerSettings(learning_rate=0.1))
+    optimizer = Optimizer(net.named_parameters(), OptimizerSection(learning_rate=0.1))
     give_gradients(net, 1.0, 1.0)
     optimizer.update(0)
     weights, moments = snapshot(net), optimizer.tensors()
@@ -110,7 +109,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing():
 
 def test_a_norm_that_overflows_is_refused_though_every_entry_is_finite():
     net = module()
-    optimizer = Optimizer(net.named_parameters(), OptimizerSettings())
+    optimizer = Optimizer(net.named_parameters(), OptimizerSection())
     give_gradients(net, 3e38, 3e38)
     with pytest.raises(NonFiniteError, match="norm overflows"):
         optimizer.update(0)
@@ -118,7 +117,7 @@ def test_a_norm_that_overflows_is_refused_though_every_entry_is_finite():
 
 def test_a_restored_optimizer_goes_on_bit_for_bit():
     first, second = module(), module()
-    settings = OptimizerSettings(learning_rate=0.1, weight_decay=0.1)
+    settings = OptimizerSection(learning_rate=0.1, weight_decay=0.1)
     optimizer = Optimizer(first.named_parameters(), settings)
     for step in range(3):
         give_gradients(first, 0.3 + step, -0.7)
@@ -134,7 +133,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit():
 
 def test_the_state_is_named_tensors_and_nothing_else():
     net = module()
-    optimizer = Optimizer(net.named_parameters(), OptimizerSettings())
+    optimizer = Optimizer(net.named_parameters(), OptimizerSection())
     assert optimizer.tensors() == {}
     give_gradients(net, 1.0, 1.0)
     optimizer.update(0)
@@ -148,7 +147,7 @@ def test_the_state_is_named_tensors_and_nothing_else():
 
 def test_an_empty_state_forgets_the_moments():
     net = module()
-    optimizer = Optimizer(net.named_parameters(), OptimizerSettings())
+    optimizer = Optimizer(net.named_parameters(), OptimizerSection())
     give_gradients(net, 1.0, 1.0)
     optimizer.update(0)
     optimizer.load({})
@@ -157,12 +156,12 @@ def test_an_empty_state_forgets_the_moments():
 
 def test_the_state_of_another_model_is_refused():
     net, other = module(), nn.Linear(3, 2)
-    optimizer = Optimizer(net.named_parameters(), OptimizerSettings())
+    optimizer = Optimizer(net.named_parameters(), OptimizerSection())
     give_gradients(net, 1.0, 1.0)
     optimizer.update(0)
     state = optimizer.tensors()
     with pytest.raises(CheckpointError, match=r"weight is \(2, 3\), its moments are \(2, 2\)"):
-        Optimizer(other.named_parameters(), OptimizerSettings()).load(state)
+        Optimizer(other.named_parameters(), OptimizerSection()).load(state)
     del state["exp_avg/bias"]
     with pytest.raises(CheckpointError, match="'exp_avg/bias' is on one side only"):
-        Optimizer(net.named_parameters(), OptimizerSettings()).load(state)
+        Optimizer(net.named_parameters(), OptimizerSection()).load(state)

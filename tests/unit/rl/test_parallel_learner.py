@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, NonFiniteError, ProcessGroupError
-from longtail.rl.learner import Learner, LearnerSettings
+from longtail.rl.learner import Learner
 from longtail.rl.learner_metrics import LearnerReport
 from support.rank_processes import (
     PATIENCE_S,
@@ -43,7 +44,7 @@ def ranks() -> Iterator[list[RankProcess]]:
         each.end()
 
 
-def begin(ranks: Sequence[RankProcess], settings: LearnerSettings = SETTINGS, **model: Any) -> None:
+def begin(ranks: Sequence[RankProcess], settings: LearnerSection = SETTINGS, **model: Any) -> None:
     """Connect new learners."""
     assert call_all(ranks, "begin", settings, **model) == [None] * len(ranks)
     connect(ranks)
@@ -62,7 +63,7 @@ def learn(ranks: Sequence[RankProcess], steps: Sequence[Plan]) -> list[LearnerRe
 
 
 def learn_alone(
-    steps: Sequence[Plan], settings: LearnerSettings = SETTINGS, **model: Any
+    steps: Sequence[Plan], settings: LearnerSection = SETTINGS, **model: Any
 ) -> tuple[Learner, list[LearnerReport]]:
     learner = new_learner(settings, **model)
     return learner, [learner.step(plan.batches()) for plan in steps]

@@ -90,10 +90,3 @@ def test_graders_check_rows_in_their_own_processes():
             gradable(prompts_of(*answers), "exact", pool.check, drop=False)
     assert sorted(reasons) == [1, 2]
     assert "is nan, expected text or a finite number" in reasons[1]
-
-
-@pytest.mark.parametrize("answer", ["", "-1", "eight", 8, 8.0, "8 "])
-def test_the_tiny_reasoner_wants_digits(answer):
-    with pytest.raises(GradingError, match="expected digits as text"):
-        resolve_reward("tiny-reasoner").check({"answer": answer})
-    resolve_reward("tiny-reasoner").check({"answer": "8"})

@@ -259,21 +259,6 @@ def test_reasoning_gym_scores_the_tagged_answer_with_the_tasks_own_scorer():
         assert reward.grade(task("<answer>what?</answer>", **data)) < 0.1
 
 
-# ------------------------------------------------------------------------------ the embedded task
-
-
-def test_the_embedded_tasks_reward_is_its_own_grader():
-    from longtail.rl.data.tiny_task import grade, problems
-
-    reward = resolve_reward("tiny-reasoner")
-    for problem in problems(20, 0, "train"):
-        text = f"<think>so</think> The answer is {problem['answer']}."
-        assert grade(problem, text) == 1.0
-        graded = GradingTask(prompt=problem["prompt"], text=text, tokens=(), data=problem)
-        wrong = GradingTask(prompt=problem["prompt"], text="no", tokens=(), data=problem)
-        assert (reward.grade(graded), reward.grade(wrong)) == (1.0, 0.0)
-
-
 # ------------------------------------------------------------------------------ TRL's signature
 
 ECHO = """
@@ -336,7 +321,7 @@ def test_any_real_number_is_a_reward(value):
 
 @pytest.mark.parametrize("name", ["exact_match", "math-verify", "", "a b:c", "m:", ":f", "m:f()"])
 def test_an_unknown_reward_lists_the_known_ones(name):
-    match = r"reward\.name = .*: unknown.*exact, last_number, .* and module:function"
+    match = r"reward\.name = .*: unknown.*exact, last_number, .*reasoning_gym, and mod"
     with pytest.raises(ConfigError, match=match):
         reward_factory(name)
 

@@ -1,16 +1,14 @@
 """Supervised learning of completions: the loss, the cut into micro-batches, refusals, resume."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
 
+from longtail.config.sft import SftTrainSection
 from longtail.errors import CheckpointError, ConfigError, NonFiniteError
 from longtail.model.attention import PackedAttention
 from longtail.rl.data.examples import Example
-from longtail.rl.optim import OptimizerSettings
-from longtail.rl.sft_learner import SftLearner, SftSettings
+from longtail.rl.sft_learner import SftLearner
 from support.tiny_models import tiny_model
 
 EXAMPLES = (
@@ -18,7 +16,7 @@ EXAMPLES = (
     Example(tokens=(9, 10, 1), prompt_len=1),
     Example(tokens=(5, 6, 11, 12, 13, 14, 1), prompt_len=4),
 )
-SETTINGS = SftSettings(optimizer=OptimizerSettings(learning_rate=1e-2))
+SETTINGS = SftTrainSection(learning_rate=1e-2, schedule="constant", warmup_steps=0)
 
 
 def loss_by_hand(model, examples) -> float:
@@ -52,7 +50,7 @@ def test_the_loss_is_the_mean_over_completion_tokens_only():
 def test_how_a_batch_is_cut_does_not_change_the_update(budget):
     models = [tiny_model(dtype=torch.float64) for _ in range(2)]
     for model, tokens in zip(models, (100, budget), strict=True):
-        settings = dataclasses.replace(SETTINGS, tokens_per_micro_batch=tokens)
+        settings = SETTINGS.model_copy(update={"tokens_per_micro_batch": tokens})
         SftLearner(model, settings).step(EXAMPLES)
     expected = weights(models[0])
     for name, value in weights(models[1]).items():
@@ -62,7 +60,7 @@ def test_how_a_batch_is_cut_does_not_change_the_update(budget):
 @pytest.mark.slow
 @pytest.mark.parametrize("matrix_rate", [None, 0.02])
 def test_examples_are_learned_by_heart(matrix_rate):
-    imitator = SftLearner(tiny_model(), dataclasses.replace(SETTINGS, matrix_rate=matrix_rate))
+    imitator = SftLearner(tiny_model(), SETTINGS, matrix_rate=matrix_rate)
     first = imitator.loss(EXAMPLES)
     for _ in range(40):
         imitator.step(EXAMPLES)
@@ -72,9 +70,10 @@ def test_examples_are_learned_by_heart(matrix_rate):
 
 @pytest.mark.parametrize("matrix_rate", [None, 0.02])
 def test_a_restored_imitator_goes_on_bit_for_bit(matrix_rate):
-    settings = dataclasses.replace(SETTINGS, matrix_rate=matrix_rate)
     through, before, after = tiny_model(), tiny_model(), tiny_model(seed=1)
-    whole, first, second = (SftLearner(m, settings) for m in (through, before, after))
+    whole, first, second = (
+        SftLearner(m, SETTINGS, matrix_rate=matrix_rate) for m in (through, before, after)
+    )
     for _ in range(4):
         whole.step(EXAMPLES)
     for _ in range(2):
@@ -100,7 +99,7 @@ def test_a_broken_weight_is_named_and_nothing_is_learned():
 
 def test_autocast_needs_float32_weights():
     with pytest.raises(ConfigError, match=r"train\.autocast"):
-        SftLearner(tiny_model(dtype=torch.float64), dataclasses.replace(SETTINGS, autocast=True))
+        SftLearner(tiny_model(dtype=torch.float64), SETTINGS.model_copy(update={"autocast": True}))
 
 
 def test_weights_of_another_model_are_refused():

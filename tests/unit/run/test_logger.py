@@ -16,8 +16,6 @@ from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.run.logger import RunLogger
 from longtail.run.step_metrics import SampleRound, StepRecord
-from longtail.tuner.cost import CostModel, TimeCurve
-from longtail.tuner.cost_file import load_costs
 from longtail.types import Completion, FinishReason, Prompt, Rollout
 
 COMPLETION = Completion(
@@ -38,7 +36,6 @@ SERIES = RolloutSeries(
     drafts=(0, 8),
     nodes=(0, 19),
     accepted=(0, 11),
-    readings=((1 / 3,), (0.1, 0.1 + 0.2)),
     switches=((1, Switch(drafts=True, reason="it pays")),),
 )
 
@@ -56,7 +53,6 @@ def _record(
         report=report,
         series=series,
         costs=costs,
-        initial_costs=None,
         drafted=drafted or {},
     )
     rollout = RolloutResult(
@@ -142,18 +138,14 @@ def test_a_run_without_speculation_has_none_of_its_files(tmp_path: Path) -> None
     assert names == {"metrics.jsonl", "rollouts.jsonl", "trace.json"}
 
 
-def test_speculation_is_one_line_per_step_and_costs_are_the_newest(
-    tmp_path: Path,
-) -> None:
+def test_speculation_is_one_line_per_step(tmp_path: Path) -> None:
     logger = RunLogger(RunConfig(), tmp_path, last_step=None)
     for step in (1, 2):
-        costs = CostModel(TimeCurve((1, 8), (0.001, 0.002)), pair_s=0.5 * step, node_pair_s=0.0)
-        logger.write(step, {}, _record(ROLLOUT, series=SERIES, costs=costs.numbers()))
+        logger.write(step, {}, _record(ROLLOUT, series=SERIES))
     logger.close()
     path = tmp_path / "speculation.jsonl"
     assert [line["step"] for line in _lines(path)] == [1, 2]
     assert [read_rollout(path, step).series for step in (1, 2)] == [SERIES, SERIES]
-    assert load_costs(tmp_path / "cost.json").pair_s == 1.0
 
 
 @pytest.mark.parametrize(("last_step", "kept"), [(None, [4]), (1, [1, 4]), (9, [1, 2, 3, 4])])
@@ -172,19 +164,6 @@ def test_a_resumed_run_has_one_line_of_speculation_per_step(
     assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == kept
 
 
-def test_a_run_resumed_without_speculation_drops_the_later_lines(
-    tmp_path: Path,
-) -> None:
-    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
-    for step in (1, 2, 3):
-        logger.log([LoggedRollout(step=step, series=SERIES)])
-    logger.close()
-    resumed = RunLogger(RunConfig(), tmp_path, last_step=1)
-    resumed.write(2, {}, _record())
-    resumed.close()
-    assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [1]
-
-
 @pytest.mark.slow
 def test_the_file_of_speculation_is_bounded_and_has_whole_lines(tmp_path: Path) -> None:
     steps = 4000
@@ -192,7 +171,7 @@ def test_the_file_of_speculation_is_bounded_and_has_whole_lines(tmp_path: Path) 
         SERIES,
         **{
             name: getattr(SERIES, name)[:1] * steps
-            for name in ("running", "drafts", "nodes", "accepted", "readings")
+            for name in ("running", "drafts", "nodes", "accepted")
         },
         seconds=tuple(float(step) for step in range(1, steps + 1)),
     )

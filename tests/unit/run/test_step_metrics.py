@@ -105,7 +105,6 @@ def test_metrics_of_the_tuner_exist_for_steps_without_drafts() -> None:
         drafts=(0,) * 4,
         nodes=(0, 0, 3, 7),
         accepted=(0,) * 4,
-        readings=((0.5,),) * 4,
         switches=((1, Switch(drafts=False, reason="")), (2, Switch(drafts=True, reason=""))),
     )
     report = replace(REPORT, tuner_s=0.01)
@@ -132,9 +131,7 @@ def test_grading_failures_are_counted_apart_from_rewards() -> None:
 def test_metrics_of_a_step_include_the_seconds_of_loop_and_learner() -> None:
     rollouts = (_rollout(1.0), _rollout(0.0))
     learned = LearnerMetrics(seconds={"logprob": 3.0, "backward": 3.0, "update": 1.0}).report(8, [])
-    shard = ShardResult(
-        completions=(_completion(1),), report=REPORT, series=None, costs=None, initial_costs=None
-    )
+    shard = ShardResult(completions=(_completion(1),), report=REPORT, series=None, costs=None)
     rollout = RolloutResult(
         completions=shard.completions,
         shards=(TaskResult(worker=0, result=shard),),

@@ -72,12 +72,6 @@ def test_the_documented_example_buys_two_nodes():
     assert found.tokens_per_s == pytest.approx(2.7 / 0.012)
 
 
-def test_no_node_is_selected_if_nodes_are_expensive():
-    found = optimal_budget(np.array([0.9, 0.8]), 1.0, 4, lambda nodes: 0.001 + 0.001 * nodes)
-    assert found.num_nodes == 0
-    assert found.tokens_per_s == pytest.approx(4 / 0.001)
-
-
 def test_each_listed_node_stands_for_scale_nodes():
     def seconds(nodes):
         assert nodes.tolist() == [0, 4, 8]
@@ -103,11 +97,6 @@ def test_no_choice_of_nodes_is_quicker_than_the_one_found(reach, steps, num):
     assert found.tokens_per_s == pytest.approx(max(rates))
     taken = sum(sorted(reach, reverse=True)[: found.num_nodes])
     assert found.tokens_per_s == pytest.approx((num + taken) / table[found.num_nodes])
-
-
-def test_nodes_below_the_price_are_not_verified():
-    assert select_nodes([LIKELY, LIKELY], 0.7, 100) == [prune(LIKELY, 3)] * 2
-    assert select_nodes([LIKELY], 0.95, 100) == [EMPTY]
 
 
 def test_scarce_room_goes_to_the_likeliest_of_all_requests():
@@ -173,12 +162,6 @@ def test_merged_nodes_take_the_highest_probability():
     )  # fmt: skip
 
 
-def test_one_draft_alone_is_left_as_it_is():
-    assert merge([]) == merge([EMPTY, EMPTY]) == EMPTY
-    assert merge([EMPTY, TREE]) is TREE
-    assert merge([LIKELY]) is LIKELY
-
-
 def test_of_too_many_nodes_the_likeliest_stay():
     first = chain(range(40), [0.9 - 0.01 * i for i in range(40)])
     second = chain(range(100, 140), [0.895 - 0.01 * i for i in range(40)])
@@ -201,13 +184,6 @@ def test_a_joined_draft_is_a_tree_in_falling_order_with_every_path(sketches):
     assert paths(joined) == wanted
     if sum(tree.size > 0 for tree in trees) > 1:
         assert joined.size == len(wanted)
-
-
-def test_following_the_worked_text_finds_the_accepted_path():
-    assert follow(TREE, TREE_ACCEPTED.tokens).path == TREE_ACCEPTED.path
-    assert follow(TREE, ()).path == ()
-    assert follow(TREE, (5,)).path == (1,)
-    assert follow(TREE, (6, 7, 8)).path == (2,)
 
 
 @given(any_sketch(), st.data())

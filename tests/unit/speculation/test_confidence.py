@@ -50,18 +50,6 @@ def test_before_anything_is_seen_a_margin_is_taken_for_log_odds():
     assert ConfidenceCurve().calibration_error() == 0.0
 
 
-def test_a_bin_holds_its_lower_bound():
-    table = ConfidenceCurve().table()
-    assert ConfidenceCurve().confidences([-math.inf, 0.0, 0.24, 0.25, 12.0, math.inf]) == [
-        table[0],
-        table[6],
-        table[6],
-        table[7],
-        table[-1],
-        table[-1],
-    ]
-
-
 def test_nodes_count_where_verification_reached_their_parent():
     """The worked tree, root and nodes 1 and 3 reached: only node 2 of the siblings is wrong."""
     curve, prior = ConfidenceCurve(), ConfidenceCurve().table()
@@ -72,14 +60,6 @@ def test_nodes_count_where_verification_reached_their_parent():
         assert confidence(curve, margin) == pytest.approx(posterior(margin, hit, 1, trust))
     untold = 0.3
     assert confidence(curve, untold) == pytest.approx(posterior(untold, 0, 0, trust))
-
-
-def test_nodes_below_a_wrong_node_do_not_count():
-    curve, other = ConfidenceCurve(), ConfidenceCurve()
-    curve.learn(TREE, WRONG)
-    siblings = DraftTree(tokens=(5, 6), parents=(0, 0), margins=(2.0, -2.0))
-    other.learn(siblings, WRONG)
-    assert curve.table() == other.table() != ConfidenceCurve().table()
 
 
 def test_nodes_after_the_known_tokens_do_not_count():
@@ -147,17 +127,6 @@ def test_trust_follows_a_drift_too():
     assert confidence(curve, 2.5) == pytest.approx((1 - math.exp(-1)) * 0.92, abs=0.03)
 
 
-@given(st.lists(st.tuples(st.floats(-9, 15), st.booleans()), max_size=60))
-def test_it_is_the_same_however_often_one_asks(outcomes):
-    """The table waits for who asks; below what a bin remembers, nothing is lost by waiting."""
-    lazy, eager = ConfidenceCurve(), ConfidenceCurve()
-    for margin, hit in outcomes:
-        for curve in (lazy, eager):
-            curve.learn(one_node(margin), RIGHT if hit else WRONG)
-        eager.table()
-    assert lazy.table() == pytest.approx(eager.table(), rel=1e-12)
-
-
 @pytest.mark.slow
 def test_on_calibrated_data_the_calibration_error_goes_to_zero():
     curve = ConfidenceCurve()
@@ -179,18 +148,6 @@ def test_the_calibration_error_is_taken_before_an_outcome_is_learned():
     assert then < believed
     curve.learn(one_node(20.0), WRONG)
     assert curve.calibration_error() == pytest.approx((believed + then) / 2)
-
-
-def test_early_errors_stay_on_the_record():
-    """Sure and always wrong, until it knows better: the error shrinks only as 1 / outcomes."""
-    curve = ConfidenceCurve()
-    teach(curve, 20.0, 0.0, 100)
-    early = curve.calibration_error()
-    # The predictions were 8 / (8 + n) * 2 / (2 + n): their sum over 100 is close to 3.
-    predicted = [8 * 0.999 / (8 + n) * 2 / (2 + 0.999 * n) for n in range(100)]
-    assert early == pytest.approx(sum(predicted) / 100)
-    teach(curve, 20.0, 0.0, 900)
-    assert early / 10 < curve.calibration_error() < early / 5
 
 
 @given(st.lists(st.tuples(st.floats(-50, 50), st.booleans()), max_size=60))

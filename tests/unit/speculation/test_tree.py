@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ from longtail.speculation.tree import (
     reach_probabilities,
     visible_nodes,
 )
-from support.worked import TREE, TREE_DEPTHS, TREE_OF_THREE, TREE_REACH, TREE_VISIBLE
+from support.worked import TREE, TREE_DEPTHS, TREE_REACH, TREE_VISIBLE
 
 
 @st.composite
@@ -59,15 +58,6 @@ def test_reach_is_the_product_along_the_path():
     assert reach_probabilities((), ()) == []
 
 
-def test_pruning_the_worked_tree_keeps_its_three_likeliest_nodes():
-    likely = ranked(replace(TREE, reach=TREE_REACH))
-    assert likely.tokens == (5, 7, 8, 6)
-    assert likely.reach == (0.9, 0.8, 0.7, 0.1)
-    assert replace(prune(likely, 3), reach=()) == TREE_OF_THREE
-    assert prune(likely, 4) is likely
-    assert prune(likely, 0) == EMPTY
-
-
 def test_a_floor_keeps_likely_nodes_and_trees_without_probabilities():
     likely = ranked(replace(TREE, reach=TREE_REACH))
     assert keep_reached(likely, 0.7) == prune(likely, 3)
@@ -82,11 +72,6 @@ def test_of_equals_the_earlier_nodes_stay():
     )
     assert ranked(tree).tokens == (3, 1, 2, 4)
     assert prune(ranked(tree), 3).tokens == (3, 1, 2)
-
-
-@pytest.mark.parametrize(("depth", "tokens"), [(1, (5, 6)), (2, (5, 6, 7)), (3, TREE.tokens)])
-def test_cutting_the_worked_tree_keeps_its_upper_levels(depth, tokens):
-    assert cut_depth(TREE, depth).tokens == tokens
 
 
 def test_the_last_node_of_the_largest_chain_has_a_bit_of_its_own():

@@ -5,9 +5,8 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.speculation.tree import EMPTY, DraftTree
+from longtail.speculation.tree import DraftTree
 from longtail.speculation.verify import Accepted, accept
-from support.worked import TREE, TREE_ACCEPTED, TREE_DRAWN
 
 Places = list[tuple[int, int]]
 """Parent and token of each node."""
@@ -42,21 +41,9 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
     return [*path_to(tree, tree.parents[node - 1]), node] if node else []
 
 
-def test_the_worked_draws_accept_two_nodes_and_a_bonus_token():
-    assert accept(TREE, TREE_DRAWN) == TREE_ACCEPTED
-
-
 def test_the_example_of_the_docstring_holds():
     tree = DraftTree(tokens=(5, 6, 7), parents=(0, 0, 1), margins=(0.0, 0.0, 0.0))
     assert accept(tree, (5, 7, 9, 8)) == Accepted(path=(1, 3), tokens=(5, 7, 8))
-
-
-def test_without_a_draft_the_bonus_token_is_all():
-    assert accept(EMPTY, (3,)) == Accepted(path=(), tokens=(3,))
-
-
-def test_a_right_node_below_a_wrong_one_is_not_reached():
-    assert accept(TREE, (9, 7, 7, 8, 8)) == Accepted(path=(), tokens=(9,))
 
 
 def test_of_siblings_with_one_token_the_first_is_followed():

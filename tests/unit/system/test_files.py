@@ -20,4 +20,4 @@ def test_the_nearest_name_or_folder_is_meant(tmp_path, monkeypatch, name, expect
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     (tmp_path / "runs" / "quickstarts.txt").touch()
-    assert meant(name, ("smollm2", "tiny-reasoner")) == expected
+    assert meant(name, ("smollm2",)) == expected

@@ -76,11 +76,6 @@ def test_of_a_single_measurement_half_is_there_without_a_token():
     assert [single.at(count) for count in (0, 2, 4, 8)] == pytest.approx([1e-3, 1.5e-3, 2e-3, 3e-3])
 
 
-def test_a_measurement_that_fell_is_taken_for_level():
-    fell = TimeCurve((1, 2, 3), (2e-3, 1e-3, 3e-3))
-    assert [fell.at(count) for count in (1, 2, 3)] == pytest.approx([2e-3, 2e-3, 3e-3])
-
-
 @given(any_sketch(), st.lists(st.integers(1, 600), min_size=2, max_size=8))
 def test_a_curve_never_decreases(sketch, counts):
     found, first = curve_of(sketch), sketch[0][0]
@@ -95,15 +90,6 @@ def test_many_at_once_are_predicted_as_one_by_one(sketch, counts):
     found, first = curve_of(sketch), sketch[0][0]
     asked = np.array([max(count, first) for count in counts])
     assert found.at_each(asked).tolist() == pytest.approx([found.at(int(n)) for n in asked])
-
-
-def test_the_slope_is_the_cost_of_the_last_tokens():
-    assert curve().slope(1) == pytest.approx(1e-4)
-    assert curve().slope(80) == pytest.approx(1e-4)
-    bent = TimeCurve((1, 8, 16), (1e-3, 1e-3, 9e-3))
-    assert bent.slope(8) == pytest.approx(0.0), "the next block is dear, this one is free"
-    assert bent.slope(10) == pytest.approx(0.5e-3)
-    assert bent.slope(12) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("error", [0.2, -0.2])
@@ -203,13 +189,6 @@ def test_numbers_survive_json_and_predict_the_same():
     assert again.plain_s(batch) == pytest.approx(costs.plain_s(batch))
     assert again.verify_s(batch, 30) == pytest.approx(costs.verify_s(batch, 30))
     assert again.drafts == costs.drafts
-
-
-def test_numbers_without_a_model_are_refused():
-    with pytest.raises(KeyError):
-        CostModel.of({})
-    with pytest.raises(TypeError):
-        CostModel.of(model().numbers() | {"drafts": [{"what": 1.0}]})
 
 
 ROUNDS = [

@@ -1,13 +1,19 @@
-"""The page in Chromium: each panel shows the run's own numbers, follows it, and can be operated."""
+"""The page in Chromium: each panel shows the run's own numbers, follows it, and can be operated.
+
+The report is the same page as one file.
+"""
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longtail.view import report
+from longtail.view.report import write_report
 from longtail.view.run_files import open_runs
 from longtail.view.server import running
 from support.synthetic_run import append_steps, metrics_row, rollout_rows, speculation_row
@@ -25,6 +31,9 @@ window.violations = [];
 addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));
 """
 
+_OPENED = """[...document.querySelectorAll("details.numbers:not([hidden])")]
+  .every((each) => each.querySelector("table"))"""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -41,12 +50,18 @@ def open_page(browser: Any) -> Iterator[Callable[..., Page]]:
     wrong: list[str] = []
     pages: list[Page] = []
 
-    def opened(*runs: Path, width: int = 1200, dark: bool = False, waits: bool = True) -> Page:
-        serving = running(open_runs([str(run) for run in runs]))
+    def opened(
+        *runs: Path,
+        width: int = 1200,
+        dark: bool = False,
+        waits: bool = True,
+        as_report: bool = False,
+    ) -> Page:
+        serving = nullcontext(write_report(runs[0]).as_uri()) if as_report else served(runs)
         url = serving.__enter__()
         scheme = "dark" if dark else "light"
         context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme, offline=False
+            viewport={"width": width, "height": 900}, color_scheme=scheme, offline=as_report
         )
         context.add_init_script(_WATCH)
         page = context.new_page()
@@ -68,8 +83,13 @@ def open_page(browser: Any) -> Iterator[Callable[..., Page]]:
     assert not violations
 
 
+def served(runs: Sequence[Path]) -> AbstractContextManager[str]:
+    return running(open_runs([str(run) for run in runs]))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
+    """A run of six steps; its name and its texts have HTML in them."""
     append_steps(tmp_path / NAME, 1, 6)
     return tmp_path / NAME
 
@@ -275,18 +295,47 @@ def test_two_runs_stand_over_each_other(open_page: Callable[..., Page], tmp_path
     sync_api.expect(page.locator("#panel-metrics .readout")).to_contain_text("of on")
 
 
-def test_files_damaged_under_an_open_page_never_break_it(
-    open_page: Callable[..., Page], run: Path
+def test_the_report_shows_what_the_page_shows(open_page: Callable[..., Page], run: Path) -> None:
+    """Every table and text of two steps, read after the run's own files are gone."""
+    shown = {}
+    for is_report in (False, True):
+        page = open_page(run, as_report=is_report)
+        if is_report:
+            requests: list[str] = []
+            page.on("request", lambda request, seen=requests: seen.append(request.url))
+            for path in run.iterdir():
+                path.unlink()
+        found = []
+        for step in (6, 2):
+            page.locator("#step-number").fill(str(step))
+            page.keyboard.press("Enter")
+            page.wait_for_selector(f"body[data-step='{step}']")
+            page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+            page.wait_for_function(_OPENED)
+            texts = [row["text"] for row in rollout_rows(step)]
+            completion = page.locator("pre.completion")
+            page.locator("#rows").press("ArrowDown")
+            sync_api.expect(completion).to_have_text(texts[1])
+            page.select_option("#rollout-line", label="worker 1")
+            sync_api.expect(completion).to_have_text(texts[0])  # the step is shown anew
+            found.append(page.locator("main > :not(header)").all_inner_texts())
+        shown[is_report] = found
+    assert shown[True] == shown[False]
+    assert page.locator("#connection").inner_text().startswith("written 20")
+    assert requests == []
+
+
+def test_a_report_of_many_steps_has_the_newest_in_detail(
+    open_page: Callable[..., Page], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = open_page(run)
-    for path in run.iterdir():
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    page.wait_for_selector("body:not([data-steps='6'])")
-    for path in run.iterdir():
-        path.write_bytes(b'{"step": 1, "x": \xff\n[[[[')
-    page.wait_for_selector("body[data-steps='0']")
-    append_steps(run, 1, 1)
-    (run / "metrics.jsonl").write_bytes(b"")
-    append_steps(run, 2, 3)
-    page.wait_for_selector("body[data-steps='2'][data-step='3']")
-    assert page.locator("#connection").inner_text() == "live"
+    monkeypatch.setattr(report, "MOST_BYTES", 25_000)
+    page = open_page(run, as_report=True)
+    assert [row["step"] for row in numbers(page, "panel-speed")] == list("123456")
+    page.locator("#step-number").fill("1")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator("#missing")).to_contain_text("is not in this report")
+    assert not page.locator("#of-step").is_visible()
+    page.locator("#step-number").fill("6")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator("#missing")).to_have_text("")
+    assert page.locator("#panel-rollout").is_visible()

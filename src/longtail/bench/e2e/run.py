@@ -50,7 +50,8 @@ def must_park(plan: Plan) -> bool:
     device, shape = choose_device(own.run.device), memory.model_shape(own.model.path)
     available = memory.available_bytes(device)
     needed = sum(
-        each.cluster.workers * memory.estimate(each, shape, on_cpu=device.type == "cpu").total
+        each.cluster.workers
+        * sum(memory.estimate(each, shape, on_cpu=device.type == "cpu").values())
         for each in plan.arms.values()
     )
     return available is not None and needed > available and not own.is_sharded

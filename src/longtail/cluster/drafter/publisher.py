@@ -1,10 +1,10 @@
 """Publication of drafters: of the replicas that were trained, which one the workers serve.
 
-    replicas of spot workers, measured --merge--> offer --> every worker checks it --> verdicts
+    replicas of spot workers, measured --merge--> offer --> every worker adopts it between two steps
 
 Weights are versioned, and only the drafter's own tensors travel. A drafter is offered if it
-measures better on held-out recent texts than all before it, by more than noise; a worker adopts it
-if it is whole and finite. Every decision is recorded with its numbers.
+measures better on held-out recent texts than all before it, by more than noise, and published once
+a worker has adopted it. Every decision is recorded with its numbers.
 
 Replicas are measured on different texts, each beside its base. So their gains are compared: the
 ratio of a drafter's accept length to that of the drafter published when the rollout began.
@@ -15,16 +15,15 @@ ratio of a drafter's accept length to that of the drafter published when the rol
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from torch import Tensor
 
-from longtail.cluster.drafter.offers import Offer, Verdict
+from longtail.drafter.eagle.fresh import renewed_ids
 from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights, are_finite
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.replica import Replica, merge
-from longtail.drafter.training.vocabulary import renewed_ids
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""
@@ -40,7 +39,7 @@ class Decision:
     """
 
     what: str
-    """For a replica: trained, kept or discarded. For weights: offered, published or refused."""
+    """For a replica: trained, kept or discarded. For weights: offered or published."""
     version: int
     """Version of the weights; for a replica, the version from which it was trained."""
     before: float
@@ -67,8 +66,9 @@ class Publisher:
         """Decisions about replicas in this rollout: each is recorded once."""
         self._gains: dict[int, float] = {}
         """Gain of each version over the drafter published when the rollout began."""
-        self._offered: dict[int, DrafterWeights] = {}
-        self._answered: set[int] = set()
+        self._offered: dict[int, tuple[DrafterWeights, Decision]] = {}
+        """Weights offered in this rollout by version, each with its decision."""
+        self._adopted: set[int] = set()
         self.begin_rollout()
 
     @property
@@ -76,23 +76,22 @@ class Publisher:
         """Newest drafter that any worker serves."""
         return self._published
 
-    def restore(self, published: DrafterWeights, accept_len: float | None = None) -> Offer:
-        """Continue from a published drafter, and return the offer of it for all workers."""
+    def restore(self, published: DrafterWeights, accept_len: float | None = None) -> None:
+        """Continue from a published drafter."""
         self._published, self.accept_len = published, accept_len
         self._last = max(self._last, published.version)
         self.begin_rollout()
-        return self._as_offer(published)
 
     def begin_rollout(self) -> None:
         """Forget earlier measurements: they were made with another policy."""
         self._gains = {self._published.version: 1.0}
         self._recorded.clear()
         self._offered.clear()
-        self._answered.clear()
+        self._adopted.clear()
 
     # ---- offers
 
-    def offer(self, replicas: Sequence[Replica], *, renews: bool = False) -> Offer | None:
+    def offer(self, replicas: Sequence[Replica], *, renews: bool = False) -> DrafterWeights | None:
         """Merge the replicas that measure better than all drafters before; None without any.
 
         `renews`: a reduced draft vocabulary may be renewed for the texts of the rollout, with
@@ -118,19 +117,23 @@ class Publisher:
             ),
         )
 
+    def measured(self, version: int) -> float:
+        """Return the expected accept length of offered weights; NaN if they were not measured."""
+        return self._offered[version][1].after
+
     def withdraw(self) -> None:
-        """Forget offers without a verdict, so that their replicas can be offered again."""
-        unanswered = self._offered.keys() - self._answered
-        for version in unanswered:
+        """Forget offers that no worker has adopted, so that their replicas can be offered again."""
+        missed = self._offered.keys() - self._adopted
+        for version in missed:
             del self._offered[version], self._gains[version]
-        if unanswered:
+        if missed:
             self._recorded.clear()
 
-    def missed_by(self, worker: int) -> Offer | None:
+    def missed_by(self, worker: int) -> DrafterWeights | None:
         """Return the published drafter if a worker was never offered it."""
         if self._has.get(worker, self._first) >= self._published.version:
             return None
-        return self._as_offer(self._published)
+        return self._published
 
     def mark_offered(self, worker: int, version: int) -> None:
         """Record that a worker was offered a version."""
@@ -142,28 +145,20 @@ class Publisher:
 
     # ---- decisions
 
-    def record(self, verdicts: Sequence[Verdict]) -> None:
-        """Record the verdicts about offers; weights that any worker adopts are published."""
-        for verdict in verdicts:
-            weights = self._offered.get(verdict.version)
-            if weights is None:
+    def record(self, versions: Sequence[int]) -> None:
+        """Record the versions that a worker has adopted; the newest is published."""
+        for version in versions:
+            if version not in self._offered:
                 continue
-            self._answered.add(verdict.version)
-            is_newer = weights.version > self._published.version
-            if verdict.is_adopted and is_newer:
-                self._published = weights
-                if math.isfinite(verdict.after):
-                    self.accept_len = verdict.after
-            if is_newer or not verdict.is_adopted:
-                self._decisions.append(
-                    Decision(
-                        what="published" if verdict.is_adopted else "refused",
-                        version=verdict.version,
-                        before=verdict.before,
-                        after=verdict.after,
-                        reason=verdict.reason,
-                    )
-                )
+            weights, decision = self._offered[version]
+            self._adopted.add(version)
+            if version <= self._published.version:
+                continue
+            self._published = weights
+            if math.isfinite(decision.after):
+                self.accept_len = decision.after
+            published = replace(decision, what="published", num_tokens=0, reason="")
+            self._decisions.append(published)
 
     def record_discarded(self, num_tokens: int, reason: str) -> None:
         """Record that a replica cannot be used."""
@@ -185,7 +180,7 @@ class Publisher:
 
     # ---- the draft vocabulary
 
-    def _renewal(self) -> Offer | None:
+    def _renewal(self) -> DrafterWeights | None:
         """Return the published weights with a renewed draft vocabulary; None if it is as good."""
         renewed = self._renewed_ids(self._published.tensors)
         if not renewed:
@@ -208,14 +203,16 @@ class Publisher:
 
     # ---- replicas
 
-    def _new_offer(self, tensors: Mapping[str, Tensor], gain: float, decision: Decision) -> Offer:
+    def _new_offer(
+        self, tensors: Mapping[str, Tensor], gain: float, decision: Decision
+    ) -> DrafterWeights:
         self._last += 1
         num_tokens = self._published.num_tokens + decision.num_tokens
         weights = DrafterWeights(version=self._last, tensors=tensors, num_tokens=num_tokens)
-        self._offered[weights.version] = weights
+        self._offered[weights.version] = weights, decision
         self._gains[weights.version] = gain
         self._decisions.append(decision)
-        return self._as_offer(weights, decision.before, decision.after)
+        return weights
 
     def _is_better(self, replica: Replica) -> bool:
         """Return whether a replica measures better than all before; record the decision once."""
@@ -243,8 +240,3 @@ class Publisher:
         """Return the gain over the drafter at the rollout's begin; NaN if it was not measured."""
         base = self._gains.get(replica.base_version, math.nan)
         return base * replica.accept_len / replica.base_accept_len
-
-    def _as_offer(
-        self, weights: DrafterWeights, before: float = math.nan, after: float = math.nan
-    ) -> Offer:
-        return Offer(weights=weights, digest=weights.digest, before=before, after=after)

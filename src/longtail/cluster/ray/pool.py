@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from longtail.cluster.pool import TaskResult, WorkerPool
-from longtail.cluster.ray.instance import OwnRay, check_is_ray, quietly
+from longtail.cluster.ray.instance import OwnRay, quietly
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
@@ -26,8 +26,11 @@ R = TypeVar("R")
 
 _ANSWER_S = 20.0
 """Seconds for the answer to a message: an engine step is far shorter."""
-_CONNECT_S = 4.0
-"""Seconds for the answer of an existing cluster."""
+CONNECT_S = 2.0
+"""Seconds for a connection to an existing cluster, and again for its answer."""
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""Preface of HTTP/2, which a gRPC server answers with its settings: a frame of type 4."""
+_SETTINGS = b"\x04"
 _MESSAGES = "messages"
 _PROGRESS_S = 2.0
 """Seconds for the answers to `progress`; a late answer is returned by the next call."""
@@ -82,6 +85,7 @@ class RayWorkerPool(WorkerPool):
         self._is_local = not address
         self._users.add(id(self))
         self._start_ray(address)
+        self._num_teams = 0
         self._running: dict[Any, int] = {}
         self._progress: dict[int, Any] = {}
         """Calls of `Worker.progress` that are not answered yet."""
@@ -130,10 +134,11 @@ class RayWorkerPool(WorkerPool):
                 continue
         return found
 
-    def meeting_point(self) -> str:
+    def rendezvous_address(self) -> str:
         """Return an address for a team: a file here, or a port at the first worker's machine."""
         if self._own_ray is not None:
-            return self._own_ray.meeting_point()
+            self._num_teams += 1
+            return f"file://{self._own_ray.folder}/team-{id(self)}-{self._num_teams}"
         host, port = self._answer(0, self._in_message_thread(self._actors[0].free_address).remote())
         return f"tcp://{host}:{port}"
 
@@ -173,8 +178,7 @@ class RayWorkerPool(WorkerPool):
         os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             if address:
-                if ":" in address:
-                    check_is_ray(address, _CONNECT_S)
+                check_answers(address)
                 with quietly():
                     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
                 RayWorkerPool._has_connected = True
@@ -183,8 +187,8 @@ class RayWorkerPool(WorkerPool):
         except (ConnectionError, RayError, OSError, RuntimeError, ValueError) as error:
             what = f"cluster.address = {address!r}" if address else "cluster.workers"
             raise ClusterError(
-                f"{what}: Ray cannot be reached or begun ({_first_line(error)}); see that it runs "
-                "there (if it asks for a token, RAY_AUTH_MODE=token is wanted here, too), or set "
+                f"{what}: could not connect to or start Ray ({_first_line(error)}); check that it "
+                "runs there (if it requires a token, set RAY_AUTH_MODE=token here, too), or set "
                 "cluster.workers = 1 to do without"
             ) from error
 
@@ -239,6 +243,26 @@ class RayWorkerPool(WorkerPool):
             raise ClusterError(f"worker {worker} cannot answer: {what}") from error
         except RayError as error:
             raise ClusterError(f"worker {worker} cannot answer: {_first_line(error)}") from error
+
+
+def check_answers(address: str, timeout_s: float = CONNECT_S) -> None:
+    """Raise ConnectionError within seconds if nothing at an address answers as Ray does.
+
+    An address that is no host:port, like "auto", is left to Ray.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as sock:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return
+            sock.sendall(_HELLO)
+            answer = sock.recv(9)
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"no Ray answers there: {error}") from error
+    if answer[3:4] != _SETTINGS:
+        raise ConnectionError("what answers there is no Ray")
 
 
 def _lost(worker: int, error: Exception) -> TaskResult:

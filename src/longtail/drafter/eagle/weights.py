@@ -35,11 +35,6 @@ class DrafterWeights:
     num_tokens: int = 0
     """Tokens that all versions were trained on in this run."""
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 over names, dtypes, shapes and bytes, sorted by name."""
-        return tensors_digest(self.tensors)
-
     def has_parameters_of(self, other: "DrafterWeights") -> bool:
         """Return whether only the draft vocabulary may differ."""
         mine = {name: each for name, each in self.tensors.items() if name != DRAFT_IDS}

@@ -17,21 +17,21 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.model.rope import RopeConfig
-from longtail.model.transformer import ModelConfig, Transformer
+from longtail.model.transformer import Transformer
 from longtail.system.machine import MAX_INT32
 from longtail.system.strict_json import parse_json
 
@@ -41,16 +41,11 @@ _DRAFT_IDS, _HEAD = "draft_ids", "head"
 _SAMPLE = 4096
 """Number of values of a tensor, or tokens of a vocabulary, that its digest reads, evenly spread."""
 _MAY_DIFFER = ("max_positions",)
-_FIELDS = ("recipe", "layers", "window", "draft_vocab_size", "feature_scale")
-_LATER_FIELDS = ("own_shape", "norm_before_residual")
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
-    *("num_kv_heads", "head_dim", "max_positions"),
-)
-_MALFORMED = (
-    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+UNWRITABLE = (OSError, SafetensorError)
+"""Errors of a failed write of tensors."""
+_MALFORMED = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that malformed descriptions raise."""
+_T = TypeVar("_T")
 _REMEDY = "give the drafter of this target, or train one: longtail drafter train"
 
 
@@ -58,7 +53,7 @@ _REMEDY = "give the drafter of this target, or train one: longtail drafter train
 class TargetIdentity:
     """Identity of the model that a drafter was trained on.
 
-    Example: TargetIdentity(name="tiny-reasoner", tokenizer="1f0c...", weights="77ab...")
+    Example: TargetIdentity(name="smollm2", tokenizer="1f0c...", weights="77ab...")
     """
 
     name: str
@@ -98,9 +93,19 @@ class LoadedDrafter:
     trained_on: TargetIdentity
     training: TrainingRecord
 
+    def copied(self) -> "LoadedDrafter":
+        """Return the drafter with a copy of its layer, since drafting packs the layer."""
+        layer = EagleLayer(self.layer.config).to(self.layer.device, self.layer.dtype)
+        layer.load_state_dict(self.layer.state_dict())
+        return replace(self, layer=layer)
+
     def save(self, path: Path) -> None:
         """Write the drafter with `save_drafter`."""
         save_drafter(path, self.layer, self.draft_ids, self.trained_on, self.training, self.head)
+
+
+_Described = tuple[EagleConfig, TargetIdentity, TrainingRecord]
+"""Content of drafter.json."""
 
 
 def identity(name: str, target: Transformer, tokenizer: Tokenizer) -> TargetIdentity:
@@ -160,7 +165,7 @@ def save_drafter(
         text = json.dumps(description, indent=1, allow_nan=False) + "\n"
         (temporary / DESCRIPTION).write_text(text, encoding="utf-8")
         _replace(temporary, path)
-    except (OSError, SafetensorError) as error:
+    except UNWRITABLE as error:
         raise CheckpointError(
             f"the drafter cannot be written to {path}: {error}; free space or choose another path"
         ) from error
@@ -181,29 +186,15 @@ def load_drafter(
     Raises ConfigError if it is malformed or its target had another shape or tokenizer; with
     `strict_weights`, also if it had other weights.
     """
-    description = _read(path)
-    try:
-        trained_on = dict(description["target"])
-        theirs = dict(trained_on.pop("shape"))
-        found = TargetIdentity(**trained_on)
-        training = read_record(description["training"])
-    except _MALFORMED as error:
-        raise _malformed(path, error) from error
-    _require_target(path, theirs, found, target, tokenizer, strict_weights=strict_weights)
-    try:
-        config = _config(description, target.config)
-    except _MALFORMED as error:
-        raise _malformed(path, error) from error
-    tensors = _tensors(path)
-    draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
-    _require_draft_ids(path, config, draft_ids)
-    layer = _layer(path, config, tensors)
-    return LoadedDrafter(
-        layer=layer.to(target.device, dtype or next(iter(tensors.values())).dtype),
-        draft_ids=None if draft_ids is None else draft_ids.to(target.device),
-        head=None if head is None else head.to(target.device),
-        trained_on=found,
-        training=training,
+    described = _describe(path)
+    _require_target(path, described, target, tokenizer, strict_weights=strict_weights)
+    loaded = _load(path, replace(described[0], target=target.config), *described[1:])
+    device, draft_ids, head = target.device, loaded.draft_ids, loaded.head
+    loaded.layer.to(device, dtype or loaded.layer.dtype)
+    return replace(
+        loaded,
+        draft_ids=None if draft_ids is None else draft_ids.to(device),
+        head=None if head is None else head.to(device),
     )
 
 
@@ -212,67 +203,63 @@ def load_unbound(path: Path) -> LoadedDrafter:
 
     Raises ConfigError if it is malformed.
     """
-    description = _read(path)
+    return _load(path, *_describe(path))
+
+
+def _describe(path: Path) -> _Described:
+    """Read and check drafter.json."""
+    described = _read(path)
     try:
-        trained_on = dict(description["target"])
-        shape = _shape(trained_on.pop("shape"))
-        assert shape is not None, "a description has the target's shape"
-        config = _config(description, shape)
-        found, training = TargetIdentity(**trained_on), read_record(description["training"])
+        target = described["target"]
+        config = parse_as(EagleConfig, {**described, "target": target["shape"]})
+        _require_ranges(config)
+        record = parse_as(TrainingRecord, described["training"])
+        return config, parse_as(TargetIdentity, target), record
     except _MALFORMED as error:
         raise _malformed(path, error) from error
-    tensors = _tensors(path)
+
+
+def parse_as(kind: type[_T], value: Any) -> _T:
+    """Return a dataclass from JSON, unknown fields left out; ValueError if types do not match."""
+    return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+
+
+def _require_ranges(config: EagleConfig) -> None:
+    for name, is_good in (
+        ("layers", all(0 <= each < config.target.num_layers for each in config.layers)),
+        ("window", 0 <= config.window <= MAX_INT32),
+        ("draft_vocab_size", 0 <= config.draft_vocab_size <= MAX_INT32),
+        ("feature_scale", 0 < config.feature_scale < math.inf),
+    ):
+        if not is_good:
+            raise ValueError(f"{name} = {asdict(config)[name]!r:.80}")
+
+
+def _load(
+    path: Path, config: EagleConfig, trained_on: TargetIdentity, training: TrainingRecord
+) -> LoadedDrafter:
+    """Read the tensors of a description, as stored."""
+    try:
+        tensors = load_file(path / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{path / TENSORS} is not a readable safetensors file ({error}): copy it again"
+        ) from error
     draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
     _require_draft_ids(path, config, draft_ids)
-    layer = _layer(path, config, tensors).to(next(iter(tensors.values())).dtype)
+    layer = _layer(path, config, tensors)
     return LoadedDrafter(
-        layer=layer, draft_ids=draft_ids, head=head, trained_on=found, training=training
+        layer=layer.to(next(iter(tensors.values())).dtype),
+        draft_ids=draft_ids,
+        head=head,
+        trained_on=trained_on,
+        training=training,
     )
 
 
 def _malformed(path: Path, error: Exception) -> ConfigError:
-    said = " ".join(repr(error).split())
+    said = " ".join(str(error).split()) or type(error).__name__
     return ConfigError(f"{path / DESCRIPTION} is malformed ({said:.300}): {_REMEDY}")
-
-
-def _config(description: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
-    """Read the drafter's shape; KeyError, TypeError or ValueError if it is none."""
-    fields = {name: description[name] for name in _FIELDS}
-    fields |= {name: description[name] for name in _LATER_FIELDS if name in description}
-    fields["own_shape"] = _shape(fields.get("own_shape"))
-    fields["layers"] = tuple(fields["layers"])
-    good = {
-        "recipe": fields["recipe"] in get_args(Recipe),
-        "layers": all(
-            type(each) is int and 0 <= each < target.num_layers for each in fields["layers"]
-        ),
-        "window": type(fields["window"]) is int and 0 <= fields["window"] <= MAX_INT32,
-        "draft_vocab_size": type(fields["draft_vocab_size"]) is int
-        and 0 <= fields["draft_vocab_size"] <= MAX_INT32,
-        "feature_scale": isinstance(fields["feature_scale"], (int, float))
-        and 0 < fields["feature_scale"] < math.inf,
-    }
-    for name in good:
-        if not good[name]:
-            raise ValueError(f"{name} = {fields[name]!r:.80}")
-    return EagleConfig(**fields, target=target)
-
-
-def _shape(described: Mapping[str, Any] | None) -> ModelConfig | None:
-    if described is None:
-        return None
-    sizes = {name: described[name] for name in _SIZES}
-    if not all(type(size) is int and 1 <= size <= MAX_INT32 for size in sizes.values()):
-        raise ValueError(f"own_shape has an impossible size: {sizes!r:.200}")
-    fields = {**described, "windows": tuple(described["windows"])}
-    return ModelConfig(**{**fields, "rope": RopeConfig(**described["rope"])})
-
-
-def read_record(record: Mapping[str, Any]) -> TrainingRecord:
-    """Read a training record from JSON; KeyError or TypeError if malformed."""
-    fields: dict[str, Any] = dict(record)
-    fields |= {name: tuple(record[name]) for name in ("agreement", "overlap")}
-    return TrainingRecord(**fields)
 
 
 def is_drafter(path: Path) -> bool:
@@ -314,20 +301,20 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _require_target(
     path: Path,
-    theirs: Mapping[str, Any],
-    found: TargetIdentity,
+    described: _Described,
     target: Transformer,
     tokenizer: Tokenizer,
     *,
     strict_weights: bool,
 ) -> None:
     """Raise ConfigError, naming the difference, if the drafter is of another target."""
-    shape = json.loads(json.dumps(asdict(target.config)))
-    for name, value in shape.items():
-        if name not in _MAY_DIFFER and theirs.get(name) != value:
+    config, found, _ = described
+    theirs = asdict(config.target)
+    for name, value in asdict(target.config).items():
+        if name not in _MAY_DIFFER and theirs[name] != value:
             raise ConfigError(
                 f"drafter {path}: it was trained on {found.name}, with {name} = "
-                f"{theirs.get(name)!r}; this target has {name} = {value!r}: {_REMEDY}"
+                f"{theirs[name]!r}; this target has {name} = {value!r}: {_REMEDY}"
             )
     digest = tokenizer_digest(tokenizer)
     if found.tokenizer != digest:
@@ -340,15 +327,6 @@ def _require_target(
             f"drafter {path}: it was trained on {found.name} with the weights {found.weights}; "
             f"this target has other ones, {weights}: {_REMEDY}"
         )
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path / TENSORS)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{path / TENSORS} is not a readable safetensors file ({error}): copy it again"
-        ) from error
 
 
 def _require_draft_ids(path: Path, config: EagleConfig, draft_ids: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Import of published drafters from the layouts of the engines.
+"""Published EAGLE drafters: reading the Hugging Face layout, and an export that is read back.
 
     names        midlayer., layers.0., model. -> the parameters of `EagleLayer`, stacked
     d2t          target id = draft id + d2t[draft id]
@@ -10,27 +10,38 @@ layers) raise ConfigError with their name; ignoring them would silently give bad
 """
 
 import math
+import os
+import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from longtail.drafter.eagle.fresh import feature_size
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import (
+    UNWRITABLE,
     LoadedDrafter,
     TargetIdentity,
     TrainingRecord,
     identity,
-    read_record,
+    parse_as,
     tokenizer_digest,
 )
-from longtail.drafter.formats.layouts import SECTION, layers_of, parts
-from longtail.errors import ConfigError
+from longtail.drafter.formats.layouts import (
+    LAYER_IDS,
+    SECTION,
+    layers_of,
+    parts,
+    rounded,
+    to_tensors,
+    write_layout,
+)
+from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import read_fields
 from longtail.model.hf.tokenizer import Tokenizer
@@ -40,47 +51,70 @@ from longtail.rl.packing import lay_out
 
 LayerIds = Literal["auto", "input", "output"]
 _PREFIX = "layers.0"
-_ASIDE = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_ASIDE = (_HEAD, _EMBEDDING, "d2t", "t2d")
 _REMEDY = "longtail has no place for it; train one: longtail drafter train"
 _SAMPLE_TEXT = "Let me think about this step by step. First, we need to find what is asked. " * 8
 """Sample on which the size of the target's features is measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportOptions:
-    """Interpretation of fields that the files leave open.
-
-    Example: ImportOptions(layer_ids="output", window=64)
-    """
-
-    layer_ids: LayerIds = "auto"
-    """Convention of the tapped layers' ids; see `layers_of`."""
-    window: int | None = None
-    """Attention window in pairs, 0: unbounded; None: that of the files."""
-
-
-DEFAULT_OPTIONS = ImportOptions()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """Contents of a published directory, translated but not compared with the target's weights.
-
-    Example: Published(config=config, tensors={"fc.weight": ...}, draft_ids=None, head=None,
-                       embedding=None)
-    """
-
-    config: EagleConfig
-    tensors: Mapping[str, Tensor]
-    """Tensors by their name in `EagleLayer`."""
-    draft_ids: Int[Tensor, "draft"] | None
-    head: Float[Tensor, "draft hidden"] | None
-    embedding: Float[Tensor, "vocab hidden"] | None
-
-
 def is_published(path: Path) -> bool:
-    """Return whether a directory holds a drafter in a layout of the engines."""
+    """Return whether a directory holds a published drafter."""
     return any(plain_name(name) == "fc.weight" for name in tensor_names(path))
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor without the prefixes in which the files differ."""
+    return name.removeprefix("model.").replace("midlayer.", f"{_PREFIX}.", 1)
+
+
+def export_drafter(
+    out: Path,
+    loaded: LoadedDrafter,
+    target: Transformer,
+    tokenizer: Tokenizer,
+    dtype: torch.dtype,
+) -> LoadedDrafter:
+    """Write a drafter into the new directory `out` in `dtype`, read back and compared.
+
+    Changes the layer as `rounded` does, and returns the drafter as it was written. Raises
+    ConfigError if `out` exists, CheckpointError if it cannot be written or reads back differently.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists; remove it or choose another directory")
+    loaded = rounded(loaded, dtype)
+    temporary = out.with_name(f".new-{out.name}-{os.getpid()}")
+    try:
+        write_layout(temporary, loaded, target)
+        again = load_published(temporary, loaded.trained_on.name, target, tokenizer)
+        if not _are_equal(loaded, again, target):
+            raise CheckpointError(
+                f"{out}: the written files, read back, hold another drafter; nothing is exported. "
+                "This is a defect of longtail: please report it"
+            )
+        temporary.rename(out)
+    except CheckpointError:  # also an OSError, and has its own message
+        raise
+    except UNWRITABLE as error:
+        raise CheckpointError(
+            f"the drafter cannot be written to {out}: {error}; free space or choose another path"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return loaded
+
+
+def _are_equal(mine: LoadedDrafter, theirs: LoadedDrafter, target: Transformer) -> bool:
+    """Return whether two drafters have equal shapes and, in the layout, equal tensors."""
+    first, second = (
+        to_tensors(each.layer, target, each.draft_ids, each.head, mine.layer.dtype)
+        for each in (mine, theirs)
+    )
+    return (
+        replace(theirs.layer.config, feature_scale=1.0) == mine.layer.config
+        and first.keys() == second.keys()
+        and all(torch.equal(first[name], second[name]) for name in first)
+    )
 
 
 def load_published(
@@ -90,81 +124,67 @@ def load_published(
     tokenizer: Tokenizer,
     *,
     dtype: torch.dtype | None = None,
-    options: ImportOptions = DEFAULT_OPTIONS,
+    layer_ids: LayerIds = "auto",
 ) -> LoadedDrafter:
     """Read a published drafter for `target`, whose name is `name`, onto its device.
+
+    `layer_ids` is the convention of the tapped layers' ids; see `layers_of`.
 
     A power of two is moved from `fc` to `feature_scale`, without loss, so that training can
     continue. Raises ConfigError with the name of the tensor or field that does not fit.
     """
     fields = read_fields(path)
     tensors = {plain_name(each): tensor for each, tensor in read_tensors(path).items()}
-    found = translate(fields, tensors, target.config, options)
-    _require_embedding(fields, found.embedding, target)
-    layer = EagleLayer(_scaled(found.config, target, tokenizer))
-    with torch.no_grad():
-        for each, parameter in layer.named_parameters():
-            parameter.data = found.tensors[each].clone()
-        layer.fc.weight.div_(layer.config.feature_scale)  # a power of two: exact
-    stored = found.tensors["fc.weight"].dtype
-    trained_on, training = _history(fields, name, target, tokenizer, found.config)
-    return LoadedDrafter(
-        layer=layer.to(target.device, dtype or stored),
-        draft_ids=None if found.draft_ids is None else found.draft_ids.to(target.device),
-        head=_own_head(fields, found, target),
-        trained_on=trained_on,
-        training=training,
-    )
-
-
-def translate(
-    fields: Fields,
-    tensors: Mapping[str, Tensor],
-    target: ModelConfig,
-    options: ImportOptions = DEFAULT_OPTIONS,
-) -> Published:
-    """Translate config.json and tensors (named as by `plain_name`) to ours."""
-    outer = fields
-    if fields.get("speculators_model_type") is not None:
-        fields = Fields(
-            outer.section("transformer_layer_config").everything(),
-            outer.where,
-            "transformer_layer_config.",
-        )
-    eagle3 = f"{_PREFIX}.hidden_norm.weight" in tensors
-    _refuse_variants(outer, fields)
+    _refuse_variants(fields)
+    shape, eagle3 = target.config, f"{_PREFIX}.hidden_norm.weight" in tensors
+    draft_ids = _draft_ids(fields, tensors, shape)
     config = EagleConfig(
         recipe="eagle3" if eagle3 else "eagle1",
-        target=target,
-        layers=_taps(outer, target, options.layer_ids) if eagle3 else (),
-        window=_window(outer, fields) if options.window is None else options.window,
-        own_shape=_own_shape(fields, target),
-        norm_before_residual=eagle3 and outer.flag("norm_before_residual", outer is not fields),
+        target=shape,
+        layers=_taps(fields, shape, layer_ids) if eagle3 else (),
+        window=_window(fields),
+        own_shape=_own_shape(fields, shape),
+        norm_before_residual=eagle3 and fields.flag("norm_before_residual", False),
+        draft_vocab_size=0 if draft_ids is None else len(draft_ids),
     )
-    ids = _draft_ids(outer, tensors, target)
-    config = replace(config, draft_vocab_size=0 if ids is None else len(ids))
-    return Published(
-        config=config,
-        tensors=_stacked(outer, tensors, config),
-        draft_ids=ids,
-        head=tensors.get("lm_head.weight"),
-        embedding=tensors.get("embed_tokens.weight"),
+    stacked = _stacked(fields, tensors, config)
+    if _EMBEDDING in tensors and not _is_same(
+        tensors[_EMBEDDING], target.embedding.weight.detach().cpu()
+    ):
+        raise _misfit(fields, f"{_EMBEDDING} is not the target's embedding")
+    layer = EagleLayer(_scaled(config, target, tokenizer))
+    with torch.no_grad():
+        for each, parameter in layer.named_parameters():
+            parameter.data = stacked[each].clone()
+        layer.fc.weight.div_(layer.config.feature_scale)  # a power of two: exact
+    return LoadedDrafter(
+        layer=layer.to(target.device, dtype or stacked["fc.weight"].dtype),
+        draft_ids=None if draft_ids is None else draft_ids.to(target.device),
+        head=_own_head(fields, tensors.get(_HEAD), draft_ids, config, target),
+        trained_on=_trained_on(fields, name, target, tokenizer),
+        training=TrainingRecord(steps=0, tokens=0, unroll_steps=5 if eagle3 else 2),
     )
 
 
-def plain_name(name: str) -> str:
-    """Return the name of a tensor without the prefixes in which the layouts differ."""
-    return name.removeprefix("model.").replace("midlayer.", f"{_PREFIX}.", 1)
-
-
-def _refuse_variants(outer: Fields, fields: Fields) -> None:
+def _refuse_variants(fields: Fields) -> None:
+    if fields.get("speculators_model_type") is not None:
+        raise ConfigError(
+            f"{fields.where}: it is in the layout of the library speculators, which longtail does "
+            "not read: give a drafter in the layout of vLLM's LlamaForCausalLMEagle3"
+        )
     for name in ("norm_before_fc", "fc_norm", "norm_output"):
-        if outer.flag(name, False):
-            raise ConfigError(f"{outer.where}: {name} = true: {_REMEDY}")
+        if fields.flag(name, False):
+            raise ConfigError(f"{fields.where}: {name} = true: {_REMEDY}")
     if (layers := fields.integer("num_hidden_layers", 1)) != 1:
         raise ConfigError(
-            f"{outer.where}: num_hidden_layers = {layers}: a drafter here is one layer; {_REMEDY}"
+            f"{fields.where}: num_hidden_layers = {layers}: a drafter here is one layer; {_REMEDY}"
         )
+
+
+def _misfit(fields: Fields, what: str) -> ConfigError:
+    return ConfigError(
+        f"{fields.where}: {what}: give the drafter of this target, with its own config.json"
+    )
 
 
 def _own_shape(fields: Fields, target: ModelConfig) -> ModelConfig | None:
@@ -178,10 +198,7 @@ def _own_shape(fields: Fields, target: ModelConfig) -> ModelConfig | None:
     for name in ("hidden_size", "vocab_size"):
         mine, theirs = asdict(target)[name], asdict(read)[name]
         if mine != theirs:
-            raise ConfigError(
-                f"{fields.where}: {name} = {theirs}, the target has {mine}: give the drafter of "
-                "this target"
-            )
+            raise _misfit(fields, f"{name} = {theirs}, the target has {mine}")
     own = replace(
         target,
         intermediate_size=read.intermediate_size,
@@ -194,24 +211,23 @@ def _own_shape(fields: Fields, target: ModelConfig) -> ModelConfig | None:
     return None if own == target else own
 
 
-def _taps(outer: Fields, target: ModelConfig, convention: LayerIds) -> tuple[int, ...]:
-    if "layers" in (kept := outer.section(SECTION).everything()):
+def _taps(fields: Fields, target: ModelConfig, convention: LayerIds) -> tuple[int, ...]:
+    if "layers" in (kept := fields.section(SECTION).everything()):
         return tuple(kept["layers"])
-    key = "eagle_aux_hidden_state_layer_ids"
-    ids = outer.get(key) or outer.section("eagle_config").get(key) or None
+    ids = fields.get(LAYER_IDS) or fields.section("eagle_config").get(LAYER_IDS) or None
     is_list = isinstance(ids, list) and all(type(each) is int for each in ids)
     layers = layers_of(ids, target.num_layers, convention) if ids is None or is_list else ()
     if not layers or not all(0 <= each < target.num_layers for each in layers):
         raise ConfigError(
-            f"{outer.where}: {key} = {ids!r}: they must be layers of the target, which has "
+            f"{fields.where}: {LAYER_IDS} = {ids!r}: they must be layers of the target, which has "
             f"{target.num_layers}; --layer-ids says how they are counted"
         )
     return tuple(sorted(set(layers)))
 
 
-def _window(outer: Fields, fields: Fields) -> int:
+def _window(fields: Fields) -> int:
     """Return the window of our section, else the layer's sliding window, else 0 (unbounded)."""
-    kept = outer.section(SECTION).get("window")
+    kept = fields.section(SECTION).get("window")
     if type(kept) is int and kept >= 0:
         return kept
     slides = fields.get("layer_types") == ["sliding_attention"]
@@ -219,57 +235,44 @@ def _window(outer: Fields, fields: Fields) -> int:
 
 
 def _draft_ids(
-    outer: Fields, tensors: Mapping[str, Tensor], target: ModelConfig
+    fields: Fields, tensors: Mapping[str, Tensor], target: ModelConfig
 ) -> Int[Tensor, "draft"] | None:
     """Convert offsets to target ids; None if the whole vocabulary can be drafted."""
-    size = outer.optional_integer("draft_vocab_size") or target.vocab_size
+    size = fields.optional_integer("draft_vocab_size") or target.vocab_size
     offsets = tensors.get("d2t")
     if offsets is None:
         if size != target.vocab_size:
-            raise ConfigError(
-                f"{outer.where}: draft_vocab_size = {size} of {target.vocab_size}, but there is no "
-                "d2t among the tensors: download the drafter again"
-            )
+            raise _misfit(fields, f"draft_vocab_size = {size}, but there is no d2t")
         return None
     ids = offsets.to(torch.int64) + torch.arange(len(offsets))
     inside = bool(((ids >= 0) & (ids < target.vocab_size)).all())
     if len(ids) != size or not inside or len(set(ids.tolist())) != len(ids):
-        raise ConfigError(
-            f"{outer.where}: d2t names {len(ids)} tokens, draft_vocab_size is {size} of "
-            f"{target.vocab_size}: they must be as many, different, and the target's"
-        )
+        what = f"d2t names {len(ids)} tokens, draft_vocab_size is {size} of {target.vocab_size}"
+        raise _misfit(fields, what)
     allowed = tensors.get("t2d")
     if allowed is not None and set(allowed.nonzero().flatten().tolist()) != set(ids.tolist()):
-        raise ConfigError(f"{outer.where}: t2d and d2t name other tokens: download it again")
+        raise _misfit(fields, "t2d and d2t name other tokens")
     return ids
 
 
 def _stacked(
-    outer: Fields, tensors: Mapping[str, Tensor], config: EagleConfig
+    fields: Fields, tensors: Mapping[str, Tensor], config: EagleConfig
 ) -> dict[str, Tensor]:
     """Stack rows to our parameters in the dtype of `fc`; ConfigError for unused tensors."""
     table = parts(config, _PREFIX)
     wanted = {part.name: part.shape for group in table.values() for part in group}
+    if _HEAD in tensors:
+        rows = config.draft_vocab_size or config.target.vocab_size
+        wanted[_HEAD] = (rows, config.target.hidden_size)
     for name, shape in wanted.items():
-        found = tuple(tensors[name].shape) if name in tensors else None
-        if found != shape:
-            raise ConfigError(
-                f"{outer.where}: {name} has shape {None if found is None else list(found)}, a "
-                f"{config.recipe} drafter of this configuration has {list(shape)}: give the "
-                "drafter of this target, with its own config.json"
-            )
+        found = list(tensors[name].shape) if name in tensors else None
+        if found != list(shape):
+            raise _misfit(fields, f"{name} has shape {found}, expected {list(shape)}")
     for name, tensor in tensors.items():
         is_zero_bias = name.endswith(".bias") and not tensor.any()
         derived = name.endswith("rotary_emb.inv_freq")
         if name not in wanted and name not in _ASIDE and not (is_zero_bias or derived):
-            raise ConfigError(f"{outer.where}: the tensor {name}: {_REMEDY}")
-    head = tensors.get("lm_head.weight")
-    rows = config.draft_vocab_size or config.target.vocab_size
-    if head is not None and tuple(head.shape) != (rows, config.target.hidden_size):
-        raise ConfigError(
-            f"{outer.where}: lm_head.weight has shape {list(head.shape)}, expected "
-            f"{[rows, config.target.hidden_size]}: give the drafter of this target"
-        )
+            raise ConfigError(f"{fields.where}: the tensor {name}: {_REMEDY}")
     dtype = tensors["fc.weight"].dtype
     return {
         name: torch.cat([tensors[part.name] for part in group]).to(dtype)
@@ -277,30 +280,21 @@ def _stacked(
     }
 
 
-def _require_embedding(fields: Fields, embedding: Tensor | None, target: Transformer) -> None:
-    mine = target.embedding.weight.detach().cpu()
-    if embedding is None or _is_same(embedding, mine):
-        return
-    raise ConfigError(
-        f"{fields.where}: embed_tokens.weight is not the target's embedding: a drafter here reads "
-        "the target's; give the drafter of this target"
-    )
-
-
-def _own_head(fields: Fields, found: Published, target: Transformer) -> Tensor | None:
+def _own_head(
+    fields: Fields,
+    head: Tensor | None,
+    draft_ids: Int[Tensor, "draft"] | None,
+    config: EagleConfig,
+    target: Transformer,
+) -> Tensor | None:
     """Return the drafter's head; None if it is the target's."""
-    if found.head is None:
-        return None
     rows = target.head.weight.detach().cpu()
-    rows = rows if found.draft_ids is None else rows[found.draft_ids]
-    if _is_same(found.head, rows):
+    rows = rows if draft_ids is None else rows[draft_ids]
+    if head is None or _is_same(head, rows):
         return None
-    if found.config.recipe == "eagle1":
-        raise ConfigError(
-            f"{fields.where}: lm_head.weight is not the target's, whose head reads an "
-            "EAGLE-1 drafter; give the drafter of this target"
-        )
-    return found.head.to(target.device)
+    if config.recipe == "eagle1":
+        raise _misfit(fields, "lm_head.weight is not the target's, which scores for EAGLE-1")
+    return head.to(target.device)
 
 
 def _is_same(theirs: Tensor, mine: Tensor) -> bool:
@@ -318,28 +312,18 @@ def _scaled(config: EagleConfig, target: Transformer, tokenizer: Tokenizer) -> E
     return replace(config, feature_scale=2.0 ** -round(math.log2(size)) if size > 0 else 1.0)
 
 
-def _history(
-    fields: Fields,
-    name: str,
-    target: Transformer,
-    tokenizer: Tokenizer,
-    config: EagleConfig,
-) -> tuple[TargetIdentity, TrainingRecord]:
-    """Read the record of our export; a drafter from elsewhere gets an empty record."""
-    section: dict[str, Any] = fields.section(SECTION).everything()
-    digest = tokenizer_digest(tokenizer)
-    if "target" not in section or "training" not in section:
-        record = TrainingRecord(
-            steps=0, tokens=0, unroll_steps=5 if config.recipe == "eagle3" else 2
-        )
-        return identity(name, target, tokenizer), record
+def _trained_on(
+    fields: Fields, name: str, target: Transformer, tokenizer: Tokenizer
+) -> TargetIdentity:
+    """Read the target of our own exports; for a drafter from elsewhere it is this one."""
+    kept = fields.section(SECTION).get("target")
+    if kept is None:
+        return identity(name, target, tokenizer)
     try:
-        found, training = TargetIdentity(**section["target"]), read_record(section["training"])
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{fields.where}: {SECTION} is malformed ({error!r})") from error
-    if found.tokenizer != digest:
-        raise ConfigError(
-            f"{fields.where}: it was trained on {found.name}, whose tokenizer is "
-            f"{found.tokenizer}; this target's is {digest}: give the drafter of this target"
-        )
-    return found, training
+        found = parse_as(TargetIdentity, kept)
+    except ValueError as error:
+        raise ConfigError(f"{fields.where}: {SECTION}.target is malformed ({error})") from error
+    if found.tokenizer != (digest := tokenizer_digest(tokenizer)):
+        what = f"it was trained on {found.name}, whose tokenizer is {found.tokenizer}, not {digest}"
+        raise _misfit(fields, what)
+    return found

@@ -42,24 +42,22 @@ _ENOUGH_ROWS = 4096
 class SpotSettings:
     """Settings of spot training.
 
-    Example: SpotSettings(trainer=TrainerSettings(), batch_tokens=2048, tokens_per_micro_batch=512,
-                          heldout_tokens=2048, measure_every=8, num_depths=6, min_gain=0.005,
-                          patience=3)
+    Example: SpotSettings(trainer=TrainerSettings(), batch_tokens=768, tokens_per_micro_batch=384)
     """
 
     trainer: TrainerSettings
     batch_tokens: int
     tokens_per_micro_batch: int
     """Most tokens of a micro-batch; longer texts are cut."""
-    heldout_tokens: int
+    heldout_tokens: int = 384
     """Most tokens read in a measurement."""
-    measure_every: int
+    measure_every: int = 4
     """Updates between measurements."""
-    num_depths: int
+    num_depths: int = 6
     """Depths that are measured; more than are trained separates good drafters better."""
-    min_gain: float
+    min_gain: float = 0.002
     """Least relative rise of the expected accept length that counts as a gain."""
-    patience: int
+    patience: int = 3
     """Measurements without a gain after which training ends."""
 
 

@@ -64,25 +64,13 @@ def read_texts(path: Path, origin: str) -> list[Example] | None:
     """Read texts that `save_texts` wrote for the same origin; None if there are none."""
     if not path.is_file():
         return None
-    found, texts = kept_texts(path)
-    return texts if found == origin else None
-
-
-def kept_texts(path: Path) -> tuple[str, list[Example]]:
-    """Return origin and texts of a file of `save_texts`."""
     try:
         first, *rows = map(parse_json, path.read_bytes().splitlines())
-        return first["origin"], [_text(row["tokens"], row["prompt_len"]) for row in rows]
+        if first["origin"] != origin:
+            return None
+        return [Example(tokens=tuple(row["tokens"]), prompt_len=row["prompt_len"]) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error!r}); remove it and start again") from error
-
-
-def _text(tokens: list[int], prompt_len: int) -> Example:
-    if not all(type(token) is int and token >= 0 for token in tokens):
-        raise ValueError("tokens that are no numbers from 0")
-    if type(prompt_len) is not int or not 1 <= prompt_len <= len(tokens):
-        raise ValueError(f"a prompt of {prompt_len!r:.80} of {len(tokens)} tokens")
-    return Example(tokens=tuple(tokens), prompt_len=prompt_len)
 
 
 def pack_texts(texts: Sequence[Example], budget: int) -> list[PackedSequences]:

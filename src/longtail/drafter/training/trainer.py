@@ -16,12 +16,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fit import FeatureFit
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.loss import (
     DECAY,
     FEATURE_WEIGHT,
     TOKEN_WEIGHT,
+    DepthReport,
     Teacher,
     depth_weights,
     feature_loss,
@@ -36,12 +38,10 @@ from longtail.drafter.eagle.weights import (
     with_prefix,
     without_prefix,
 )
-from longtail.drafter.training.depths import DepthReport
 from longtail.drafter.training.optimizer import make_optimizer
 from longtail.drafter.training.reader import Interrupted, StateLookup, TargetReader
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
-from longtail.rl.optim import OptimizerSettings
 from longtail.rl.packing import moved
 from longtail.types import PackedSequences
 
@@ -52,14 +52,16 @@ _LAYER, _OPTIMIZER, _FIT = "layer/", "optimizer/", "fit/"
 class TrainerSettings:
     """Settings of drafter training.
 
-    Example: TrainerSettings(unroll_steps=4, optimizer=OptimizerSettings(learning_rate=1e-3))
+    Example: TrainerSettings(unroll_steps=4, optimizer=OptimizerSection(learning_rate=1e-3))
     """
 
     unroll_steps: int = 4
     """Depths that are trained, each on the outputs of the one before (training-time test)."""
     decay: float = DECAY
     """Weight of a depth relative to the one before."""
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    total_steps: int = 0
+    """Step at which linear and cosine schedules reach 0."""
     matrix_rate: float | None = None
     """Muon's learning rate for the matrices; None: AdamW for all parameters."""
     autocast: bool = False
@@ -123,7 +125,9 @@ class DrafterTrainer:
         self._head = None if head is None else head.to(target.device)
         layer.requires_grad_(True)
         layer.fuse()
-        self._optimizer = make_optimizer(layer, settings.optimizer, settings.matrix_rate)
+        self._optimizer = make_optimizer(
+            layer, settings.optimizer, settings.matrix_rate, settings.total_steps
+        )
         self._fit = FeatureFit(layer, target) if settings.fit_tokens else None
         """The closed-form start; None when it is done."""
         self._steps = 0

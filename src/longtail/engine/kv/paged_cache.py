@@ -14,9 +14,8 @@ from torch import Tensor
 
 from longtail.engine.batch import FlatBatch
 from longtail.engine.kv.blocks import BlockPool
-from longtail.engine.kv.cache import KeptPath, KVCache, KVUsage
+from longtail.engine.kv.cache import KeptPath, KVCache, KVUsage, token_places
 from longtail.engine.kv.paged_attention import PagedAttention, count_few, cut_tiles
-from longtail.engine.kv.row_attention import token_places
 from longtail.model.attention import Attention
 from longtail.model.kernels.ops import Places
 from longtail.model.kernels.pages import PageKernels, Pages, Tiles

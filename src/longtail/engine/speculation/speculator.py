@@ -18,13 +18,11 @@ from torch import Tensor
 from longtail.engine.batch import Scheduled
 from longtail.engine.report import Switch, Verified
 from longtail.engine.request import ActiveRequest
-from longtail.engine.speculation.clock import LoggingClock, StepClock, WallClock
 from longtail.engine.speculation.features import FeatureStore
-from longtail.engine.speculation.feedback import FeedbackLoop
-from longtail.engine.speculation.planner import DraftPlanner, PlannedStep
+from longtail.engine.speculation.planner import DraftPlanner, FeedbackLoop, PlannedStep
 from longtail.engine.speculation.queue import Computed, ObservationQueue
-from longtail.engine.step.noise import NoiseSource
-from longtail.engine.step.timer import StepTimer
+from longtail.engine.step.sampler import NoiseSource
+from longtail.engine.step.timer import StepClock, StepTimer
 from longtail.model.transformer import ModelConfig
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
@@ -49,7 +47,7 @@ class Speculation:
     """Whether drafters use the target's sampling noise; off only for comparisons."""
     guarded: bool = True
     """Whether drafting that loses against plain decoding is paused; off only for comparisons."""
-    clock: StepClock = field(default_factory=WallClock)
+    clock: StepClock = field(default_factory=StepClock)
     features: FeatureStore | None = None
     """Store of the target's features for drafter training."""
 
@@ -72,11 +70,11 @@ class SpeculationRecord:
     """Speculation's part of a step report."""
 
     verified: tuple[Verified, ...] = ()
-    readings: tuple[float, ...] = ()
     switch: Switch | None = None
+    speculates: bool = True
 
 
-_EMPTY_RECORD = SpeculationRecord()
+_EMPTY_RECORD = SpeculationRecord(speculates=False)
 
 
 @final
@@ -146,7 +144,7 @@ class Speculator:
         windows = [window for window in config.windows if window]
         # A window counts positions, and the nodes of a draft share positions but not slots.
         deepest = min(windows) - 1 if windows else MAX_NODES
-        self._clock = LoggingClock(speculation.clock)
+        self._clock = speculation.clock
         self._planner = DraftPlanner(
             self.drafters, speculation.tuner, guard, self._clock, self.timer, deepest
         )
@@ -211,7 +209,6 @@ class Speculator:
             store.add(Computed(scheduled, ends, accepted, picked))
         return SpeculationRecord(
             verified=self._feedback.record(self._step, scheduled, accepted),
-            readings=tuple(self._clock.readings),
             switch=self._planner.take_switch(),
         )
 

@@ -19,6 +19,21 @@ class StepSeconds(TypedDict):
     tuner_s: float
 
 
+class StepClock:
+    """The clock of the tuner's inputs; tests replace it."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._began = time.perf_counter()
+
+    def read(self) -> float:
+        """Return the seconds since the step began."""
+        return time.perf_counter() - self._began
+
+
 @final
 class Stopwatch:
     """Context manager that sums the seconds spent inside it."""

@@ -8,7 +8,6 @@ environments work as they do with vLLM.
 """
 
 import functools
-import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 from longtail.assembly.drafters import Target, check_names
 from longtail.assembly.precision import is_fast
-from longtail.drafter.formats.layouts import Layout, check
+from longtail.drafter.formats.published import export_drafter
 from longtail.errors import ConfigError
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl import host
@@ -29,7 +28,6 @@ from longtail.integrations.trl.turns import Tokens
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
-from longtail.programs.drafter_export import rounded, self_check, write_layout
 from longtail.system.device import DTYPES, to_stderr
 from longtail.types import Completion, SamplingParams
 
@@ -37,7 +35,6 @@ host.require_trl()
 
 _LEARNER_BYTES = 12
 """Bytes of a trained parameter: its gradient and AdamW's two moments, in float32."""
-_CHECKED_PROMPTS, _CHECKED_TOKENS = 4, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,31 +219,18 @@ class Rollouts:
             places += [Path(named)] if isinstance(named, str) else []
             any(self.session.restore(place, step) for place in places)
 
-    def export(self, path: str | Path, *, to: Layout = "vllm", depth: int = 4) -> Path:
-        """Write the trained drafter in the layout of another engine, after a check of the files.
+    def export(self, path: str | Path) -> Path:
+        """Write the trained drafter in the layout that vLLM reads, after a check of the files.
 
         Raises ConfigError if there is no trained drafter, or if `path` exists.
         """
-        out, session = Path(path), self.session
-        loaded = session.drafter()
+        loaded, target = self.session.drafter(), self.session.target
         if loaded is None:
             raise ConfigError(
                 f"drafter = {self._settings.drafter!r}: it has no weights of its own to export"
             )
-        if out.exists():
-            raise ConfigError(f"{path} exists; remove it or choose another directory")
-        check(to, loaded.layer.config)
-        target, prompts = session.target, session.prompts(_CHECKED_PROMPTS)
-        if not prompts:
-            raise ConfigError("there were no rollouts yet: train first, then export")
-        loaded = rounded(loaded, target.model.dtype)
-        temporary = out.with_name(f".new-{out.name}")
-        try:
-            write_layout(temporary, to, loaded, target, verifier=target.name, depth=depth)
-            self_check(temporary, loaded, target, prompts, _CHECKED_TOKENS)
-            temporary.rename(out)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        out, model = Path(path), target.model
+        export_drafter(out, loaded, model, target.tokenizer, model.dtype)
         return out
 
 

@@ -21,7 +21,6 @@ from longtail.integrations.trl.metrics import SessionMetrics
 from longtail.integrations.trl.ranks import Ranks
 from longtail.integrations.trl.training import DrafterTraining
 from longtail.integrations.trl.turns import Batch, Tokens, Turn, Turns
-from longtail.programs.drafter_export import copy_of
 from longtail.run.drafter_store import INITIAL, DrafterStore
 from longtail.system.device import compute_threads, rollout_threads
 from longtail.tuner.budget import BudgetTuner
@@ -168,7 +167,7 @@ class Session:
         first = without_fresh(speculation, names) if is_fresh else speculation
         self.policy.speculate(first, speculation)
         loaded = open_trainable(names, self.target, self._log)
-        self._initial = None if loaded is None else copy_of(loaded)
+        self._initial = None if loaded is None else loaded.copied()
         drafting = make_drafting(
             spot,
             self.target,
@@ -184,14 +183,10 @@ class Session:
         """Copy the drafter in use, with its training; None without one that can be trained."""
         if self._initial is None:
             return None
-        copied = copy_of(self._initial)
+        copied = self._initial.copied()
         if self._training is None:
             return copied
         return self._training.trained(copied)
-
-    def prompts(self, count: int) -> list[Tokens]:
-        """Return up to `count` recent prompts."""
-        return [] if self._training is None else self._training.prompts(count)
 
     # ---- metrics and state
 

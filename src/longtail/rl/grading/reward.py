@@ -10,7 +10,6 @@ import importlib
 import logging
 import math
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -210,30 +209,6 @@ class ReasoningGymReward(Reward):
 
 
 @final
-class TinyReasonerReward(Reward):
-    """1 if the embedded task's grader finds the answer right, else 0."""
-
-    def __init__(self) -> None:
-        from longtail.rl.data.tiny_task import grade
-
-        self._grade: Callable[[Mapping[str, Any], str], float] = grade
-
-    def grade(self, task: GradingTask) -> float:
-        """Grade by the task's own grader."""
-        score = self._grade(task.data, task.text)
-        return checked_number(score, source="reward 'tiny-reasoner'")
-
-    def check(self, data: Mapping[str, Any]) -> None:
-        """Refuse a row whose answer is not a text of digits: no completion could match it."""
-        answer = data["answer"]
-        if not isinstance(answer, str) or re.fullmatch(r"\d+", answer) is None:
-            raise GradingError(
-                f"reward 'tiny-reasoner': the reference answer of this row is {answer!r:.80}, "
-                "expected digits as text"
-            )
-
-
-@final
 class FunctionReward(Reward):
     """Result of a user's function with TRL's signature, called with the completions of one prompt.
 
@@ -299,7 +274,6 @@ _NAMED: dict[str, type[Reward]] = {
     "last_number": LastNumberReward,
     "math_verify": MathVerifyReward,
     "reasoning_gym": ReasoningGymReward,
-    "tiny-reasoner": TinyReasonerReward,
 }
 
 

@@ -16,7 +16,7 @@ const at = (view, name, index) => view.columns[name]?.[index];
 // Curves of a panel: name, column or points, and how its line looks.
 const CURVES = {
   reward: { title: "Reward", unit: "mean of a step's completions", yUnit: "reward", curves: [
-    { name: "train", column: "reward/mean", band: true },
+    { name: "train", column: "reward/mean" },
     { name: "held-out", points: (view) => view.held_out, strong: true },
   ] },
   accept: { title: "Accept length", unit: "tokens per verify step", yUnit: "tokens", curves: [

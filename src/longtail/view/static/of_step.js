@@ -9,7 +9,7 @@ export class OfStep {
   constructor(host, actions) {
     this.actions = actions;
     const grid = el("div", { class: "grid" });
-    this.timeline = new Timeline(host, actions.loadTimeline);
+    this.timeline = new Timeline(host);
     this.rollout = new Panel("panel-rollout", "One rollout", "running requests, drafted tokens, accept length");
     this.lines = el("select", { id: "rollout-line", onchange: () => actions.chooseLine(Number(this.lines.value)) });
     this.picker = el("label", { class: "buttons" }, "rollout of ", this.lines);
@@ -27,12 +27,12 @@ export class OfStep {
     grid.append(this.lengths.node, el("div", { class: "column" }, this.decisions.node, this.metrics.node));
   }
 
-  // runs: [{index, name, data}], chosen: index of the run whose rollout is shown
-  show(runs, chosen) {
+  // runs: [{index, name, data}], chosen: index of the run whose rollout is shown, the one at `line`
+  show(runs, chosen, line, rollout) {
     const own = runs.find((run) => run.index === chosen);
     this.timeline.show(runs.map(({ index, name, data }) => ({ index, name, step: data.step, step_s: data.step_s, timeline: data.timeline })));
     this.showLengths(runs, chosen);
-    this.showRollout(own);
+    this.showRollout(own, line, rollout);
     this.showDecisions(own.data.decisions);
     const metrics = Object.entries(own.data.metrics).filter(([name]) => name !== "step");
     this.metrics.node.hidden = !metrics.length;
@@ -60,18 +60,18 @@ export class OfStep {
     this.lengths.show(() => table(["run", "tokens", "completions"], found.flatMap(({ name, data: { lengths } }) => lengths.counts.map((count, place) => [name, `${num(place * lengths.width)} to ${num((place + 1) * lengths.width - 1)}`, num(count)]))));
   }
 
-  showRollout({ name, data: { speculation } }) {
-    this.view = speculation?.rollout ?? null;
+  showRollout({ name, data: { rollouts } }, chosen, rollout) {
+    this.view = rollout;
     this.rollout.node.hidden = false;
     const isShown = this.view !== null;
     for (const node of [this.picker, ...this.plots]) node.hidden = !isShown;
     if (!isShown) {
-      this.rollout.say(speculation ? "the line of this rollout is damaged" : `speculation.jsonl of ${name} has no such step: it did not speculate, or its oldest lines were dropped`);
+      this.rollout.say(`speculation.jsonl of ${name} has no such step: it did not speculate, or its oldest lines were dropped`);
       fill(this.switches);
       this.rollout.show(null);
       return;
     }
-    const options = speculation.lines.map((line, place) => el("option", { value: place, selected: place === speculation.chosen }, `worker ${line.worker}${line.kind === "training" ? "" : `, ${line.kind}`}`));
+    const options = rollouts.map((line, place) => el("option", { value: place, selected: place === chosen }, `worker ${line.worker}${line.kind === "training" ? "" : `, ${line.kind}`}`));
     fill(this.lines, ...options);
     this.range = null;
     this.drawRollout();

@@ -7,7 +7,11 @@ import { Reader } from "/static/reader.js";
 const $ = (id) => document.getElementById(id);
 const state = { runs: [], views: [], chosen: 0, step: null, follows: true, zoom: null, line: null, latest: 0 };
 
+// A report holds what the server would answer; its parts are named by their paths.
+const embedded = JSON.parse($("data")?.textContent ?? "null");
+
 async function get(path) {
+  if (embedded) return embedded[path.split("?")[0]] ?? null;
   const response = await fetch(path, { credentials: "same-origin" });
   return response.ok ? response.json() : null;
 }
@@ -17,9 +21,8 @@ const path = (run, step, rest = "") => `/api/runs/${run}/steps/${step}${rest}`;
 const byStep = new ByStep($("by-step"), { pick: (step) => pick(step), zoom: (range) => zoom(range), move: (count) => move(count), scale: (factor) => scale(factor) });
 const ofStep = new OfStep($("of-step"), {
   chooseLine: (line) => { state.line = line; loadStep(); },
-  loadTimeline: (run, begin, end) => get(path(run.index, run.step, `/timeline?begin=${begin}&end=${end}`)),
 });
-const reader = new Reader($("rows"), $("text"), $("order"), (index) => get(path(state.chosen, state.step, `/rollouts/${index}`)));
+const reader = new Reader($("rows"), $("text"), $("order"), (index) => get(path(state.chosen, state.step, `/texts/${index}`)));
 
 // ---- the runs
 
@@ -84,7 +87,7 @@ function drawSteps() {
   const isEmpty = !runs.some((run) => run.index === state.chosen);
   $("by-step").hidden = isEmpty;
   $("step").hidden = isEmpty;
-  const waiting = state.runs.length ? "No step is in metrics.jsonl yet; the page follows the run." : "";
+  const waiting = state.runs.length ? embedded ? "No step was in metrics.jsonl." : "No step is in metrics.jsonl yet; the page follows the run." : "";
   const stride = Math.max(1, ...runs.map((run) => run.view.stride));
   const joined = stride > 1 ? `points join ${stride} steps; ` : "";
   fill($("zoom"), isEmpty ? waiting : state.zoom ? `${joined}steps ${Math.ceil(state.zoom[0])} to ${Math.floor(state.zoom[1])}, press 0 to see all` : joined.replace("; ", ""));
@@ -138,13 +141,19 @@ async function loadStep() {
   $("step-number").value = step;
   $("step-title").textContent = `Step ${num(step)}`;
   $("follow").checked = state.follows;
-  const line = state.line === null ? "" : `?line=${state.line}`;
-  const [rows, ...found] = await Promise.all([get(path(chosen, step, "/rollouts")), ...state.runs.map((_, run) => get(path(run, step, run === chosen ? line : "")))]);
+  const [texts, ...found] = await Promise.all([get(path(chosen, step, "/texts")), ...state.runs.map((_, run) => get(path(run, step)))]);
+  const rollouts = found[chosen]?.rollouts ?? [];
+  const line = rollouts[state.line] ? state.line : rollouts.length - 1;
+  const rollout = rollouts.length ? await get(path(chosen, step, `/rollouts/${line}`)) : null;
   if (request !== state.latest) return;
   const runs = state.runs.map((run, index) => ({ index, name: run.name, data: found[index] })).filter((run) => run.data);
-  if (!runs.some((run) => run.index === chosen)) return;
-  ofStep.show(runs, chosen);
-  reader.show(rows ?? { rows: [], num: 0 }, state.runs[chosen].settings.keeps_rollouts);
+  const isMissing = !runs.some((run) => run.index === chosen);
+  fill($("missing"), isMissing && embedded ? "is not in this report, which has the newest steps; longtail view shows every step" : "");
+  $("of-step").hidden = $("texts").hidden = isMissing;
+  if (!isMissing) {
+    ofStep.show(runs, chosen, line, rollout);
+    reader.show(texts ?? { rows: [], num: 0 }, state.runs[chosen].settings.keeps_rollouts);
+  }
   document.body.dataset.step = step;
 }
 
@@ -159,8 +168,15 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { dr
 
 // ---- following
 
-let working = Promise.resolve();
-const events = new EventSource("/events");
-events.addEventListener("open", () => { $("connection").textContent = "live"; $("connection").className = "live"; });
-events.addEventListener("error", () => { $("connection").textContent = "connection lost, trying again"; $("connection").className = "lost"; });
-events.addEventListener("changed", (event) => { working = working.then(() => refresh(JSON.parse(event.data))); });
+function follow() {
+  let working = Promise.resolve();
+  const events = new EventSource("/events");
+  events.addEventListener("open", () => { $("connection").textContent = "live"; $("connection").className = "live"; });
+  events.addEventListener("error", () => { $("connection").textContent = "connection lost, trying again"; $("connection").className = "lost"; });
+  events.addEventListener("changed", (event) => { working = working.then(() => refresh(JSON.parse(event.data))); });
+}
+
+if (embedded) {
+  $("connection").textContent = `written ${embedded.written}`;
+  refresh([0]);
+} else follow();

@@ -67,16 +67,13 @@ export class Reader {
       return;
     }
     const facts = [["reward", num(found.reward)], ["tokens", num(found.num_tokens)], ["ended by", found.finish_reason], ["policy version", num(found.policy_version)], ["prompt", found.prompt_id]];
-    const prompt = found.prompt === null
-      ? el("p", { class: "soft" }, "The run did not keep the prompt's text.")
-      : el("pre", { class: "prompt" }, found.prompt);
     const share = found.drafted ? drafted(found.text, found.drafted) : null;
     const note = found.drafted
       ? el("p", { class: "soft" }, el("mark", {}, "Marked"), ` text was drafted and accepted: ${num(Math.round(1000 * share.part) / 10)}\u202f% of the characters.`)
       : el("p", { class: "soft" }, "The run did not keep which tokens were drafted.");
     fill(this.text,
       el("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
-      el("h3", {}, "Prompt"), prompt, el("h3", {}, "Completion"), note,
+      el("h3", {}, "Prompt"), el("pre", { class: "prompt" }, found.prompt), el("h3", {}, "Completion"), note,
       el("pre", { class: "completion" }, ...(share ? share.nodes : [found.text])),
       found.is_cut ? el("p", { class: "soft" }, "The rest of this text is not shown.") : null);
   }

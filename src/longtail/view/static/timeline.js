@@ -5,9 +5,8 @@ const STATES = { generating: "generates", spot: "trains the drafter", learning: 
 const ROW = 20, GAP = 4, LEFT = 34, TOP = 16, AXIS = 20;
 
 export class Timeline {
-  constructor(host, load) {
+  constructor(host) {
     this.panel = new Panel("panel-timeline", "Workers over a step", "seconds");
-    this.load = load;
     this.window = null;
     this.whole = [0, 1];
     this.runs = [];
@@ -51,7 +50,7 @@ export class Timeline {
       const length = run.end_s - run.shift;
       const first = this.runs[0].end_s - this.runs[0].shift;
       const speed = several && run !== this.runs[0] ? ` (${num(first / length)}x as fast as ${this.runs[0].name})` : "";
-      const keys = sums.map(([state, value]) => el("span", { class: "key" }, el("i", { class: `swatch ${known(state)}` }), ` ${STATES[state] ?? state} ${seconds(value)} (${percent(value / all)})`));
+      const keys = sums.map(([state, value]) => el("span", { class: "key" }, el("i", { class: `swatch ${classOf(state)}` }), ` ${STATES[state] ?? state} ${seconds(value)} (${percent(value / all)})`));
       return el("span", { class: "totals" }, el("b", {}, several ? `${run.name}: ${seconds(length)}${speed}` : seconds(length)), " ", ...keys);
     });
     const missing = this.missing.map((run) => el("span", { class: "totals" }, `${run.name} has no such step`));
@@ -89,19 +88,13 @@ export class Timeline {
     return true;
   }
 
-  async zoom(window) {
+  zoom(window) {
     if (window) {
       const length = Math.min(window[1] - window[0], this.whole[1] - this.earliest);
       const begin = Math.min(Math.max(window[0], this.earliest), this.whole[1] - length);
       this.window = length < 1e-6 ? this.window : [begin, begin + length];
     } else this.window = null;
     this.draw();
-    for (const run of this.runs.filter((each) => each.is_joined)) {
-      const [begin, end] = this.window ?? [this.earliest, this.whole[1]];
-      const finer = await this.load(run, begin + run.shift, end + run.shift);
-      if (finer) run.spans = finer.spans;
-      this.draw();
-    }
   }
 
   draw() {
@@ -125,11 +118,11 @@ export class Timeline {
         const a = Math.max(x(from - run.shift), LEFT), b = Math.min(x(to - run.shift), width - 2);
         if (b <= LEFT || a >= width - 2 || b - a < 0.05) continue;
         const title = `worker ${worker} ${STATES[state] ?? state}, ${num(from - run.shift)} to ${num(to - run.shift)} s (${seconds(to - from)})`;
-        parts.push(svg("rect", { x: a, y: rows.get(worker), width: Math.max(b - a, 0.4), height, class: known(state) }, svg("title", {}, title)));
+        parts.push(svg("rect", { x: a, y: rows.get(worker), width: Math.max(b - a, 0.4), height, class: classOf(state) }, svg("title", {}, title)));
         const name = STATES[state] ?? state;
         if (height >= 14 && !drawn.has(state) && b - a > name.length * 6.4 + 10) {
           drawn.add(state);
-          parts.push(svg("text", { x: a + 6, y: rows.get(worker) + height / 2, class: `on ${known(state)}` }, name));
+          parts.push(svg("text", { x: a + 6, y: rows.get(worker) + height / 2, class: `on ${classOf(state)}` }, name));
         }
       }
       const bottom = top + run.workers.length * rowHeight;
@@ -194,7 +187,7 @@ export class Timeline {
   }
 }
 
-const known = (state) => (state in STATES ? state : "other");
+const classOf = (state) => (state in STATES ? state : "other");
 
 function niceStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));

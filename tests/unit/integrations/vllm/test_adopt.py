@@ -44,7 +44,7 @@ def drafter(seed, recipe="eagle3", ids=IDS):
 def export(path, loaded, head, **section):
     """Write a drafter as vLLM loads it."""
     path.mkdir()
-    tensors = layer_tensors("vllm", loaded.layer, torch.float32)
+    tensors = layer_tensors(loaded.layer, torch.float32)
     if loaded.layer.config.recipe == "eagle3":
         tensors |= {"lm_head.weight": head[loaded.draft_ids].clone()}
         tensors |= {"d2t": loaded.draft_ids - torch.arange(len(loaded.draft_ids))}
@@ -86,7 +86,7 @@ def test_a_drafter_directory_is_translated_as_the_export_does(place):
     loaded = drafter(3)
     loaded.save(place.root / "own")
     found = read(place, "own")
-    expected = layer_tensors("vllm", loaded.layer, torch.float32)
+    expected = layer_tensors(loaded.layer, torch.float32)
     assert found.tensors.keys() == expected.keys()  # the vocabulary is the one in the engine
     for name, tensor in expected.items():
         assert torch.equal(found.tensors[name], tensor)
