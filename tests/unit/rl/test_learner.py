@@ -16,13 +16,11 @@ from longtail.model.kernels import native
 from longtail.model.transformer import Transformer
 from longtail.rl import learner as learner_module
 from longtail.rl.learner import Learner
-from longtail.rl.learner_metrics import LearnerReport
 from longtail.rl.logprobs import score
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import lay_out, pack_mini_batches, pack_rollouts
 from longtail.types import Rollout, SamplingParams, TrainBatch
 from support.processors import needs_bfloat16
-from support.rank_processes import SETTINGS, Plan, new_learner
 from support.rollouts import rollout
 from support.tiny_models import tiny_model
 
@@ -485,35 +483,3 @@ def test_the_schedule_counts_steps_and_not_updates():
     cut = pack_mini_batches(made, ADVANTAGES, sampling=SAMPLING, budget=12, mini_batches=2)
     rates = [one.step(cut).learning_rate for _ in range(4)]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
-
-
-# ------------------------------------------------------------------------------ a step's parts
-
-
-def learned(loss: str, *plans: Plan) -> tuple[Learner, LearnerReport]:
-    """Return a learner after some steps, and the report of the last."""
-    one = new_learner(replace(SETTINGS, loss=loss, kl_coef=0.0))
-    return one, [one.step(plan.batches()) for plan in plans][-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("mini_batches", [1, 2])
-@pytest.mark.parametrize(("idle", "num_idle"), [((0, 2, 4), 9), (tuple(range(7)), 32)])
-def test_leaving_out_what_has_no_advantage_changes_no_update(name, mini_batches, idle, num_idle):
-    first = Plan(seed=1, mini_batches=mini_batches)
-    plan = replace(first, seed=2, idle=idle)
-    whole, report = learned(name, first, plan)
-    assert report.num_scored == report.num_generated == 32
-    part, report = learned(name, first, replace(plan, keep_idle=False))
-    assert (report.num_generated, report.num_scored) == (32, 32 - num_idle)
-    assert_same_weights(whole, part, tolerance=1e-12)
-
-
-def test_progress_is_told_after_every_micro_batch_and_before_others_are_waited_for():
-    batches = Plan(seed=1, mini_batches=2).batches()
-    heard: list[bool] = []
-    new_learner().step(batches, heard.append)
-    cut = [len(batch.micro_batches) for batch in batches]
-    # The old policy is scored first, then one mini-batch after the other is learned.
-    assert heard == [False] * sum(cut) + [waits for n in cut for waits in (*[False] * n, True)]

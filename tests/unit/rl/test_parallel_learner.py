@@ -30,7 +30,7 @@ from support.rank_processes import (
 from support.tiny_models import tiny_model
 
 Arrays = dict[str, np.ndarray]
-SHARDED = replace(SETTINGS, sharding="full")
+SHARDED = SETTINGS.model_copy(update={"sharding": "full"})
 STEPS = (Plan(seed=1), Plan(seed=2), Plan(seed=3))
 SECONDS = ("logprob_seconds", "backward_seconds", "update_seconds")
 
@@ -296,7 +296,9 @@ def test_any_two_weights_have_different_digests():
         pytest.param({"head_dim": 4}, SHARDED, {"budget": 100}, id="empty-shards-idle-ranks"),
         pytest.param(
             {"family": "qwen2"},
-            replace(SHARDED, recompute=True, max_logits=256, loss="gspo", kl_coef=0.0),
+            SHARDED.model_copy(
+                update={"gradient_checkpointing": True, "loss": "gspo", "kl_coef": 0.0}
+            ),
             {},
             id="all-computed-again",
         ),
@@ -315,7 +317,7 @@ def test_shards_make_the_steps_of_a_single_learner(ranks, size, model, settings,
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_shards_work_with_native_kernels_and_with_autocast(ranks, autocast):
-    settings = replace(SHARDED, autocast=autocast)
+    settings = SHARDED.model_copy(update={"autocast": autocast})
     single, _ = learn_alone(STEPS, settings, dtype=torch.float32)
     begin(ranks[:2], settings, dtype=torch.float32)
     learn(ranks[:2], STEPS)

@@ -50,7 +50,7 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
     kind, _, rest = source.partition(":")
     suffix = Path(source).suffix
     if source in GENERATED:
-        rows = list(sum_task.problems(size, seed, heldout=source.endswith(HELDOUT)))
+        rows: list[Row] = list(sum_task.problems(size, seed, heldout=source.endswith(HELDOUT)))
     elif kind == "reasoning_gym":
         rows = _reasoning_gym(rest, size, seed, where=where)
     elif kind == "hf":
