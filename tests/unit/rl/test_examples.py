@@ -107,15 +107,3 @@ def test_a_restored_cursor_goes_on_with_the_very_next_batch():
     other = batches(20)
     other.restore(source.state())
     assert [other.take() for _ in range(9)] == [source.take() for _ in range(9)]
-
-
-@pytest.mark.parametrize("column", ["prompt", "completion"])
-def test_of_an_example_that_is_far_too_long_only_the_beginning_is_tokenized(column):
-    seen = []
-    encoder = Encoder(encode=lambda text: seen.append(len(text)) or WORDS.encode(text), render=None)
-    rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1", "completion": "1"}]
-    rows[1][column] = "1" * 1_000_000
-    with pytest.raises(DataError, match=r"row 1: .* over 64 tokens, data\.max_len is 64; .*drop_l"):
-        make(rows, encoder)
-    assert make(rows, encoder, drop_long=True).num_dropped == 1
-    assert sum(seen) < 20_000

@@ -1,5 +1,4 @@
 import json
-import re
 import subprocess
 import sys
 from itertools import chain
@@ -13,13 +12,11 @@ from longtail.errors import ConfigError, DataError
 from longtail.rl.data.prompts import (
     Encoder,
     PromptSource,
-    encode_at,
     fingerprint,
     hold_out,
     make_prompts,
     system_first,
 )
-from support.tiny_models import byte_level_tokenizer
 
 PLAIN = Encoder(encode=lambda text: tuple(text.encode()), render=None)
 CHAT = Encoder(
@@ -327,42 +324,3 @@ def test_the_fingerprint_sees_ids_tokens_and_answers():
     ]
     seen = {fingerprint(prompts_of(rows).prompts) for rows in [base, base, *changed]}
     assert len(seen) == 1 + len(changed)
-
-
-class _Counted:
-    """One token for each byte, or for each run of blanks; counts characters."""
-
-    def __init__(self) -> None:
-        self.num_characters = 0
-
-    def __call__(self, text: str) -> tuple[int, ...]:
-        self.num_characters += len(text)
-        return tuple(re.sub(" +", " ", text).encode())
-
-
-def test_of_a_prompt_that_is_far_too_long_only_the_beginning_is_tokenized():
-    counted = _Counted()
-    encoder = Encoder(encode=counted, render=None)
-    rows = [{"prompt": "hi"}, {"prompt": "long " * 4_000_000}]
-    with pytest.raises(DataError, match=r"row 1: the prompt has over 50 tokens, .* is 50; raise"):
-        prompts_of(rows, encoder=encoder)
-    assert prompts_of(rows, encoder=encoder, drop_long=True).num_dropped == 1
-    assert counted.num_characters < 10_000
-
-
-def test_a_long_prompt_of_few_tokens_is_kept():
-    text = "a" + " " * 1_000_000 + "b" * 48
-    encoder = Encoder(encode=_Counted(), render=None)
-    (prompt,) = prompts_of([{"prompt": text}], encoder=encoder).prompts
-    assert len(prompt.tokens) == 50
-    with pytest.raises(DataError, match="has 51 tokens"):
-        prompts_of([{"prompt": text + "b"}], encoder=encoder)
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.text(st.sampled_from("a \n<>é\u0301💡"), max_size=300), st.integers(1, 4))
-def test_a_prompt_that_fits_is_never_refused_by_its_beginning(text, limit):
-    words = byte_level_tokenizer()
-    encoder = Encoder(encode=words.encode, render=None)
-    tokens = words.encode(text)
-    assert encode_at("here", encoder, text, limit) == tokens or len(tokens) > limit

@@ -63,16 +63,15 @@ def make_examples(
     kept, kept_rows = [], []
     for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
         where = f"data.source = {source!r}, row {index}"
-        tokens = encode_at(where, encoder, prompt.data["completion"], max_len)
-        completion = (*(tokens or ()), eos_id)
+        tokens = encode_at(where, encoder, prompt.data["completion"])
+        completion = (*tokens, eos_id)
         length = len(prompt.tokens) + len(completion)
-        if tokens is not None and length <= max_len:
+        if length <= max_len:
             kept.append(replace(prompt, data={_TOKENS: completion}))
             kept_rows.append(index)
         elif not drop_long:
-            count = f"over {max_len}" if tokens is None else f"{length}"
             raise DataError(
-                f"{where}: prompt and completion have {count} tokens, data.max_len is "
+                f"{where}: prompt and completion have {length} tokens, data.max_len is "
                 f"{max_len}; raise it, or set data.drop_long = true to leave such rows out"
             )
     if not kept:

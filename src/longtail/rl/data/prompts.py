@@ -129,7 +129,7 @@ def make_prompts(
     answer_column: str | None = None,
     limit_fields: tuple[str, str] = ("data.max_prompt_len", "data.drop_long_prompts"),
 ) -> PromptSet:
-    """Tokenize every row once, of a prompt that is far too long only the beginning.
+    """Tokenize every row once.
 
     `Prompt.data` is the row with the keys `prompt` (text or chat messages of the source) and, if
     there is a reference answer, `answer`. A chat template, if there is one, formats a text as one
@@ -153,18 +153,18 @@ def make_prompts(
         where = f"data.source = {source!r}, row {index}"
         data = _data(row, prompt_key, answer_key, where=where)
         text = _text(data["prompt"], encoder, where=where)
-        tokens = encode_at(where, encoder, text, max_prompt_len)
-        if tokens == ():
+        tokens = encode_at(where, encoder, text)
+        if not tokens:
             raise DataError(f"{where}: the prompt is empty")
-        if tokens is not None and len(tokens) <= max_prompt_len:
+        if len(tokens) <= max_prompt_len:
             prompt_id = f"{source_label(source)}/{ids[index]}"
             prompts.append(Prompt(prompt_id=prompt_id, tokens=tokens, text=text, data=data))
             kept.append(index)
         elif not drop_long:
-            count = f"over {max_prompt_len}" if tokens is None else f"{len(tokens)}"
             raise DataError(
-                f"{where}: the prompt has {count} tokens, {limit_fields[0]} is {max_prompt_len}; "
-                f"raise it, or set {limit_fields[1]} = true to leave such rows out"
+                f"{where}: the prompt has {len(tokens)} tokens, {limit_fields[0]} is "
+                f"{max_prompt_len}; raise it, or set {limit_fields[1]} = true to leave such "
+                "rows out"
             )
     if not prompts:
         raise DataError(
@@ -180,16 +180,9 @@ def make_prompts(
     )
 
 
-def encode_at(where: str, encoder: Encoder, text: str, limit: int) -> tuple[int, ...] | None:
-    """Return the tokens of a text; None if its beginning has more than twice `limit`.
-
-    So minutes are not spent on a text that is refused. What follows the beginning changes how its
-    last characters are divided into tokens, but not half of them. Errors begin with `where`.
-    """
-    size = 64 * limit  # a text with more characters for each token is tokenized as a whole
+def encode_at(where: str, encoder: Encoder, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text. Errors begin with `where`."""
     try:
-        if len(text) > size and len(encoder.encode(text[:size].rstrip())) > 2 * limit:
-            return None
         return tuple(encoder.encode(text))
     except ConfigError as error:
         raise DataError(f"{where}: {error}") from error
