@@ -84,12 +84,6 @@ class Engine:
         Raises RequestError if they do not fit, and DataError for chat messages without a template.
         """
         text = prompt if isinstance(prompt, str) else self.tokenizer.render(prompt)
-        least = self.tokenizer.least_tokens(text)
-        if least >= self.max_positions:  # known at once; tokenizing could take minutes
-            raise RequestError(
-                f"the prompt has at least {least} tokens, but the model has {self.max_positions} "
-                "positions; shorten the prompt"
-            )
         tokens = self.tokenizer.encode(text)
         if max_tokens > (room := self.max_positions - len(tokens)):
             raise RequestError(

@@ -88,15 +88,6 @@ def byte_level_backend() -> Backend:
     return backend
 
 
-def byte_level_tokenizer() -> Tokenizer:
-    """Return a tokenizer with `byte_level_backend` and no chat template."""
-    from transformers import PreTrainedTokenizerFast  # here, because it takes seconds
-
-    backend = byte_level_backend()
-    inner = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-    return Tokenizer(inner, (backend.token_to_id("<eos>"),))
-
-
 def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     """Return a tokenizer of printable ASCII after <pad> <eos> <unk> <user> <assistant>."""
     from transformers import PreTrainedTokenizerFast  # here, because it takes seconds

@@ -20,8 +20,7 @@ from longtail.config.rl import RunConfig
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import Piece
 from longtail.model.hf.model import save_model
-from longtail.model.hf.tokenizer import Tokenizer
-from support.tiny_models import byte_level_tokenizer, tiny_model, tiny_tokenizer
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -249,23 +248,6 @@ def test_generate_refuses_standard_input_that_is_no_text(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
     assert cli.main(["generate", str(model_path)]) == 2
     assert "standard input is not UTF-8" in capsys.readouterr().err
-
-
-def test_generate_refuses_a_prompt_by_its_length_before_it_is_tokenized(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """20 MB were tokenized for 40 s to be told that they are too long."""
-    tokenizer = byte_level_tokenizer()
-    save_model(tiny_model(vocab_size=512), tmp_path)
-    tokenizer.save(tmp_path)
-
-    def never(*_: object) -> None:
-        raise AssertionError("tokenized")
-
-    monkeypatch.setattr(Tokenizer, "encode", never)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 20_000_000))
-    assert cli.main(["generate", str(tmp_path)]) == 2
-    assert "the prompt has at least 4000000 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow

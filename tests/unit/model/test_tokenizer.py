@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from longtail.errors import ConfigError, DataError
-from longtail.model.hf import templates
 from longtail.model.hf.model import save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.transformer import Family
@@ -61,10 +60,6 @@ def test_the_error_of_a_refusing_template_names_the_roles() -> None:
         tiny_tokenizer(chat_template=strict).render(QUESTION)
 
 
-NESTED = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLING = "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}"
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -74,32 +69,11 @@ DOUBLING = "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endm
         ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "recursion depth"),
         ("{{ range(10000000) }}", "Range too big"),
         ("{% for m in", "unexpected 'end of template'"),
-        (NESTED, "does not end: stopped after 10000 lines"),
-        (DOUBLING, "does not end: stopped after 10000 lines"),
     ],
 )
-def test_a_template_that_fails_or_never_ends_is_refused(
-    monkeypatch: pytest.MonkeyPatch, template: str, reason: str
-) -> None:
-    monkeypatch.setattr(templates, "MAX_LINES", 10_000)
+def test_a_template_that_fails_is_refused(template: str, reason: str) -> None:
     with pytest.raises(DataError, match=f"tokenizer.chat_template .*{reason}"):
         tiny_tokenizer(chat_template=template).render(QUESTION)
-
-
-def test_a_template_that_raises_to_a_power_is_refused_unrendered(tmp_path: Path) -> None:
-    tiny_tokenizer().save(tmp_path)
-    file = tmp_path / "chat_template.jinja"
-    file.write_text("**bold**\n{{ 9 ** 9 ** 9 }}")  # Jinja computes it while it compiles
-    with pytest.raises(DataError, match="line 2: powers are refused"):
-        load_tokenizer(tmp_path)
-    file.write_text("**bold** {% generation %}{{ messages[0].content }}{% endgeneration %}")
-    assert load_tokenizer(tmp_path).render(QUESTION) == "**bold** 6*7?"
-
-
-@pytest.mark.slow
-def test_a_long_chat_is_within_the_bound_of_templates() -> None:
-    chat = [{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}] * 5000
-    assert len(tiny_tokenizer().render(chat)) > 100_000
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])

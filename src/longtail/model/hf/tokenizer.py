@@ -5,16 +5,13 @@ transformers takes seconds to import, so it is imported when the first tokenizer
 
 import inspect
 import json
-import math
+import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
-from longtail.model.hf.templates import bounded, check_template, variables
-from longtail.model.hf.token_bounds import longest_token
 from longtail.model.transformer import ModelConfig
 from longtail.system.strict_json import find_surrogate, parse_json
 
@@ -78,21 +75,6 @@ class Tokenizer:
         _check_characters(text)
         return tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
 
-    def least_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens, from the number of bytes alone.
-
-        0 if the length of a token is not bounded. Raises DataError for a lone surrogate.
-        """
-        _check_characters(text)
-        longest = self._longest_token
-        return 0 if longest is None else math.ceil(len(text.encode()) / longest)
-
-    @cached_property
-    def _longest_token(self) -> int | None:
-        if not self._inner.is_fast:
-            return None
-        return longest_token(json.loads(self._inner.backend_tokenizer.to_str()))
-
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special tokens."""
         return self._inner.decode(
@@ -108,7 +90,7 @@ class Tokenizer:
         if template is None:
             return frozenset()
         several = [template] if isinstance(template, str) else template.values()
-        return frozenset().union(*map(variables, several)) - taken
+        return frozenset().union(*map(_variables, several)) - taken
 
     def render(
         self,
@@ -130,15 +112,12 @@ class Tokenizer:
             )
         conversation = [dict(message) for message in messages]
         try:
-            with bounded():
-                return self._inner.apply_chat_template(
-                    conversation,
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                    **(arguments or {}),
-                )
-        except DataError:
-            raise
+            return self._inner.apply_chat_template(
+                conversation,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **(arguments or {}),
+            )
         except Exception as error:  # a template is a program and can raise any error
             roles = [message.get("role") for message in conversation]
             raise DataError(
@@ -169,6 +148,21 @@ def _check_characters(text: str) -> None:
             f"a text holds {text[index]!a}, half of a surrogate pair, as character {index}: "
             "give the whole character"
         )
+
+
+def _variables(template: str) -> frozenset[str]:
+    """Return the variables that a template reads and does not set; none of a malformed one.
+
+    Example: "{% set x = 1 %}{{ x }}{{ messages }}{{ raise_exception('no') }}" reads messages.
+    """
+    from jinja2 import Environment, TemplateError, meta
+
+    source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # transformers' own tag
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    except (TemplateError, RecursionError, ValueError):
+        return frozenset()
+    return frozenset(meta.find_undeclared_variables(tree)) - {"raise_exception", "strftime_now"}
 
 
 def _eos_ids(path: Path, inner: Any) -> tuple[int, ...]:
@@ -210,8 +204,6 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         raise DataError(
             f"{path}: the tokenizer cannot be read ({error}): copy its files again"
         ) from error
-    if isinstance(inner.chat_template, str):
-        check_template(inner.chat_template)
     return Tokenizer(inner, _eos_ids(path, inner), files if complete else None)
 
 
