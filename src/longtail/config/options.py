@@ -170,6 +170,9 @@ def _add_argument(
     metavars: Mapping[str, str], place: Any, *names: str, **more: Any
 ) -> argparse.Action:
     """Declare an argument; `--n` has two dashes, too, and no default is shown twice."""
+    if more.get("metavar", "").startswith("tuple["):  # "tuple[int,...]" -> "int,..."
+        more["metavar"] = more["metavar"].removeprefix("tuple[").removesuffix("]")
+        more["help"] = _without_brackets(more["help"])
     text, _, default = more.get("help", "").rpartition(" (default: ")
     if default == "none)" or "(default" in text or (default and "metavar" not in more):
         more["help"] = text
@@ -177,6 +180,13 @@ def _add_argument(
         more["metavar"] = metavar
     names = tuple(f"-{name}" if len(name) == 2 else name for name in names)
     return argparse.ArgumentParser.add_argument(place, *names, **more)
+
+
+def _without_brackets(text: str) -> str:
+    """Write the default of a list as it is given: "(default: ('a', 'b'))" -> "(default: a,b)"."""
+    text, found, default = text.partition(" (default: (")
+    items = default.removesuffix("))").replace("'", "").split(", ")
+    return f"{text} (default: {','.join(items).rstrip(',')})" if found and items != [""] else text
 
 
 def _model(name: str, /, **fields_of: Any) -> Any:
