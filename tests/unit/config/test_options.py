@@ -53,8 +53,8 @@ def test_the_help_shows_choices_and_defaults() -> None:
     text = " ".join(_arguments().parser.format_help().split())
     for line in (
         "--place str required (required)",
-        "--names tuple[{a,b},...] names (default: ('a', 'b'))",
-        "--sizes tuple[int,...] sizes (default: (1, 8))",
+        "--names {a,b},... names (default: a,b)",
+        "--sizes int,... sizes (default: 1,8)",
         "--share float share (default: 0.5)",
         "--kind {x,y} kind --no-clean leave out the cleaning",
         "--quick smaller defaults: --sizes 1 --json",
