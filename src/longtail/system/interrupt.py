@@ -29,6 +29,24 @@ def signals_as_ctrl_c() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def signals_delayed() -> Iterator[None]:
+    """Deliver the signals that arrive inside the context at its end.
+
+    Outside the main thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    try:
+        with _handled_by(lambda number, frame: received.append(number)):
+            yield
+    finally:
+        for number in received:
+            signal.raise_signal(number)
+
+
 @final
 class Interruption:
     """A context in which the first signal is only recorded; main thread only.

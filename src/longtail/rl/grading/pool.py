@@ -26,6 +26,7 @@ from longtail.errors import GradingError
 from longtail.rl.data.requests import visit_of
 from longtail.rl.grading import grader
 from longtail.rl.grading.reward import GradingTask, reward_factory
+from longtail.system.interrupt import signals_delayed
 from longtail.types import Completion, GradingFailure, Prompt, Rollout
 
 MAX_BREAKDOWNS = 3
@@ -73,7 +74,12 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         self._reward_name, self._num_workers, self._by_group = reward_name, workers, by_group
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._pool: ProcessPool | None = None
-        self._open().schedule(grader.is_ready)
+        try:
+            with signals_delayed():  # or a process is started that `close` does not know
+                self._open().schedule(grader.is_ready)
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(self, *error: object) -> None:
         self.close()
