@@ -5,17 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 
 from longtail.model.hf.weights import to_hf
-from longtail.model.sources.gguf import _NAMES, _TOP_NAMES
 from longtail.model.transformer import Transformer
 from support.tiny_models import CHAT_TEMPLATE, byte_level_backend
 
 SPECIAL = ("<|end|>", "<user>", "<assistant>")
 MERGES = ("a b", "ab ab", "Ġ Ġ", "1 2")
-OURS = {theirs: ours for ours, theirs in (_NAMES | _TOP_NAMES).items()}
 
 
 def tokens() -> list[str]:
@@ -32,13 +29,11 @@ def write_gguf(
     path: Path,
     model: Transformer,
     *,
-    kind: str = "F32",
-    pre: str = "gpt-2",
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a model with matrices of block format `kind`, and more metadata and tensors."""
-    config = model.config
+    """Write a model of the family llama, and more metadata and tensors."""
+    config, words = model.config, tokens()
     writer = gguf.GGUFWriter(path, config.family)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_positions)
@@ -46,50 +41,29 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer, pre)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types([3 if word in SPECIAL else 1 for word in words])
+    writer.add_token_merges(list(MERGES))
+    writer.add_eos_token_id(words.index("<|end|>"))
+    writer.add_chat_template(CHAT_TEMPLATE.replace("<eos>", "<|end|>"))
     for name, value in (metadata or {}).items():
         writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
     for name, tensor in to_hf(model.state_dict(), config).items():
-        _add_tensor(writer, name, tensor, model, kind)
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+        if heads:  # llama.cpp rotates neighbouring dimensions
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        renamed = names.get_name(name, (".weight",))
+        writer.add_tensor(str(renamed), tensor.detach().contiguous().numpy())
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
-    words = tokens()
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(words)
-    writer.add_token_types([3 if word in SPECIAL else 1 for word in words])
-    writer.add_token_merges(list(MERGES))
-    writer.add_eos_token_id(words.index("<|end|>"))
-    writer.add_chat_template(CHAT_TEMPLATE.replace("<eos>", "<|end|>"))
-
-
-def _add_tensor(
-    writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, model: Transformer, kind: str
-) -> None:
-    stem, _, tail = name.rpartition(".")
-    layer = stem.removeprefix("model.layers.").partition(".")
-    renamed = OURS.get(stem) or f"blk.{layer[0]}.{OURS[layer[2]]}"
-    config = model.config
-    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(renamed.split(".")[-1])
-    if config.family == "llama" and heads:  # llama.cpp rotates neighbouring dimensions
-        halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
-        tensor = halves.transpose(1, 2).reshape(tensor.shape)
-    values = tensor.detach().float().numpy()
-    if values.ndim == 1 or kind == "F32":
-        writer.add_tensor(f"{renamed}.{tail}", np.ascontiguousarray(values))
-        return
-    packed = gguf.GGMLQuantizationType[kind]
-    writer.add_tensor(f"{renamed}.{tail}", gguf.quantize(values, packed), raw_dtype=packed)

