@@ -8,7 +8,7 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ _DTYPE = torch.bfloat16
 _MAX_SHARD_BYTES = 5 * 2**30
 _REMEDY = "use the model's own directory or hub id"
 
+TokenizerFiles = tuple[dict[str, Any], dict[str, Any], str | None]
+"""tokenizer.json, the named special tokens and the chat template, if there is one."""
+
 
 def model_of(
     file: Path,
@@ -36,21 +39,22 @@ def model_of(
     log: Callable[[str], None],
     *,
     name: str = "",
-    pipeline: Mapping[str, Any] | None = None,
+    tokenizer: Callable[[Any], TokenizerFiles] | None = None,
 ) -> Path:
     """Return the directory of a file's model in the user's cache, converted first if it is new.
 
-    `pipeline` replaces parts of tokenizer.json; such a conversion needs a `name` of its own.
+    `tokenizer` makes the tokenizer from the file's `gguf.GGUFReader`, instead of transformers; such
+    a conversion needs a `name` of its own.
     """
 
     def build(directory: Path) -> None:
         log(f"converting {file}, once")
-        if pipeline is None:
+        if tokenizer is None:
             log(
                 f"warning: the tokenizer of {file} is the conversion of transformers and may split "
                 "some texts in another way than the model's own"
             )
-        convert(file, directory, where, pipeline or {})
+        convert(file, directory, where, tokenizer)
 
     try:
         digest = fingerprint(file)["sha256"]
@@ -60,13 +64,22 @@ def model_of(
     return build_once(KIND, f"{stem}-{digest[:16]}-{CONVERSION}", build)
 
 
-def convert(source: Path, directory: Path, where: str, pipeline: Mapping[str, Any]) -> None:
+def convert(
+    source: Path,
+    directory: Path,
+    where: str,
+    tokenizer: Callable[[Any], TokenizerFiles] | None = None,
+) -> None:
     """Write the model of a GGUF file as a Hugging Face directory, its weights as bfloat16.
 
     Raises ConfigError, beginning with `where`, for a malformed file and an unsupported model.
     """
     try:
-        model, tokenizer, num_tensors, scaling = _read(source)
+        import gguf
+
+        reader = gguf.GGUFReader(source)
+        files = tokenizer(reader) if tokenizer else _tokenizer(source, reader)
+        model = _model(source)
     except Exception as error:  # the packages raise any error for a malformed file
         reason = " ".join(f"{error}".split())[:300] or type(error).__name__
         raise ConfigError(
@@ -79,41 +92,62 @@ def convert(source: Path, directory: Path, where: str, pipeline: Mapping[str, An
         del tensors["lm_head.weight"]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     require_tensors(layout(config), shapes, config, where)
-    if num_tensors != len(tensors):
+    if len(reader.tensors) != len(tensors):
         raise ConfigError(
-            f"{where}: the file has {num_tensors} tensors, of which transformers reads "
+            f"{where}: the file has {len(reader.tensors)} tensors, of which transformers reads "
             f"{len(tensors)}; {_REMEDY}"
         )
-    if scaling != "none":
+    scaling = field(reader, f"{config.family}.rope.scaling.type")
+    if scaling not in (None, "none"):
         raise ConfigError(f"{where}: rope.scaling.type = {scaling!r:.40} is not read; {_REMEDY}")
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    content, named, template = files
+    ends = [end] if (end := field(reader, "tokenizer.ggml.eos_token_id")) is not None else []
     directory.mkdir(parents=True)
     write_weights(tensors, directory, _DTYPE, _MAX_SHARD_BYTES)
     write_json(directory / "config.json", emit(config, _DTYPE, ends))
     write_json(directory / "generation_config.json", {"eos_token_id": ends})
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens_map}
-    write_json(directory / "tokenizer.json", {**backend, **pipeline})
+    write_json(directory / "tokenizer.json", content)
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     write_json(directory / "tokenizer_config.json", named)
-    if tokenizer.chat_template is not None:
-        (directory / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _read(source: Path) -> tuple[Any, Any, int, str]:
-    """Return model, tokenizer, the number of tensors in the file and the scaling of its rope."""
-    import gguf
+def field(reader: Any, name: str) -> Any:
+    """Return a value of the metadata of a `gguf.GGUFReader`; None if there is none."""
+    found = reader.fields.get(name)
+    return None if found is None else found.contents()
+
+
+def _tokenizer(source: Path, reader: Any) -> TokenizerFiles:
+    """Return the tokenizer as transformers converts it."""
     import transformers
 
-    reader = gguf.GGUFReader(source)
-    scaling = [value for name, value in reader.fields.items() if name.endswith("rope.scaling.type")]
-    options = {"gguf_file": source.name, "local_files_only": True, "trust_remote_code": False}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, **options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
+    )
+    end = field(reader, "tokenizer.ggml.eos_token_id")
+    if tokenizer.eos_token_id != end:
+        raise ValueError(
+            f"transformers {transformers.__version__} takes token {tokenizer.eos_token_id} for its "
+            f"end, not {end}; a newer version may read it"
+        )
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    return content, dict(tokenizer.special_tokens_map), tokenizer.chat_template
+
+
+def _model(source: Path) -> Any:
+    """Return the model as transformers reads it. Raises ValueError if tensors are missing."""
+    import transformers
+
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if hasattr(transformers, "GgufConfig"):  # newer versions may keep weights in their blocks
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    reader: Any = transformers.AutoModelForCausalLM
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source.parent, dtype=_DTYPE, output_loading_info=True, **options
+        model, report = reader.from_pretrained(
+            source.parent, gguf_file=source.name, dtype=_DTYPE, output_loading_info=True, **options
         )
     if missing := report["missing_keys"]:
         raise ValueError(f"it lacks {sorted(missing)[0]}")
-    return model, tokenizer, len(reader.tensors), scaling[0].contents() if scaling else "none"
+    return model
