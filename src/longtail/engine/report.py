@@ -156,11 +156,6 @@ class RolloutReport:
         return (self.num_accepted + verified) / verified if verified else 0.0
 
     @property
-    def draft_overhead_share(self) -> float:
-        """Share of the time for drafting without forward passes."""
-        return self._share(self.draft_s - self.draft_forward_s)
-
-    @property
     def draft_share(self) -> float:
         """Share of the time for drafting."""
         return self._share(self.draft_s)

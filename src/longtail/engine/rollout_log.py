@@ -8,23 +8,15 @@ a long run are removed (`run.speculation_mb`).
      "switches": [[1, true, "predicted 1.21x of plain decoding at 64 running"]]}
 """
 
-import json
-import math
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, final
 
 from longtail.engine.report import StepReport, Switch
-from longtail.errors import ConfigError
 
 FILE = "speculation.jsonl"
-_COUNTS = ("running", "drafts", "nodes", "accepted")
 _MICROSECONDS = 6
 TRAINING, EVALUATION = "training", "evaluation"
-_STEP = re.compile(rb'\{"step": (\d{1,18}), "kind": "training", ')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +49,6 @@ class RolloutSeries:
         """Mean number of verified nodes per step."""
         return sum(self.nodes) / max(self.num_steps, 1)
 
-    def begin_of(self, index: int) -> float:
-        """Return the seconds from the start of the rollout to the start of a step."""
-        return self.seconds[index - 1] if index else 0.0
-
     def as_json(self) -> dict[str, Any]:
         """Return the series as JSON values."""
         return {
@@ -71,26 +59,6 @@ class RolloutSeries:
             "accepted": list(self.accepted),
             "switches": [[index, each.drafts, each.reason] for index, each in self.switches],
         }
-
-    @staticmethod
-    def of_json(row: Mapping[str, Any]) -> "RolloutSeries":
-        """Restore a series; ArithmeticError, LookupError, TypeError or ValueError if damaged."""
-        counts = {name: tuple(int(count) for count in row[name]) for name in _COUNTS}
-        series = RolloutSeries(
-            seconds=tuple(float(second) for second in row["seconds"]),
-            switches=tuple(
-                (int(index), Switch(drafts=bool(drafts), reason=str(reason)))
-                for index, drafts, reason in row["switches"]
-            ),
-            **counts,
-        )
-        if any(len(column) != series.num_steps for column in counts.values()):
-            raise ValueError("columns of different lengths")
-        if not all(0 <= index < series.num_steps for index, _ in series.switches):
-            raise ValueError("a switch outside the rollout")
-        if not series.seconds or not all(map(math.isfinite, series.seconds)):
-            raise ValueError("no steps, or times that are not finite")
-        return series
 
 
 @final
@@ -147,53 +115,3 @@ class LoggedRollout:
     def as_json(self) -> dict[str, Any]:
         """Return the line without its step."""
         return {"kind": self.kind, "worker": self.worker, **self.series.as_json()}
-
-
-def read_rollout(path: Path, step: int | None = None) -> LoggedRollout:
-    """Read one training step's rollout from speculation.jsonl, by default the last one.
-
-    Only the wanted line is parsed; incomplete lines are ignored. Raises ConfigError without it.
-    """
-    try:
-        lines = _whole_lines(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; runs with speculation.drafter write it, from their first "
-            "step on: give the directory of one"
-        ) from error
-    if not lines:
-        raise ConfigError(f"{path}: no step is in it yet; try again after the run's first step")
-    chosen = max(lines) if step is None else step
-    if chosen not in lines:
-        raise ConfigError(
-            f"--step {chosen}: {path} has steps {min(lines)} to {max(lines)}; give one of them"
-        )
-    with path.open("rb") as file:
-        file.seek(lines[chosen])
-        line = file.readline()
-    try:
-        return LoggedRollout(step=chosen, series=RolloutSeries.of_json(json.loads(line)))
-    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: the line of step {chosen} is damaged ({error}); give another --step"
-        ) from error
-
-
-def _whole_lines(path: Path) -> dict[int, int]:
-    """Return the file offset of each step's line."""
-    offsets: dict[int, int] = {}
-    offset = 0
-    with path.open("rb") as file:
-        for line in file:
-            if (match := _STEP.match(line)) and line.endswith(b"\n"):
-                offsets[int(match[1])] = offset
-            offset += len(line)
-    return offsets
-
-
-def accept_lengths(series: RolloutSeries) -> Sequence[float]:
-    """Return the accept length of each step, bonus token included; 1 in a plain step."""
-    return [
-        1 + accepted / drafts if drafts else 1.0
-        for accepted, drafts in zip(series.accepted, series.drafts, strict=True)
-    ]

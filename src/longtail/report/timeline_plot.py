@@ -9,7 +9,7 @@ and text in a tone that is readable on white and on black.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from longtail.cluster.states import Span, State
 from longtail.cluster.timeline import Timeline
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 INK = "#727d89"
 """Text and axes: a contrast of about 4 to 1 on white and on GitHub's black."""
-BLUE, ORANGE, PURPLE, TEAL = "#3f7fc1", "#dd8a1c", "#8c66c2", "#1c9a88"
-RED, GREEN, GREY, PINK = "#d2505c", "#4a9d4f", "#8b949e", "#c9609f"
-PALETTE = (BLUE, ORANGE, TEAL, PURPLE, RED, GREEN, PINK, GREY)
+BLUE, ORANGE, PURPLE = "#3f7fc1", "#dd8a1c", "#8c66c2"
+RED, GREEN, GREY = "#d2505c", "#4a9d4f", "#8b949e"
 TITLE: Mapping[str, Any] = {"loc": "left", "fontsize": 10.5}
 _DOTS_PER_INCH = 160
 _LOOKS = {
@@ -183,13 +182,6 @@ def blank(width: float, height: float) -> "Figure":
     except ImportError as error:
         raise ConfigError(f"plots need matplotlib: {pip_install('plots')}") from error
     return Figure(figsize=(width, height), layout="constrained", facecolor="none")
-
-
-def frame(panel: "Axes", *, grid: Literal["x", "y"] = "y") -> None:
-    """Leave only the left and the lower axis, and a faint grid."""
-    panel.grid(axis=grid, color=GREY, alpha=0.3, linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
 
 
 def write(figure: "Figure", path: Path) -> None:

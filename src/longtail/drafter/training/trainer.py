@@ -308,11 +308,6 @@ class DrafterTrainer:
         """Number of rows of the present closed-form solution; 0 before and after the start."""
         return 0 if self._fit is None else self._fit.num_fitted
 
-    def solve_start(self) -> None:
-        """Solve the closed-form start for all of its rows; no effect after it."""
-        if self._fit is not None:
-            self._fit.solve(lambda: False)
-
     def end_start(self) -> None:
         """Leave the closed-form start; gradient steps follow."""
         self._fit = None

@@ -25,13 +25,6 @@ _MADE_BY = {
 """Command that makes the model of a recipe."""
 
 
-def repository_of(name: str) -> str | None:
-    """Return the id, without revision, of the repository that a name stands for; None if none."""
-    if os.path.isdir(name) or not hub.is_hub_id(name):
-        return None
-    return name.partition("@")[0]
-
-
 def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
     """Return the local directory of the model `name`; `log` announces what takes long.
 
