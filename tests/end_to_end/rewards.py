@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 _calls = 0
@@ -44,10 +43,6 @@ def troubled(completions: Sequence[str], trouble: Sequence[str], **more: object)
             return [float("nan")]
         case "forks":
             os.fork()
-        case "writes everywhere":
-            for number in range(3, 64):
-                with suppress(OSError):
-                    os.write(number, b"printed by mistake\n")
     return sevens(completions, **more)
 
 

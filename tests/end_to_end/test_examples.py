@@ -118,9 +118,7 @@ def test_a_drafter_is_trained_and_exported_for_vllm(shop: Workshop) -> None:
         *("--train.steps=1", "--data.max_tokens=8", "--data.heldout_size=2", "--run.threads=1"),
     )
     exported = {path.name for path in (shop.path / "drafter-vllm").iterdir()}
-    assert {"config.json", "model.safetensors", "README.md"} <= exported
-    card = (shop.path / "drafter-vllm" / "README.md").read_text()
-    assert '"method": "eagle"' in card
+    assert exported == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.slow

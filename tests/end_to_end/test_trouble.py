@@ -29,24 +29,23 @@ def _newest(workshop: Workshop, run: str) -> int:
 
 @pytest.mark.slow
 def test_completions_whose_reward_fails_are_left_out_and_counted(workshop: Workshop) -> None:
-    troubles = ["raises", "hangs", "returns too many", "returns NaN", "writes everywhere"]
-    troubles = ["none", "forks", *troubles]
+    troubles = ["none", "forks", "raises", "hangs", "returns too many", "returns NaN"]
     write_lines(workshop.prompts, *({"prompt": t, "trouble": t} for t in troubles))
     said = workshop.train(
         "troubled",
         "--reward.name=end_to_end.rewards:troubled",
         "--reward.timeout_s=0.3",
         "--reward.workers=2",
-        "--rollout.prompts_per_step=7",
+        "--rollout.prompts_per_step=6",
         "--rollout.group_size=2",
         "--data.heldout_size=0",
         "--run.steps=2",
     )
     assert said.code == 0
-    assert said.err.count("  10 ungraded") == 2
+    assert said.err.count("  8 ungraded") == 2
     assert "Traceback" not in said.err
     for row in workshop.metrics("troubled"):
-        assert row["reward/failures"] == 10
+        assert row["reward/failures"] == 8
         assert row["reward/min"] >= 0
     rollouts = workshop.rollouts("troubled")
     graded = [line["prompt_id"] for line in rollouts]

@@ -5,6 +5,7 @@ run that drafts, teaches its drafter and swaps it is that of the run that does n
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from longtail.cluster import group
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.drafter.training.spot import SpotSettings
 from longtail.drafter.training.texts import pack_texts
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
@@ -71,8 +73,8 @@ def outcome(shop: Workshop, run: str, drafter: str, *words: str) -> dict[str, An
 def test_a_run_with_any_accelerator_is_the_run_without_one_bit_for_bit(shop, monkeypatch):
     # A lesson of a dozen updates after each rollout, whatever the clock says.
     monkeypatch.setattr(group, "SHARE", math.inf)
-    monkeypatch.setattr(worker_parts, "_PATIENCE", 1)
-    monkeypatch.setattr(worker_parts, "_MIN_GAIN", 10.0)
+    brief = partial(SpotSettings, patience=1, min_gain=10.0)
+    monkeypatch.setattr(worker_parts, "SpotSettings", brief)
     fixed = ("--speculation.tuner=fixed", "--speculation.depth=3")
     drafter = str(new_drafter(shop))
     plain = outcome(shop, "plain", "none")

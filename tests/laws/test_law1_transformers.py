@@ -50,8 +50,7 @@ def test_a_sample_depends_on_its_seed_and_index_and_on_no_drafter_or_neighbour(
     model: PreTrainedModel, directory: Path
 ) -> None:
     rows = sampled(model, *PROMPTS)
-    for drafter in ("history", f"{directory / 'qwen3'}+history"):
-        assert rows == sampled(model, *PROMPTS, drafter=drafter)
+    assert rows == sampled(model, *PROMPTS, drafter="history")
     assert rows[1] != rows[3]  # the second sample of the same prompt
     assert rows[:2] == sampled(model, *PROMPTS[:2])
     assert [rows[1], rows[3]] == sampled(model, "12", num_return_sequences=2)

@@ -123,7 +123,10 @@ def finished_summary(run_dir: Path, checkpoint: Checkpoint | None, steps: int) -
     path = run_dir / FILE
     if checkpoint is None or checkpoint.step < steps or not path.exists():
         return None
-    summary = json.loads(path.read_bytes())
+    try:
+        summary: Summary = json.loads(path.read_bytes())
+    except ValueError:  # it is made again
+        return None
     return summary if summary["steps"] == checkpoint.step else None
 
 
@@ -136,7 +139,7 @@ def summary_lines(summary: Summary, run_dir: Path) -> list[tuple[str, str]]:
     if lengths := summary["drafter_accept_lengths"]:
         every = -(-len(lengths) // _SHOWN_LENGTHS)
         shown = " ".join(f"{each:.2f}" for each in lengths[(len(lengths) - 1) % every :: every])
-        command = shlex.join(["longtail", "drafter", "export", str(run_dir), "--to", "vllm"])
+        command = shlex.join(["longtail", "drafter", "export", str(run_dir)])
         lines.append(("drafter", f"expected accept length by step: {shown}"))
         lines.append(("", f"to serve it elsewhere: {command} --out DIR"))
     policy = run_dir / "checkpoints" / f"step_{summary['steps']:06d}" / "policy"
