@@ -35,7 +35,7 @@ from longtail.system.device import DTYPES
 ROOT = Path(__file__).parents[2]
 SENTENCE = "start again: the run resumes from its newest checkpoint"
 """With it a run may end by itself, once too much of it is lost."""
-WORKER_TIMEOUT_S = 30
+WORKER_TIMEOUT_S = 15
 _MARK = "LONGTAIL_CHAOS_RUN"
 """Environment variable that every process of a run inherits, so that all of them are found."""
 _LEFTOVER_S = 90.0
@@ -118,7 +118,7 @@ class Run:
             log = self.place / f"log-{sitting}"
             driver = self._start(log)
             try:
-                self._disturb(driver, left, seconds)
+                self._disturb(driver, log, left, seconds)
                 code = driver.wait(deadline_s)
             except subprocess.TimeoutExpired:
                 self._signal(signal.SIGABRT)  # faulthandler writes the stacks
@@ -151,13 +151,22 @@ class Run:
                 start_new_session=True,
             )
 
-    def _disturb(self, driver: subprocess.Popen[bytes], left: list[Fault], seconds: float) -> None:
-        """Make faults at their moments until the driver is killed or none is left."""
+    def _disturb(
+        self, driver: subprocess.Popen[bytes], log: Path, left: list[Fault], seconds: float
+    ) -> None:
+        """Make faults at their moments until the driver is killed or none is left.
+
+        A worker is stopped once a step is done: one that hangs while it starts has ten minutes.
+        """
         began = time.monotonic()
         while left:
             fault = left.pop(0)
             due = began + fault.moment * seconds
-            while time.monotonic() < due or (fault.kind != "driver killed" and not self._workers()):
+            while (
+                time.monotonic() < due
+                or (fault.kind != "driver killed" and not self._workers())
+                or (fault.kind == "worker stopped" and b"\nstep " not in log.read_bytes())
+            ):
                 if driver.poll() is not None:
                     return
                 time.sleep(0.01)
