@@ -189,9 +189,9 @@ def load_drafter(
 ) -> LoadedDrafter:
     """Read the weights of a drafter for a model; both names are those of the command line.
 
-    `name` is a directory of `longtail drafter train`, a run of `longtail train`, a directory in the
-    layout of vLLM, SGLang or speculators. Raises ConfigError for a drafter
-    without weights ("history") and for one that does not fit the model.
+    `name` is a directory of `longtail drafter train`, a run of `longtail train`, a directory in
+    EAGLE's layout. Raises ConfigError for a drafter without weights ("history") and for one that
+    does not fit the model.
 
     Example: load_drafter("runs/quickstart", "runs/quickstart").layer.config
     """

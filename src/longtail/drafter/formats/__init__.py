@@ -1,1 +1,1 @@
-"""Drafters on disk: our layout and those of vLLM, SGLang and speculators."""
+"""Drafters on disk: our layout, and EAGLE's as vLLM and SGLang read it."""
