@@ -270,12 +270,13 @@ def test_graders_end_when_their_parent_is_killed(toy: str, tmp_path: Path) -> No
         "    re.match('(a+)+$', 'a' * 64 + 'b')  # never lets another thread run\n"
     )
     (tmp_path / "run.py").write_text(
-        "import sys; sys.path.append(sys.argv[1])\n"
+        "import sys; sys.path += sys.argv[1:]\n"
         "from test_grading_pool import pairs; from longtail.rl.grading.pool import GraderPool\n"
         "if __name__ == '__main__':\n"
         "    GraderPool('hanging:act', workers=2, timeout_s=600.0).grade(pairs('1', '2'))\n"
     )
-    words = [sys.executable, "run.py", str(Path(__file__).parent)]
+    here = Path(__file__).parent
+    words = [sys.executable, "run.py", str(here), str(here.parents[1])]
     parent = subprocess.Popen(words, cwd=tmp_path)
     wait_until(lambda: len(list(tmp_path.glob("pid*"))) == 2)
     pids = [int(path.name[3:]) for path in tmp_path.glob("pid*")]
