@@ -3,7 +3,7 @@
     from longtail import Engine, SamplingParams
 
     engine = Engine("smollm2")
-    print(engine.generate(["How many steps from 27 to 1?"], SamplingParams(max_tokens=400))[0].text)
+    print(engine.generate(["What is 27 + 15?"], SamplingParams(max_tokens=400))[0].text)
 
 The names below are imported when they are first used, so `import longtail` needs no PyTorch. The
 reading order of the source is in docs/architecture.md.

@@ -4,7 +4,7 @@
 
     engine = Engine("smollm2")
     params = SamplingParams(temperature=0.8, max_tokens=400)
-    for completion in engine.generate(["How many steps from 27 to 1?"], params, n=4):
+    for completion in engine.generate(["What is 27 + 15?"], params, n=4):
         print(completion.text)
 
 `longtail generate` uses the same class, so a seed yields the same text here, there and in
@@ -189,8 +189,8 @@ def load_drafter(
 ) -> LoadedDrafter:
     """Read the weights of a drafter for a model; both names are those of the command line.
 
-    `name` is a directory of `longtail drafter train`, a run of `longtail train`, a directory in
-    EAGLE's layout. Raises ConfigError for a drafter without weights ("history") and for one that
+    `name` is a directory of `longtail drafter train`, a run of `longtail train`, or a directory
+    in EAGLE's layout. Raises ConfigError for a drafter without weights ("history") and for one that
     does not fit the model.
 
     Example: load_drafter("runs/quickstart", "runs/quickstart").layer.config

@@ -56,7 +56,7 @@ def open_model(
 def open_engine(
     target: Target, limits: EngineLimits, drafter: str, log: Callable[[str], None] = to_stderr
 ) -> RolloutEngine:
-    """Return an engine that drafts where that is faster; see `build.drafters` for names."""
+    """Return an engine that drafts where that is faster; see `assembly.drafters` for names."""
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits)
     speculation = open_speculation(drafter, target, log)
     if speculation is not None:
