@@ -145,7 +145,6 @@ class FakeWorker:
 
     def ready(self) -> Steps:
         yield self._script.ready_s
-        return 0.5
 
     def generate(self, shard: Sequence[Request]) -> Steps:
         assert self.engine is not None, "a policy is published before texts are generated"

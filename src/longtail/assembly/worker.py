@@ -3,7 +3,6 @@
 This runs in the worker's own process if there are several.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -78,12 +77,10 @@ def build_components(
     if device.type == "cuda":  # the KV cache takes the free memory, less what learning needs later
         made_later = memory.made_later(config, policy.config)
         limits = replace(limits, reserved_bytes=made_later)
-    began = time.perf_counter()
     learns = config.spot.train != "never"
     names = drafter_names(config.speculation.drafter, target.name, learns=learns)
     speculation = _speculation(config, open_drafters(names, target, log))
     trainable = partial(open_trainable, names, target, log)
-    drafter_s = time.perf_counter() - began
     engine = RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation)
     if speculation is not None and FRESH in names:
         engine.speculate(without_fresh(speculation, names))
@@ -105,7 +102,6 @@ def build_components(
         read_drafter=trainable,
         is_fresh=FRESH in names,
         rollout_threads=rollout_threads(policy.config.hidden_size),
-        drafter_s=drafter_s,
     )
 
 

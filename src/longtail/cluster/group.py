@@ -95,14 +95,13 @@ class WorkerGroup:
         """Tokens that the drafter was trained on in the last step."""
         self._marks: list[Mark] = []
 
-    def begin(self) -> float:
-        """Wait for all workers; return the largest time in which one opened its drafter, in s."""
-        seconds = self._supervisor.run_on_all(tasks.READY)
+    def begin(self) -> None:
+        """Wait for all workers."""
+        self._supervisor.run_on_all(tasks.READY)
         (self.num_parameters,) = self._supervisor.run_on((0,), tasks.NUM_PARAMETERS)
         (weights,) = self._supervisor.run_on((0,), tasks.DRAFTER_WEIGHTS)
         if weights is not None:
             self._publisher = Publisher(weights, self._buffer)
-        return max(seconds)
 
     def rollout(
         self, step: int, requests: Sequence[Request], *, trains: bool = True

@@ -81,8 +81,6 @@ class WorkerComponents:
     is_fresh: bool
     """Whether the configured drafter was never trained."""
     rollout_threads: int
-    drafter_s: float
-    """Seconds that opening the drafter took: the embedded one may have been trained first."""
 
 
 class _Shard(NamedTuple):
@@ -114,9 +112,8 @@ class Worker:
 
     # ---- tasks
 
-    def ready(self) -> float:
-        """Return the seconds that opening the drafter took."""
-        return self._components.drafter_s
+    def ready(self) -> None:
+        """Return once the worker is there."""
 
     def num_parameters(self) -> int:
         """Count the policy's parameters."""
