@@ -11,7 +11,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.integrations.transformers import generate
 
 QUESTIONS = ("Add 6 + 8 + 2", "Add 3 + 1 + 4 + 1 + 5 + 9")

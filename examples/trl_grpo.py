@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.integrations.trl import longtail_rollouts
 from longtail.rl.data.sum_task import problems
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.integrations.trl import longtail_rollouts
 from longtail.rl.data.sum_task import problems
 

@@ -22,10 +22,10 @@ from longtail.assembly.engine import (
     GrowingEngine,
     GrowingLimits,
     completion_key,
+    model_directory,
     open_engine,
     open_model,
 )
-from longtail.assembly.models import model_directory
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import Piece, StepReport
 from longtail.errors import ConfigError, RequestError

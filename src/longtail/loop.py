@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from longtail.assembly.drafters import check_names
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import decided
 from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.errors import RequestError
-from longtail.system.strict_json import find_surrogate
+from longtail.system.files import find_surrogate
 
 MIN_TEMPERATURE = 1e-3
 """Smallest temperature above 0. Logits divided by less would leave the range of float32."""

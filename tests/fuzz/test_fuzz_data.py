@@ -18,7 +18,7 @@ from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, make_pr
 from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.grading.references import gradable
 from longtail.rl.grading.reward import ExactReward
-from longtail.system.strict_json import find_surrogate
+from longtail.system.files import find_surrogate
 
 COLUMNS = st.sampled_from(
     ["prompt", "question", "answer", "completion", "messages", "text", "id", "reward_model", "x"]

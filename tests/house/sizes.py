@@ -23,14 +23,13 @@ BUDGETS = {
     "integrations": 3350,
     "model": 5200,
     "programs": 1130,
-    "report": 210,
     "rl": 4000,
     "run": 1540,
     "serve": 1150,
     "speculation": 1060,
     "system": 900,
     "tuner": 1050,
-    "view": 920,
+    "view": 1130,
     "tests": 37500,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.sampling import noise_key
 from longtail.types import Request, SamplingParams
 from support.fakes import write_plainly

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from longtail.assembly.engine import completion_key
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.integrations import transformers as ours
 from longtail.integrations.transformers import generate
 from longtail.model.transformer import Family

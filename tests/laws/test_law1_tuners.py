@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from longtail.drafter.eagle import drafter as eagle
 from longtail.engine import profile
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
-from longtail.engine.step.timer import StepClock
+from longtail.engine.step.runner import StepClock
 from longtail.sampling import noise_key
-from longtail.speculation.depth import PredictedDepth
 from longtail.speculation.drafter import Draftable
-from longtail.speculation.strategy import Strategy
+from longtail.speculation.strategy import PredictedDepth, Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked, reach_probabilities
 from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.budget import BudgetTuner

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.sampling import draw, draw_rows, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy

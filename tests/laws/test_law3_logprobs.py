@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import score

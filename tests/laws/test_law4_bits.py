@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.sampling import draw_rows, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
 from longtail.engine.report import Verified
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.kernels import native
 from longtail.sampling import noise_key

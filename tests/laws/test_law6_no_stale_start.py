@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.errors import RequestError
 from longtail.sampling import noise_key
 from longtail.types import Completion, PolicyWeights, Request, SamplingParams

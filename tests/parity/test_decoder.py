@@ -7,7 +7,7 @@ from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.request import ActiveRequest
 from longtail.model.transformer import Transformer
-from longtail.speculation.taps import NO_TAPS, Taps
+from longtail.speculation.drafter import NO_TAPS, Taps
 from longtail.speculation.tree import DraftTree
 from longtail.types import Request
 from support.tiny_models import NATIVE_DTYPES, tiny_model

@@ -12,8 +12,7 @@ from longtail.model.kernels import native
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import DraftThresholds, Strategy
-from longtail.speculation.tree import DraftTree, depths, reach_probabilities
-from longtail.speculation.verify import Accepted
+from longtail.speculation.tree import Accepted, DraftTree, depths, reach_probabilities
 from longtail.types import SamplingParams
 from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, observe, text
 from support.tiny_models import tiny_model

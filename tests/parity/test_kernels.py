@@ -13,7 +13,7 @@ from torch import Tensor
 from longtail.engine.batch import FlatBatch, Segment
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv.cache import ContiguousKVCache
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import native
 from longtail.model.kernels.choice import select_kernels

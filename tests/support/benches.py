@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from longtail.bench.registry import BENCHES
+from longtail.bench.options import BENCHES
 from longtail.config.options import arguments_of, read
 
 

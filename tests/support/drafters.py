@@ -20,11 +20,9 @@ from torch import Tensor
 
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
+from longtail.speculation.drafter import NO_TAPS, Draftable, Drafter, Noise, Observed, Taps
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.taps import NO_TAPS, Taps
-from longtail.speculation.tree import DraftTree, cut_depth, depths
-from longtail.speculation.verify import Accepted, accept
+from longtail.speculation.tree import Accepted, DraftTree, accept, cut_depth, depths
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_d
 from longtail.drafter.training.texts import TextBatches, pack_texts, write_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer

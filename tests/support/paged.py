@@ -5,7 +5,7 @@ import pytest
 from longtail.engine import engine
 from longtail.engine.kv.cache import KVCache
 from longtail.engine.kv.paged_cache import PagedKVCache
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.engine.step import runner
 from longtail.engine.step.sampler import KeyedSampler, Sampler
 from longtail.model import transformer

@@ -11,8 +11,8 @@ import torch
 from starlette.types import ASGIApp
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.serve.app import make_app

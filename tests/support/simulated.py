@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import DraftTree, keep_reached, prune
-from longtail.speculation.verify import Accepted, follow
+from longtail.speculation.tree import Accepted, DraftTree, follow, keep_reached, prune
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.guard import Guard
 from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan

@@ -17,8 +17,7 @@ least half of the best, and 15 / 40 is less.
 
 from fractions import Fraction
 
-from longtail.speculation.tree import DraftTree
-from longtail.speculation.verify import Accepted
+from longtail.speculation.tree import Accepted, DraftTree
 from longtail.types import SamplingParams
 
 PROBS = (0.40, 0.30, 0.15, 0.10, 0.05)

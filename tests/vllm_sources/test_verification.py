@@ -16,7 +16,7 @@ from torch import Tensor
 
 import support.interpreted  # noqa: F401  (Triton's interpreter, or a skip)
 from longtail.integrations.vllm import guards, v2
-from longtail.integrations.vllm.settings import VllmSettings
+from longtail.integrations.vllm.guards import VllmSettings
 from vllm_sources.loader import GPU, load
 from vllm_sources.machine import Machine, Recall, Requests, Rows, rows
 

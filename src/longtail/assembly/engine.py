@@ -1,4 +1,4 @@
-"""Construction of an engine for `longtail generate` and `longtail serve`."""
+"""Models by name, and construction of an engine for `longtail generate` and `longtail serve`."""
 
 import logging
 import math
@@ -11,11 +11,13 @@ import torch
 from longtail.assembly.drafters import Target, drafter_names, open_drafters
 from longtail.assembly.precision import emulated, is_fast
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Decode
 from longtail.model.hf.model import load_model, stored_dtype
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
+from longtail.model.sources.hub import resolve
+from longtail.run.checkpoint import policy_directory
 from longtail.sampling import noise_key
 from longtail.system.device import DTYPES, choose_device, to_stderr
 from longtail.system.machine import MAX_INT32
@@ -147,3 +149,14 @@ def completion_key(seed: int, index: int) -> int:
     `longtail generate` writes for it.
     """
     return noise_key(seed, "generate", index)
+
+
+def model_directory(
+    name: str, log: Callable[[str], None] = to_stderr, *, field: str = "model.path"
+) -> Path:
+    """Return the Hugging Face directory of a model; that of a run is in its newest checkpoint.
+
+    A model that is not on this machine is fetched or converted first; this can take minutes and is
+    logged. Raises ConfigError that names the setting `field`.
+    """
+    return policy_directory(resolve(name, field, log))

@@ -6,7 +6,7 @@ Every part is an upper bound at its own moment; the sum is what to have, not wha
 
 import torch
 
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from longtail.assembly import memory, precision
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.assembly.prompts import load_prompts
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
@@ -16,7 +16,7 @@ from longtail.cluster.pool import LocalWorkerPool, WorkerPool
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker
 from longtail.config.rl import RunConfig
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer

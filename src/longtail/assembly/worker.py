@@ -24,7 +24,7 @@ from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.training.trainer import TrainerSettings
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model

@@ -25,8 +25,8 @@ from longtail.bench.common.subject import Subject, drafter_maker, open_subject
 from longtail.bench.common.timing import Log, Spread, paired, pin, pinned, progress, ratios
 from longtail.bench.options import HISTORY, EngineBenchOptions
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
 from longtail.engine.report import RolloutMeter
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy

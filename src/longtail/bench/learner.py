@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.bench.common.card import Table, numbers, print_card
 from longtail.bench.common.peers import PeerProcess
 from longtail.bench.common.timing import Spread, paired, progress, ratios

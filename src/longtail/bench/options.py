@@ -1,10 +1,12 @@
-"""Options of all benchmarks; needs no torch.
+"""The benchmarks of `longtail bench` and their options, without torch.
 
 MODEL, SOURCE and NAME are named as model.path, data.source and speculation.drafter of
 `longtail train`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from longtail.config.options import Json, Option
@@ -142,3 +144,72 @@ class VllmBenchOptions:
     max_running: Annotated[int, Option("requests running at a time", low=1)] = 8
     repeats: _Repeats = 3
     json: Json = False
+
+
+PARTS = ("checks", "attention", "sampling", "small", "steps", "graphs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBenchOptions:
+    """Parts and device."""
+
+    parts: Annotated[tuple[str, ...], Option("parts", choices=PARTS)] = PARTS
+    device: Annotated[str, Option("cuda, cuda:N, or cpu with --quick", "NAME")] = "cuda"
+    repeats: Annotated[int, Option("runs of each measurement", low=1, high=1000, quick=2)] = 10
+    quick: Annotated[
+        bool, Option("toy shapes, to try the benchmark itself, and smaller defaults:")
+    ] = False
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        """Refuse other devices, and a CPU for real shapes."""
+        if self.device == "cpu" and not self.quick:
+            raise ConfigError("--device cpu: a CPU can only try the benchmark; add --quick")
+        if self.device != "cpu" and not self.device.startswith("cuda"):
+            raise ConfigError(f"--device = {self.device!r}: it must be cuda, cuda:N or cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One benchmark; its module has `run(options) -> exit code`."""
+
+    summary: str
+    options: type
+    module: str
+
+
+BENCHES: Mapping[str, Bench] = MappingProxyType(
+    {
+        "e2e": Bench(
+            "Compare a training run with and without drafting and spot training.",
+            E2eBenchOptions,
+            "e2e.run",
+        ),
+        "engine": Bench(
+            "Compare generation: plain, with fixed drafts, tuned, in transformers and in vLLM.",
+            EngineBenchOptions,
+            "engine",
+        ),
+        "learner": Bench(
+            "Compare a learner step with its matrix products and with other trainers.",
+            LearnerBenchOptions,
+            "learner",
+        ),
+        "trl": Bench(
+            "Compare TRL's GRPO alone with TRL where longtail generates.",
+            TrlBenchOptions,
+            "trl",
+        ),
+        "vllm": Bench(
+            "Compare rules of drafting in vLLM, with longtail's plugin and without.",
+            VllmBenchOptions,
+            "vllm",
+        ),
+        "gpu": Bench(
+            "Measure kernels and steps on a GPU against its peak.",
+            GpuBenchOptions,
+            "gpu.run",
+        ),
+    }
+)
+"""Description, options and module of each benchmark, by name."""

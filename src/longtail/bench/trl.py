@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import longtail
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.bench.common.card import Table, print_card
 from longtail.bench.common.peers import PeerProcess
 from longtail.bench.common.timing import progress

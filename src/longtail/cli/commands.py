@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from longtail.bench.registry import BENCHES
+from longtail.bench.options import BENCHES
 from longtail.cli import options
 from longtail.config import files
 from longtail.config.drafter import DrafterTrainConfig
@@ -132,12 +132,12 @@ COMMANDS: Mapping[str, Command | ServerCommand | ConfiguredCommand] = MappingPro
         "drafter export": Command(
             "Write a drafter in the Hugging Face layout of EAGLE that vLLM reads.",
             options.ExportOptions,
-            "programs.drafter_export.run",
+            "programs.published.run_export",
         ),
         "drafter import": Command(
             "Convert a published EAGLE or EAGLE-3 drafter into a drafter directory.",
             options.ImportOptions,
-            "programs.drafter_import.run",
+            "programs.published.run_import",
         ),
         "generate": Command(
             "Generate completions of a prompt. A single completion is streamed.",

@@ -174,7 +174,7 @@ def _generated() -> str:
     import torch
 
     from longtail.engine.engine import RolloutEngine
-    from longtail.engine.limits import EngineLimits
+    from longtail.engine.request import EngineLimits
     from longtail.model.transformer import ModelConfig, Transformer
     from longtail.types import Request, SamplingParams
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from longtail.cluster import tasks
 from longtail.cluster.drafter.idle import IdleTraining
-from longtail.cluster.drafter.payoff import SHARE, PayOff
-from longtail.cluster.drafter.probe import Probe
+from longtail.cluster.drafter.payoff import SHARE, PayOff, Probe
 from longtail.cluster.drafter.publisher import Decision, Publisher
 from longtail.cluster.placement import LengthHistory
 from longtail.cluster.pool import WorkerPool

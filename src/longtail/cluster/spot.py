@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from longtail.cluster import tasks
+from longtail.cluster.drafter.idle import TextStream
 from longtail.cluster.drafter.publisher import Publisher
-from longtail.cluster.drafter.stream import TextStream
 from longtail.cluster.pool import TaskResult
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor

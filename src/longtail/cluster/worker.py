@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, final
 
 import torch
 
-from longtail.cluster.drafter.probe import Probe, probe
+from longtail.cluster.drafter.payoff import Probe, probe
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.weights import DrafterWeights, are_finite

@@ -28,11 +28,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
+from longtail.speculation.drafter import NO_TAPS, Draftable, Drafter, Noise, Observed, Taps
 from longtail.speculation.strategy import DraftThresholds, Strategy
-from longtail.speculation.taps import NO_TAPS, Taps
-from longtail.speculation.tree import DraftTree
-from longtail.speculation.verify import Accepted
+from longtail.speculation.tree import Accepted, DraftTree
 
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Context lengths, in tokens. A child's longest known one is at most one entry longer."""

@@ -24,10 +24,9 @@ from longtail.engine.batch import (
 )
 from longtail.engine.kv.cache import KeptPath, KVUsage
 from longtail.engine.kv.choice import make_kv
-from longtail.engine.limits import EngineLimits
 from longtail.engine.profile import Profiler
 from longtail.engine.report import Emitted, Failed, Piece, StepReport
-from longtail.engine.request import ActiveRequest
+from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
 from longtail.engine.speculation.speculator import (
     NoSpeculation,
@@ -35,12 +34,11 @@ from longtail.engine.speculation.speculator import (
     SpeculationRecord,
     Speculator,
 )
-from longtail.engine.step.runner import ModelRunner, RunnerOutput
-from longtail.engine.step.timer import StepTimer
+from longtail.engine.step.runner import ModelRunner, RunnerOutput, StepTimer
 from longtail.engine.text import Decode, Reader
 from longtail.errors import RequestError
 from longtail.model.transformer import Transformer
-from longtail.speculation.verify import Accepted
+from longtail.speculation.tree import Accepted
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, FinishReason, PolicyWeights, Request
 

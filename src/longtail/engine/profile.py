@@ -14,14 +14,12 @@ import torch
 
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.kv.choice import make_kv
-from longtail.engine.limits import EngineLimits
-from longtail.engine.request import ActiveRequest
+from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.step.runner import ModelRunner
 from longtail.engine.step.sampler import make_sampler
 from longtail.model.transformer import Transformer
-from longtail.speculation.drafter import Drafter, Observed
+from longtail.speculation.drafter import NO_TAPS, Drafter, Observed
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.taps import NO_TAPS
 from longtail.speculation.tree import MAX_NODES, DraftTree
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve, fit_draft_cost
 from longtail.types import Request, SamplingParams

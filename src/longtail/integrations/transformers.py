@@ -29,8 +29,7 @@ from longtail.assembly.drafters import (
     drafter_names,
     open_drafters,
 )
-from longtail.assembly.engine import completion_key
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import completion_key, model_directory
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculation.speculator import Speculation

@@ -23,7 +23,7 @@ from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, 
 from longtail.model.kernels.products import embed
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
-from longtail.speculation.taps import NO_TAPS, Taps
+from longtail.speculation.drafter import NO_TAPS, Taps
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 

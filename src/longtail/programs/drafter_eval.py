@@ -18,16 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from longtail.assembly.drafters import Target, check_names, drafter_directory, open_drafter
-from longtail.assembly.engine import open_model
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory, open_model
 from longtail.assembly.prompts import load_prompts
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.drafter.formats import checkpoint
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
 from longtail.engine.report import POSITIONS, Acceptance
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer

@@ -14,7 +14,7 @@ from typing import final
 import torch
 
 from longtail.assembly.drafters import Target, check_names, read_drafter
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import costs, decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter

@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import costs, decided
 from longtail.config.data import RUNNING_SUMS
 from longtail.config.sft import SftConfig

@@ -9,9 +9,8 @@ from functools import partial
 from starlette.types import ASGIApp
 
 from longtail.assembly.drafters import check_names
-from longtail.assembly.engine import open_engine, open_model, open_speculation
-from longtail.assembly.models import model_directory
-from longtail.engine.limits import EngineLimits
+from longtail.assembly.engine import model_directory, open_engine, open_model, open_speculation
+from longtail.engine.request import EngineLimits
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.serve.app import make_app
 from longtail.serve.options import ServeOptions

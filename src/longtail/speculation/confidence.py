@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import final
 
-from longtail.speculation.tree import DraftTree
-from longtail.speculation.verify import Accepted
+from longtail.speculation.tree import Accepted, DraftTree
 
 EDGES = (-8.0, -4.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 """Bounds of the bins of margins, nats."""

@@ -24,9 +24,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.depth import DepthPolicy
 from longtail.speculation.drafter import Draftable, Noise
-from longtail.speculation.strategy import DraftThresholds, Strategy
+from longtail.speculation.strategy import DepthPolicy, DraftThresholds, Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked
 
 _MIN_REACH = sys.float_info.min

@@ -1,20 +1,25 @@
-"""The server of the page: its files, the runs' data, and an event when a run grows."""
+"""The server of the page: its files, the runs' data, an event when a run grows, and who may look."""
 
 import asyncio
+import hmac
 import json
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event
-from typing import Any
+from typing import Any, final
+from urllib.parse import parse_qs
 
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
-from starlette.types import ASGIApp
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longtail.system.addresses import bind, url
+from longtail.system.addresses import bind, is_loopback_header, url
 from longtail.system.http_server import (
     HttpServer,
     make_http_server,
@@ -22,7 +27,6 @@ from longtail.system.http_server import (
     serve_until_stopped,
 )
 from longtail.system.interrupt import Interruption
-from longtail.view.access import ViewAccess
 from longtail.view.report import STATIC
 from longtail.view.run_files import RunFiles
 
@@ -145,3 +149,55 @@ async def _events(runs: Sequence[RunFiles], stopping: Event) -> AsyncIterator[st
             quiet_s = 0.0
             yield ": still here\n\n"
         await asyncio.sleep(POLL_S)
+
+
+COOKIE = "longtail_view"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content-Security-Policy: nothing but the page's own files runs or is loaded."""
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@final
+class ViewAccess:
+    """ASGI middleware that refuses strangers and requests under another name."""
+
+    def __init__(self, app: ASGIApp, *, token: str | None) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it; add the headers to its response."""
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await (self._refusal(scope) or self._app)(scope, receive, guarded)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if self._token is None:
+            if is_loopback_header(headers.get("host", "localhost")):
+                return None
+            return PlainTextResponse("without a token this page answers to localhost only", 403)
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if scope["path"] == "/" and _equal(given, self._token):
+            moved = RedirectResponse("/", 303)
+            moved.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            return moved
+        if _equal(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""), self._token):
+            return None
+        return PlainTextResponse("open the page with its token: /?token=TOKEN", 401)
+
+
+def _equal(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), token.encode())

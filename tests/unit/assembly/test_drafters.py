@@ -15,9 +15,8 @@ from longtail.assembly.drafters import (
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.history import HistoryDrafter
 from longtail.errors import ConfigError
-from longtail.speculation.drafter import Drafter
+from longtail.speculation.drafter import NO_TAPS, Drafter, Taps
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.taps import NO_TAPS, Taps
 from longtail.speculation.tree import MAX_NODES
 from support.tiny_models import tiny_model, tiny_tokenizer
 

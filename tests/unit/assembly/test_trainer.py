@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, write_lines
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory
 from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.assembly.worker import build_components
 from longtail.cluster.worker import Worker, WorkerComponents

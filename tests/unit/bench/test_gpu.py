@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from longtail.assembly.memory import count_parameters
-from longtail.bench.gpu import card as gpu_card
 from longtail.bench.gpu import kernels as gpu_kernels
 from longtail.bench.gpu import measure as gpu_measure
+from longtail.bench.gpu import run as gpu_run
 from longtail.bench.gpu import small as gpu_small
-from longtail.bench.gpu.options import GpuBenchOptions
+from longtail.bench.options import GpuBenchOptions
 from longtail.cli.main import main
 from longtail.model.kernels.ops import Kernels, TorchKernels
 from support import interpreted
@@ -88,14 +88,14 @@ def test_figures_of_other_parts_are_left_out():
         "copy_gb_per_s": 4000.0,
         "sampling": {"rows": 256, "vocab_size": 9, "fused_us": 80.0, "in_memory_us": 800.0},
     }
-    assert gpu_card.as_json(options, found)["sampling_share"] is None
+    assert gpu_run.as_json(options, found)["sampling_share"] is None
     decode = {"batch": 256, "step_ms": 8.0, "bound_ms": 7.0, "step_over_bound": 8 / 7}
-    measured = gpu_card.as_json(options, {**found, "decode": [decode]})
+    measured = gpu_run.as_json(options, {**found, "decode": [decode]})
     assert measured["sampling_share"] == pytest.approx(0.01)
     assert "graphs" not in measured
     small = {"operation": "swiglu", "tokens": 32, "kernel_us": 3.21, "bandwidth_share": 0.5}
     small |= {"torch_us": 6.0, "compiled_us": 4.0}
-    rows = gpu_card.table(options, {**found, "small": [small], "decode": [decode]}).cells()
+    rows = gpu_run.table(options, {**found, "small": [small], "decode": [decode]}).cells()
     assert [row[0] for row in rows] == [
         "copy within the device",
         "sampling, 256 x 9",

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from longtail.bench.registry import BENCHES
+from longtail.bench.options import BENCHES
 from longtail.errors import ConfigError
 from support.benches import parse
 
@@ -41,5 +41,5 @@ def test_every_benchmark_runs_on_a_real_model_without_options(name: str) -> None
 
 
 def test_declaring_the_options_needs_no_torch() -> None:
-    code = "import sys, longtail.bench.registry; sys.exit('torch' in sys.modules)"
+    code = "import sys, longtail.bench.options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,14 +8,13 @@ from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.eagle.weights import DRAFT_IDS, copy_parameters
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import CheckpointError
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import DraftTree
-from longtail.speculation.verify import Accepted
+from longtail.speculation.tree import Accepted, DraftTree
 from longtail.types import Request, SamplingParams
 from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, observe, text
 from support.tiny_models import tiny_model

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from longtail.cluster.drafter.probe import Probe
+from longtail.cluster.drafter.payoff import Probe
 
 
 def probed(accept_len: float, before: float | None) -> Probe:

@@ -1,6 +1,6 @@
 """The texts sent to a worker: each once, then its longer versions, all of them to a new worker."""
 
-from longtail.cluster.drafter.stream import TextStream
+from longtail.cluster.drafter.idle import TextStream
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 
 

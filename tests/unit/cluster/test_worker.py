@@ -11,7 +11,7 @@ from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import SpotReport
 from longtail.engine.kv.cache import ContiguousKVCache
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model
 from longtail.rl.learner import Learner

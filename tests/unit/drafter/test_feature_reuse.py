@@ -18,7 +18,7 @@ from longtail.drafter.training.spot import SpotTrainer
 from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.transformer import Transformer

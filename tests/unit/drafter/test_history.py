@@ -16,8 +16,7 @@ from longtail.drafter.history import HistoryDrafter, _Root, _text
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Noise, Observed
 from longtail.speculation.strategy import DraftThresholds, Strategy
-from longtail.speculation.tree import EMPTY, DraftTree, depths, reach_probabilities
-from longtail.speculation.verify import Accepted
+from longtail.speculation.tree import EMPTY, Accepted, DraftTree, depths, reach_probabilities
 from longtail.types import SamplingParams
 
 PROMPT, OTHER = (1, 2), (1, 3)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
 from longtail.engine.report import Piece, RolloutMeter, StepReport
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import NonFiniteError, RequestError
 from longtail.speculation.strategy import Strategy

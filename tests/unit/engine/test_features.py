@@ -14,16 +14,15 @@ import torch
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
-from longtail.engine.request import ActiveRequest
+from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.queue import Computed
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Family, Transformer
 from longtail.sampling import noise_key
+from longtail.speculation.drafter import Taps
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.taps import Taps
 from longtail.types import PolicyWeights, Request, SamplingParams
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged, silent
 from support.fakes import unchecked_shapes

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
 from longtail.engine.report import StepReport
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.planner import StepFeedback
 from longtail.engine.speculation.speculator import Speculation
-from longtail.engine.step.runner import Launched, ModelRunner
-from longtail.engine.step.timer import StepClock
+from longtail.engine.step.runner import Launched, ModelRunner, StepClock
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner

@@ -7,7 +7,7 @@ from longtail.engine.batch import FlatBatch, Segment
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.kv.choice import kv_bytes, make_kv, paged_tokens
 from longtail.engine.kv.paged_cache import PagedKVCache
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.errors import RequestError
 from longtail.model.kernels.pages import TorchPageKernels
 from support.tiny_models import tiny_config, tiny_model

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from longtail.engine import profile
-from longtail.engine.limits import EngineLimits
 from longtail.engine.profile import Profiler, measure_steps, without_stalls
-from longtail.speculation.taps import Taps
+from longtail.engine.request import EngineLimits
+from longtail.speculation.drafter import Taps
 from longtail.tuner.cost import CostModel, TimeCurve
 from support.drafters import RIGHT, ScriptedDrafter
 from support.fakes import unchecked_shapes

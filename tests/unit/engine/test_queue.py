@@ -7,8 +7,7 @@ import torch
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
 from longtail.engine.speculation.queue import Computed, ObservationBatch, ObservationQueue
-from longtail.speculation.tree import DraftTree
-from longtail.speculation.verify import Accepted
+from longtail.speculation.tree import Accepted, DraftTree
 from longtail.types import Request
 from support.worked import TREE, TREE_ACCEPTED
 

@@ -12,7 +12,7 @@ from longtail.engine.step.runner import ModelRunner, RunnerOutput
 from longtail.engine.step.sampler import NoiseTable
 from longtail.model.transformer import Transformer
 from longtail.sampling import gumbel_noise
-from longtail.speculation.taps import NO_TAPS, Taps
+from longtail.speculation.drafter import NO_TAPS, Taps
 from longtail.speculation.tree import DraftTree
 from longtail.types import Request, SamplingParams
 from support.fakes import markov_model

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
 from longtail.engine.report import Verified
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Family
 from longtail.sampling import gumbel_noise, noise_key
-from longtail.speculation.drafter import Draftable, Noise
+from longtail.speculation.drafter import Draftable, Noise, Taps
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.taps import Taps
 from longtail.speculation.tree import EMPTY, DraftTree
 from longtail.types import PolicyWeights, Request, SamplingParams
 from support.drafters import (

@@ -6,8 +6,8 @@ import torch
 from longtail.bench.trl import Arm, compare
 from longtail.cluster.drafter.payoff import PayOff
 from longtail.engine.report import RolloutReport
-from longtail.integrations.trl.metrics import SessionMetrics
-from longtail.integrations.trl.ranks import Ranks
+from longtail.integrations.trl.host import Ranks
+from longtail.integrations.trl.session import SessionMetrics
 
 
 def report(*, generated: int, drafted: int, accepted: int, verified: int) -> RolloutReport:

@@ -20,8 +20,7 @@ from longtail.engine.kv.cache import KeptPath
 from longtail.engine.kv.paged_cache import PagedKVCache
 from longtail.engine.request import ActiveRequest
 from longtail.engine.step import sampler
-from longtail.engine.step.graphs import StepGraphs
-from longtail.engine.step.runner import ModelRunner
+from longtail.engine.step.runner import ModelRunner, StepGraphs
 from longtail.engine.step.sampler import KeyedSampler
 from longtail.model import transformer
 from longtail.model.graphs import GraphBackend, GraphPool, Outputs
@@ -30,10 +29,9 @@ from longtail.model.kernels.gpu import GpuKernels
 from longtail.model.kernels.pages import TorchPageKernels
 from longtail.model.transformer import Transformer
 from longtail.speculation import grow
-from longtail.speculation.drafter import Draftable, Drafter, Observed
+from longtail.speculation.drafter import Draftable, Drafter, Observed, Taps
 from longtail.speculation.grow import Walker
 from longtail.speculation.strategy import DraftThresholds, Strategy
-from longtail.speculation.taps import Taps
 from longtail.speculation.tree import DraftTree
 from longtail.types import Request, SamplingParams
 from support.fake_graphs import tensors

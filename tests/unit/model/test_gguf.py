@@ -9,7 +9,7 @@ from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config, load_model
 from longtail.model.hf.tokenizer import check_vocabulary, load_tokenizer
 from longtail.model.sources.gguf import convert
-from longtail.model.sources.names import resolve
+from longtail.model.sources.hub import resolve
 from longtail.model.transformer import Transformer
 from support.gguf_files import VOCAB_SIZE, tokens, write_gguf
 from support.tiny_models import tiny_model

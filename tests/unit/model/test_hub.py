@@ -9,8 +9,7 @@ from huggingface_hub import close_session
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.sources.hub import is_hub_id
-from longtail.model.sources.names import resolve
+from longtail.model.sources.hub import is_hub_id, resolve
 from support.fake_hub import COMMIT, FakeHub, serve, use
 from support.tiny_models import tiny_model, tiny_tokenizer
 

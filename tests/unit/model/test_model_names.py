@@ -7,7 +7,7 @@ import pytest
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.sources.names import resolve
+from longtail.model.sources.hub import resolve
 from support.gguf_files import VOCAB_SIZE, tokens, write_gguf
 from support.tiny_models import tiny_model
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.model.kernels.draws import TorchDraws
 from longtail.model.kernels.triton_draws import TritonDraws
 from longtail.model.kernels.triton_pages import TritonPageKernels

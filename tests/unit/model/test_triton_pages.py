@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longtail.engine.batch import Segment
 from longtail.engine.kv.cache import token_places
-from longtail.engine.kv.paged_attention import cut_tiles
+from longtail.engine.kv.paged_cache import cut_tiles
 from longtail.model.kernels import triton_pages
 from longtail.model.kernels.pages import Pages, Tiles, TorchPageKernels
 from longtail.model.kernels.triton_pages import TritonPageKernels

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.kernels import linear
 from longtail.model.kernels.linear import Linear

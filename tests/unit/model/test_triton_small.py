@@ -19,7 +19,7 @@ from longtail.model.kernels.triton_pages import TritonPageKernels
 from longtail.model.kernels.triton_small import TritonKernels
 from longtail.model.rope import Rope, RopeConfig
 from longtail.model.transformer import Family, Transformer
-from longtail.speculation.taps import Taps
+from longtail.speculation.drafter import Taps
 from support.fakes import unchecked_shapes
 from support.interpreted import DEVICE
 from support.tiny_models import tiny_model

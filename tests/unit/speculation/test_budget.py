@@ -14,13 +14,14 @@ from longtail.speculation.tree import (
     EMPTY,
     MAX_NODES,
     DraftTree,
+    accept,
     depths,
+    follow,
     keep_reached,
     prune,
     ranked,
     reach_probabilities,
 )
-from longtail.speculation.verify import accept, follow
 from support.worked import TREE, TREE_ACCEPTED, TREE_DRAWN, TREE_REACH
 
 LIKELY = ranked(replace(TREE, reach=TREE_REACH))

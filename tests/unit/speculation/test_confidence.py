@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.tree import DraftTree
-from longtail.speculation.verify import Accepted, follow
+from longtail.speculation.tree import Accepted, DraftTree, follow
 from support.worked import TREE, TREE_ACCEPTED
 
 RIGHT, WRONG = Accepted(path=(1,), tokens=(5, 0)), Accepted(path=(), tokens=(0,))

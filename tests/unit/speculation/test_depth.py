@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.speculation.depth import (
+from longtail.speculation.strategy import (
     REMEMBERED,
     DepthPolicy,
     ExactDepth,

@@ -11,19 +11,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longtail.speculation.confidence import ConfidenceCurve
-from longtail.speculation.depth import DepthPolicy, ExactDepth, PredictedDepth
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.grow import Frontier, Scoring, Walker, grow
-from longtail.speculation.strategy import DraftThresholds, Strategy
+from longtail.speculation.strategy import (
+    DepthPolicy,
+    DraftThresholds,
+    ExactDepth,
+    PredictedDepth,
+    Strategy,
+)
 from longtail.speculation.tree import (
     MAX_NODES,
+    Accepted,
     DraftTree,
     depths,
     prune,
     ranked,
     reach_probabilities,
 )
-from longtail.speculation.verify import Accepted
 from longtail.types import SamplingParams
 
 VOCAB = 5

@@ -5,8 +5,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.speculation.tree import DraftTree
-from longtail.speculation.verify import Accepted, accept
+from longtail.speculation.tree import Accepted, DraftTree, accept
 
 Places = list[tuple[int, int]]
 """Parent and token of each node."""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from longtail.errors import JsonError
-from longtail.system.strict_json import MAX_DEPTH, MAX_DIGITS, find_surrogate, parse_json
+from longtail.system.files import MAX_DEPTH, MAX_DIGITS, find_surrogate, parse_json
 
 
 def test_output_of_json_dumps_is_parsed() -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from longtail.errors import ConfigError
 from longtail.view import command
-from longtail.view.access import COOKIE, POLICY
 from longtail.view.run_files import open_runs
-from longtail.view.server import running
+from longtail.view.server import COOKIE, POLICY, running
 from support.synthetic_run import append_steps
 
 TOKEN = "a-token-of-enough-characters"

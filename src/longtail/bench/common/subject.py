@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from longtail.assembly.drafters import Target, open_drafter, read_drafter
-from longtail.assembly.engine import open_model
-from longtail.assembly.models import model_directory
+from longtail.assembly.engine import model_directory, open_model
 from longtail.bench.common.timing import Log
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.history import HistoryDrafter

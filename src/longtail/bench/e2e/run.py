@@ -19,8 +19,8 @@ from longtail.bench.common.timing import Log, progress
 from longtail.bench.e2e import card
 from longtail.bench.e2e.arms import COLD, OFF, SPOT, Arm, ArmResult, Plan, make_plan
 from longtail.bench.options import E2eBenchOptions
-from longtail.report import timeline_plot
 from longtail.system.device import choose_device
+from longtail.view import timeline_plot
 
 
 def run(options: E2eBenchOptions) -> int:

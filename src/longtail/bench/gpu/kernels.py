@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longtail.engine.batch import Segment
 from longtail.engine.kv.cache import token_places
-from longtail.engine.kv.paged_attention import cut_tiles
+from longtail.engine.kv.paged_cache import cut_tiles
 from longtail.model.kernels.draws import Draws, TorchDraws
 from longtail.model.kernels.ops import Kernels, TorchKernels
 from longtail.model.kernels.pages import PageKernels, Pages, Tiles, TorchPageKernels

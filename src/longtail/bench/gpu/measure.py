@@ -10,7 +10,7 @@ import torch
 from longtail.bench.common.timing import Log
 from longtail.bench.gpu import kernels, small, steps
 from longtail.bench.gpu.kernels import DeviceClock, Heads
-from longtail.bench.gpu.options import GpuBenchOptions
+from longtail.bench.options import GpuBenchOptions
 from longtail.model.rope import RopeConfig
 from longtail.model.transformer import ModelConfig
 

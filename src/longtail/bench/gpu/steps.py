@@ -16,8 +16,8 @@ from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv.choice import kv_bytes
-from longtail.engine.limits import EngineLimits
 from longtail.engine.profile import SyntheticSteps, extend_texts, synthetic_request
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.step.sampler import make_sampler
 from longtail.model.graphs import CudaGraphs, GraphPool, graph_size

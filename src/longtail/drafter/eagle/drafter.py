@@ -26,13 +26,10 @@ from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.ops import NATIVE_HEAD_DIMS
 from longtail.model.transformer import Transformer
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.depth import select_depth_policy
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed
+from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed, Taps
 from longtail.speculation.grow import Scoring, deepest, grow
-from longtail.speculation.strategy import Strategy
-from longtail.speculation.taps import Taps
-from longtail.speculation.tree import EMPTY, DraftTree
-from longtail.speculation.verify import Accepted
+from longtail.speculation.strategy import Strategy, select_depth_policy
+from longtail.speculation.tree import EMPTY, Accepted, DraftTree
 
 
 @final

@@ -34,7 +34,7 @@ from longtail.model.kernels.ops import Kernels, QueryKeyValue, TorchKernels
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, Rotation
 from longtail.model.transformer import FeedForward, ModelConfig, Norm
-from longtail.speculation.taps import Taps
+from longtail.speculation.drafter import Taps
 
 Recipe = Literal["eagle1", "eagle3"]
 

@@ -32,8 +32,8 @@ from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
+from longtail.system.files import parse_json
 from longtail.system.machine import MAX_INT32
-from longtail.system.strict_json import parse_json
 
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
 _FORMAT = 1

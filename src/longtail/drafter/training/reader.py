@@ -22,7 +22,7 @@ from longtail.drafter.eagle.unroll import Pairs
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import moved
-from longtail.speculation.taps import Taps
+from longtail.speculation.drafter import Taps
 from longtail.types import PackedSequences
 
 StateLookup = Callable[[Sequence[int], int], Tensor | None]

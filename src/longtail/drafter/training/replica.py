@@ -4,9 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from longtail.config.sections import OptimizerSection
+from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.weights import are_finite, weighted_mean
+from longtail.rl.muon import MuonOptimizer
+from longtail.rl.optim import Optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,3 +85,16 @@ def merge(replicas: Sequence[Replica]) -> dict[str, Tensor]:
     ]
     assert kept, "no replica is left to merge"
     return weighted_mean([each.weights for each in kept], [each.num_tokens for each in kept])
+
+
+def make_optimizer(
+    layer: EagleLayer,
+    settings: OptimizerSection,
+    matrix_rate: float | None,
+    total_steps: int = 0,
+) -> Optimizer | MuonOptimizer:
+    """Return Muon for the matrices at `matrix_rate`; AdamW for all parameters if it is None."""
+    if matrix_rate is None:
+        return Optimizer(layer.named_parameters(), settings, total_steps=total_steps)
+    module = nn.ModuleDict({"layers": nn.ModuleList([layer])})  # Muon applies inside `layers`
+    return MuonOptimizer(module, settings, matrix_rate=matrix_rate, total_steps=total_steps)

@@ -14,7 +14,7 @@ from longtail.errors import CheckpointError, DataError
 from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack
 from longtail.sampling import noise_key
-from longtail.system.strict_json import parse_json
+from longtail.system.files import parse_json
 from longtail.types import Completion, PackedSequences, Request, SamplingParams
 
 

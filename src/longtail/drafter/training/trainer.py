@@ -38,8 +38,8 @@ from longtail.drafter.eagle.weights import (
     with_prefix,
     without_prefix,
 )
-from longtail.drafter.training.optimizer import make_optimizer
 from longtail.drafter.training.reader import Interrupted, StateLookup, TargetReader
+from longtail.drafter.training.replica import make_optimizer
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import moved

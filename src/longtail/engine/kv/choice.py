@@ -8,7 +8,7 @@ import torch
 
 from longtail.engine.kv.cache import ContiguousKVCache, KVCache
 from longtail.engine.kv.paged_cache import BLOCK_SIZE, PagedKVCache
-from longtail.engine.limits import EngineLimits
+from longtail.engine.request import EngineLimits
 from longtail.errors import RequestError
 from longtail.model.kernels.choice import select_page_kernels
 from longtail.model.transformer import ModelConfig, Transformer

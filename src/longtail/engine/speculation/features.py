@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longtail.engine.request import PREFIX_BLOCK, ActiveRequest
 from longtail.engine.speculation.queue import Computed, TokenSpan
-from longtail.speculation.taps import Taps
+from longtail.speculation.drafter import Taps
 
 _PENDING_PARTS = 4
 """Fraction 1/4 of the memory is for pending steps."""

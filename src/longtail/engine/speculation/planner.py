@@ -13,10 +13,9 @@ from typing import final
 from longtail.engine.batch import Scheduled
 from longtail.engine.report import Switch, Verified
 from longtail.engine.request import ActiveRequest
-from longtail.engine.step.timer import StepClock, StepTimer
+from longtail.engine.step.runner import StepClock, StepTimer
 from longtail.speculation.drafter import Drafter, Noise
-from longtail.speculation.tree import DraftTree, cut_depth
-from longtail.speculation.verify import Accepted, follow
+from longtail.speculation.tree import Accepted, DraftTree, cut_depth, follow
 from longtail.tuner.cost import CostModel
 from longtail.tuner.guard import Guard
 from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan

@@ -16,7 +16,7 @@ from torch import Tensor
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
 from longtail.speculation.drafter import Observed
-from longtail.speculation.verify import Accepted
+from longtail.speculation.tree import Accepted
 
 _BYTES = 64 * 2**20
 """Maximum bytes of features in the queue."""

@@ -21,14 +21,12 @@ from longtail.engine.request import ActiveRequest
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.planner import DraftPlanner, FeedbackLoop, PlannedStep
 from longtail.engine.speculation.queue import Computed, ObservationQueue
+from longtail.engine.step.runner import StepClock, StepTimer
 from longtail.engine.step.sampler import NoiseSource
-from longtail.engine.step.timer import StepClock, StepTimer
 from longtail.model.transformer import ModelConfig
-from longtail.speculation.drafter import Drafter
+from longtail.speculation.drafter import NO_TAPS, Drafter
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.taps import NO_TAPS
-from longtail.speculation.tree import EMPTY, MAX_NODES
-from longtail.speculation.verify import Accepted
+from longtail.speculation.tree import EMPTY, MAX_NODES, Accepted
 from longtail.tuner.cost import CostModel
 from longtail.tuner.guard import Guard
 from longtail.tuner.tuner import FixedTuner, Tuner

@@ -21,7 +21,7 @@ from longtail.drafter.formats.published import export_drafter
 from longtail.errors import ConfigError
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl import host
-from longtail.integrations.trl.ranks import Ranks
+from longtail.integrations.trl.host import Ranks
 from longtail.integrations.trl.sampling import end_tokens
 from longtail.integrations.trl.session import RolloutCall, Session
 from longtail.integrations.trl.turns import Tokens
@@ -106,7 +106,7 @@ class Rollouts:
 
     def __enter__(self) -> "Rollouts":
         """Replace TRL's class for vLLM, for the trainers that are made inside."""
-        from longtail.integrations.trl.generation import LongtailGeneration
+        from longtail.integrations.trl.sampling import LongtailGeneration
 
         make = functools.partial(LongtailGeneration, self)
         self._patch.enter_context(host.patched(make, self._before_log))
@@ -118,7 +118,7 @@ class Rollouts:
 
     def callback(self) -> Any:
         """Return the callback that the trainer needs, as in `callbacks=[rollouts.callback()]`."""
-        from longtail.integrations.trl.generation import RolloutsCallback
+        from longtail.integrations.trl.sampling import RolloutsCallback
 
         return RolloutsCallback(self)
 

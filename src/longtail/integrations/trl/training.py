@@ -35,7 +35,7 @@ from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.errors import CheckpointError
 from longtail.integrations.mirror import MirroredPolicy
-from longtail.integrations.trl.ranks import Ranks
+from longtail.integrations.trl.host import Ranks
 from longtail.tuner.cost import CostModel
 from longtail.types import Completion, Request
 

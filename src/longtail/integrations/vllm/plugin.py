@@ -19,7 +19,7 @@ from typing import Any
 
 from longtail.errors import ConfigError
 from longtail.integrations.vllm import guards
-from longtail.integrations.vllm.settings import (
+from longtail.integrations.vllm.guards import (
     KEY,
     VARIABLE,
     VllmSettings,

@@ -17,8 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.integrations.vllm.guards import Patch, Signature, check, class_of, module_of
-from longtail.integrations.vllm.settings import VllmSettings
+from longtail.integrations.vllm.guards import (
+    Patch,
+    Signature,
+    VllmSettings,
+    check,
+    class_of,
+    module_of,
+)
 
 logger = logging.getLogger("vllm.plugins.longtail")
 _EXPAND = Signature(first=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"))

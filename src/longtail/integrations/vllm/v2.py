@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.integrations.vllm.guards import Patch, Signature, check, module_of
-from longtail.integrations.vllm.settings import VllmSettings
+from longtail.integrations.vllm.guards import Patch, Signature, VllmSettings, check, module_of
 
 _GPU = "vllm.v1.worker.gpu"
 _REJECTION = Signature(

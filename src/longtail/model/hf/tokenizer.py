@@ -13,7 +13,7 @@ from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
 from longtail.model.transformer import ModelConfig
-from longtail.system.strict_json import find_surrogate, parse_json
+from longtail.system.files import find_surrogate, parse_json
 
 _FILES = (
     "tokenizer.json",

@@ -17,7 +17,7 @@ from longtail.model.kernels import native
 from longtail.model.kernels.linear import NativeProduct
 from longtail.model.kernels.ops import CachedAttention
 from longtail.model.rope import Rotation
-from longtail.speculation.taps import Taps
+from longtail.speculation.drafter import Taps
 
 _PTR, _INT = ctypes.c_void_p, ctypes.c_int64
 

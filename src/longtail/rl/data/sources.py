@@ -22,7 +22,7 @@ from typing import Any
 
 from longtail.errors import ConfigError, DataError, JsonError
 from longtail.rl.data import sum_task
-from longtail.system.strict_json import parse_json
+from longtail.system.files import parse_json
 
 Row = Mapping[str, Any]
 

@@ -9,6 +9,7 @@ from longtail.integrations.vllm import v2
 from longtail.integrations.vllm.guards import (
     Patch,
     Signature,
+    VllmSettings,
     check,
     module_of,
     problems,
@@ -16,7 +17,6 @@ from longtail.integrations.vllm.guards import (
     replace,
     without_draft_cache,
 )
-from longtail.integrations.vllm.settings import VllmSettings
 from support.vllm_releases import PARAMETERS, function, module, release
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longtail.integrations.vllm import v2
-from longtail.integrations.vllm.settings import VllmSettings
+from longtail.integrations.vllm.guards import VllmSettings
 from support.vllm_releases import PARAMETERS, draw, release
 
 VOCAB, STEPS = 11, 3

@@ -8,7 +8,7 @@ import pytest
 
 from longtail.errors import ConfigError
 from longtail.integrations.vllm import adopt, plugin
-from longtail.integrations.vllm.settings import VllmSettings
+from longtail.integrations.vllm.guards import VllmSettings
 from support.vllm_releases import module, release
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm.settings import (
+from longtail.integrations.vllm.guards import (
     VllmSettings,
     parse_settings,
     requested,

@@ -7,8 +7,8 @@ import torch
 
 from longtail.errors import ConfigError
 from longtail.integrations.vllm import guards, v1, v1_cpu
-from longtail.integrations.vllm.settings import VllmSettings
-from longtail.integrations.vllm.v1_sampling import draw, draw_drafts, match, request_key
+from longtail.integrations.vllm.guards import VllmSettings
+from longtail.integrations.vllm.v1 import draw, draw_drafts, match, request_key
 from longtail.sampling import gumbel_noise
 from support import vllm_v1
 from support.vllm_v1 import VOCAB

@@ -8,7 +8,7 @@ from matplotlib.image import imread
 from longtail.cluster.states import State
 from longtail.cluster.timeline import Mark, Span, Timeline
 from longtail.errors import ConfigError
-from longtail.report.timeline_plot import _LOOKS, draw
+from longtail.view.timeline_plot import _LOOKS, draw
 from support.fakes import do_without
 
 

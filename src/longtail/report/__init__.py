@@ -1,1 +1,0 @@
-"""Pages and plots of a run."""
