@@ -1,4 +1,4 @@
-"""The server of the page: its files, the runs' data, an event when a run grows, and who may look."""
+"""The server of the page: its files, the runs' data, an event when it grows, and who may look."""
 
 import asyncio
 import hmac

