@@ -168,7 +168,12 @@ _HEADERS = {
 
 @final
 class ViewAccess:
-    """ASGI middleware that refuses strangers and requests under another name."""
+    """ASGI middleware that refuses strangers and requests under another name.
+
+    Without a token the server listens on loopback, and only requests to this machine's names pass,
+    so that no web page can reach it under another name (DNS rebinding). With a token, the first
+    request has it in its URL; the answer moves it into a cookie and out of the address bar.
+    """
 
     def __init__(self, app: ASGIApp, *, token: str | None) -> None:
         self._app, self._token = app, token
