@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from support.tiny_models import tiny_model
 
 PATIENCE_S = 60.0
 """Seconds after which a test gives up waiting for a process."""
-_CONTEXT = multiprocessing.get_context("spawn")
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["longtail.rl.learner"])  # once, not in each process
 
 # eps = 1 makes an update smooth in the gradient, as in test_learner.py; here clipping takes part.
 SETTINGS = LearnerSection(
@@ -52,8 +53,6 @@ class Plan:
     mini_batches: int = 1
     bad_advantage: int | None = None
     """Index of a rollout whose advantage is not a number."""
-    bad_logprob: int | None = None
-    """Index of a rollout whose first logprob is not a number."""
     idle: tuple[int, ...] = ()
     """Indices of rollouts with advantage 0."""
     keep_idle: bool = True
@@ -67,8 +66,6 @@ class Plan:
             tokens = torch.randint(128, (prompt_len + completion_len,), generator=generator)
             # Close enough to a random model's logprobs for both sides of the clipping to be met.
             logprobs = torch.randn(completion_len, generator=generator, dtype=torch.float64) - 5.3
-            if index == self.bad_logprob:
-                logprobs[0] = float("nan")
             if index in self.idle:
                 advantages[index] = 0.0
             if index == self.bad_advantage:
@@ -146,26 +143,13 @@ def connect(ranks: Sequence[RankProcess], *, timeout_s: float = PATIENCE_S) -> N
 def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     served = _Rank()
-    calls: dict[str, Callable[..., Any]] = {
-        "connect": served.connect,
-        "begin": served.begin,
-        "step": served.step,
-        "lose_group": served.lose_group,
-        "digest": served.digest,
-        "copy": served.copy,
-        "restore": served.restore,
-        "break_gradients": served.break_gradients,
-        "break_backward": served.break_backward,
-        "die_after": served.die_after,
-        "die_after_passes": served.die_after_passes,
-    }
     while True:
         try:
             name, arguments, named = pipe.recv()
         except EOFError:  # the test is over
             return
         try:
-            answer = calls[name](*arguments, **named)
+            answer = getattr(served, name)(*arguments, **named)
         except LongtailError as error:
             answer = error
         pipe.send(answer)
@@ -229,16 +213,6 @@ class _Rank:
             {name: torch.from_numpy(array) for name, array in weights.items()},
         )
 
-    def break_gradients(self) -> None:
-        """Make the next gradient of one matrix infinite on this rank."""
-        weight = self._model.layers[0].attention.qkv.weight
-
-        def broken(gradient: torch.Tensor) -> torch.Tensor:
-            handle.remove()
-            return gradient * float("inf")
-
-        handle = weight.register_hook(broken)
-
     def break_backward(self) -> None:
         """Make all gradients of this rank's next pass infinite."""
         logits = Transformer.logits
@@ -254,15 +228,3 @@ class _Rank:
     def die_after_passes(self, passes: int) -> None:
         """End the process after `passes` more passes and one."""
         self._passes_left = passes
-
-    def die_after(self, backwards: int) -> None:
-        """End the process in the backward pass that follows `backwards` more."""
-        left = backwards
-
-        def end(gradient: torch.Tensor) -> None:
-            nonlocal left
-            if left == 0:
-                os._exit(9)
-            left -= 1
-
-        self._model.norm.weight.register_hook(end)

@@ -1,13 +1,12 @@
 """The learner against a slow, separate calculation; its promises about state and failure."""
 
-import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load, save
 
 from longtail.config.rl import LearnerSection
 from longtail.errors import CheckpointError, ConfigError, NonFiniteError
@@ -18,9 +17,10 @@ from longtail.rl import learner as learner_module
 from longtail.rl.learner import Learner
 from longtail.rl.logprobs import score
 from longtail.rl.loss import LOSSES
-from longtail.rl.packing import lay_out, pack_mini_batches, pack_rollouts
+from longtail.rl.packing import pack_mini_batches, pack_rollouts
 from longtail.types import Rollout, SamplingParams, TrainBatch
 from support.processors import needs_bfloat16
+from support.rank_processes import SETTINGS, Plan, new_learner
 from support.rollouts import rollout
 from support.tiny_models import tiny_model
 
@@ -30,22 +30,27 @@ SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)
 SMOOTH = LearnerSection(learning_rate=0.05, eps=1.0, max_grad_norm=1e9)
 
 
-def rollouts(model: Transformer, lengths=((3, 5), (2, 9), (4, 1), (1, 7))) -> list[Rollout]:
-    """Random completions, with logprobs near the model's own, as an engine would report them."""
+ADVANTAGES = [1.0, -0.7, 0.4, -1.3]
+LENGTHS = ((3, 5), (2, 9), (4, 1), (1, 7))
+
+
+def rollouts(
+    model: Transformer,
+    lengths: Sequence[tuple[int, int]] = LENGTHS,
+    gaps: Sequence[Sequence[float]] | None = None,
+) -> list[Rollout]:
+    """Random completions; their logprobs are the model's own less `gaps`, which are noise."""
     generator = torch.Generator().manual_seed(11)
     made = []
     for index, (prompt_len, completion_len) in enumerate(lengths):
-        tokens = torch.randint(
-            0, model.config.vocab_size, (prompt_len + completion_len,), generator=generator
-        )
+        count = prompt_len + completion_len
+        tokens = torch.randint(0, model.config.vocab_size, (count,), generator=generator)
+        noise = 0.05 * torch.randn(completion_len, generator=generator, dtype=torch.float64)
+        gap = noise if gaps is None else torch.tensor(gaps[index])
         own = alone(model, tokens, prompt_len, SAMPLING.temperature).detach()
-        noise = 0.05 * torch.randn(completion_len, generator=generator, dtype=own.dtype)
-        logprobs = tuple((own + noise).tolist())
+        logprobs = tuple((own - gap).tolist())
         made.append(rollout(tokens.tolist(), prompt_len, number=index, logprobs=logprobs))
     return made
-
-
-ADVANTAGES = [1.0, -0.7, 0.4, -1.3]
 
 
 def alone(model: Transformer, tokens: torch.Tensor, prompt_len: int, temperature: float):
@@ -80,170 +85,119 @@ def assert_same_weights(first: Learner, second: Learner, *, tolerance: float = 0
         torch.testing.assert_close(tensor, theirs[name], rtol=0.0, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen2"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_packed_logprobs_are_those_of_each_sequence_alone(family, temperature):
-    model = tiny_model(family, dtype=torch.float64)
-    made = rollouts(model)
-    sampling = replace(SAMPLING, temperature=temperature)
-    texts = [one.prompt.tokens + one.completion.tokens for one in made]
-    prompts = [len(one.prompt.tokens) for one in made]
-    packed = lay_out(texts, prompts)
-    found = score(model, packed, sampling)
-    expected = torch.cat(
-        [alone(model, torch.tensor(t), p, temperature) for t, p in zip(texts, prompts, strict=True)]
-    )
-    torch.testing.assert_close(found.logprobs, expected, rtol=0.0, atol=1e-12)
-    assert found.rows.tolist() == packed.loss_mask.nonzero()[:, 0].tolist()
-
-
-def test_scoring_in_chunks_changes_neither_values_nor_gradients():
-    whole, chunked = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64)
-    packed = batch(whole, budget=100).micro_batches[0].packed
-    rows_at_once = 3 * whole.config.vocab_size
-    first = score(whole, packed, SAMPLING)
-    second = score(chunked, packed, SAMPLING, max_logits=rows_at_once, recompute=True)
-    torch.testing.assert_close(first.logprobs, second.logprobs, rtol=0.0, atol=1e-12)
-    torch.testing.assert_close(first.entropy, second.entropy, rtol=0.0, atol=1e-12)
-    first.logprobs.sin().sum().backward()
-    second.logprobs.sin().sum().backward()
-    for (name, a), b in zip(whole.named_parameters(), chunked.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0.0, atol=1e-12, msg=name)
-
-
-def test_entropy_is_that_of_the_sampled_distribution():
-    model = tiny_model(dtype=torch.float64)
-    packed = batch(model, budget=100).micro_batches[0].packed
-    found = score(model, packed, replace(SAMPLING, temperature=0.5, top_k=40))
-    hidden = model(packed.tokens, packed.positions, PackedAttention(packed.cu_seqlens))
-    top = (model.logits(hidden) / 0.5)[found.rows - 1].topk(40, dim=-1)
-    expected = torch.distributions.Categorical(logits=top.values).entropy()
-    # A token outside the top 40 joins its own support; look at the others.
-    inside = (top.indices == packed.tokens[found.rows, None]).any(-1)
-    assert inside.any()
-    torch.testing.assert_close(found.entropy[inside], expected[inside], rtol=0.0, atol=1e-12)
-    assert not found.entropy.requires_grad
-
-
 def test_a_truncated_distribution_is_renormalised_over_what_is_kept_and_the_token():
     model = tiny_model(dtype=torch.float64)
     packed = batch(model, budget=100).micro_batches[0].packed
-    sampling = replace(SAMPLING, temperature=0.8, top_k=5)
-    found = score(model, packed, sampling)
+    sampling, rows_at_once = replace(SAMPLING, temperature=0.8, top_k=5), 3 * 128
+    found = score(model, packed, sampling, max_logits=rows_at_once, recompute=True)
     hidden = model(packed.tokens, packed.positions, PackedAttention(packed.cu_seqlens))
-    logits = (model.logits(hidden) / 0.8).tolist()
-    outside = 0
-    for row, logprob in zip(found.rows.tolist(), found.logprobs.tolist(), strict=True):
-        scores, token = logits[row - 1], int(packed.tokens[row])
-        kept = set(sorted(range(len(scores)), key=lambda v: -scores[v])[:5])
-        outside += token not in kept
-        total = math.log(sum(math.exp(scores[v]) for v in kept | {token}))
-        assert logprob == pytest.approx(scores[token] - total, abs=1e-12)
-    assert outside > 0, "the example must contain a token that truncation would remove"
+    logits, tokens = (model.logits(hidden) / 0.8)[found.rows - 1], packed.tokens[found.rows]
+    kept = logits >= logits.topk(5).values[:, -1:]
+    assert not kept.gather(-1, tokens[:, None]).all(), "truncation would remove a token"
+    kept.scatter_(-1, tokens[:, None], True)
+    expected = torch.distributions.Categorical(logits=logits.masked_fill(~kept, -math.inf))
+    torch.testing.assert_close(found.logprobs, expected.log_prob(tokens), rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(found.entropy, expected.entropy(), rtol=0.0, atol=1e-12)
+    assert not found.entropy.requires_grad
     (gradient,) = torch.autograd.grad(found.logprobs.sum(), model.norm.weight)
     assert gradient.isfinite().all()
 
 
-def test_one_grpo_step_is_the_textbook_one():
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_a_step_is_the_textbook_one(mini_batches):
+    """Ratios are to the policy before the step, in each of its updates."""
     model, twin = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64)
     made = rollouts(twin)
-    report = learner(model).step([batch(twin, rollouts=made)])
+    cut = pack_mini_batches(
+        made, ADVANTAGES, sampling=SAMPLING, budget=12, mini_batches=mini_batches
+    )
+    report = learner(model, loss="dapo", clip_low=9.0, clip_high=9.0).step(cut)
+    assert (report.num_updates, report.version) == (mini_batches, 1)
+    assert (report.old_kl > 0) == (mini_batches > 1)
+    assert report.clip_fraction == 0.0
 
-    loss = torch.zeros((), dtype=torch.float64)
-    for one, advantage in zip(made, ADVANTAGES, strict=True):
-        tokens = torch.tensor(one.prompt.tokens + one.completion.tokens)
-        logprobs = alone(twin, tokens, len(one.prompt.tokens), 1.0)
-        ratio = (logprobs - logprobs.detach()).exp()  # on policy: 1, with the slope of logprob
-        loss = loss - (ratio * advantage).mean() / len(made)
-    loss.backward()
-    norm = torch.stack([p.grad.norm() for p in twin.parameters()]).norm()
-    assert report.loss == pytest.approx(loss.item(), abs=1e-12)
-    assert report.grad_norm == pytest.approx(norm.item(), rel=1e-9)
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        expected = theirs - 0.05 * theirs.grad / (theirs.grad.abs() + 1.0)
-        torch.testing.assert_close(ours, expected, rtol=0.0, atol=1e-12, msg=name)
+    parameters = list(twin.parameters())
+    adam = torch.optim.AdamW(parameters, lr=0.05, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
+
+    def logprobs(index: int) -> torch.Tensor:
+        prompt, tokens = made[index].prompt.tokens, made[index].completion.tokens
+        return alone(twin, torch.tensor(prompt + tokens), len(prompt), 1.0)
+
+    old = [logprobs(index).detach() for index in range(4)]
+    for members in ((0, 1, 2, 3),) if mini_batches == 1 else ((0, 1), (2, 3)):
+        count = sum(len(old[i]) for i in members)
+        terms = [((logprobs(i) - old[i]).exp() * ADVANTAGES[i]).sum() for i in members]
+        adam.zero_grad()
+        loss = -sum(terms) / count
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        adam.step()
+    for (name, ours), theirs in zip(model.named_parameters(), parameters, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-12, msg=name)
+    if mini_batches == 1:
+        assert report.loss == pytest.approx(loss.item(), abs=1e-12)
+        assert report.grad_norm == pytest.approx(norm.item(), rel=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_packing_budget_does_not_change_the_update(name):
     reports, learners = [], []
-    for budget in (8, 13, 1000):
+    made = rollouts(tiny_model(dtype=torch.float64), (*LENGTHS, (2, 0)))
+    for budget in (8, 1000):
         one = learner(loss=name, kl_coef=0.1, tis_cap=1.02)
-        both = batch(tiny_model(dtype=torch.float64), budget=budget)
-        reports.append(one.step([both]))
-        reports[-1] = one.step([both])  # the second is off policy: ratios, clips and KL take part
+        both = pack_rollouts(made, [*ADVANTAGES, 0.6], sampling=SAMPLING, budget=budget)
+        one.step([both])
+        reports.append(one.step([both]))  # off policy: ratios, clips and KL take part
         learners.append(one)
-    assert reports[0].grad_norm > 1e-3
-    assert 0 < reports[0].capped_fraction < 1
-    assert reports[0].reference_kl > 0
-    for other, report in zip(learners[1:], reports[1:], strict=True):
-        assert_same_weights(learners[0], other, tolerance=1e-12)
-        assert report.loss == pytest.approx(reports[0].loss, abs=1e-12)
-        assert report.entropy == pytest.approx(reports[0].entropy, abs=1e-12)
-        assert report.gap_max == pytest.approx(reports[0].gap_max, abs=1e-12)
+    report, other = reports
+    assert report.grad_norm > 1e-3
+    assert 0 < report.capped_fraction < 1
+    assert report.reference_kl > 0
+    assert_same_weights(*learners, tolerance=1e-12)
+    for field in ("loss", "entropy", "gap_max"):
+        assert getattr(report, field) == pytest.approx(getattr(other, field), abs=1e-12)
 
 
-def test_mini_batches_measure_ratios_from_the_policy_before_the_step():
-    model, twin = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64)
-    made = rollouts(twin)
-    cut = pack_mini_batches(made, ADVANTAGES, sampling=SAMPLING, budget=12, mini_batches=2)
-    one = learner(model, loss="dapo", clip_low=9.0, clip_high=9.0)
-    report = one.step(cut)
-    assert (report.num_updates, report.version) == (2, 1)
-
-    # By hand: both halves' old logprobs come from the initial weights.
-    parameters = list(twin.parameters())
-    adam = torch.optim.AdamW(parameters, lr=0.05, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
-    sequences = [torch.tensor(r.prompt.tokens + r.completion.tokens) for r in made]
-    prompts = [len(r.prompt.tokens) for r in made]
-
-    def logprobs(index: int) -> torch.Tensor:
-        return alone(twin, sequences[index], prompts[index], 1.0)
-
-    old = [logprobs(index).detach() for index in range(4)]
-    for half in ((0, 1), (2, 3)):
-        count = sum(len(old[i]) for i in half)
-        terms = [((logprobs(i) - old[i]).exp() * ADVANTAGES[i]).sum() for i in half]
-        adam.zero_grad()
-        (-sum(terms) / count).backward()
-        adam.step()
-    for (name, ours), theirs in zip(model.named_parameters(), parameters, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-12, msg=name)
-    assert report.old_kl > 0
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_leaving_out_what_has_no_advantage_changes_no_update(loss):
+    learners = []
+    for keep_idle, scored in ((True, 32), (False, 32 - 5 - 1 - 3)):
+        one = new_learner(SETTINGS.model_copy(update={"loss": loss, "kl_coef": 0.0}))
+        for seed in (1, 2):
+            plan = Plan(seed=seed, idle=(0, 2, 4), mini_batches=2, keep_idle=keep_idle)
+            report = one.step(plan.batches())
+        assert (report.num_generated, report.num_scored) == (32, scored)
+        learners.append(one)
+    assert_same_weights(*learners, tolerance=1e-12)
 
 
-def test_one_update_is_on_policy():
-    report = learner().step([batch(tiny_model(dtype=torch.float64))])
-    assert (report.old_kl, report.clip_fraction) == (0.0, 0.0)
+def test_a_step_in_which_nothing_has_an_advantage_moves_by_momentum_alone():
+    learners = [new_learner(SETTINGS.model_copy(update={"kl_coef": 0.0})) for _ in range(2)]
+    for one, keep_idle in zip(learners, (True, False), strict=True):
+        one.step(Plan(seed=1).batches())
+        report = one.step(Plan(seed=2, idle=tuple(range(7)), keep_idle=keep_idle).batches())
+        assert (report.num_generated, report.num_scored) == (32, 32 * keep_idle)
+    assert_same_weights(*learners, tolerance=1e-12)
+
+
+def test_progress_is_told_after_every_micro_batch_and_before_others_are_waited_for():
+    batches = Plan(seed=1, mini_batches=2).batches()
+    heard: list[bool] = []
+    new_learner().step(batches, heard.append)
+    cut = [len(batch.micro_batches) for batch in batches]
+    # The old policy is scored first, then one mini-batch after the other is learned.
+    assert heard == [False] * sum(cut) + [waits for n in cut for waits in (*[False] * n, True)]
 
 
 def test_the_gap_between_rollout_and_learner_is_measured():
     model = tiny_model(dtype=torch.float64)
-    made = rollouts(model, lengths=((2, 2), (3, 2)))
-    sequences = [torch.tensor(r.prompt.tokens + r.completion.tokens) for r in made]
-    gaps = [(0.1, -0.3), (0.0, 0.2)]  # learner minus rollout
-    shifted = [
-        replace(
-            one,
-            completion=replace(
-                one.completion,
-                logprobs=tuple(
-                    own - gap
-                    for own, gap in zip(
-                        alone(model, tokens, len(one.prompt.tokens), 1.0).tolist(),
-                        gap_pair,
-                        strict=True,
-                    )
-                ),
-            ),
-        )
-        for one, tokens, gap_pair in zip(made, sequences, gaps, strict=True)
-    ]
-    report = learner(model).step([batch(model, rollouts=shifted)])
+    made = rollouts(model, ((2, 2), (3, 2)), gaps=((0.1, -0.3), (0.0, 0.2)))
+    report = learner(model).step([batch(model, rollouts=made)])
     assert report.gap_mean == pytest.approx((0.1 + 0.3 + 0.2) / 4)
     assert report.gap_max == pytest.approx(0.3)
-    ratios = [math.exp(g) for pair in gaps for g in pair]
+    ratios = [math.exp(gap) for gap in (0.1, -0.3, 0.0, 0.2)]
     assert report.rollout_ratio_mean == pytest.approx(sum(ratios) / 4)
     assert report.rollout_ratio_min == pytest.approx(min(ratios))
     assert report.rollout_ratio_max == pytest.approx(max(ratios))
@@ -284,22 +238,24 @@ def test_gradient_checkpointing_gives_the_same_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize(("family", "recompute"), [("qwen3", False), ("qwen2", True)])
 def test_autocast_comes_close_to_float32(family, recompute):
     model = tiny_model(family)
-    both = batch(model)
-    plain = learner(tiny_model(family))
-    mixed = learner(model, autocast=True, gradient_checkpointing=recompute)
+    both = batch(model, rollouts=rollouts(model, gaps=[[0.0] * n for _, n in LENGTHS]))
+    plain = learner(model)
+    mixed = learner(tiny_model(family), autocast=True, gradient_checkpointing=recompute)
     exact, rounded = plain.step([both]), mixed.step([both])
     # bfloat16 has 8 bits: logits of +-3 err by about 0.02, a gradient by a few per cent.
     assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=0.1)
-    assert 1e-4 < abs(rounded.gap_mean - exact.gap_mean) < 0.1
+    assert exact.gap_mean < 1e-5 < 1e-4 < rounded.gap_mean < 0.1
     assert all(tensor.dtype == torch.float32 for tensor in tensors(mixed).values())
+    assert F.cosine_similarity(moved(plain, family), moved(mixed, family), dim=0) > 0.98
+
+
+def moved(one: Learner, family="qwen3") -> torch.Tensor:
+    """Return all movements of the weights since their initialization."""
     start = dict(tiny_model(family).named_parameters())
-    moved = torch.cat([(tensors(plain)[n] - start[n].detach()).flatten() for n in start])
-    also = torch.cat([(tensors(mixed)[n] - start[n].detach()).flatten() for n in start])
-    assert F.cosine_similarity(moved, also, dim=0) > 0.98
+    return torch.cat([(tensors(one)[n] - start[n].detach()).flatten() for n in start])
 
 
 @needs_bfloat16
@@ -316,52 +272,14 @@ def test_weights_converted_once_an_update_give_the_update_of_autocast(compiled, 
         learners.append(learner(tiny_model(), autocast=True))
         learners[-1].step(both)
         learners[-1].step(both)
-    start = dict(tiny_model().named_parameters())
-    moved, also = (
-        torch.cat([(tensors(one)[n] - start[n].detach()).flatten() for n in start])
-        for one in learners
-    )
+    ours, theirs = map(moved, learners)
     # The second update of a step uses the weights of the first; stale ones would be far off.
-    assert F.cosine_similarity(moved, also, dim=0) > 0.999
-    assert float((moved - also).norm()) < 0.03 * float(also.norm())
+    assert F.cosine_similarity(ours, theirs, dim=0) > 0.999
+    assert float((ours - theirs).norm()) < 0.03 * float(theirs.norm())
     model = tiny_model()
     learner(model, autocast=True).step(both)
     assert model.head.cast is None
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.slow
-def test_a_resumed_learner_goes_on_bit_for_bit():
-    settings = LearnerSection(
-        learning_rate=0.01, schedule="cosine", warmup_steps=1, weight_decay=0.1, kl_coef=0.1
-    )
-    batches = [
-        batch(tiny_model(), advantages=advantages)
-        for advantages in ([1.0, -1.0, 0.5, 0.2], [-0.3, 0.9, 0.1, -1.0], [0.4, 0.4, -0.8, 0.1])
-    ]
-    through = Learner(tiny_model(), settings, total_steps=5)
-    for one in batches[:2]:
-        through.step([one])
-    state, weights = through.state(), through.weights()
-    stored = save({**state.tensors, **{f"w/{n}": t for n, t in weights.tensors.items()}})
-    numbers = json.dumps(dict(state.numbers))
-    expected = through.step([batches[2]])
-
-    read = load(stored)
-    resumed = Learner(tiny_model(), settings, total_steps=5)
-    resumed.restore(
-        replace(
-            state,
-            tensors={n: t for n, t in read.items() if not n.startswith("w/")},
-            numbers=json.loads(numbers),
-        ),
-        {n.removeprefix("w/"): t for n, t in read.items() if n.startswith("w/")},
-    )
-    assert resumed.version == 2
-    report = resumed.step([batches[2]])
-    assert_same_weights(through, resumed)
-    times = {"logprob_seconds": 0.0, "backward_seconds": 0.0, "update_seconds": 0.0}
-    assert replace(report, **times) == replace(expected, **times)
 
 
 def test_a_fresh_learner_can_be_saved_and_restored():
@@ -392,57 +310,52 @@ def test_published_weights_are_never_modified():
     assert not any(tensor.requires_grad for tensor in after.tensors.values())
 
 
-def test_broken_weights_stop_the_step_by_name():
-    model = tiny_model()
-    both = batch(tiny_model())
-    with torch.no_grad():
-        model.layers[1].feed_forward.down.weight[0, 0] = float("nan")
-    with pytest.raises(
-        NonFiniteError, match=r"step 0: layers\.1\.feed_forward\.down\.weight is not finite"
-    ):
-        learner(model).step([both])
-
-
-def test_a_loss_that_is_not_finite_leaves_the_learner_as_it_was():
-    one = learner()
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("weight", r"step 1: layers\.1\.feed_forward\.down\.weight is not finite"),
+        ("advantage", r"step 1: the loss \(micro-batch \d\) is not finite"),
+        ("gradient", r"step 1: the gradient of layers\.0\.attention\.qkv\.weight is not finite"),
+    ],
+)
+def test_what_is_not_finite_is_named_and_leaves_the_learner_as_it_was(broken, message):
+    model, twin = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64)
+    one, other = learner(model), learner(twin)
     good = batch(tiny_model(dtype=torch.float64), budget=8)
-    one.step([good])
-    weights, state = tensors(one), one.state()
-    bad = batch(
-        tiny_model(dtype=torch.float64), budget=8, advantages=[1.0, 0.5, float("nan"), -1.0]
-    )
-    with pytest.raises(NonFiniteError, match=r"step 1: the loss \(micro-batch \d\) is not finite"):
+    for each in (one, other):
+        each.step([good])
+    state, bad = one.state(), good
+    weight = model.layers[1].feed_forward.down.weight
+    if broken == "advantage":
+        bad = batch(
+            tiny_model(dtype=torch.float64), budget=8, advantages=[1.0, -1.0, math.nan, 0.0]
+        )
+    elif broken == "gradient":
+        qkv = model.layers[0].attention.qkv.weight
+        hook = qkv.register_hook(lambda gradient: gradient * math.inf)
+    else:
+        kept = weight[0, 0].item()
+        weight.data[0, 0] = math.nan
+    with pytest.raises(NonFiniteError, match=message):
         one.step([bad])
+    if broken == "gradient":
+        hook.remove()
+    elif broken == "weight":
+        weight.data[0, 0] = kept
     assert one.version == 1
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in tensors(one).items())
+    assert_same_weights(one, other)
     after = one.state()
     assert all(torch.equal(after.tensors[n], tensor) for n, tensor in state.tensors.items())
     # No gradient of the failed step leaks into the next one.
-    other = learner()
-    other.step([good])
-    one.step([good])
-    other.step([good])
+    for each in (one, other):
+        each.step([good])
     assert_same_weights(one, other)
 
 
-def test_a_gradient_that_is_not_finite_is_named():
-    model = tiny_model()
-    both = batch(model)
-    one = learner(model)
-    model.layers[0].attention.qkv.weight.register_hook(lambda gradient: gradient * float("inf"))
-    before = tensors(one)
-    with pytest.raises(NonFiniteError, match=r"gradient of layers\.0\.attention\.qkv\.weight"):
-        one.step([both])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(one).items())
-
-
-def test_greedy_rollouts_cannot_train():
+def test_greedy_rollouts_and_autocast_over_float64_are_refused():
     greedy = batch(tiny_model(dtype=torch.float64), sampling=SamplingParams(temperature=0.0))
     with pytest.raises(ConfigError, match=r"rollout\.temperature = 0"):
         learner().step([greedy])
-
-
-def test_autocast_over_float64_is_refused():
     with pytest.raises(ConfigError, match=r"learner\.autocast"):
         learner(autocast=True)
 
@@ -458,23 +371,6 @@ def test_a_step_without_anything_to_learn_only_counts(batches):
     assert (report.num_updates, report.version, report.loss) == (0, 1, 0.0)
     assert all(math.isfinite(value) for value in report.metrics.values())
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(one).items())
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_makes_the_better_completion_likelier(name):
-    model = tiny_model(dtype=torch.float64)
-    made = rollouts(model, lengths=((3, 4), (3, 4)))
-    one = learner(model, loss=name, learning_rate=0.02)
-
-    def logprob(index: int) -> float:
-        tokens = torch.tensor(made[index].prompt.tokens + made[index].completion.tokens)
-        with torch.no_grad():
-            return float(alone(model, tokens, 3, 1.0).sum())
-
-    before = logprob(0) - logprob(1)
-    for _ in range(3):
-        one.step([batch(model, rollouts=made, advantages=[1.0, -1.0])])
-    assert logprob(0) - logprob(1) > before + 0.01
 
 
 def test_the_schedule_counts_steps_and_not_updates():

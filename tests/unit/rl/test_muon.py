@@ -1,6 +1,4 @@
-"""Muon for the matrices of layers, AdamW for the rest: split, orthogonality, refusal, state."""
-
-import json
+"""Muon for the matrices of layers, AdamW for the rest: split, refusal, state."""
 
 import pytest
 import torch
@@ -26,23 +24,6 @@ def snapshot(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_a_matrix_of_a_layer_moves_by_a_nearly_orthogonal_step():
-    model = tiny_model()
-    optimizer = MuonOptimizer(model, SETTINGS, total_steps=STEPS, matrix_rate=0.5)
-    before = snapshot(model)
-    give_gradients(model, 0)
-    optimizer.update(0)
-    for name, parameter in model.named_parameters():
-        if "layers." in name and parameter.dim() == 2:
-            rows, columns = parameter.shape
-            scale = 0.5 * max(1.0, rows / columns) ** 0.5
-            values = torch.linalg.svdvals((parameter.detach() - before[name]) / scale)
-            # The quintic iteration of five steps in bfloat16 leaves singular values in about
-            # [0.7, 1.2]; the gradient's own spread by a factor of more than ten.
-            assert values.max() < 1.4, name
-            assert values.median() > 0.6, name
-
-
 @pytest.mark.parametrize(("in_hardware", "tolerance"), [(True, 0.0), (False, 0.02)])
 def test_matrices_move_as_under_pytorchs_muon(in_hardware, tolerance, monkeypatch):
     monkeypatch.setattr(muon, "multiplies_bfloat16", lambda device: in_hardware)
@@ -55,7 +36,8 @@ def test_matrices_move_as_under_pytorchs_muon(in_hardware, tolerance, monkeypatc
     for step in range(3):
         give_gradients(ours, step)
         give_gradients(theirs, step)
-        optimizer.update(step)
+        norm = torch.cat([p.grad.flatten() for p in theirs.parameters()]).double().norm()
+        assert optimizer.update(step).grad_norm == pytest.approx(float(norm))
         expected.step()
     for name, parameter in matrices.items():
         apart = (snapshot(ours)[name] - parameter.detach()).norm()
@@ -83,8 +65,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name):
     model = tiny_model()
     optimizer = MuonOptimizer(model, SETTINGS, total_steps=STEPS)
     give_gradients(model, 0)
-    parameter = dict(model.named_parameters())[name]
-    parameter.grad.flatten()[0] = float("nan")
+    dict(model.named_parameters())[name].grad.flatten()[0] = float("nan")
     before = snapshot(model)
     with pytest.raises(NonFiniteError, match=r"step 4: the gradient of") as error:
         optimizer.update(4)
@@ -93,46 +74,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_reported_norm_is_that_of_all_gradients():
-    model = tiny_model()
-    give_gradients(model, 0)
-    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm()
-    assert MuonOptimizer(model, SETTINGS, total_steps=STEPS).update(0).grad_norm == pytest.approx(
-        float(norm)
-    )
-
-
-def test_a_restored_optimizer_goes_on_bit_for_bit():
-    through, before, after = tiny_model(), tiny_model(), tiny_model()
-    whole, first, second = (
-        MuonOptimizer(m, SETTINGS, total_steps=STEPS) for m in (through, before, after)
-    )
-    for step in range(4):
-        give_gradients(through, step)
-        whole.update(step)
-    for step in range(2):
-        give_gradients(before, step)
-        first.update(step)
-    after.load_state_dict(before.state_dict())
-    second.load(first.tensors())
-    for step in (2, 3):
-        give_gradients(after, step)
-        second.update(step)
-    expected = snapshot(through)
-    assert all(torch.equal(value, expected[name]) for name, value in snapshot(after).items())
-
-
 def test_state_of_another_model_is_refused():
     model = tiny_model()
     optimizer = MuonOptimizer(model, SETTINGS, total_steps=STEPS)
     give_gradients(model, 0)
     optimizer.update(0)
     state = optimizer.tensors()
-    json.dumps(sorted(state))  # plain names
     name = next(n for n in state if n.startswith("momentum/"))
+    cut = {**state, name: state[name][:1]}
     with pytest.raises(CheckpointError, match="another model"):
-        MuonOptimizer(tiny_model(), SETTINGS, total_steps=STEPS).load(
-            {**state, name: state[name][:1]}
-        )
+        MuonOptimizer(tiny_model(), SETTINGS, total_steps=STEPS).load(cut)
     with pytest.raises(CheckpointError, match="another model"):
         Optimizer(tiny_model().named_parameters(), SETTINGS, total_steps=STEPS).load(state)

@@ -38,39 +38,35 @@ def visited(taken):
 # ------------------------------------------------------------------------------ layouts
 
 
-def test_text_without_a_chat_template_is_read_as_it_is():
-    (prompt,) = prompts_of([{"prompt": "6*7=", "answer": "42", "level": 3}]).prompts
-    assert prompt.prompt_id == "train/0"
-    assert (prompt.text, prompt.tokens) == ("6*7=", tuple(b"6*7="))
-    assert prompt.data == {"prompt": "6*7=", "answer": "42", "level": 3}
+USER = {"role": "user", "content": "6*7="}
+BRIEF = {"role": "system", "content": "Be brief."}
 
 
-def test_text_becomes_one_user_message_where_there_is_a_chat_template():
-    (prompt,) = prompts_of([{"prompt": "6*7="}], CHAT).prompts
-    assert prompt.text == "<user>6*7=<bot>"
-    assert prompt.tokens == tuple(b"<user>6*7=<bot>")
-    assert prompt.data["prompt"] == "6*7="
-
-
-def test_chat_messages_are_rendered_and_kept_for_the_reward():
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6*7="}]
-    (prompt,) = prompts_of([{"prompt": messages, "solution": "42"}], CHAT).prompts
-    assert prompt.text == "<system>Be brief.<user>6*7=<bot>"
-    assert prompt.data == {"prompt": messages, "solution": "42", "answer": "42"}
-
-
-BRIEF = Encoder(encode=CHAT.encode, render=system_first(CHAT.render, "Be brief."))
+@pytest.mark.parametrize(
+    ("prompt", "encoder", "text"),
+    [
+        ("6*7=", PLAIN, "6*7="),
+        ("6*7=", CHAT, "<user>6*7=<bot>"),
+        ([BRIEF, USER], CHAT, "<system>Be brief.<user>6*7=<bot>"),
+    ],
+)
+def test_text_or_messages_are_rendered_and_the_row_is_kept_for_the_reward(prompt, encoder, text):
+    row = {"prompt": prompt, "solution": "42", "level": 3}
+    (found,) = prompts_of([row], encoder).prompts
+    assert (found.prompt_id, found.text, found.tokens) == ("train/0", text, tuple(text.encode()))
+    assert found.data == {**row, "answer": "42"}
 
 
 def test_a_system_prompt_stands_before_every_prompt_but_those_with_their_own():
+    brief = Encoder(encode=CHAT.encode, render=system_first(CHAT.render, "Be brief."))
     own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "b"}]
     rows = [{"prompt": "a"}, {"prompt": own}, {"prompt": own[1:]}]
-    assert [prompt.text for prompt in prompts_of(rows, BRIEF).prompts] == [
+    assert [prompt.text for prompt in prompts_of(rows, brief).prompts] == [
         "<system>Be brief.<user>a<bot>",
         "<system>Be long.<user>b<bot>",
         "<system>Be brief.<user>b<bot>",
     ]
-    assert prompts_of(rows, BRIEF).prompts[0].data["prompt"] == "a"
+    assert prompts_of(rows, brief).prompts[0].data["prompt"] == "a"
 
 
 def test_a_template_that_leaves_the_system_prompt_out_is_refused():
@@ -92,8 +88,8 @@ def test_verls_layout_gives_the_ground_truth_and_keeps_every_column():
     assert prompt.data == {**row, "answer": "42"}
 
 
-@pytest.mark.parametrize("column", ["answer", "ground_truth", "solution"])
-def test_the_usual_answer_columns_are_found(column):
+@pytest.mark.parametrize("column", ["answer", "ground_truth"])
+def test_the_usual_columns_are_found(column):
     (prompt,) = prompts_of([{"question": "6*7=", column: "42"}]).prompts
     assert (prompt.text, prompt.data["answer"]) == ("6*7=", "42")
 
@@ -114,16 +110,19 @@ def test_ids_are_row_numbers_even_where_rows_before_were_dropped():
     assert kept.num_dropped == 1
 
 
-def test_a_unique_id_column_names_the_prompts():
-    rows = [{"prompt": "a", "id": "x1"}, {"prompt": "b", "id": "x2"}]
-    named = prompts_of(rows, source="hf:owner/name:test").prompts
-    assert [prompt.prompt_id for prompt in named] == ["test/x1", "test/x2"]
-
-
-@pytest.mark.parametrize("ids", [("x", "x"), ("x", None), ("x", ""), ("1", 1)])
-def test_an_id_column_with_gaps_or_repeats_is_not_used(ids):
+@pytest.mark.parametrize(
+    ("ids", "named"),
+    [
+        (("x1", "x2"), ["train/x1", "train/x2"]),
+        (("x", "x"), ["train/0", "train/1"]),
+        (("x", None), ["train/0", "train/1"]),
+        (("x", ""), ["train/0", "train/1"]),
+        (("1", 1), ["train/0", "train/1"]),
+    ],
+)
+def test_an_id_column_names_the_prompts_unless_it_has_gaps_or_repeats(ids, named):
     rows = [{"prompt": "a", "id": ids[0]}, {"prompt": "b", "id": ids[1]}]
-    assert [prompt.prompt_id for prompt in prompts_of(rows).prompts] == ["train/0", "train/1"]
+    assert [prompt.prompt_id for prompt in prompts_of(rows).prompts] == named
 
 
 # ------------------------------------------------------------------------------ bad input
@@ -196,13 +195,10 @@ def test_messages_that_the_template_refuses_are_named_by_row():
 # ------------------------------------------------------------------------------ held out
 
 
-def test_the_held_out_prompts_are_the_last_ones():
+def test_the_held_out_prompts_are_the_last_ones_and_never_all():
     parts = hold_out(numbered(5), 2)
     assert [prompt.text for prompt in parts.train.prompts] == ["0?", "1?", "2?"]
     assert [prompt.text for prompt in parts.heldout.prompts] == ["3?", "4?"]
-
-
-def test_holding_out_everything_is_an_error():
     with pytest.raises(DataError, match=r"data\.heldout_size = 5: .* has 5 prompts"):
         hold_out(numbered(5), 5)
 
@@ -229,11 +225,6 @@ def test_another_seed_is_another_order_and_no_shuffle_is_the_files_order():
 def test_the_order_depends_on_seed_and_epoch_alone():
     taken = visited(PromptSource(numbered(7), seed=3).take(14))
     assert [number.removeprefix("train/") for _, number in taken] == list("40651324236105")
-
-
-def test_a_take_may_cross_several_epochs():
-    taken = PromptSource(numbered(2), seed=0).take(5)
-    assert [one.epoch for one in taken] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.slow
@@ -265,18 +256,20 @@ def test_a_cursor_of_other_prompts_is_refused_by_name():
         other.restore(state)
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}])
-def test_a_cursor_of_another_order_is_refused(change):
+@pytest.mark.parametrize(
+    ("order", "change", "message"),
+    [
+        ({"seed": 1}, {}, "made with seed = "),
+        ({"shuffle": False}, {}, "made with shuffle = "),
+        ({}, {"position": 6}, "cursor is damaged"),
+        ({}, {"position": "1"}, "cursor is damaged"),
+        ({}, {"epoch": -1}, "cursor is damaged"),
+    ],
+)
+def test_a_cursor_of_another_order_or_a_damaged_one_is_refused(order, change, message):
     state = PromptSource(numbered(5), seed=0).state()
-    with pytest.raises(DataError, match=f"made with {next(iter(change))} = "):
-        PromptSource(numbered(5), **{"seed": 0, **change}).restore(state)
-
-
-@pytest.mark.parametrize("change", [{"position": 6}, {"position": "1"}, {"epoch": -1}])
-def test_a_damaged_cursor_is_refused(change):
-    source = PromptSource(numbered(5), seed=0)
-    with pytest.raises(DataError, match="cursor is damaged"):
-        source.restore({**source.state(), **change})
+    with pytest.raises(DataError, match=message):
+        PromptSource(numbered(5), **{"seed": 0, **order}).restore({**state, **change})
 
 
 def test_the_fingerprint_sees_ids_tokens_and_answers():

@@ -46,7 +46,7 @@ def test_the_loss_is_the_mean_over_completion_tokens_only():
     assert (report.num_tokens, report.num_trained) == (15, 8)
 
 
-@pytest.mark.parametrize("budget", [1, 8, 100])
+@pytest.mark.parametrize("budget", [1, 8])
 def test_how_a_batch_is_cut_does_not_change_the_update(budget):
     models = [tiny_model(dtype=torch.float64) for _ in range(2)]
     for model, tokens in zip(models, (100, budget), strict=True):
@@ -55,17 +55,6 @@ def test_how_a_batch_is_cut_does_not_change_the_update(budget):
     expected = weights(models[0])
     for name, value in weights(models[1]).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("matrix_rate", [None, 0.02])
-def test_examples_are_learned_by_heart(matrix_rate):
-    imitator = SftLearner(tiny_model(), SETTINGS, matrix_rate=matrix_rate)
-    first = imitator.loss(EXAMPLES)
-    for _ in range(40):
-        imitator.step(EXAMPLES)
-    assert imitator.loss(EXAMPLES) < 0.1 * first
-    assert imitator.steps == 40
 
 
 @pytest.mark.parametrize("matrix_rate", [None, 0.02])
@@ -97,14 +86,10 @@ def test_a_broken_weight_is_named_and_nothing_is_learned():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_autocast_needs_float32_weights():
+def test_autocast_in_double_precision_and_weights_of_another_model_are_refused():
     with pytest.raises(ConfigError, match=r"train\.autocast"):
         SftLearner(tiny_model(dtype=torch.float64), SETTINGS.model_copy(update={"autocast": True}))
-
-
-def test_weights_of_another_model_are_refused():
-    imitator = SftLearner(tiny_model(), SETTINGS)
     other = weights(tiny_model())
     del other["norm.weight"]
     with pytest.raises(CheckpointError, match=r"norm\.weight"):
-        imitator.restore(0, {}, other)
+        SftLearner(tiny_model(), SETTINGS).restore(0, {}, other)
