@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longtail.model.hf.config import Fields, parse
-from longtail.model.rope import Rope, inverse_frequencies
+from longtail.model.rope import Rope, RopeConfig, inverse_frequencies
 
 LLAMA31 = {
     "rope_type": "llama3",
@@ -60,3 +60,15 @@ def test_frequencies_and_temperature_are_those_of_transformers(case: str) -> Non
     assert torch.equal(inverse_frequencies(head_dim, ours.rope), expected)
     unrotated = Rope(head_dim, ours.rope).rotation(torch.tensor([0]), torch.float64)
     assert math.isclose(unrotated.cos[0, 0, 0].item(), temperature, rel_tol=1e-15)
+
+
+def test_working_precision_rounds_only_at_the_end() -> None:
+    rope, positions = Rope(8, RopeConfig()), torch.tensor([100_000])
+    rounded = rope.rotation(positions, torch.bfloat16).cos
+    assert torch.equal(rounded, rope.rotation(positions, torch.float32).cos.bfloat16())
+
+
+def test_frequencies_are_computed_under_the_meta_device() -> None:
+    with torch.device("meta"):
+        frequencies = inverse_frequencies(64, RopeConfig(scaling="yarn", factor=4.0))
+    assert bool(torch.isfinite(frequencies).all())

@@ -93,51 +93,6 @@ def test_a_draft_equals_the_training_pass(recipe, length, temperature):
         assert tree.margins[depth - 1] == pytest.approx(lead, abs=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_drafts_after_late_prefill_equal_those_with_steady_prefill(recipe):
-    model = tiny_model(dtype=torch.float64)
-    tokens = text(90)
-    always, late = (EagleDrafter(make_layer(model, recipe), model) for _ in range(2))
-    features = features_of(model, always, tokens)
-    for end in range(2, 90):
-        for drafter in (always, late):
-            observe(drafter, "a", tokens[:end], features, 0 if end == 2 else end - 2, end - 1)
-        ask(always, tokens[:end], Strategy(depth=3))
-    one, other = (ask(each, tokens[:89], Strategy(depth=5)) for each in (always, late))
-    assert one.tokens == other.tokens
-    assert one.margins == pytest.approx(other.margins, abs=1e-9)
-
-
-def test_prefill_computes_at_most_a_window_of_pairs():
-    model = tiny_model(dtype=torch.float64)
-    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
-    tokens = text(60)
-    features = features_of(model, drafter, tokens)
-    for start in range(59):
-        observe(drafter, "a", tokens, features, start, start + 1)
-    request = Draftable(
-        request_id="a", tokens=tokens, prompt_len=3, sampling=SamplingParams(), max_depth=9
-    )
-    pending = drafter.windows.catch_up([request])
-    assert pending.pairs.shape[1] == WINDOW
-    assert pending.pairs[3].tolist() == list(range(59 - WINDOW, 59))  # positions of features
-    assert pending.pairs[2].tolist() == tokens[60 - WINDOW : 60]  # tokens after them, root last
-
-
-def test_memory_does_not_grow_with_the_text():
-    model = tiny_model(dtype=torch.float64)
-    drafter = EagleDrafter(make_layer(model, "eagle1"), model)
-    tokens = text(500)
-    features = features_of(model, drafter, tokens)
-    for start in range(0, 100, 4):
-        observe(drafter, "a", tokens, features, start, start + 4)
-    early = drafter.windows.features.numel() + drafter.windows.keys.numel()
-    for start in range(100, 496, 4):
-        observe(drafter, "a", tokens, features, start, start + 4)
-    assert drafter.windows.features.numel() + drafter.windows.keys.numel() == early
-
-
 def test_a_recomputed_request_gets_the_same_draft():
     """A preempted request is prefilled again from its first token."""
     model = tiny_model(dtype=torch.float64)
@@ -223,28 +178,3 @@ def test_a_refresh_drops_features_of_the_old_policy():
     observe(drafter, "a", tokens, features_of(model, drafter, tokens), 0, 11)
     drafter.refresh()
     assert ask(drafter, tokens, Strategy(depth=3)).size == 0
-
-
-def test_embedding_and_head_are_the_targets_modules_and_not_parameters():
-    model = tiny_model()
-    layer = make_layer(model, "eagle3")
-    EagleDrafter(layer, model)
-    pointers = {p.data_ptr() for p in model.parameters()}
-    assert not pointers & {p.data_ptr() for p in layer.parameters()}
-    assert not [name for name, _ in layer.named_parameters() if "head" in name]
-    sizes = {tuple(p.shape) for p in layer.parameters()}
-    assert tuple(model.embedding.weight.shape) not in sizes
-
-
-def test_a_tree_holds_the_best_chain_and_siblings_with_negative_margins():
-    model = tiny_model(dtype=torch.float64)
-    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
-    tokens = text(20)
-    observe(drafter, "a", tokens, features_of(model, drafter, tokens), 0, 19)
-    chain = ask(drafter, tokens, Strategy(depth=3))
-    tree = ask(drafter, tokens, Strategy(depth=3, width=2, size=7))
-    assert tree.size == 7
-    assert tree.tokens[0] == chain.tokens[0]
-    best_first = [i for i, parent in enumerate(tree.parents) if parent == 0]
-    assert [tree.margins[i] > 0 for i in best_first] == [True, False]
-    assert chain.margins[0] == pytest.approx(tree.margins[0], abs=1e-9)

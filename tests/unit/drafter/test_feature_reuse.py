@@ -178,29 +178,6 @@ def test_the_target_computes_only_texts_that_were_not_kept() -> None:
         assert report.num_trained - report.num_reused == learned_anew
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_states_are_the_same_whether_reused_or_computed(recipe: Recipe) -> None:
-    """Each trained pair has the feature of its first token and the final state of its second."""
-    place = Workplace.at(recipe)
-    spot = place.spot(recipe, reuses=True)
-    texts = [Example(tokens=t.tokens, prompt_len=t.prompt_len) for t in place.own[6:12]]
-    texts.insert(2, Example(tokens=counting(3, 20).tokens, prompt_len=3))
-    (packed,) = pack_texts(texts, 1000)
-    pairs = Pairs.of(packed)
-    learned = pairs.trained
-    kept = TargetReader(place.target, spot._trainer.layer, place.store.find).read(packed, pairs)
-    anew = TargetReader(place.target, spot._trainer.layer, None).read(packed, pairs)
-    torch.testing.assert_close(kept.features, anew.features, rtol=0.0, atol=1e-12)
-    torch.testing.assert_close(kept.after[learned], anew.after[learned], rtol=0.0, atol=1e-12)
-    assert torch.equal(kept.embeddings, anew.embeddings)
-    assert not anew.reused.any()
-    assert int((~kept.reused).sum()) == 19
-    # No prediction reads the final state at the last token; here it is NaN.
-    last = torch.tensor([pairs.cu_pairs[i + 1] - 1 for i in range(len(texts))])
-    assert torch.equal(kept.after[last].isnan().all(1), kept.reused[last])
-
-
 def test_a_window_has_the_states_of_its_whole_text() -> None:
     place = Workplace.at("eagle1")
     spot, buffer = place.spot("eagle1", reuses=True), buffer_of(*place.own)
@@ -227,20 +204,6 @@ def test_nothing_is_reused_after_the_weights_change() -> None:
     place.engine.pull(PolicyWeights(version=1, tensors=dict(other.named_parameters())))
     spot = place.spot("eagle1", reuses=True)
     assert train(spot, buffer_of(*place.own), 3)[0].num_reused == 0
-
-
-@pytest.mark.slow
-def test_in_float32_the_trained_weights_agree_up_to_rounding() -> None:
-    """States differ by about 1e-6, and at most ten updates at rate 1e-2 amplify that little."""
-    place = Workplace.at("eagle3", torch.float32)
-    states = []
-    for reuses in (False, True):
-        spot = place.spot("eagle3", reuses=reuses)
-        report, _ = train(spot, buffer_of(*place.short), 10)
-        states.append(spot._trainer.weights())
-        assert (report.num_reused > 0) == reuses
-    for name, tensor in states[0].items():
-        torch.testing.assert_close(states[1][name], tensor, rtol=0.0, atol=2e-3)
 
 
 def test_a_measured_text_is_computed_once_and_measures_the_same():

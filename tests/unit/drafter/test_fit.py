@@ -85,25 +85,6 @@ def test_a_solution_is_made_when_the_rows_have_doubled() -> None:
     assert sorted({*fitted}) == [0, 4 * 68, 8 * 68, 16 * 68]
 
 
-def test_known_rows_are_read_before_a_solution_but_computed_ones_are_not() -> None:
-    trainer = _trainer(_LONG)
-    known, fitted = True, []
-    trainer._reader.knows = lambda _: known
-    for number in range(16):
-        trainer.step(_batch(number))
-        fitted.append(trainer.num_fitted)
-    assert fitted == [0] * 16  # 1,088 rows were read after the last decision
-    trainer.step(_batch(16))
-    assert trainer.num_fitted == 16 * 68
-    other = _trainer(_LONG)
-    other._reader.knows = lambda _: known
-    for number in range(5):
-        other.step(_batch(number))
-    known = False
-    other.step(_batch(5))
-    assert other.num_fitted == 5 * 68
-
-
 def test_a_stopped_start_changes_nothing() -> None:
     whole, cut = _trainer(_LONG), _trainer(_LONG)
     for trainer in (whole, cut):
@@ -160,26 +141,6 @@ def _spot(version: int, num_tokens: int = 0, settings: TrainerSettings = SETTING
     tensors = copy_parameters(trainer.layer)
     spot.begin(DrafterWeights(version=version, tensors=tensors, num_tokens=num_tokens))
     return spot
-
-
-def test_a_drafter_of_many_tokens_gets_no_closed_form_start() -> None:
-    assert _spot(0)._trainer.is_starting
-    assert _spot(1, 1000)._trainer.is_starting, "a worker that joins late may soon know more texts"
-    assert not _spot(4, 5000)._trainer.is_starting
-    begun = _spot(0)
-    tensors = {name: 2 * each for name, each in begun._trainer.weights().items()}
-    begun.begin(DrafterWeights(version=1, tensors=tensors))
-    assert begun._trainer.is_starting, "its own rows go on counting"
-
-
-def test_a_start_of_fewer_texts_than_the_published_drafters_goes_on() -> None:
-    late = _spot(1, 1000)
-    late._num_fitted = 500
-    late._return_to_base()
-    assert late._trainer.is_starting
-    late._num_fitted = 1000
-    late._return_to_base()
-    assert not late._trainer.is_starting
 
 
 def test_the_first_start_is_measured_beside_a_drafter_without_an_accepted_token() -> None:

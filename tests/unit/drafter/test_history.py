@@ -139,15 +139,6 @@ def test_each_request_reads_its_own_row_and_each_node_its_own_depth():
     assert [tree.tokens for tree in trees] == [(D, X), (E, A)]
 
 
-def test_noise_is_read_only_where_there_is_a_choice(figure):
-    noise = TableNoise([{}] * 3, [{}] * 3)
-    lone, greedy = ask((Y, A, B, C), name="lone"), ask((Y, B, C), name="greedy", temperature=0.0)
-    figure.propose([lone, greedy], CHAIN, noise)
-    assert noise.read == []
-    figure.propose([lone, greedy, ask((Y, B, C))], CHAIN, noise)
-    assert noise.read == [1]
-
-
 def test_a_request_repeats_itself():
     drafter = drafter_that_saw((A, B, C, X, A))
     assert draft(drafter, ask((A, B, C, X, A, B), name="seen0")).tokens == (C, X, A, B)
@@ -162,12 +153,6 @@ def test_the_last_token_of_a_text_is_the_root_and_not_yet_known():
     drafter = HistoryDrafter()
     drafter.observe([seen("a", (A, B, C), end=4)], None)  # c is sampled, not computed
     assert draft(drafter, ask((Y, A))).tokens == (B,)
-
-
-def test_running_siblings_of_a_group_share_their_texts():
-    drafter = HistoryDrafter()
-    drafter.observe([seen("a", (A, B, C)), seen("b", (X, A))], None)
-    assert draft(drafter, ask((X, A), name="b")).tokens == (B, C)
 
 
 def test_the_texts_of_another_prompt_are_not_used():
@@ -196,14 +181,6 @@ def test_recomputed_text_is_counted_once():
     drafter.observe([seen("a", (A, B, C), start=1)], None)  # and on, in one piece
     assert (counted(drafter, A, B), counted(drafter, B, C)) == (1, 1)
     assert drafter.num_tokens == len(PROMPT) + 3
-
-
-def test_text_generated_before_or_without_the_drafter_is_counted_too():
-    drafter = HistoryDrafter()
-    drafter.observe([seen("a", (A, B, C), start=4)], None)
-    drafter.observe([seen("a", (A, B, C, D, E, X), start=7)], None)
-    counts = [counted(drafter, *pair) for pair in ((A, B), (B, C), (C, D), (D, E), (E, X))]
-    assert counts == [1] * 5
 
 
 def test_a_prompt_is_counted_once_for_all_its_requests():
@@ -247,15 +224,6 @@ def test_a_path_that_is_almost_never_accepted_is_not_drafted(figure):
     assert draft(figure, ask((Y, A, B, C))) == EMPTY
     assert draft(figure, ask((Y, A, B, C)), strategy=TREE) == EMPTY
     assert figure.calibration_error > 0.0
-
-
-def test_a_tree_keeps_the_most_likely_nodes():
-    """After a come b three times and x once; the chain below b is more likely than its sibling."""
-    drafter = drafter_that_saw(*[(A, B, C, D)] * 3, (A, X))
-    tree = draft(drafter, ask((A,)), strategy=Strategy(depth=3, width=2, size=3))
-    assert (tree.tokens, tree.parents) == ((B, C, D), (0, 1, 2))
-    tree = draft(drafter, ask((A,)), strategy=Strategy(depth=3, width=2, size=4))
-    assert (tree.tokens, tree.parents) == ((B, C, D, X), (0, 1, 2, 0))
 
 
 TEXTS = st.lists(st.lists(st.integers(10, 13), min_size=1, max_size=12), min_size=1, max_size=4)
@@ -322,13 +290,6 @@ def test_a_tree_equals_growing_level_by_level_and_pruning(texts, shape, beam, wo
     assert list(tree.reach) == pytest.approx(expected)
     found = reach_probabilities(tree.parents, sure(tree.margins))
     assert list(tree.reach) == pytest.approx(found)
-
-
-def test_a_beam_of_one_expands_only_the_more_likely_sibling():
-    drafter = drafter_that_saw((A, B, C), (A, B, C), (A, X, D))
-    for beam, tokens in ((2, {B, X, C, D}), (1, {B, X, C})):
-        strategy = Strategy(depth=2, width=2, beam=beam, size=8)
-        assert set(draft(drafter, ask((Y, A)), strategy=strategy).tokens) == tokens
 
 
 def test_better_known_text_is_drafted_deeper():

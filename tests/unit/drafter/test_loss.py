@@ -1,7 +1,5 @@
 """The soft cross-entropy, its gradient, and the acceptance scores."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,6 @@ from torch import Tensor
 
 from longtail.drafter.eagle.loss import (
     Teacher,
-    depth_weights,
     expected_accept_len,
     feature_loss,
     score_rows,
@@ -75,14 +72,6 @@ def test_a_drafter_equal_to_the_target_has_overlap_one_and_no_gradient() -> None
     assert scored.grad.abs().max() < 1e-12
 
 
-def test_no_gradient_reaches_the_head_or_the_target() -> None:
-    head, seen = HEAD.clone().requires_grad_(True), SEEN.clone().requires_grad_(True)
-    rows = score_rows(_scored(), Teacher(hidden=seen, head=head))
-    torch.autograd.backward(rows.cross_entropy.sum())
-    assert head.grad is None
-    assert seen.grad is None
-
-
 def test_the_feature_loss_is_quadratic_near_and_linear_far() -> None:
     predicted = torch.tensor([[0.0, 0.5], [3.0, -3.0]])
     loss = feature_loss(predicted, torch.zeros(2, 2))
@@ -93,8 +82,3 @@ def test_the_expected_accept_length_multiplies_along_the_path() -> None:
     assert expected_accept_len([]) == 1
     assert expected_accept_len([0.8, 0.5]) == pytest.approx(1 + 0.8 + 0.4)
     assert expected_accept_len([1.0] * 5) == 6
-
-
-def test_deeper_predictions_weigh_less_by_a_constant_factor() -> None:
-    assert depth_weights(3) == pytest.approx((1, 0.8, 0.64))
-    assert math.isclose(depth_weights(2, 0.5)[1], 0.5)

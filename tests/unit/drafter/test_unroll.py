@@ -1,8 +1,5 @@
 """The packed, windowed, unrolled pass equals a row-by-row draft."""
 
-import math
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
@@ -44,63 +41,6 @@ def _inputs(layer: EagleLayer, num_tokens: int) -> tuple[Tensor, Tensor]:
     return features, torch.randn(num_tokens, hidden, generator=generator, dtype=torch.float64)
 
 
-def _draft(
-    layer: EagleLayer, features: Tensor, embeddings: Tensor, depth: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the outputs along the draft after the last of `features`, on the text's tokens.
-
-    As a drafter goes: pair by pair, each attending to a list of the keys of all earlier ones, of
-    which it sees the last `window`, itself included.
-    """
-    shape, window = layer.config.target, layer.config.window or 10**9
-    group = shape.num_heads // shape.num_kv_heads
-    root = len(features) - 1
-    given = layer.fuse_features(features)
-    context = layer.heads(
-        layer.make_input(given, embeddings[1 : root + 2]).attended,
-        layer.rotation(torch.arange(root + 1)),
-    )
-    keys, values = list(context.keys[:-1]), list(context.values[:-1])
-    outputs: list[tuple[Tensor, Tensor]] = []
-    for pair in range(root, root + depth):
-        feature = given[-1:] if pair == root else outputs[-1][0]
-        entered = layer.make_input(feature, embeddings[pair + 1 : pair + 2])
-        heads = layer.heads(entered.attended, layer.rotation(torch.tensor([pair])))
-        keys.append(heads.keys[0])
-        values.append(heads.values[0])
-        k = torch.stack(keys[-window:]).repeat_interleave(group, 1)
-        v = torch.stack(values[-window:]).repeat_interleave(group, 1)
-        scores = (k * heads.queries).sum(-1) / math.sqrt(shape.head_dim)  # [keys, heads]
-        mixed = (scores.softmax(0)[..., None] * v).sum(0, keepdim=True)
-        left = layer.finish(entered.stream, mixed)
-        outputs.append((left.feature, left.scored))
-    return outputs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-@pytest.mark.parametrize("window", [0, 1, 2, 5, 40])
-def test_every_unrolled_step_equals_a_draft(recipe: Recipe, window: int) -> None:
-    layer = _layer(recipe, window)
-    packed = _packed([9, 1, 2, 38, 3])
-    features, embeddings = _inputs(layer, packed.num_tokens)
-    pairs = Pairs.of(packed)
-    outputs = unroll(layer, features[pairs.rows], embeddings[pairs.rows + 1], pairs, STEPS)
-    checked = 0
-    for (a, b), first in zip(pairwise(packed.cu_seqlens), pairs.cu_pairs, strict=False):
-        for root in range(b - a - 1):
-            depth = min(STEPS, b - a - 1 - root)
-            for step, (feature, scored) in enumerate(
-                _draft(layer, features[a : a + root + 1], embeddings[a:b], depth)
-            ):
-                row = first + root + step
-                assert pairs.exist(step)[row]
-                torch.testing.assert_close(outputs[step].feature[row], feature[0])
-                torch.testing.assert_close(outputs[step].scored[row], scored[0])
-                checked += 1
-    assert checked == sum(int(pairs.exist(step).sum()) for step in range(STEPS))
-
-
 def test_pairs_are_a_feature_and_the_token_after_it() -> None:
     packed = lay_out([(9, 8, 7, 6), (5, 4)], [2, 1])
     pairs = Pairs.of(packed)
@@ -110,39 +50,11 @@ def test_pairs_are_a_feature_and_the_token_after_it() -> None:
     assert pairs.trained.tolist() == [True, True, False, False]
 
 
-def test_prompt_tokens_are_not_trained() -> None:
-    pairs = Pairs.of(lay_out([(1, 2, 3, 4, 5), (6, 7, 8)], [4, 3]))
-    assert pairs.trained.tolist() == [False, False, True, False, False, False]
-
-
 def test_a_step_exists_only_where_its_root_is_in_the_sequence() -> None:
     pairs = Pairs.of(_packed([4, 2, 1, 3]))
     assert pairs.exist(0).tolist() == [True] * 6
     assert pairs.exist(1).tolist() == [False, True, True, False, False, True]
     assert pairs.exist(2).tolist() == [False, False, True, False, False, False]
-
-
-@pytest.mark.parametrize("window", [0, 4, 64])
-def test_nothing_leaks_between_sequences_or_from_the_future(window: int) -> None:
-    layer = _layer("eagle3", window)
-    packed = _packed([12, 15, 11])
-    features, embeddings = _inputs(layer, packed.num_tokens)
-    pairs = Pairs.of(packed)
-    features, embeddings = features[pairs.rows], embeddings[pairs.rows + 1]
-    features.requires_grad_(True)
-    embeddings.requires_grad_(True)
-    outputs = unroll(layer, features, embeddings, pairs, STEPS)
-    row, start, step = 20, pairs.cu_pairs[1], 2
-    torch.autograd.backward(outputs[step].scored[row].square().sum())
-    assert features.grad is not None
-    assert embeddings.grad is not None
-    seen = features.grad.abs().sum(-1).nonzero()[:, 0].tolist()
-    assert seen
-    # row 18 is the root pair; with a window, each row of its path reaches one row less far back
-    first = max(start, 18 - window + 1) if window else start
-    assert seen == list(range(first, 18 + 1))
-    read = embeddings.grad.abs().sum(-1).nonzero()[:, 0].tolist()
-    assert read == list(range(first, row + 1))
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -199,12 +111,3 @@ def test_outputs_of_chosen_rows_and_their_gradients_are_those_of_all_rows(window
         gradients.append((total.detach(), features.grad))
     assert len(rows) < len(pairs.rows)
     torch.testing.assert_close(gradients[0], gradients[1])
-
-
-def test_rows_on_which_no_loss_depends_are_not_scored() -> None:
-    pairs = Pairs.of(lay_out([(1, 2, 3, 4, 5, 6, 7, 8)], [7]))
-    assert pairs.trained.nonzero()[:, 0].tolist() == [5]
-    for num_steps, needed in ((1, [5]), (3, [3, 4, 5])):
-        chosen = pairs.for_loss(num_steps).chosen
-        assert chosen is not None
-        assert chosen.tolist() == needed

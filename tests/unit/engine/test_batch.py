@@ -17,23 +17,6 @@ def active(request_id: str, tokens: list[int], prompt_len: int, num_computed: in
     )
 
 
-def test_a_step_is_laid_out_as_drawn():
-    a = active("a", [10, 11, 12], 3, 0)
-    b = active("b", list(range(20, 30)), 4, 9)
-    c = active("c", list(range(30, 35)), 2, 4)
-    chosen = [Scheduled(active=each, num_tokens=each.num_pending) for each in (a, b, c)]
-    batch = flatten(chosen, CPU)
-    assert batch.tokens.tolist() == [10, 11, 12, 29, 34]
-    assert batch.positions.tolist() == [0, 1, 2, 9, 4]
-    assert batch.segments == (
-        Segment(request_id="a", num_context=0, num_tokens=3),
-        Segment(request_id="b", num_context=9, num_tokens=1),
-        Segment(request_id="c", num_context=4, num_tokens=1),
-    )
-    assert batch.drawing is not None
-    assert batch.drawing.tolist() == [2, 3, 4]
-
-
 def test_a_draft_follows_its_root_at_the_positions_of_its_depths():
     a = active("a", [10, 11, 12, 13], 4, 0)
     b = active("b", list(range(20, 30)), 4, 9)
@@ -62,11 +45,6 @@ def test_a_chunk_that_ends_inside_the_prompt_draws_no_token():
     assert batch.tokens.tolist() == [11, 12]
     assert batch.drawing is not None
     assert batch.drawing.tolist() == []
-
-
-def test_no_indices_are_needed_when_every_token_draws():
-    chosen = [Scheduled(active=active(i, [1, 2, 3], 1, 2), num_tokens=1) for i in ("a", "b")]
-    assert flatten(chosen, CPU).drawing is None
 
 
 def test_a_request_counts_its_own_tokens():

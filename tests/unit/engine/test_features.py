@@ -144,14 +144,6 @@ def test_every_row_belongs_to_its_token_with_any_draft(family, script) -> None:
         assert_kept(store, model, (*prompt, *each.tokens), len(prompt))
 
 
-@pytest.mark.parametrize("taps", [Taps(final=True), Taps(layers=(1,)), TAPS], ids=str)
-def test_the_store_keeps_its_own_taps_beside_those_of_drafters(taps) -> None:
-    model, requests = tiny_model(dtype=torch.float64), make_requests()[3:5]
-    engine, store = make_engine(model, script=RIGHT, requests=requests, taps=taps)
-    for request, text in zip(requests, write(engine, requests), strict=True):
-        assert_kept(store, model, text, len(request.prompt_tokens))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", ["apart", "alike", "grouped"])
 @pytest.mark.parametrize("limits", [CROWDED, CHUNKED], ids=["crowded", "chunked"])
@@ -170,24 +162,6 @@ def test_preempted_chunked_and_shared_prompts_give_complete_texts(limits, prompt
     # Each token once, however often it was computed; what is shared, once for all.
     num_rows, num_tokens = store.num_bytes // ROW, sum(len(text) - 1 for text in texts)
     assert num_rows == num_tokens if prompts == "apart" else num_rows < num_tokens
-
-
-@pytest.mark.slow
-def test_a_text_is_there_as_far_as_it_is_written() -> None:
-    """At every step, of every request: all that is computed, and nothing of a prompt's half."""
-    model, requests = tiny_model(dtype=torch.float64), make_requests("grouped")
-    engine, store = make_engine(model, CROWDED, script=ragged(5), requests=requests)
-    for request in requests:
-        engine.submit(request)
-    whole = 0
-    while engine.num_unfinished:
-        engine.step()
-        for _, tokens, prompt_len in engine.unfinished():
-            for end in (len(tokens), len(tokens) - 2):
-                if end > prompt_len and store.find(tokens[:end], prompt_len) is not None:
-                    assert_kept(store, model, tokens[:end], prompt_len)
-                    whole += end == len(tokens)
-    assert whole > 50
 
 
 def test_a_window_of_a_text_is_found_only_where_it_is_a_beginning() -> None:
@@ -268,15 +242,6 @@ def test_memory_is_bounded_and_dropped_texts_are_missing(limits, prompts) -> Non
         assert store.num_bytes == 0
 
 
-def test_the_least_recently_extended_text_is_dropped_first() -> None:
-    model = tiny_model(dtype=torch.float64)
-    requests = [r for r in make_requests() if len(r.prompt_tokens) == 1]
-    lengths = [r.sampling.max_tokens for r in requests]
-    engine, store = make_engine(model, max_bytes=room_for(lengths[1] + lengths[2]))
-    texts = [text for request in requests for text in write(engine, [request])]
-    assert [store.find(text, 1) is not None for text in texts] == [False, True, True]
-
-
 def step_of(active: ActiveRequest, start: int, end: int) -> Computed:
     """A step that computed some tokens of a request; the feature of a token is its place."""
     features = torch.arange(start, end, dtype=torch.float64)[:, None]
@@ -337,14 +302,3 @@ def test_speculation_may_change_in_mid_text_without_a_gap() -> None:
     for request in requests:
         prompt = request.prompt_tokens
         assert_kept(store, model, (*prompt, *texts[request.request_id]), len(prompt))
-
-
-def test_in_float32_a_kept_row_is_the_computed_one_up_to_rounding() -> None:
-    """Sums of some 50 numbers of size 1, in two orders: 1e-5 is 80 roundings."""
-    model, requests = tiny_model(), make_requests()
-    engine, store = make_engine(model, script=ragged(3), requests=requests)
-    for request, text in zip(requests, write(engine, requests), strict=True):
-        rows = store.find(text, len(request.prompt_tokens))
-        assert rows is not None
-        assert rows.dtype == torch.float32
-        torch.testing.assert_close(rows[:-1], computed(model, text)[:-1], rtol=1e-4, atol=1e-5)

@@ -74,17 +74,6 @@ def test_each_request_reads_the_noise_of_its_position(max_entries, events):
             active.tokens += [1] * grown
 
 
-def test_rows_of_one_request_may_be_several_and_repeat():
-    noise = NoiseTable(VOCAB, CPU)
-    assert_rows_are_true(noise, [request(0), request(1, 9)], [[0], [0, 1, 1]])
-
-
-def test_another_request_of_the_same_name_has_its_own_noise():
-    noise = NoiseTable(VOCAB, CPU)
-    for number in (0, 1):
-        assert_rows_are_true(noise, [request(number, name="same")], [[0, 1]])
-
-
 def test_a_draft_reads_on_while_the_table_is_made_anew():
     noise = NoiseTable(VOCAB, CPU, max_entries=1)
     first, second = request(0), request(1)

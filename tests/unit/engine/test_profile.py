@@ -41,12 +41,6 @@ def test_a_quiet_measurement_is_left_alone():
     assert without_stalls((1,), (5.0,)) == [5.0]
 
 
-def test_stalls_apart_from_each_other_are_both_lowered():
-    quiet = (1.0, 1.1, 1.2, 1.3, 1.4)
-    found = without_stalls((1, 2, 3, 4, 5), (1.0, 9.0, 1.2, 9.0, 1.4))
-    assert found == pytest.approx([1.0, 1.1 * quiet[1], 1.2, 1.1 * quiet[3], 1.4])
-
-
 def test_a_measured_model_costs_something_and_more_costs_more():
     with unchecked_shapes():
         costs = measure_steps(tiny_model(), LIMITS)
@@ -95,28 +89,3 @@ def test_the_tightest_engine_can_be_measured(running, tokens):
     with unchecked_shapes():
         costs = measure_steps(tiny_model(), limits)
     assert costs.plain.at(1) > 0
-
-
-class _SlowSteps(profile.SyntheticSteps):
-    """Steps of a real model on a made-up clock: flat up to 9 tokens, then in proportion."""
-
-    now = 0.0
-
-    def step(self, num_tokens: int, context: int) -> float:
-        took = 0.0014 * max(num_tokens, 9)
-        _SlowSteps.now += took
-        return took
-
-
-def test_small_steps_of_a_large_model_are_measured_in_time(monkeypatch):
-    monkeypatch.setattr(profile, "_SECONDS", 1.0)
-    monkeypatch.setattr(profile, "SyntheticSteps", _SlowSteps)
-    monkeypatch.setattr(profile.time, "perf_counter", lambda: _SlowSteps.now)
-    limits = EngineLimits(max_running=32, max_step_tokens=512, max_len=128)
-    started = _SlowSteps.now
-    with unchecked_shapes():
-        costs = measure_steps(tiny_model(), limits)
-    for count in (1, 2, 4, 8, 16, 32, 64, 300):  # the knee is between two measured sizes
-        assert costs.plain.at(count) == pytest.approx(0.0014 * max(count, 9), rel=0.01)
-    context = 16 * 0.0014 * 128  # costs of long contexts are measured beyond the second
-    assert _SlowSteps.now - started < 1.0 + context

@@ -99,21 +99,6 @@ def test_several_that_gave_way_wait_in_their_old_order_in_front():
     assert [each.request_id for each in scheduler.waiting] == ["b", "c", "d"]
 
 
-def test_one_chosen_and_then_preempted_is_not_computed():
-    """b, who inherited x's place, is younger than a and decodes while a is still in its prompt."""
-    scheduler = make_scheduler(num_tokens=24, max_running=2, max_step_tokens=4)
-    x, a, b = active("x", 3, "g"), active("a", 20), active("b", 3, "g")
-    for each in (x, a, b):
-        scheduler.add(each)
-    assert step(scheduler) == [("x", 3), ("a", 1)]
-    scheduler.finish(x)
-    for _ in range(5):
-        assert step(scheduler) == [("b", 1), ("a", 3)]
-    # Of six blocks a owns four and b two. b is chosen, then a needs a fifth.
-    assert step(scheduler) == [("a", 3)]
-    assert [each.request_id for each in scheduler.waiting] == ["b"]
-
-
 def test_siblings_wait_for_their_prompt_while_others_pass():
     scheduler = make_scheduler(max_running=6, max_step_tokens=8)
     for each in (
@@ -129,16 +114,6 @@ def test_siblings_wait_for_their_prompt_while_others_pass():
     assert step(scheduler) == [("a0", 1), ("b", 1), ("a1", 1), ("a2", 1)]
     assert scheduler.counts().num_shared_tokens == 18
     assert scheduler.counts().num_preemptions == 0
-
-
-def test_a_prompt_shares_all_but_its_last_token():
-    for prompt_len, expected in ((1, [("a", 1), ("b", 1)]), (2, [("a", 2)])):
-        scheduler = make_scheduler()
-        scheduler.add(active("a", prompt_len, "g"))
-        scheduler.add(active("b", prompt_len, "g"))
-        assert step(scheduler) == expected
-        assert step(scheduler) == [("a", 1), ("b", 1)]
-        assert scheduler.counts().num_shared_tokens == prompt_len - 1
 
 
 def test_a_waiting_sibling_inherits_the_kv_of_a_finished_one():
@@ -197,51 +172,3 @@ def test_prompts_that_begin_alike_compute_the_beginning_once():
     scheduler.finish(scheduler.running["apart"])
     assert step(scheduler) == [("a", 1), ("b", 1), ("c", 1), ("b2", 1)]
     assert scheduler.counts().num_shared_tokens == 2 * 21 + 23
-
-
-def test_a_beginning_is_taken_over_while_the_rest_of_a_prompt_is_computed():
-    scheduler = make_scheduler(max_step_tokens=20)
-    for each in (with_template("a", 16, 500), active("long", 50, first=800)):
-        scheduler.add(each)
-    scheduler.add(
-        ActiveRequest(
-            request=active("l2", 50, first=800).request,
-            tokens=list(range(800, 850)),
-            policy_version=0,
-        )
-    )
-    assert step(scheduler) == [("a", 19), ("long", 1)]
-    assert step(scheduler) == [("a", 1), ("long", 19)]
-    assert step(scheduler) == [("a", 1), ("long", 19)]
-    assert step(scheduler) == [
-        ("a", 1),
-        ("long", 11),
-    ]
-    assert step(scheduler) == [("a", 1), ("long", 1), ("l2", 1)]
-
-
-def test_a_preempted_request_takes_its_beginning_over_again():
-    scheduler = make_scheduler(max_running=2, max_step_tokens=40)
-    a, b = with_template("a", 20, 500), with_template("b", 20, 600)
-    scheduler.add(a)
-    scheduler.add(b)
-    step(scheduler)
-    step(scheduler)
-    scheduler._preempt(b)
-    assert step(scheduler) == [("a", 1), ("b", 4)]
-    scheduler._preempt(b)
-    scheduler.withdraw(a)
-    assert step(scheduler) == [("b", 25)]
-
-
-def test_one_can_be_withdrawn_from_anywhere():
-    scheduler = make_scheduler(max_running=1)
-    a, b = active("a", 4), active("b", 4)
-    scheduler.add(a)
-    scheduler.add(b)
-    step(scheduler)
-    scheduler.withdraw(b)
-    scheduler.withdraw(a)
-    assert not scheduler.running
-    assert not scheduler.waiting
-    assert scheduler.schedule() == []

@@ -12,21 +12,17 @@ from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Family
-from longtail.sampling import gumbel_noise, noise_key
-from longtail.speculation.drafter import Draftable, Noise, Taps
+from longtail.sampling import noise_key
+from longtail.speculation.drafter import Draftable, Taps
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import EMPTY, DraftTree
 from longtail.types import PolicyWeights, Request, SamplingParams
 from support.drafters import (
     RIGHT,
-    WRONG,
     Memory,
     ScriptedDrafter,
     Sketch,
-    WatchfulDrafter,
     listed,
     ragged,
-    silent,
 )
 from support.fakes import scripted_model, unchecked_shapes
 from support.tiny_models import tiny_model
@@ -242,49 +238,6 @@ def test_no_draft_is_proposed_in_steps_above_max_running():
     assert {each.request_id for each in questions} == {"r0", "r2"}
 
 
-def test_a_request_in_the_middle_of_its_prompt_is_not_drafted_for():
-    engine, questions = asking(EngineLimits(max_running=2, max_step_tokens=9, max_len=64))
-    engine.submit(make_requests()[6])  # 27 tokens
-    for _ in range(3):
-        engine.step()
-    assert not questions, "chunks of 9"
-    engine.step()
-    assert [each.num_tokens for each in questions] == [28]
-
-
-@pytest.mark.parametrize("coupled", [True, False])
-def test_coupled_drafts_use_the_noise_of_their_positions_and_others_none(coupled):
-    requests = make_requests()[:4]
-    seen: list[tuple[list[tuple[int, int]], torch.Tensor]] = []
-
-    class Listening(WatchfulDrafter):
-        def draft(
-            self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
-        ) -> list[DraftTree]:
-            assert (noise is not None) == coupled
-            if noise is not None:
-                places = [(keys[each.request_id], len(each.tokens)) for each in requests]
-                rows = [noise.at_depth(depth) for depth in range(1, strategy.depth + 1)]
-                for depth, row in enumerate(rows, start=1):
-                    some = noise.at_depth(depth, torch.tensor([7, 100]))
-                    assert some.equal(row[:, [7, 100]])
-                    for request in range(len(requests)):
-                        single = noise.of(request, depth)(7)
-                        assert single == pytest.approx(float(row[request, 7]), abs=4e-6)
-                seen.append((places, torch.stack(rows)))
-            return [EMPTY] * len(requests)
-
-    keys = {each.request_id: each.noise_key for each in requests}
-    engine = RolloutEngine(tiny_model("llama", dtype=torch.float64), nothing, ROOMY)
-    engine.speculate(Speculation.fixed(Listening(), TREE, coupled=coupled))
-    engine.generate(requests)
-    assert bool(seen) == coupled
-    for places, rows in seen:
-        for depth, row in enumerate(rows, start=1):
-            shifted = torch.tensor([(key, length + depth - 1) for key, length in places])
-            assert row.equal(gumbel_noise(*shifted.T.contiguous(), 128))
-
-
 def test_a_step_reports_the_result_of_each_draft():
     """tree.py's running example over a model that counts: 1a and 3c are right, 2b and 4d wrong."""
     sketch = Sketch((0, 0, 1, 3), (0, 1, 0, 2))
@@ -345,32 +298,3 @@ def test_a_removed_drafter_keeps_no_finished_request():
     while engine.num_unfinished:
         engine.step()
     assert not speculation.drafters[0].memories
-
-
-def test_a_drafter_that_returns_follows_the_new_weights():
-    engine, _ = asking()
-    speculation = engine.speculation
-    assert speculation is not None
-    assert isinstance(speculation.drafters[0], ScriptedDrafter)
-    engine.speculate(None)
-    engine.pull(weights_of("llama"))
-    engine.speculate(speculation)
-    assert speculation.drafters[0].num_refreshes >= 1
-
-
-def test_kv_reserved_for_a_draft_is_free_after_the_step():
-    """For wrong drafts and for empty ones: the request owns as much as in plain decoding."""
-    owned = []
-    for script in (None, WRONG, silent):
-        engine = RolloutEngine(scripted_model(40), nothing, ROOMY)
-        if script is not None:
-            drafter = ScriptedDrafter({"a": range(60)}, script, vocab_size=40)
-            engine.speculate(Speculation.fixed(drafter, Strategy(depth=6)))
-        sampling = SamplingParams(max_tokens=30)
-        prompt = tuple(range(25))
-        engine.submit(Request(request_id="a", prompt_tokens=prompt, noise_key=0, sampling=sampling))
-        engine.step()
-        engine.step()
-        engine.step()
-        owned.append(engine.kv_usage().owned)
-    assert owned == [32, 32, 32], "27 tokens computed, in blocks of 32"

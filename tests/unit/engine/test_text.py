@@ -78,12 +78,6 @@ def test_a_stop_is_seen_behind_a_run_of_bytes_that_decode_together(before, stop)
     assert ends_in_stop(fallback_tokens(text[:first]), (stop,), FALLBACK)
 
 
-@given(text=TEXTS)
-def test_streamed_pieces_join_to_the_text(text):
-    assert in_steps(list(text.encode()), BYTES) == text
-    assert in_steps(fallback_tokens(text), FALLBACK) == FALLBACK(fallback_tokens(text))
-
-
 @given(tokens=st.lists(st.integers(0, 255), max_size=40))
 def test_streamed_pieces_join_to_the_text_even_of_broken_bytes(tokens):
     """A text that ended inside a character used to lose its end."""

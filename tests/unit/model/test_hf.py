@@ -2,7 +2,7 @@
 
 import json
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longtail.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedModelError
+from longtail.errors import CheckpointError, ConfigError, NonFiniteError
 from longtail.model.attention import PackedAttention
-from longtail.model.hf.model import load_config, load_model, save_model, stored_dtype
+from longtail.model.hf.model import load_model, save_model, stored_dtype
 from longtail.model.hf.tokenizer import check_vocabulary, load_tokenizer
-from longtail.model.hf.weights import from_hf, to_hf
+from longtail.model.hf.weights import to_hf
 from longtail.model.transformer import Family, Transformer
 from support.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 
@@ -74,14 +74,6 @@ def test_tied_weights_stay_one_parameter(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / WEIGHTS)
 
 
-def test_a_loaded_model_can_be_trained(tmp_path: Path) -> None:
-    save_model(tiny_model("qwen3"), tmp_path)
-    model = load_model(tmp_path)
-    tokens = torch.arange(5)
-    model.logits(model(tokens, tokens, PackedAttention((0, 5)))).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_the_stored_dtype_is_the_default(tmp_path: Path) -> None:
     save_model(tiny_model(), tmp_path, dtype=torch.bfloat16)
     assert stored_dtype(tmp_path) == torch.bfloat16
@@ -99,54 +91,12 @@ def test_the_older_name_of_the_dtype_is_read(saved: Path) -> None:
         stored_dtype(saved)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_from_hf_inverts_to_hf(family: Family) -> None:
-    model = tiny_model(family)
-    state = dict(model.named_parameters())
-    back = from_hf(to_hf(state, model.config), model.config)
-    assert back.keys() == state.keys()
-    assert all(torch.equal(back[name], state[name]) for name in state)
-
-
-def test_the_fused_projection_has_queries_then_keys_then_values() -> None:
-    model = tiny_model("llama")
-    theirs = to_hf(dict(model.named_parameters()), model.config)
-    fused = model.get_parameter("layers.1.attention.qkv.weight")  # 4 query and 2 kv heads of 8
-    name = "model.layers.1.self_attn.{}_proj.weight".format
-    assert torch.equal(theirs[name("q")], fused[:32])
-    assert torch.equal(theirs[name("k")], fused[32:48])
-    assert torch.equal(theirs[name("v")], fused[48:])
-    gate_up = model.get_parameter("layers.1.feed_forward.gate_up.weight")
-    assert torch.equal(theirs["model.layers.1.mlp.gate_proj.weight"], gate_up[:48])
-    assert torch.equal(theirs["model.layers.1.mlp.up_proj.weight"], gate_up[48:])
-
-
 def test_a_state_of_another_model_is_refused() -> None:
     state = dict(tiny_model("llama").named_parameters())
     with pytest.raises(ConfigError, match=r"lacks layers\.0\.attention\.k_norm\.weight"):
         to_hf(state, tiny_config("qwen3"))
     with pytest.raises(ConfigError, match=r"holds layers\.0\.attention\.k_norm\.weight"):
         to_hf(dict(tiny_model("qwen3").named_parameters()), tiny_config("llama"))
-
-
-def test_shards_respect_their_size_and_the_index_names_every_tensor(tmp_path: Path) -> None:
-    model = tiny_model("qwen3")
-    save_model(model, tmp_path, max_shard_bytes=30_000)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    contents = [load_file(file) for file in files]
-    index = json.loads((tmp_path / INDEX).read_text())
-    assert [file.name for file in files] == [
-        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
-    ]
-    for content in contents:
-        size = sum(tensor.nbytes for tensor in content.values())
-        assert size <= 30_000 or len(content) == 1
-    assert index["weight_map"] == {
-        name: file.name for file, content in zip(files, contents, strict=True) for name in content
-    }
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    assert index["metadata"]["total_size"] == total
-    assert torch.equal(logits(load_model(tmp_path)), logits(model))
 
 
 def test_saving_again_removes_the_earlier_files(tmp_path: Path) -> None:
@@ -208,61 +158,55 @@ def test_the_error_names_a_tensor_with_nan(saved: Path, value: float) -> None:
     assert "2 values" in str(error.value)
 
 
-def test_a_missing_directory_or_config_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent"):
-        load_config(tmp_path / "absent")
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        load_model(tmp_path)
+def without_weights(saved: Path) -> None:
+    (saved / WEIGHTS).unlink()
 
 
-@pytest.mark.parametrize("content", [b'{"vocab_size": ', b"[1, 2]", b"\xff\xfe\x00"])
-def test_a_malformed_config_is_an_error(saved: Path, content: bytes) -> None:
-    (saved / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.json.*copy the file again"):
-        load_config(saved)
+def with_an_index(index: str) -> Callable[[Path], None]:
+    def spoil(saved: Path) -> None:
+        without_weights(saved)
+        (saved / INDEX).write_text(index)
+
+    return spoil
 
 
-def test_an_unsupported_architecture_is_refused_before_its_weights(saved: Path) -> None:
+def of_another_architecture(saved: Path) -> None:
+    without_weights(saved)  # refused before they are read
     edit(saved / "config.json", architectures=["MambaForCausalLM"], model_type="mamba")
-    (saved / WEIGHTS).unlink()
-    with pytest.raises(UnsupportedModelError, match=r"MambaForCausalLM.*LlamaForCausalLM"):
-        load_model(saved)
-
-
-def test_pickled_weights_are_never_opened(saved: Path) -> None:
-    (saved / WEIGHTS).rename(saved / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin.*safe_serialization"):
-        load_model(saved)
-
-
-def test_missing_weights_are_an_error(saved: Path) -> None:
-    (saved / WEIGHTS).unlink()
-    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
-        load_model(saved)
-
-
-def test_truncated_weights_are_an_error(saved: Path) -> None:
-    file = saved / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=r"model\.safetensors is not a readable"):
-        load_model(saved)
 
 
 @pytest.mark.parametrize(
-    ("index", "words"),
+    ("spoil", "error", "message"),
     [
-        ("{", "malformed"),
-        ('{"weight_map": null}', "malformed"),
-        ('{"weight_map": {"a": "../b.safetensors"}}', "malformed"),
-        ('{"weight_map": {"a": "b.safetensors"}}', "lacks b.safetensors"),
+        (lambda d: d.rename(d.with_name("moved")), ConfigError, "model"),
+        (lambda d: (d / "config.json").unlink(), ConfigError, r"config\.json"),
+        *(
+            (lambda d, c=c: (d / "config.json").write_bytes(c), ConfigError, "copy the file again")
+            for c in (b'{"vocab_size": ', b"[1, 2]", b"\xff\xfe\x00")
+        ),
+        (of_another_architecture, UnsupportedModelError, "MambaForCausalLM.*LlamaForCausalLM"),
+        (
+            lambda d: (d / WEIGHTS).rename(d / "pytorch_model.bin"),
+            ConfigError,
+            r"pytorch_model\.bin.*safe_serialization",
+        ),
+        (without_weights, ConfigError, r"no model\.safetensors"),
+        (
+            lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-100]),
+            ConfigError,
+            r"model\.safetensors is not a readable",
+        ),
+        (with_an_index("{"), ConfigError, "malformed"),
+        (with_an_index('{"weight_map": null}'), ConfigError, "malformed"),
+        (with_an_index('{"weight_map": {"a": "../b.safetensors"}}'), ConfigError, "malformed"),
+        (with_an_index('{"weight_map": {"a": "b.safetensors"}}'), ConfigError, "lacks b.safe"),
     ],
 )
-def test_an_index_of_missing_or_foreign_files_is_an_error(
-    saved: Path, index: str, words: str
+def test_a_damaged_directory_is_refused_by_name(
+    saved: Path, spoil: Callable[[Path], object], error: type[Exception], message: str
 ) -> None:
-    (saved / WEIGHTS).unlink()
-    (saved / INDEX).write_text(index)
-    with pytest.raises(ConfigError, match=words):
+    spoil(saved)
+    with pytest.raises(error, match=message):
         load_model(saved)
 
 

@@ -54,12 +54,6 @@ def test_messages_without_a_template_are_refused() -> None:
         tokenizer.chat(QUESTION)
 
 
-def test_the_error_of_a_refusing_template_names_the_roles() -> None:
-    strict = "{{ raise_exception('only the user may speak') }}"
-    with pytest.raises(DataError, match=r"\['user'\].*only the user may speak"):
-        tiny_tokenizer(chat_template=strict).render(QUESTION)
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -68,6 +62,7 @@ def test_the_error_of_a_refusing_template_names_the_roles() -> None:
         ("{{ messages.a.b }}", "has no attribute 'a'"),
         ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "recursion depth"),
         ("{{ range(10000000) }}", "Range too big"),
+        ("{{ raise_exception('only the user') }}", r"\['user'\].*only the user"),
         ("{% for m in", "unexpected 'end of template'"),
     ],
 )
@@ -128,17 +123,21 @@ def test_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "{}", '{"model": {"type": "WordLevel"}}'])
-def test_a_malformed_tokenizer_is_an_error(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("tokenizer.json", "{", DataError),
+        ("tokenizer.json", "{}", DataError),
+        ("tokenizer.json", '{"model": {"type": "WordLevel"}}', DataError),
+        ("generation_config.json", "{", ConfigError),
+        ("generation_config.json", "[]", ConfigError),
+        ("generation_config.json", '{"eos_token_id": "two"}', ConfigError),
+    ],
+)
+def test_a_malformed_file_is_refused_by_name(
+    tmp_path: Path, name: str, content: str, error: type[Exception]
+) -> None:
     tiny_tokenizer().save(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(DataError, match="cannot be read"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "two"}'])
-def test_a_malformed_generation_config_is_an_error(tmp_path: Path, content: str) -> None:
-    tiny_tokenizer().save(tmp_path)
-    (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(error, match=name):
         load_tokenizer(tmp_path)

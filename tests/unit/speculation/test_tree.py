@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from longtail.speculation.tree import (
     EMPTY,
-    MAX_NODES,
     DraftTree,
     cut_depth,
     depths,
@@ -74,24 +73,12 @@ def test_of_equals_the_earlier_nodes_stay():
     assert prune(ranked(tree), 3).tokens == (3, 1, 2)
 
 
-def test_the_last_node_of_the_largest_chain_has_a_bit_of_its_own():
-    masks = visible_nodes(tuple(range(MAX_NODES)))
-    assert masks[-1] == 2**MAX_NODES - 1 < 2**63
-
-
 @given(any_parents())
 def test_a_node_sees_itself_and_its_ancestors_alone(parents):
     for node, mask in enumerate(visible_nodes(parents), start=1):
         seen = {other for other in range(1, len(parents) + 1) if mask >> (other - 1) & 1}
         assert seen == ancestors(parents, node)
         assert len(seen) == depths(parents)[node - 1]
-
-
-@given(any_parents(), st.data())
-def test_a_node_is_never_likelier_than_its_parent(parents, data):
-    confidences = [data.draw(st.floats(0.0, 1.0)) for _ in parents]
-    reach = [1.0, *reach_probabilities(parents, confidences)]
-    assert all(reach[node + 1] <= reach[parent] for node, parent in enumerate(parents))
 
 
 @given(any_parents(), st.integers(0, 30), st.data())

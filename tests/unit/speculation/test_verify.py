@@ -1,7 +1,5 @@
 """Verification: the running example, and that it follows the longest agreeing path."""
 
-import dataclasses
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,24 +59,3 @@ def test_the_accepted_path_is_the_longest_that_agrees(places, data):
     found = accept(tree, drawn)
     assert list(found.path) == max(agreeing, key=len)
     assert found.tokens == tuple(drawn[node] for node in (0, *found.path))
-
-
-@given(any_places(), st.data())
-def test_emitted_tokens_are_those_of_plain_decoding(places, data):
-    """A target whose draw is a function of the text alone: no draft changes what comes out."""
-    tree = tree_of(places)
-    paths = [path_to(tree, node) for node in range(tree.size + 1)]
-    texts = [tuple(tree.tokens[node - 1] for node in path) for path in paths]
-    target = dict(zip(texts, data.draw(any_draws(places)), strict=True))
-    emitted = accept(tree, [target[text] for text in texts]).tokens
-    plain: tuple[int, ...] = ()
-    while len(plain) < len(emitted):
-        plain = (*plain, target[plain])
-    assert emitted == plain
-
-
-@given(any_places(), st.data())
-def test_margins_have_no_say(places, data):
-    tree, drawn = tree_of(places), data.draw(any_draws(places))
-    other = dataclasses.replace(tree, margins=tuple(map(float, range(tree.size))))
-    assert accept(other, drawn) == accept(tree, drawn)

@@ -71,11 +71,6 @@ def test_between_knots_and_beyond_them_time_is_linear(count, seconds):
     assert curve().at(count) == pytest.approx(seconds)
 
 
-def test_of_a_single_measurement_half_is_there_without_a_token():
-    single = TimeCurve((4,), (2e-3,))
-    assert [single.at(count) for count in (0, 2, 4, 8)] == pytest.approx([1e-3, 1.5e-3, 2e-3, 3e-3])
-
-
 @given(any_sketch(), st.lists(st.integers(1, 600), min_size=2, max_size=8))
 def test_a_curve_never_decreases(sketch, counts):
     found, first = curve_of(sketch), sketch[0][0]
@@ -90,20 +85,6 @@ def test_many_at_once_are_predicted_as_one_by_one(sketch, counts):
     found, first = curve_of(sketch), sketch[0][0]
     asked = np.array([max(count, first) for count in counts])
     assert found.at_each(asked).tolist() == pytest.approx([found.at(int(n)) for n in asked])
-
-
-@pytest.mark.parametrize("error", [0.2, -0.2])
-def test_a_correction_moves_its_place_fully_and_others_by_most_of_it(error):
-    found = curve()
-    before = [found.at(count) for count in (1, 4, 8, 64)]
-    moved = found.correct(1, error)
-    near, across, next_one, far = (
-        found.at(count) / old for count, old in zip((1, 4, 8, 64), before, strict=True)
-    )
-    assert moved == pytest.approx(0.5 * error)  # the first observation counts half
-    assert near == pytest.approx((1 + 0.8 * moved) * (1 + 0.2 * moved))
-    assert far == next_one == pytest.approx(1 + 0.8 * moved)
-    assert min(near, far) < across < max(near, far)
 
 
 def test_corrections_find_a_machine_three_times_slower():
@@ -130,22 +111,6 @@ def test_a_stall_moves_a_settled_curve_by_two_percent_at_most():
     assert other.at(8) == pytest.approx(found.at(8))
 
 
-def test_even_a_first_stall_does_not_double_a_curve():
-    found = curve()
-    found.correct(8, math.log(1000.0))
-    assert 1.4 < found.at(8) / curve().at(8) < 1.6
-
-
-def test_a_new_curve_takes_the_whole_correction_of_the_other():
-    young, settled = curve(), curve()
-    for _ in range(16):
-        settled.correct(8, 0.0)
-    young.scale(0.1)
-    settled.scale(0.1)
-    assert young.at(8) / curve().at(8) == pytest.approx(1.1)
-    assert settled.at(8) / curve().at(8) == pytest.approx(1.03)
-
-
 def test_parts_of_a_step_are_added_up():
     costs, batch = model(), outcome(1e-3).batch
     assert costs.plain_s(batch) == pytest.approx(1.7e-3 + 800e-7)
@@ -167,15 +132,6 @@ def test_a_slow_step_raises_its_own_kind_and_the_other():
         assert costs.plain_s(batch) > plain
         assert costs.verify_s(batch, 0) > verify
         assert (costs.drafts[0].seconds(8, 2.0, 16.0) > usual) == bool(drafted)
-
-
-def test_the_other_curve_never_takes_more_than_the_correction():
-    costs = model()
-    batch = outcome(1.0).batch
-    for _ in range(64):
-        costs.learn(outcome(2 * model().plain_s(batch)))
-    assert costs.plain_s(batch) == pytest.approx(2 * model().plain_s(batch), rel=0.05)
-    assert model().verify_s(batch, 0) < costs.verify_s(batch, 0) <= 1.05 * costs.plain_s(batch)
 
 
 def test_numbers_survive_json_and_predict_the_same():
