@@ -96,10 +96,3 @@ def test_changed_weights_count_after_packing(dtype):
     model._decoder = None
     alone = outputs(model, NO_TAPS)
     assert all(one.equal(other) for one, other in zip(changed, alone, strict=True))
-
-
-def test_training_runs_layer_by_layer():
-    model = tiny_model("llama", head_dim=16)
-    model.pack()
-    model.fuse()
-    assert model._decoder is None

@@ -137,24 +137,6 @@ def test_a_draft_is_the_same_alone_and_among_others_that_stop_early(dtype, recip
     assert len({max(depths(tree.parents)) for tree in together}) >= 3
 
 
-@pytest.mark.parametrize("shape", [CHAIN, SIBLINGS])
-def test_a_request_that_has_stopped_is_computed_no_further(shape):
-    """Keys behind the window exist for every expanded node and for no other."""
-    drafter, untouched = drafter_of("eagle1"), 777.0
-    windows = drafter.windows
-    drafter.propose(asked(), Strategy(depth=1), None)
-    windows.keys.fill_(untouched)
-    strategy = replace(shape, thresholds=DraftThresholds(expand=0.3))
-    trees = drafter.propose(asked(), strategy, KeyedNoise(LENGTHS, 128))
-    passes = []
-    for request, tree in zip(asked(), trees, strict=True):
-        window = windows.of(request.request_id)
-        behind = windows.keys[window.row, window.end :]
-        passes.append(int((behind != untouched).flatten(1).any(1).sum()))
-        assert passes[-1] == len(set(tree.parents) - {0})
-    assert len(set(passes)) >= 3
-
-
 def test_a_level_that_none_is_worth_alone_is_drafted_if_they_are_together():
     drafter = drafter_of("eagle1")
     promises = [tree.reach[0] for tree in drafter.propose(asked([9] * 5), CHAIN, None)]

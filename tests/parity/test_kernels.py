@@ -10,19 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longtail.engine.batch import FlatBatch, Segment
-from longtail.engine.engine import RolloutEngine
-from longtail.engine.kv.cache import ContiguousKVCache
-from longtail.engine.request import EngineLimits
-from longtail.model.attention import PackedAttention
 from longtail.model.kernels import native
 from longtail.model.kernels.choice import select_kernels
 from longtail.model.kernels.ops import Kernels, NativeKernels, Places, TorchKernels, text_places
 from longtail.model.rope import Rope, RopeConfig, Rotation
-from longtail.sampling import noise_key
-from longtail.speculation.tree import visible_nodes
-from longtail.types import Request, SamplingParams
-from support.tiny_models import tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (16, 32, 64, 80, 96, 128)
@@ -236,27 +227,6 @@ def test_store_and_attend_rows(case):
     assert_same(mine, exact, terms=terms)
 
 
-@pytest.mark.parametrize(
-    ("window", "seen"),
-    [
-        # tree.py's running example behind five tokens: the root lies in slot 4, node 1 in slot 5.
-        (0, ([*range(5)], [*range(5), 5], [*range(5), 6], [*range(5), 5, 7], [*range(5), 5, 7, 8])),
-        (4, ([1, 2, 3, 4], [2, 3, 4, 5], [2, 3, 4, 6], [3, 4, 5, 7], [4, 5, 7, 8])),
-    ],
-    ids=["all", "window"],
-)
-def test_a_node_sees_its_context_and_its_ancestors(window, seen):
-    visible = [0, *visible_nodes((0, 0, 1, 3))]
-    assert visible[1:] == [0b1, 0b10, 0b101, 0b1101]
-    places = Places(*torch.tensor([[1] * 5, [4, 5, 6, 7, 8], [5] * 5, [0, 1, 1, 2, 3], visible]))
-    keys, values = random(5, 2, 2, 9, 1, 8, dtype=torch.float64)
-    queries = random(6, 5, 3, 8, dtype=torch.float64)
-    out = TORCH.attend_rows(queries, keys, values, places, window)
-    for token, slots in enumerate(seen):
-        weights = (queries[token] @ keys[1, slots, 0].T * 8**-0.5).softmax(-1)
-        torch.testing.assert_close(out[token], weights @ values[1, slots, 0], rtol=0.0, atol=1e-14)
-
-
 @needs_compiler
 @settings(max_examples=200, deadline=None)
 @given(
@@ -361,55 +331,6 @@ def test_threads_share_the_work_and_not_their_scratch_space(dtype):
     assert all(each.equal(alone) for each in together)
 
 
-def compute(kv: ContiguousKVCache, parts: list[tuple[str, int, Tensor]], window: int) -> Tensor:
-    """One step of one layer: each request's (name, context length, new queries, keys, values)."""
-    segments = tuple(
-        Segment(request_id=name, num_context=context, num_tokens=len(new))
-        for name, context, new in parts
-    )
-    flat = torch.cat([new for _, _, new in parts])
-    places = [torch.arange(s.num_context, s.num_context + s.num_tokens) for s in segments]
-    batch = FlatBatch(
-        tokens=torch.zeros(len(flat), dtype=torch.int64),
-        positions=torch.cat(places),
-        segments=segments,
-        drawing=None,
-    )
-    return kv.attention(batch).attend(0, *flat.split([4, 2, 2], 1), window)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("window", [0, 3, 11])
-@pytest.mark.parametrize(
-    "new",
-    [
-        (1, 1, 1),
-        (1, 8, 9),
-        (9, 10, 20),
-        (2, 19, 19),
-    ],
-    ids=str,
-)
-def test_segments_of_any_length_attend_as_in_their_whole_sequence(new, window, dtype):
-    """Short and long segments in one batch, each against its whole sequence."""
-    kv = ContiguousKVCache(
-        tiny_config("qwen3"), num_tokens=256, max_rows=3, max_len=64, dtype=dtype, device=CPU
-    )
-    parts, expected = [], []
-    for number, (count, context) in enumerate(zip(new, (25, 0, 9), strict=True)):
-        whole, name = random(number, context + count, 8, 16, dtype=dtype), str(number)
-        assert kv.try_grow(name, len(whole))
-        if context:
-            compute(kv, [(name, 0, whole[:context])], window)
-        parts.append((name, context, whole[context:]))
-        packed = PackedAttention((0, len(whole)))
-        expected.append(packed.attend(0, *whole.split([4, 2, 2], 1), window)[context:])
-    # Weighted means of values up to 4: a few roundings.
-    tolerance = 1e-13 if dtype == torch.float64 else 1e-5
-    mine = compute(kv, parts, window)
-    torch.testing.assert_close(mine, torch.cat(expected), rtol=0.0, atol=tolerance)
-
-
 def test_native_kernels_are_chosen_where_they_exist(monkeypatch):
     assert isinstance(select_kernels(torch.float64, CPU, 64), TorchKernels)
     assert isinstance(select_kernels(torch.float32, CPU, 48), TorchKernels)
@@ -435,39 +356,6 @@ def test_loading_the_kernels_leaves_subnormal_numbers_alone():
     native_kernels(torch.float32)
     assert 5e-324 * 1.0 > 0.0
     assert float((torch.tensor([1e-310], dtype=torch.float64) * 1.0)[0]) == 1e-310
-
-
-@needs_compiler
-def test_the_engine_writes_the_same_with_and_without_native_kernels(monkeypatch):
-    requests = [
-        Request(
-            request_id=str(i),
-            prompt_tokens=tuple((5 * i + j) % 128 for j in range(3 + 4 * i)),
-            noise_key=noise_key(0, i),
-            sampling=SamplingParams(max_tokens=20),
-        )
-        for i in range(6)
-    ]
-
-    def write() -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        engine = RolloutEngine(
-            tiny_model("qwen3"),
-            lambda tokens: "",
-            EngineLimits(max_running=4, max_step_tokens=12, max_len=64),
-        )
-        return [(done.tokens, done.logprobs) for done in engine.generate(requests)]
-
-    fast = write()
-    monkeypatch.setenv("LONGTAIL_NATIVE", "0")
-    native.functions.cache_clear()
-    plain = write()
-    monkeypatch.undo()
-    native.functions.cache_clear()
-    assert [tokens for tokens, _ in fast] == [tokens for tokens, _ in plain]
-    assert fast != plain, "the switch did nothing"
-    for (_, one), (_, other) in zip(fast, plain, strict=True):
-        # Float32 roundings of logits up to 5, over some dozen operations.
-        assert one == pytest.approx(other, abs=1e-5)
 
 
 def test_a_missing_compiler_is_reported_once(

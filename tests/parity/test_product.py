@@ -6,16 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longtail.model.kernels import native
 from longtail.model.kernels.linear import Linear
+from support.tiny_models import NATIVE_DTYPES
 
-needs_bfloat16 = pytest.mark.skipif(
-    native.product(torch.bfloat16) is None,
-    reason=str(native.unavailable_because()),
-)
-needs_compiler = pytest.mark.skipif(
-    native.product(torch.float32) is None, reason=str(native.unavailable_because())
-)
 sizes = settings(max_examples=60, deadline=None)
 seeds, threads = st.integers(0, 2**31), st.sampled_from([1, 2])
 tiles = st.integers(1, 6).map(lambda n: 32 * n)
@@ -60,7 +53,7 @@ def assert_is_product(layer: Linear, x: Tensor, out: Tensor) -> None:
     assert float(excess.max()) <= 0, f"off by {float(excess.max())} more than allowed"
 
 
-@needs_bfloat16
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 @sizes
 @given(
     rows=st.integers(1, 100),
@@ -70,37 +63,28 @@ def assert_is_product(layer: Linear, x: Tensor, out: Tensor) -> None:
     threads=threads,
     seed=seeds,
 )
-def test_a_packed_bfloat16_layer_gives_the_product_to_one_rounding(
-    rows, inputs, outputs, bias, threads, seed
-):
+def test_a_packed_layer_gives_the_product(dtype, rows, inputs, outputs, bias, threads, seed):
     generator = torch.Generator().manual_seed(seed)
-    layer = make_layer(inputs, outputs, bias=bias, dtype=torch.bfloat16, generator=generator)
-    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    layer = make_layer(inputs, outputs, bias=bias, dtype=dtype, generator=generator)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
     assert_is_product(layer, x, apply(layer, x, threads))
 
 
-@needs_compiler
-@sizes
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+@settings(max_examples=25, deadline=None)
 @given(
-    rows=st.integers(1, 70),
     inputs=st.integers(1, 200),
-    outputs=st.integers(1, 200),
+    outputs=st.one_of(tiles, st.integers(1, 200)),
     bias=st.booleans(),
     threads=threads,
     seed=seeds,
 )
-def test_a_packed_float32_layer_gives_the_product(rows, inputs, outputs, bias, threads, seed):
+def test_a_row_has_the_same_bits_in_any_batch(dtype, inputs, outputs, bias, threads, seed):
+    """Alone, or among any number of others, wherever it stands."""
     generator = torch.Generator().manual_seed(seed)
-    layer = make_layer(inputs, outputs, bias=bias, dtype=torch.float32, generator=generator)
-    x = torch.randn(rows, inputs, generator=generator)
-    out = apply(layer, x, threads)
-    assert_is_product(layer, x, out)
-    assert_is_product(layer, x, torch.nn.functional.linear(x, layer.weight, layer.bias))
-
-
-def assert_rows_stand_alone(layer: Linear, x: Tensor, num_threads: int) -> None:
-    """Bits of a row: alone, or among any number of others, wherever it stands."""
-    whole = apply(layer, x, num_threads)
+    layer = make_layer(inputs, outputs, bias=bias, dtype=dtype, generator=generator)
+    x = torch.randn(64, inputs, generator=generator).to(dtype)
+    whole = apply(layer, x, threads)
     for row in range(len(x)):
         assert apply(layer, x[row : row + 1]).equal(whole[row : row + 1])
     for count in range(1, len(x) + 1):  # each row sits elsewhere in its tile
@@ -108,43 +92,7 @@ def assert_rows_stand_alone(layer: Linear, x: Tensor, num_threads: int) -> None:
         assert apply(layer, x[start:].contiguous()).equal(whole[start:])
 
 
-@needs_compiler
-@settings(max_examples=25, deadline=None)
-@given(
-    inputs=st.integers(1, 200),
-    outputs=st.one_of(tiles, st.integers(1, 200)),
-    bias=st.booleans(),
-    threads=threads,
-    seed=seeds,
-)
-def test_a_row_of_a_float32_product_has_the_same_bits_in_any_batch(
-    inputs, outputs, bias, threads, seed
-):
-    generator = torch.Generator().manual_seed(seed)
-    layer = make_layer(inputs, outputs, bias=bias, dtype=torch.float32, generator=generator)
-    assert_rows_stand_alone(layer, torch.randn(64, inputs, generator=generator), threads)
-
-
-@needs_bfloat16
-@settings(max_examples=25, deadline=None)
-@given(
-    inputs=st.one_of(tiles, st.integers(1, 200)),
-    outputs=st.one_of(tiles, st.integers(1, 200)),
-    bias=st.booleans(),
-    threads=threads,
-    seed=seeds,
-)
-def test_a_row_of_a_bfloat16_product_has_the_same_bits_in_any_batch(
-    inputs, outputs, bias, threads, seed
-):
-    generator = torch.Generator().manual_seed(seed)
-    layer = make_layer(inputs, outputs, bias=bias, dtype=torch.bfloat16, generator=generator)
-    x = torch.randn(64, inputs, generator=generator).bfloat16()
-    assert_rows_stand_alone(layer, x, threads)
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 def test_a_value_that_is_not_finite_stays_in_its_row(dtype):
     generator = torch.Generator().manual_seed(0)
     layer = make_layer(64, 96, bias=True, dtype=dtype, generator=generator)

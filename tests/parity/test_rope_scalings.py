@@ -68,7 +68,10 @@ def test_working_precision_rounds_only_at_the_end() -> None:
     assert torch.equal(rounded, rope.rotation(positions, torch.float32).cos.bfloat16())
 
 
+YARN = RopeConfig(scaling="yarn", factor=4.0, original_max_positions=64)
+
+
 def test_frequencies_are_computed_under_the_meta_device() -> None:
     with torch.device("meta"):
-        frequencies = inverse_frequencies(64, RopeConfig(scaling="yarn", factor=4.0))
+        frequencies = inverse_frequencies(64, YARN)
     assert bool(torch.isfinite(frequencies).all())

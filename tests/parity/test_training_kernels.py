@@ -184,40 +184,11 @@ def test_a_product_of_no_rows_is_empty_and_has_no_gradient() -> None:
 
 
 @pytest.mark.usefixtures("maker")
-def test_a_product_under_autocast_is_made_in_its_dtype() -> None:
-    x, weight = tensors(0, (3, 8), (5, 8))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert training_product(x, weight, None).dtype == torch.bfloat16
-
-
-@pytest.mark.usefixtures("maker")
 def test_a_frozen_weight_of_a_product_gets_no_gradient() -> None:
     x, weight = tensors(0, (3, 8), (5, 8))
     training_product(x, weight.detach(), None).sum().backward()
     assert x.grad is not None
     assert weight.grad is None
-
-
-def test_kernels_under_autocast_are_compiled_for_few_numbers_of_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows_seen: list[int] = []
-    made = F.linear
-    monkeypatch.setattr(
-        products.F,
-        "linear",
-        lambda x, *others: rows_seen.append(len(x)) or made(x, *others),
-    )
-    own = tensors(0, (129, 8), (5, 8))
-    with torch.autocast("cpu", torch.bfloat16):
-        for rows in (1, 2, 77, 128, 129):
-            product = training_product(own[0][:rows], own[1], None)
-            torch.testing.assert_close(product, made(own[0][:rows], own[1]))
-            (grad,) = torch.autograd.grad(product.float().sum(), [own[1]])
-            torch.testing.assert_close(
-                grad, own[0][:rows].sum(0).expand_as(grad), rtol=0.02, atol=0.2
-            )
-    assert rows_seen == [1, 2, 128, 128, 256]
 
 
 def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,16 +62,6 @@ def test_a_pass_without_a_pool_or_with_many_tokens_is_not_captured():
     assert (seen, backend.num_captures) == ([1, 8, 9, 500], 0)
 
 
-def test_a_pool_counts_the_graphs_of_all_its_passes():
-    backend = FakeGraphs()
-    pool = GraphPool(backend)
-    for _ in range(2):
-        run = GraphedPass(pool, lambda x: (x + 1,), [torch.tensor(0.0)], max_tokens=8)
-        for count in (1, 2, 3, 4):
-            run(torch.zeros(count))
-    assert (pool.num_graphs, pool.num_bytes) == (6, 6 * 1024)
-
-
 def test_graphs_are_captured_again_when_their_key_changes():
     backend = FakeGraphs()
     held = [torch.tensor(1.0)]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longtail.errors import CheckpointError, ConfigError, NonFiniteError
+from longtail.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedModelError
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import load_model, save_model, stored_dtype
 from longtail.model.hf.tokenizer import check_vocabulary, load_tokenizer
