@@ -83,11 +83,10 @@ def test_the_native_round_drafts_what_growing_level_by_level_drafts(recipe, redu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("shape", [CHAIN, SIBLINGS, replace(SIBLINGS, size=4)])
 @pytest.mark.parametrize("worth", WORTHS)
-def test_both_leave_out_what_is_not_worth_it(recipe, shape, worth):
-    fast, slow = (drafter_of(recipe) for _ in range(2))
+def test_both_leave_out_what_is_not_worth_it(shape, worth):
+    fast, slow = (drafter_of("eagle3") for _ in range(2))
     noise, strategy = KeyedNoise(LENGTHS, 128), replace(shape, thresholds=worth)
     drafted = fast.propose(asked(), strategy, noise)
     assert_same_drafts(drafted, slow.grow(asked(), strategy, noise))

@@ -175,15 +175,6 @@ def test_a_trained_product_and_its_gradients_are_those_of_linear(
 
 
 @pytest.mark.usefixtures("maker")
-def test_a_product_of_no_rows_is_empty_and_has_no_gradient() -> None:
-    x, weight = tensors(0, (0, 8), (5, 8))
-    product = training_product(x, weight, None)
-    assert product.shape == (0, 5)
-    (grad,) = torch.autograd.grad(product.sum(), [weight])
-    assert not grad.any()
-
-
-@pytest.mark.usefixtures("maker")
 def test_a_frozen_weight_of_a_product_gets_no_gradient() -> None:
     x, weight = tensors(0, (3, 8), (5, 8))
     training_product(x, weight.detach(), None).sum().backward()

@@ -83,7 +83,7 @@ def test_captured_and_eager_passes_draft_the_same(
     monkeypatch.setattr(eagle, "select_kernels", lambda *_: GpuKernels(TorchPageKernels()))
     captured = make(model)
     texts: dict[str, list[int]] = {}
-    for number in range(24):
+    for number in range(12):
         if number % 4 == 3:
             gone = rng.choice(sorted(texts))
             del texts[gone]

@@ -143,7 +143,7 @@ def test_training_with_reused_features_equals_training_without(recipe: Recipe) -
     reports, replicas, states, passes = [], [], [], []
     for reuses in (False, True):
         spot, before = place.spot(recipe, reuses=reuses), place.num_computed
-        report, measured = train(spot, buffer_of(*texts), 20)
+        report, measured = train(spot, buffer_of(*texts), 10)
         reports.append(report)
         replicas.append(measured)
         states.append(spot._trainer.tensors())

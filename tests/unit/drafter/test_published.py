@@ -176,13 +176,6 @@ def test_an_export_has_the_tensors_and_fields_that_vllm_loads(target):
     assert config["eagle_config"][KEY] == [1, 2, 4]
 
 
-def test_layers_that_engines_tap_by_themselves_are_not_named(target):
-    deeper = replace(target.model.config, num_layers=8)
-    config = our_drafter(target.model, target.tokenizer).layer.config
-    usual = replace(config, target=deeper, layers=(2, 4, 5))
-    assert "eagle_config" not in to_config(usual, torch.float32)
-
-
 def test_layer_ids_are_read_in_either_convention():
     assert layers_of(None, 32, "auto") == (2, 16, 29)
     assert layers_of([2, 16, 29], 32, "auto") == layers_of([1, 15, 28], 32, "auto") == (2, 16, 29)
@@ -319,12 +312,6 @@ def test_an_eagle1_drafter_must_have_the_targets_head(tmp_path, target):
     kept["lm_head.weight"] = -kept["lm_head.weight"]
     with pytest.raises(ConfigError, match=r"lm_head.weight is not the target's"):
         load(lay(tmp_path / "p", config, kept), target)
-
-
-def test_layer_ids_follow_the_given_convention(tmp_path, target, three_taps):
-    path = lay(tmp_path / "p", *three_taps)
-    for convention, layers in (("auto", (1, 2, 4)), ("input", (1, 2, 4)), ("output", (2, 3, 5))):
-        assert load(path, target, layer_ids=convention).layer.config.layers == layers
 
 
 def test_the_window_of_the_files_is_used(tmp_path, target, three_taps):

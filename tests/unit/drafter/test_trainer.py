@@ -67,8 +67,7 @@ def _weights(layer: EagleLayer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("matrix_rate", [None, 0.02])
+@pytest.mark.parametrize(("recipe", "matrix_rate"), [("eagle1", None), ("eagle3", 0.02)])
 def test_training_improves_a_drafter(recipe: Recipe, matrix_rate: float | None) -> None:
     trainer = _trainer(recipe, settings=replace(SETTINGS, matrix_rate=matrix_rate))
     before = trainer.evaluate(_batch())
@@ -104,8 +103,7 @@ def test_micro_batches_do_not_change_the_update(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("matrix_rate", [None, 0.02])
+@pytest.mark.parametrize(("recipe", "matrix_rate"), [("eagle1", None), ("eagle3", 0.02)])
 def test_a_restored_trainer_continues_bit_for_bit(
     recipe: Recipe, matrix_rate: float | None
 ) -> None:
@@ -168,8 +166,7 @@ def test_depths_beyond_the_trained_ones_are_measured_up_to_the_texts_length() ->
     assert deep.overlap[:3] == trainer.evaluate(pack_texts(texts, 100)).overlap
 
 
-@pytest.mark.parametrize("matrix_rate", [None, 0.02])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "matrix_rate"), [("eagle1", None), ("eagle3", 0.02)])
 def test_no_product_is_emulated_over_a_bfloat16_target(recipe, matrix_rate, monkeypatch) -> None:
     settings = replace(SETTINGS, matrix_rate=matrix_rate)
     exact = _trainer(recipe, settings=settings)

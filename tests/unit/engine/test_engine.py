@@ -43,24 +43,19 @@ def is_idle(engine: RolloutEngine) -> bool:
     return engine.num_unfinished == 0 and engine.kv_usage().free == engine.kv_usage().total
 
 
-def test_a_stop_token_ends_a_completion_and_is_kept():
-    (done,) = scripted_engine().generate([ask(stop_token_ids=(EOS, 3))])
-    assert done.tokens == (1, 2, 3)
-    assert done.text == " answer is <b>4"
-    assert done.finish_reason is FinishReason.STOP
-
-
-def test_a_stop_string_across_tokens_cuts_the_text_and_keeps_the_tokens():
-    (done,) = scripted_engine().generate([ask(stop=("never", "</b>"))])
-    assert done.tokens == (1, 2, 3, 4, 5, 6)
-    assert len(done.logprobs) == 6
-    assert done.text == " answer is <b>42"
-    assert done.finish_reason is FinishReason.STOP
-
-
-def test_a_stop_string_of_the_prompt_does_not_stop():
-    (done,) = scripted_engine().generate([ask(prompt=(3, 4, 5, 6), stop=("</b>",), max_tokens=3)])
-    assert done.tokens == (7, 8, 9)
+@pytest.mark.parametrize(
+    ("request_", "tokens", "text"),
+    [
+        (ask(stop_token_ids=(EOS, 3)), (1, 2, 3), " answer is <b>4"),
+        (ask(stop=("never", "</b>")), (1, 2, 3, 4, 5, 6), " answer is <b>42"),
+        (ask(prompt=(3, 4, 5, 6), stop=("</b>",), max_tokens=2), (7, 8), "\u65e5"),
+    ],
+    ids=["token, kept", "string across tokens, cut", "not of the prompt"],
+)
+def test_a_stop_ends_a_completion(request_, tokens, text):
+    (done,) = scripted_engine().generate([request_])
+    assert (done.tokens, done.text, len(done.logprobs)) == (tokens, text, len(tokens))
+    assert (done.finish_reason is FinishReason.STOP) == (request_.prompt_tokens == (0,))
 
 
 def test_streamed_pieces_join_to_the_text_and_the_completion_comes_last():
@@ -163,20 +158,16 @@ def test_the_longest_request_that_is_admitted_can_be_served():
     assert [len(done.tokens) for done in engine.generate(longest)] == [20, 20]
 
 
-def test_a_name_in_progress_cannot_be_taken_again():
-    engine = scripted_engine()
-    engine.submit(ask())
-    with pytest.raises(RequestError, match="'a' is already in progress"):
-        engine.submit(ask())
-    assert engine.num_unfinished == 1
-
-
 def test_duplicate_ids_leave_no_request_in_progress():
     """The first of the two used to stay behind and block the next pull."""
     engine = scripted_engine()
     with pytest.raises(RequestError, match="'a' is already in progress"):
         engine.generate([ask("a"), ask("b"), ask("a")])
     assert is_idle(engine)
+    engine.submit(ask())
+    with pytest.raises(RequestError, match="'a' is already in progress"):
+        engine.submit(ask())
+    assert engine.num_unfinished == 1
 
 
 def test_a_callback_that_raises_leaves_no_request_in_progress():
@@ -342,8 +333,7 @@ def test_weights_of_another_model_are_refused_without_a_copy(changes, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_running", [8, 3, 1])
-@pytest.mark.parametrize("prompt_len", [1, 2, 30])
+@pytest.mark.parametrize(("prompt_len", "max_running"), [(1, 8), (2, 1), (30, 3)])
 def test_a_group_computes_its_prompt_once(prompt_len, max_running):
     """All but the last prompt token, that is: each sample draws its first token from that one."""
     model = tiny_model("llama", dtype=torch.float64)

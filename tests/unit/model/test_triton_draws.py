@@ -4,18 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtail.engine.engine import RolloutEngine
-from longtail.engine.request import EngineLimits
 from longtail.model.kernels.draws import TorchDraws
 from longtail.model.kernels.triton_draws import TritonDraws
-from longtail.model.kernels.triton_pages import TritonPageKernels
-from longtail.model.kernels.triton_small import TritonKernels
 from longtail.sampling import draw, gumbel_noise
-from longtail.types import Request, SamplingParams
-from support.fakes import unchecked_shapes
+from longtail.types import SamplingParams
 from support.interpreted import DEVICE
-from support.paged import use_pages
-from support.tiny_models import tiny_model
 
 DRAWS = TritonDraws()
 KEYS = torch.tensor([0, -1, 2**63 - 1, -(2**63), 123456789, 5, 5])
@@ -27,7 +20,7 @@ def on_device(*tensors: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab", [1, 1000, 1024, 20_011])
+@pytest.mark.parametrize("vocab", [1, 1024, 9011])
 def test_noise_equals_the_reference_within_a_few_units_in_the_last_place(vocab):
     found = DRAWS.noise(*on_device(KEYS, POSITIONS), vocab).cpu()
     expected = gumbel_noise(KEYS, POSITIONS, vocab)
@@ -45,7 +38,7 @@ def logits(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [5, 1000, 8192, 20_011])
+@pytest.mark.parametrize("vocab", [5, 8192, 9011])
 @pytest.mark.parametrize("draws", [DRAWS, TorchDraws()], ids=["triton", "torch"])
 def test_draws_equal_the_reference(draws, vocab, dtype):
     """Each row has its own temperature, some are greedy; the noise is the reference's."""
@@ -93,27 +86,3 @@ def test_nan_logits_give_a_nan_logprob(bad, temperature):
     assert not drawn.logprobs[1].isfinite()
     assert drawn.logprobs[[0, *range(2, 7)]].isfinite().all()
     assert bool((drawn.tokens < 9000).all())
-
-
-@pytest.mark.slow
-def test_an_engine_with_gpu_kernels_generates_the_same_tokens(monkeypatch):
-    """Greedy, sampled and truncated requests in float32, with logits far enough apart."""
-    samplings = (
-        SamplingParams(max_tokens=4),
-        SamplingParams(max_tokens=4, temperature=0.0),
-        SamplingParams(max_tokens=4, temperature=0.7, top_k=5),
-    )
-    requests = [
-        Request(request_id=f"{i}", prompt_tokens=(3, 1, 4, 1, 5), noise_key=i, sampling=each)
-        for i, each in enumerate(samplings)
-    ]
-    limits = EngineLimits(max_running=4, max_step_tokens=16, max_len=16)
-    with unchecked_shapes():
-        plain = RolloutEngine(tiny_model(), lambda _: "", limits).generate(requests)
-        pages = TritonPageKernels()
-        use_pages(monkeypatch, kernels=pages, draws=DRAWS, small=TritonKernels(pages))
-        model = tiny_model().to(DEVICE)
-        written = RolloutEngine(model, lambda _: "", limits).generate(requests)
-    for one, other in zip(plain, written, strict=True):
-        assert one.tokens == other.tokens
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

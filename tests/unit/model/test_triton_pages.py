@@ -99,7 +99,7 @@ class Case:
 @pytest.mark.parametrize(
     ("dim", "dtype"),
     [
-        *((dim, torch.float32) for dim in (64, 80, 96, 128)),
+        *((dim, torch.float32) for dim in (64, 80, 128)),
         (64, torch.bfloat16),
         (80, torch.bfloat16),
         (128, torch.float16),
@@ -128,7 +128,7 @@ def test_keys_and_values_are_stored_at_their_addresses_only(kv_heads, dim, dtype
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1), (12, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1)])
 def test_any_number_of_query_heads_shares_a_key_head(heads, kv_heads):
     Case(MIXED, heads=heads, kv_heads=kv_heads).check()
 
@@ -142,8 +142,7 @@ def test_a_window_counts_back_through_draft_and_text(window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [0, 50, 70])
-@pytest.mark.parametrize("programs", [1, 512])
+@pytest.mark.parametrize(("window", "programs"), [(0, 1), (0, 512), (50, 512), (70, 1)])
 def test_long_texts_are_cut_into_splits_and_joined(monkeypatch, window, programs):
     """Splits have 64 keys; texts end before, at and after the end of a split, or far after."""
     monkeypatch.setattr(triton_pages, "_SPLIT", 64)
@@ -153,8 +152,7 @@ def test_long_texts_are_cut_into_splits_and_joined(monkeypatch, window, programs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [0, 7])
-@pytest.mark.parametrize("heads", [2, 14])
+@pytest.mark.parametrize(("window", "heads"), [(0, 2), (7, 14)])
 def test_prefill_tokens_see_the_text_up_to_themselves(window, heads):
     Case((segment(20, 37), segment(0, 9), segment(3, 40)), heads=heads).check(
         window=window, long=True
@@ -187,22 +185,20 @@ def random_tree(rng: random.Random, size: int) -> DraftTree:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_drafted_token_has_the_bits_of_plain_decoding(monkeypatch, dtype, seed):
+def test_a_drafted_token_has_the_bits_of_plain_decoding(monkeypatch, dtype):
     """Compare every node of a tree with the same keys as a text, attended alone."""
     multiply_in_order(monkeypatch)
     monkeypatch.setattr(triton_pages, "_SPLIT", 64)
-    rng = random.Random(seed)
-    context = rng.choice([30, 31, 60, 63, 64, 70])
-    draft = random_tree(rng, 11)
+    rng, context = random.Random(0), 63
+    draft = random_tree(rng, 7)
     case = Case((segment(rng.randint(0, 90)), segment(context, 2, draft), segment(5, 1, EXAMPLE)))
     together = case.attend(dtype=dtype)
     row = case.pages[:, case.tables[1].long()].flatten(1, 2)
     for node in range(draft.size):
         mask = visible_nodes(draft.parents)[node]
-        seen = [*range(context + 2), *(context + 2 + i for i in range(11) if mask >> i & 1)]
-        alone = Case((segment(len(seen) - 1),), page=32, seed=seed + 100)
+        seen = [*range(context + 2), *(context + 2 + i for i in range(7) if mask >> i & 1)]
+        alone = Case((segment(len(seen) - 1),), page=32, seed=100)
         slots = torch.arange(len(seen))
         alone.pages[:, alone.tables[0, slots // 32].long(), slots % 32] = row[:, seen]
         alone.queries = case.queries[1 + 2 + node :][:1]
@@ -218,7 +214,7 @@ def test_a_prompt_in_pieces_has_the_bits_of_a_whole_one(monkeypatch, dtype):
     monkeypatch.setattr(triton_pages, "_SPLIT", 64)
     case = Case((segment(57, 20),))
     queries, whole = case.queries, case.attend(dtype=dtype)
-    for cut in (1, 9):
+    for cut in (9,):
         pieces = []
         for start, end in ((0, cut), (cut, 20)):
             case.segments = (segment(57 + start, end - start),)

@@ -65,30 +65,34 @@ def test_batch_invariance_changes_nothing_on_a_cpu():
 
 
 @pytest.mark.slow
-def test_speculation_changes_no_bit_with_gpu_kernels(monkeypatch):
-    """Tokens and logprobs are compared, with all GPU kernels and right and wrong drafts."""
-    multiply_in_order(monkeypatch)
-    monkeypatch.setattr(linear, "_native", lambda *_: None)
-    monkeypatch.setattr(linear, "_blocked", TritonProduct)
-    pages = TritonPageKernels()
-    use_pages(monkeypatch, kernels=pages, draws=TritonDraws(), small=TritonKernels(pages))
+def test_speculation_changes_no_bit_with_gpu_kernels_and_they_change_no_token(monkeypatch):
+    """Greedy, sampled and truncated requests, with right and wrong drafts; in float32."""
+    samplings = ({}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5})
     requests = [
         Request(
-            request_id=f"{i}",
+            request_id=str(i),
             prompt_tokens=(3, 1, 4),
             noise_key=i,
-            sampling=SamplingParams(max_tokens=5),
+            sampling=SamplingParams(max_tokens=4, **each),
         )
-        for i in range(2)
+        for i, each in enumerate(samplings)
     ]
-    limits = EngineLimits(max_running=2, max_step_tokens=32, max_len=16)
+    limits = EngineLimits(max_running=3, max_step_tokens=32, max_len=16)
     with unchecked_shapes():
-        engine = RolloutEngine(tiny_model(), lambda _: "", limits)
+        torch_only = RolloutEngine(tiny_model(), lambda _: "", limits).generate(requests)
+        multiply_in_order(monkeypatch)
+        monkeypatch.setattr(linear, "_native", lambda *_: None)
+        monkeypatch.setattr(linear, "_blocked", TritonProduct)
+        pages = TritonPageKernels()
+        use_pages(monkeypatch, kernels=pages, draws=TritonDraws(), small=TritonKernels(pages))
+        engine = RolloutEngine(tiny_model().to(DEVICE), lambda _: "", limits)
         plain = engine.generate(requests)
         texts = {done.request_id: (3, 1, 4, *done.tokens, 0) for done in plain}
         drafter = ScriptedDrafter(texts, ragged(3))
         engine.speculate(Speculation.fixed(drafter, Strategy(depth=3, width=2, size=5)))
         drafted = engine.generate(requests)
     assert 0 < drafter.num_accepted < drafter.num_nodes
-    for one, other in zip(plain, drafted, strict=True):
+    for one, other, exact in zip(plain, drafted, torch_only, strict=True):
         assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+        assert one.tokens == exact.tokens
+        assert one.logprobs == pytest.approx(exact.logprobs, abs=1e-4)

@@ -73,16 +73,6 @@ def test_the_documented_example_buys_two_nodes():
     assert found.tokens_per_s == pytest.approx(2.7 / 0.012)
 
 
-def test_each_listed_node_stands_for_scale_nodes():
-    def seconds(nodes):
-        assert nodes.tolist() == [0, 4, 8]
-        return 0.01 + 0.001 * nodes
-
-    found = optimal_budget(np.array([0.9, 0.8]), 4.0, 4, seconds)
-    assert found.num_nodes == 2
-    assert found.tokens_per_s == pytest.approx((4 + 4 * 1.7) / 0.018)
-
-
 @given(
     st.lists(st.floats(0.0, 1.0), max_size=7),
     st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8),

@@ -1,8 +1,12 @@
-"""Suggestions for mistyped names."""
+"""Suggestions for mistyped names, and the process of a run."""
+
+import fcntl
+import os
+from pathlib import Path
 
 import pytest
 
-from longtail.system.files import meant
+from longtail.system.files import meant, process_of
 
 
 @pytest.mark.parametrize(
@@ -21,3 +25,12 @@ def test_the_nearest_name_or_folder_is_meant(tmp_path, monkeypatch, name, expect
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     (tmp_path / "runs" / "quickstarts.txt").touch()
     assert meant(name, ("smollm2",)) == expected
+
+
+def test_the_process_of_a_run_is_found_by_its_lock(tmp_path: Path):
+    assert process_of(tmp_path) is None
+    (tmp_path / ".lock").touch()
+    assert process_of(tmp_path) is None
+    with open(tmp_path / ".lock", "r+") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        assert process_of(tmp_path) == os.getpid()
