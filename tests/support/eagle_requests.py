@@ -9,10 +9,10 @@ from torch import Tensor
 
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
-from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
 from longtail.sampling import gumbel_noise
 from longtail.speculation.drafter import Noise, Observed
+from support.engine_requests import features_of as packed_features
 
 KEY, WINDOW = 12345, 5
 PROMPT_LEN = 3
@@ -47,16 +47,8 @@ def text(length: int, seed: int = 0) -> list[int]:
     return torch.randint(128, (length,), generator=generator).tolist()
 
 
-@torch.no_grad()
 def features_of(model: Transformer, drafter: EagleDrafter, tokens: Sequence[int]) -> Tensor:
-    tapped = model.forward_with_features(
-        torch.tensor(tokens),
-        torch.arange(len(tokens)),
-        PackedAttention((0, len(tokens))),
-        drafter.taps,
-    )
-    assert tapped.features is not None
-    return tapped.features
+    return packed_features(model, tokens, drafter.taps)
 
 
 def observe(

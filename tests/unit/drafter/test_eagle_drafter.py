@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.layer import EagleLayer
+from longtail.drafter.eagle.layer import EagleLayer, Recipe
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import lay_out
@@ -46,6 +46,13 @@ def ask(
     noise = KeyedNoise([len(tokens)], 128) if coupled else None
     (tree,) = drafter.propose([request], strategy, noise)
     return tree
+
+
+def drafter_of(tokens: Sequence[int], recipe: Recipe = "eagle3") -> tuple[EagleDrafter, Tensor]:
+    """A drafter over a random target, and the features of a text."""
+    model = tiny_model(dtype=torch.float64)
+    drafter = EagleDrafter(make_layer(model, recipe), model)
+    return drafter, features_of(model, drafter, tokens)
 
 
 @torch.no_grad()
@@ -95,28 +102,14 @@ def test_a_draft_equals_the_training_pass(recipe, length, temperature):
 
 def test_a_recomputed_request_gets_the_same_draft():
     """A preempted request is prefilled again from its first token."""
-    model = tiny_model(dtype=torch.float64)
-    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
     tokens = text(30)
-    features = features_of(model, drafter, tokens)
+    drafter, features = drafter_of(tokens)
     observe(drafter, "a", tokens, features, 0, 29)
     before = ask(drafter, tokens, Strategy(depth=4))
     observe(drafter, "a", tokens, features, 0, 16)
     assert ask(drafter, tokens, Strategy(depth=4)).size == 0  # not all tokens are observed
     observe(drafter, "a", tokens, features, 16, 29)
     assert ask(drafter, tokens, Strategy(depth=4)) == before
-
-
-def test_a_sibling_that_shares_the_prompts_keys_shares_its_features():
-    model = tiny_model(dtype=torch.float64)
-    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
-    tokens = text(PROMPT_LEN + 1)
-    features = features_of(model, drafter, tokens)
-    observe(drafter, "a", tokens, features, 0, PROMPT_LEN)
-    expected = ask(drafter, tokens, Strategy(depth=3))
-    # The engine computes a sibling's last prompt token only.
-    observe(drafter, "b", tokens, features, PROMPT_LEN - 1, PROMPT_LEN)
-    assert ask(drafter, tokens, Strategy(depth=3), name="b") == expected
 
 
 def test_a_request_that_shares_the_beginning_of_a_prompt_shares_its_features():
@@ -148,10 +141,8 @@ def test_a_request_that_shares_the_beginning_of_a_prompt_shares_its_features():
 
 def test_a_request_first_observed_in_mid_text_copies_no_prompt():
     """A drafter that started late once put a sibling's prompt before the middle of a text."""
-    model = tiny_model(dtype=torch.float64)
-    drafter = EagleDrafter(make_layer(model, "eagle3"), model)
     tokens = text(40)
-    features = features_of(model, drafter, tokens)
+    drafter, features = drafter_of(tokens)
     observe(drafter, "a", tokens, features, 0, PROMPT_LEN)
     observe(drafter, "b", tokens, features, 30, 32)
     window = drafter.windows.of("b")
@@ -159,10 +150,8 @@ def test_a_request_first_observed_in_mid_text_copies_no_prompt():
 
 
 def test_a_forgotten_requests_row_is_reused():
-    model = tiny_model(dtype=torch.float64)
-    drafter = EagleDrafter(make_layer(model, "eagle1"), model)
     tokens = text(12)
-    features = features_of(model, drafter, tokens)
+    drafter, features = drafter_of(tokens, "eagle1")
     rows = drafter.windows.features.shape[0]
     for name in range(10 * rows):
         observe(drafter, str(name), tokens, features, 0, 11)
@@ -172,9 +161,8 @@ def test_a_forgotten_requests_row_is_reused():
 
 
 def test_a_refresh_drops_features_of_the_old_policy():
-    model = tiny_model(dtype=torch.float64)
-    drafter = EagleDrafter(make_layer(model, "eagle1"), model)
     tokens = text(12)
-    observe(drafter, "a", tokens, features_of(model, drafter, tokens), 0, 11)
+    drafter, features = drafter_of(tokens, "eagle1")
+    observe(drafter, "a", tokens, features, 0, 11)
     drafter.refresh()
     assert ask(drafter, tokens, Strategy(depth=3)).size == 0

@@ -25,7 +25,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
-from longtail.types import PolicyWeights, Request, SamplingParams
+from longtail.types import Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
 from support.spot_training import SETTINGS as SHORT
 from support.spot_training import counting
@@ -192,18 +192,6 @@ def test_a_window_has_the_states_of_its_whole_text() -> None:
             torch.testing.assert_close(states, expected, rtol=0.0, atol=1e-12)
             cut.add((window.start > 0, len(window.tokens) < len(window.text.tokens)))
     assert cut == {(False, False), (False, True), (True, True)}
-
-
-@pytest.mark.slow
-def test_nothing_is_reused_after_the_weights_change() -> None:
-    """Texts of the previous step are trained again with the features of the new policy."""
-    place = Workplace.at("eagle1")
-    spot = place.spot("eagle1", reuses=True)
-    assert train(spot, buffer_of(*place.own), 3)[0].num_reused > 0
-    other = tiny_model(seed=1, dtype=torch.float64)
-    place.engine.pull(PolicyWeights(version=1, tensors=dict(other.named_parameters())))
-    spot = place.spot("eagle1", reuses=True)
-    assert train(spot, buffer_of(*place.own), 3)[0].num_reused == 0
 
 
 def test_a_measured_text_is_computed_once_and_measures_the_same():

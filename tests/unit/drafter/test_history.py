@@ -125,12 +125,6 @@ def test_among_equally_frequent_tokens_the_one_with_the_highest_noise_is_drafted
     assert tree.margins == pytest.approx((lead,))
 
 
-def test_a_childs_margin_is_bounded_by_the_risk_of_an_unseen_token(figure):
-    tree = draft(figure, ask((Y, B, C)), noise=TableNoise([{D: 50.0}]))
-    # Three times seen, two tokens of context, two different continuations.
-    assert tree.margins == pytest.approx((math.log(3 * 2**2 / 2),))
-
-
 def test_each_request_reads_its_own_row_and_each_node_its_own_depth():
     drafter = drafter_that_saw((B, C, D), (X, B, C, E), (D, A), (X, D, X), (E, A), (E, X))
     noise = TableNoise([{D: 9.0}, {E: 9.0}], [{X: 9.0}, {A: 9.0}])
@@ -290,23 +284,6 @@ def test_a_tree_equals_growing_level_by_level_and_pruning(texts, shape, beam, wo
     assert list(tree.reach) == pytest.approx(expected)
     found = reach_probabilities(tree.parents, sure(tree.margins))
     assert list(tree.reach) == pytest.approx(found)
-
-
-def test_better_known_text_is_drafted_deeper():
-    """A text seen once has a margin of 0 after one token of context and of log 4 after two."""
-    drafter, sure = drafter_that_saw((A, B, C, D)), ConfidenceCurve().confidences
-    first, second = sure([0.0, math.log(4)])
-    asked = ask((Y, A))
-    for worth, tokens in (
-        (DraftThresholds(), (B, C, D)),
-        (DraftThresholds(expand=first * 0.99), (B, C)),  # c is reached less often than b
-        (DraftThresholds(expand=first * 1.01), (B,)),
-        (DraftThresholds(verify=first * second * 1.01), (B,)),
-        (DraftThresholds(verify=first * 1.01), ()),
-    ):
-        for width in (1, 2):
-            strategy = Strategy(depth=3, width=width, thresholds=worth)
-            assert draft(drafter, asked, strategy=strategy).tokens == tokens
 
 
 @pytest.mark.slow

@@ -286,19 +286,6 @@ def test_a_list_is_finished_although_someone_else_is_in_progress():
     assert engine.num_unfinished == 1
 
 
-def test_emitted_tokens_are_the_completions_tokens():
-    scores = torch.randn(11, 11, generator=torch.Generator().manual_seed(0)).double()
-    engine = RolloutEngine(markov_model(scores), decode_pieces(PIECES), LIMITS)
-    emitted: dict[str, list[tuple[int, float]]] = {"a": [], "b": []}
-
-    def on_step(report: StepReport) -> None:
-        for each in report.emitted:
-            emitted[each.request_id].append((each.token, each.logprob))
-
-    for done in engine.generate([ask("a"), ask("b", max_tokens=4)], on_step):
-        assert emitted[done.request_id] == list(zip(done.tokens, done.logprobs, strict=True))
-
-
 def test_an_engine_with_work_refuses_new_weights():
     engine = scripted_engine()
     tensors = dict(scripted_model(len(PIECES)).named_parameters())

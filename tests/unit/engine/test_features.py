@@ -18,24 +18,24 @@ from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.queue import Computed
 from longtail.engine.speculation.speculator import Speculation
-from longtail.model.attention import PackedAttention
-from longtail.model.transformer import Family, Transformer
-from longtail.sampling import noise_key
+from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Taps
-from longtail.speculation.strategy import Strategy
-from longtail.types import PolicyWeights, Request, SamplingParams
+from longtail.types import PolicyWeights, Request
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged, silent
+from support.engine_requests import (
+    CROWDED,
+    FAMILIES,
+    ROOMY,
+    TREE,
+    features_of,
+    make_requests,
+    write,
+)
 from support.fakes import unchecked_shapes
 from support.tiny_models import tiny_model
 
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 TAPS = Taps(layers=(0, 1), final=True)
-TREE = Strategy(depth=5, width=3, size=8)
-ROOMY = EngineLimits(max_running=8, max_step_tokens=200, max_len=64)
-CROWDED = EngineLimits(max_running=5, max_step_tokens=40, max_len=64, kv_tokens=96)
 CHUNKED = EngineLimits(max_running=5, max_step_tokens=9, max_len=64)
-TEMPLATE = tuple(range(100, 118))
-"""Beginning of prompts that is long enough to be shared without a group."""
 ROW = 3 * 32 * 8
 """Bytes of the features of a token: three states of 32 numbers in float64."""
 
@@ -44,27 +44,6 @@ ROW = 3 * 32 * 8
 def _many_steps() -> Iterator[None]:
     with unchecked_shapes():
         yield
-
-
-def make_requests(prompts: str = "apart", *, seed: int = 9) -> list[Request]:
-    """Prompts of 1, 14 and 27 tokens: all different, beginning `alike`, or equal in groups."""
-    template = TEMPLATE if prompts == "alike" else ()
-    return [
-        Request(
-            request_id=f"r{i}",
-            prompt_tokens=(
-                *template,
-                *(
-                    (5 * (i // 3) + 3 * j + (0 if prompts == "grouped" else i % 3)) % 128
-                    for j in range(1 + 13 * (i // 3))
-                ),
-            ),
-            noise_key=noise_key(seed, i),
-            sampling=SamplingParams(max_tokens=14 + 2 * (i % 3)),
-            group_id=str(i // 3) if prompts == "grouped" else "",
-        )
-        for i in range(9)
-    ]
 
 
 def make_engine(
@@ -98,22 +77,6 @@ def room_for(num_rows: int) -> int:
     return -(-num_rows * ROW * 4 // 3)
 
 
-def write(engine: RolloutEngine, requests: Sequence[Request]) -> list[tuple[int, ...]]:
-    done = engine.generate(requests)
-    return [(*r.prompt_tokens, *each.tokens) for r, each in zip(requests, done, strict=True)]
-
-
-def computed(model: Transformer, text: Sequence[int], taps: Taps = TAPS) -> torch.Tensor:
-    """Features of a whole text by the definition: one packed pass."""
-    with torch.no_grad():
-        tokens, attention = torch.tensor(text), PackedAttention((0, len(text)))
-        features = model.forward_with_features(
-            tokens, torch.arange(len(text)), attention, taps
-        ).features
-    assert features is not None
-    return features
-
-
 def assert_kept(
     store: FeatureStore, model: Transformer, text: Sequence[int], prompt_len: int
 ) -> None:
@@ -122,7 +85,7 @@ def assert_kept(
     assert rows is not None, "the text is not whole"
     assert len(rows) == len(text)
     assert rows[-1].isnan().all()
-    exact = computed(model, text, store.taps)
+    exact = features_of(model, text, store.taps)
     torch.testing.assert_close(rows[:-1], exact[:-1], rtol=0.0, atol=1e-12)
 
 

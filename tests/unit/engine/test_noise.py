@@ -36,15 +36,6 @@ def assert_rows_are_true(
     assert torch.equal(found, torch.cat(expected))
 
 
-def assert_drafts_read_the_same(
-    noise: NoiseTable, actives: Sequence[ActiveRequest], depth: int
-) -> None:
-    ahead = noise.for_drafts(actives, depth)
-    expected = torch.stack([true_noise(active, range(depth)) for active in actives])
-    for level in range(depth):
-        assert torch.equal(ahead.at_depth(level + 1), expected[:, level])
-
-
 # Of a table with hardly any room every other call makes it anew; of a roomy one few do.
 @pytest.mark.slow
 @pytest.mark.parametrize("max_entries", [1, 4 * VOCAB * 5, 2**19])
@@ -67,7 +58,10 @@ def test_each_request_reads_the_noise_of_its_position(max_entries, events):
     for chosen, depth, drafts, grown, turned in events:
         some = [actives[number] for number in sorted(chosen, reverse=turned)]
         if drafts:
-            assert_drafts_read_the_same(noise, some, depth)
+            ahead = noise.for_drafts(some, depth)
+            for level in range(depth):
+                expected = torch.cat([true_noise(active, [level]) for active in some])
+                assert torch.equal(ahead.at_depth(level + 1), expected)
         aheads = [[0, depth, depth] if turned else [0] for _ in some]
         assert_rows_are_true(noise, some, aheads)
         for active in some:

@@ -29,16 +29,20 @@ def scripted(taps: Taps) -> ScriptedDrafter:
     return ScriptedDrafter(TEXTS, RIGHT, taps=taps, informed=False)
 
 
-def test_a_measurement_above_both_neighbours_is_lowered():
-    assert without_stalls((1, 2, 3), (1.0, 9.0, 2.0)) == pytest.approx([1.0, 1.65, 2.0])
-    assert without_stalls((1, 2, 4), (1.0, 9.0, 0.5)) == pytest.approx([1.0, 1.1, 0.5])
-
-
-def test_a_quiet_measurement_is_left_alone():
-    assert without_stalls((1, 2, 3, 8), (1.0, 1.5, 2.0, 4.5)) == [1.0, 1.5, 2.0, 4.5]
-    assert without_stalls((12, 13, 16), (1.0, 1.5, 1.5)) == [1.0, 1.5, 1.5], "a block of rows"
-    assert without_stalls((1, 9), (5.0, 1.0)) == [5.0, 1.0]
-    assert without_stalls((1,), (5.0,)) == [5.0]
+@pytest.mark.parametrize(
+    ("counts", "seconds", "found"),
+    [
+        ((1, 2, 3), (1.0, 9.0, 2.0), [1.0, 1.65, 2.0]),
+        ((1, 2, 4), (1.0, 9.0, 0.5), [1.0, 1.1, 0.5]),
+        ((1, 2, 3, 4, 5), (1.0, 9.0, 1.2, 9.0, 1.4), [1.0, 1.21, 1.2, 1.43, 1.4]),
+        ((1, 2, 3, 8), (1.0, 1.5, 2.0, 4.5), [1.0, 1.5, 2.0, 4.5]),
+        ((12, 13, 16), (1.0, 1.5, 1.5), [1.0, 1.5, 1.5]),  # a block of rows
+        ((1, 9), (5.0, 1.0), [5.0, 1.0]),
+        ((1,), (5.0,), [5.0]),
+    ],
+)
+def test_a_measurement_is_lowered_only_above_both_neighbours(counts, seconds, found):
+    assert without_stalls(counts, seconds) == pytest.approx(found)
 
 
 def test_a_measured_model_costs_something_and_more_costs_more():

@@ -10,9 +10,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import Verified
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
-from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Family
-from longtail.sampling import noise_key
 from longtail.speculation.drafter import Draftable, Taps
 from longtail.speculation.strategy import Strategy
 from longtail.types import PolicyWeights, Request, SamplingParams
@@ -24,13 +22,18 @@ from support.drafters import (
     listed,
     ragged,
 )
+from support.engine_requests import (
+    CROWDED,
+    FAMILIES,
+    ROOMY,
+    TREE,
+    features_of,
+    make_requests,
+    write,
+)
 from support.fakes import scripted_model, unchecked_shapes
 from support.tiny_models import tiny_model
 
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
-ROOMY = EngineLimits(max_running=8, max_step_tokens=200, max_len=64)
-CROWDED = EngineLimits(max_running=5, max_step_tokens=40, max_len=64, kv_tokens=96)
-TREE = Strategy(depth=5, width=3, size=8)
 _LAST = TREE.depth + 3
 """Tokens of the last steps, which no proposal follows: drafters do not observe them."""
 FEATURES = (Taps(final=True), Taps(layers=(0, 1)), Taps(layers=(1,), final=True))
@@ -46,41 +49,10 @@ def nothing(tokens: Sequence[int]) -> str:
     return ""
 
 
-def make_requests(*, grouped: bool = False, **sampling: object) -> list[Request]:
-    """Prompts of 1, 14 and 27 tokens, which begin alike in groups only."""
-    return [
-        Request(
-            request_id=f"r{i}",
-            prompt_tokens=tuple(
-                (5 * (i // 3) + 3 * j + (0 if grouped else i % 3)) % 128
-                for j in range(1 + 13 * (i // 3))
-            ),
-            noise_key=noise_key(9, i),
-            sampling=SamplingParams(**{"max_tokens": 20, **sampling}),
-            group_id=str(i // 3) if grouped else "",
-        )
-        for i in range(9)
-    ]
-
-
 def write_plainly(family: Family, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
     engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, ROOMY)
-    return {
-        done.request_id: (*request.prompt_tokens, *done.tokens)
-        for request, done in zip(requests, engine.generate(requests), strict=True)
-    }
-
-
-def features_of(family: Family, text: Sequence[int], taps: Taps) -> torch.Tensor:
-    """Features of a whole text by the definition: one packed pass."""
-    model = tiny_model(family, dtype=torch.float64)
-    with torch.no_grad():
-        attention = PackedAttention((0, len(text)))
-        features = model.forward_with_features(
-            torch.tensor(text), torch.arange(len(text)), attention, taps
-        ).features
-    assert features is not None
-    return features
+    texts = write(engine, requests)
+    return {request.request_id: text for request, text in zip(requests, texts, strict=True)}
 
 
 def assert_true_to_the_text(
@@ -91,7 +63,8 @@ def assert_true_to_the_text(
     The original paired features with the token after them, one place off, and nothing failed.
     """
     assert memory.tokens == list(text[memory.start : memory.end])
-    exact = features_of(family, text, taps)[memory.start : memory.end]
+    model = tiny_model(family, dtype=torch.float64)
+    exact = features_of(model, text, taps)[memory.start : memory.end]
     torch.testing.assert_close(torch.stack(memory.features), exact, rtol=0.0, atol=1e-12)
 
 
@@ -119,7 +92,7 @@ def test_a_drafter_observes_each_token_once_with_its_features(family, taps):
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
 def test_recomputed_tokens_are_observed_again(grouped):
     """Preempted requests start again, siblings after the shared prompt."""
-    requests, taps = make_requests(grouped=grouped), FEATURES[0]
+    requests, taps = make_requests("grouped" if grouped else "apart", max_tokens=20), FEATURES[0]
     texts = write_plainly("qwen3", requests)
     engine = RolloutEngine(tiny_model("qwen3", dtype=torch.float64), nothing, CROWDED)
     drafter = ScriptedDrafter(texts, ragged(4), taps=taps)

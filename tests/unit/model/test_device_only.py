@@ -77,8 +77,9 @@ def active(name: str, computed: int, total: int, **sampling: float) -> ActiveReq
     )
 
 
-def make_kv(model: Transformer) -> PagedKVCache:
-    return PagedKVCache(
+def make_step(model: Transformer, **sampling: float) -> tuple[PagedKVCache, list[Scheduled]]:
+    """Make a cache, and a step of a request with a draft and of one without."""
+    kv = PagedKVCache(
         model.config,
         num_tokens=256,
         max_rows=4,
@@ -87,20 +88,22 @@ def make_kv(model: Transformer) -> PagedKVCache:
         device=DEVICE,
         kernels=TorchPageKernels(),
     )
+    drafted, plain = active("a", 4, 5, **sampling), active("b", 6, 7)
+    for each in (drafted, plain):
+        assert kv.try_grow(each.request_id, 40)
+    tree = DraftTree(tokens=(1, 2), parents=(0, 0), margins=(0.0, 0.0))
+    return kv, [
+        Scheduled(active=drafted, num_tokens=1, draft=tree),
+        Scheduled(active=plain, num_tokens=1),
+    ]
 
 
 def test_a_step_stays_on_its_device():
     """Steps with a captured draft, with and without truncation, and with prefill."""
     model = make_model()
-    kv = make_kv(model)
-    drafted, plain, new = active("a", 4, 5, top_k=5), active("b", 6, 7), active("c", 0, 20)
-    for each in (drafted, plain, new):
-        assert kv.try_grow(each.request_id, 40)
-    tree = DraftTree(tokens=(1, 2), parents=(0, 0), margins=(0.0, 0.0))
-    scheduled = [
-        Scheduled(active=drafted, num_tokens=1, draft=tree),
-        Scheduled(active=plain, num_tokens=1),
-    ]
+    kv, scheduled = make_step(model, top_k=5)
+    new = active("c", 0, 20)
+    assert kv.try_grow("c", 40)
     graphs, batch = StepGraphs(model, kv, model.graphs), flatten(scheduled, DEVICE)
     assert graphs.fits(batch)
     logits, features = graphs.run(batch, Taps(layers=(1,), final=True))
@@ -142,14 +145,7 @@ def test_the_host_reads_a_step_once_after_everything_was_launched(captured, monk
     model = make_model()
     if not captured:
         model.graphs = None
-    kv, one, other = make_kv(model), active("a", 4, 5), active("b", 6, 7)
-    for each in (one, other):
-        assert kv.try_grow(each.request_id, 40)
-    tree = DraftTree(tokens=(1, 2), parents=(0, 0), margins=(0.0, 0.0))
-    scheduled = [
-        Scheduled(active=one, num_tokens=1, draft=tree),
-        Scheduled(active=other, num_tokens=1),
-    ]
+    kv, scheduled = make_step(model)
     runner = ModelRunner(model, kv)
     with Homeward() as watched:
         launched = runner.launch(flatten(scheduled, DEVICE), scheduled, Taps(final=True))

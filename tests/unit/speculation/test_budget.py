@@ -102,16 +102,6 @@ def test_drafts_without_probabilities_are_cut_only_by_room():
     assert select_nodes([silent, silent], 0.5, 4) == [silent, prune(silent, 1)]
 
 
-def test_the_last_rows_of_a_block_are_filled_and_a_block_is_begun_only_if_it_pays() -> None:
-    def seconds(nodes: np.ndarray) -> np.ndarray:
-        return 0.006 * ((1 + nodes + 1) // 2)  # of blocks of two rows, the request's own first
-
-    assert best_count(np.array([0.9, 0.5, 0.4]), 100.0, seconds) == 3
-    assert best_count(np.array([0.9, 0.5, 0.4]), 200.0, seconds) == 1
-    assert best_count(np.array([0.9, 0.5, 0.4]), 1000.0, seconds) == 1, "free, whatever the rate"
-    assert best_count(np.array([]), 100.0, seconds) == 0
-
-
 @given(
     reach=st.lists(st.floats(0, 1), max_size=12),
     costs=st.lists(st.floats(0, 1), min_size=13, max_size=13),

@@ -94,18 +94,6 @@ def test_an_overconfident_drafter_is_detected_after_fifteen_nodes(margins):
     assert all(p <= 0.13 for p in curve.table())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("old", "new"), [(0.9, 0.2), (0.1, 0.8)])
-def test_a_curve_follows_a_drift(old, new):
-    """A bin forgets over 1000 observations: 700 later, half of the old belief is left."""
-    curve = ConfidenceCurve()
-    teach(curve, 1.2, old, 5000)
-    for later, left in ((700, 0.5), (2300, math.exp(-3))):
-        teach(curve, 1.2, new, later, seed=later)
-        # Three deviations of a mean over some 1000, and the prior.
-        assert confidence(curve, 1.2) == pytest.approx(new + (old - new) * left, abs=0.05)
-
-
 def test_the_calibration_error_is_taken_before_an_outcome_is_learned():
     """Learning first would always look a little better than it was."""
     curve = ConfidenceCurve()

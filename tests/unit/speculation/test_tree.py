@@ -1,4 +1,4 @@
-"""Draft trees: the running example, and what holds for every tree."""
+"""Draft trees and their verification: the running example, and what holds for every tree."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from longtail.speculation.tree import (
     EMPTY,
     DraftTree,
+    accept,
     cut_depth,
     depths,
     keep_reached,
@@ -16,7 +17,7 @@ from longtail.speculation.tree import (
     reach_probabilities,
     visible_nodes,
 )
-from support.worked import TREE, TREE_DEPTHS, TREE_REACH, TREE_VISIBLE
+from support.worked import TREE, TREE_ACCEPTED, TREE_DEPTHS, TREE_DRAWN, TREE_REACH, TREE_VISIBLE
 
 
 @st.composite
@@ -101,6 +102,25 @@ def test_cutting_keeps_every_node_down_to_a_depth(parents, depth):
     deep = depths(parents)
     assert kept.tokens == tuple(t for t, d in zip(tree.tokens, deep, strict=True) if d <= depth)
     assert_is_part_of(kept, tree)
+
+
+@given(any_parents(), st.data())
+def test_the_accepted_path_is_the_longest_that_agrees(parents, data):
+    """Of siblings with one token the first is followed."""
+    size = len(parents)
+    tokens = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    drawn = data.draw(st.lists(st.integers(0, 2), min_size=size + 1, max_size=size + 1))
+
+    def agrees(node: int) -> bool:
+        parent, token = parents[node - 1], tokens[node - 1]
+        earlier = zip(parents[: node - 1], tokens[: node - 1], strict=True)
+        return token == drawn[parent] and (parent, token) not in earlier
+
+    paths = [sorted(ancestors(parents, node)) for node in range(size + 1)]
+    found = accept(replace(tree_of(parents), tokens=tuple(tokens)), drawn)
+    assert list(found.path) == max((p for p in paths if all(map(agrees, p))), key=len)
+    assert found.tokens == tuple(drawn[node] for node in (0, *found.path))
+    assert accept(TREE, TREE_DRAWN) == TREE_ACCEPTED
 
 
 def assert_is_part_of(kept: DraftTree, tree: DraftTree) -> None:

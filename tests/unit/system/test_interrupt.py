@@ -16,11 +16,6 @@ def _receive(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)  # to the main thread: the handler runs before the next line
 
 
-def test_without_a_signal_nothing_happens() -> None:
-    with Interruption() as interruption:
-        interruption.check()
-
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

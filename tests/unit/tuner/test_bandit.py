@@ -87,15 +87,6 @@ def test_steps_that_read_prompts_are_no_reward():
         tuner.learn(told(plan, reading, 1.0))
 
 
-def test_arms_that_short_room_makes_the_same_learn_together():
-    tuner, short = greedy(), batch(1, room=2)
-    tuner.learn(told(tuner.plan(batch()), batch(), 10.0))
-    played = tuner.plan(short)
-    assert played.strategy == SHALLOW, "what DEEP comes down to"
-    tuner.learn(told(played, short, 5.0))
-    assert depth_of(tuner.plan(batch())) == 0, "both were tried, and were slow"
-
-
 def test_plans_fit_the_room_and_ask_every_drafter():
     tuner = greedy((Bucket(max_requests=4, strategies=(DEEP,)),))
     tuner.begin(None, 2)

@@ -108,17 +108,6 @@ def test_gains_pay_for_no_more_than_a_full_account():
     assert lose(guard, step(2.0)) <= MOST + 1
 
 
-def test_drafting_that_does_not_clearly_win_is_compared_with_plain_steps():
-    guard, plain = make_guard(), 0
-    for _ in range(340):
-        if guard.allows(BATCH):
-            guard.learn(step(1.0))
-        else:
-            guard.learn(PLAIN)
-            plain += 1
-    assert plain == 20
-
-
 def test_drafting_that_loses_less_than_one_percent_goes_on_forever():
     guard = make_guard()
     assert not any(guard.learn(step(1.009)) for _ in range(2000))

@@ -1,0 +1,59 @@
+"""Requests of the engine's tests, and the features of a text by their definition."""
+
+from collections.abc import Sequence
+
+import torch
+
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.request import EngineLimits
+from longtail.model.attention import PackedAttention
+from longtail.model.transformer import Family, Transformer
+from longtail.sampling import noise_key
+from longtail.speculation.drafter import Taps
+from longtail.speculation.strategy import Strategy
+from longtail.types import Request, SamplingParams
+
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+TREE = Strategy(depth=5, width=3, size=8)
+ROOMY = EngineLimits(max_running=8, max_step_tokens=200, max_len=64)
+CROWDED = EngineLimits(max_running=5, max_step_tokens=40, max_len=64, kv_tokens=96)
+TEMPLATE = tuple(range(100, 118))
+"""Beginning of prompts that is long enough to be shared without a group."""
+
+
+def make_requests(prompts: str = "apart", *, seed: int = 9, **sampling: object) -> list[Request]:
+    """Prompts of 1, 14 and 27 tokens: all different, beginning `alike`, or equal in groups."""
+    template = TEMPLATE if prompts == "alike" else ()
+    return [
+        Request(
+            request_id=f"r{i}",
+            prompt_tokens=(
+                *template,
+                *(
+                    (5 * (i // 3) + 3 * j + (0 if prompts == "grouped" else i % 3)) % 128
+                    for j in range(1 + 13 * (i // 3))
+                ),
+            ),
+            noise_key=noise_key(seed, i),
+            sampling=SamplingParams(**{"max_tokens": 14 + 2 * (i % 3), **sampling}),
+            group_id=str(i // 3) if prompts == "grouped" else "",
+        )
+        for i in range(9)
+    ]
+
+
+def write(engine: RolloutEngine, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+    """Return prompts and completions."""
+    done = engine.generate(requests)
+    return [(*r.prompt_tokens, *each.tokens) for r, each in zip(requests, done, strict=True)]
+
+
+@torch.no_grad()
+def features_of(model: Transformer, text: Sequence[int], taps: Taps) -> torch.Tensor:
+    """Return the features of one packed pass over a whole text."""
+    tokens, attention = torch.tensor(text), PackedAttention((0, len(text)))
+    features = model.forward_with_features(
+        tokens, torch.arange(len(text)), attention, taps
+    ).features
+    assert features is not None
+    return features
