@@ -52,8 +52,6 @@ TREE = DraftTree(tokens=(5, 6, 7, 8), parents=(0, 0, 1, 3), margins=(2.0, -2.0, 
 TREE_DEPTHS = (1, 1, 2, 3)
 TREE_VISIBLE = (0b1, 0b10, 0b101, 0b1101)
 TREE_REACH = (0.9, 0.1, 0.8, 0.7)
-TREE_OF_THREE = DraftTree(tokens=(5, 7, 8), parents=(0, 1, 2), margins=(2.0, 0.7, 1.1))
-"""The three nodes of TREE that are most likely to be reached."""
 TREE_DRAWN = (5, 7, 9, 4, 8)
 """Tokens that the target draws at the root and at each node."""
 TREE_ACCEPTED = Accepted(path=(1, 3), tokens=(5, 7, 4))
