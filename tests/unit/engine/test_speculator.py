@@ -69,7 +69,9 @@ def assert_true_to_the_text(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "taps"), zip(FAMILIES, (*FEATURES, FEATURES[0]), strict=True))
+@pytest.mark.parametrize(
+    ("family", "taps"), list(zip(FAMILIES, (*FEATURES, FEATURES[0]), strict=True))
+)
 def test_a_drafter_observes_each_token_once_with_its_features(family, taps):
     """Tokens are in order from the first one, with accepted nodes and no others."""
     requests = make_requests()
