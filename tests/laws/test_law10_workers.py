@@ -24,7 +24,7 @@ def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]
         Fault,
         worker=st.integers(first, last),
         task=st.sampled_from(
-            ("generate", "train_drafter", "learn", "join", "publish", "restore", "ready")
+            ("generate", "train_drafter", "learn", "join", "publish", "adopt", "restore", "ready")
         ),
         nth=st.integers(0, 2),
         after_s=st.sampled_from((0.0, 0.3, 1.0, 2.2, 2.7, 6.0)),

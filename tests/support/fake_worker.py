@@ -76,7 +76,6 @@ class SpotScript:
 class Script:
     """The durations and faults of a simulation."""
 
-    ready_s: float = READY_S
     learn_s: float = LEARN_S
     short_task_s: float = 0.01
     """Seconds of a task without steps."""
@@ -144,7 +143,7 @@ class FakeWorker:
     # ---- tasks
 
     def ready(self) -> Steps:
-        yield self._script.ready_s
+        yield READY_S
 
     def generate(self, shard: Sequence[Request]) -> Steps:
         assert self.engine is not None, "a policy is published before texts are generated"

@@ -4,7 +4,7 @@ import pytest
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.states import State
-from longtail.cluster.supervisor import MAX_LOSSES, READY_S
+from longtail.cluster.supervisor import READY_S
 from longtail.errors import CheckpointError, ClusterError, NonFiniteError
 from longtail.rl.learner import LearnerState
 from support.fake_worker import WORKER_TIMEOUT_S, Fault, text
@@ -30,15 +30,6 @@ def assert_next_step(pool: ScriptedPool, group: WorkerGroup, *learned: int) -> N
 
 
 # ---- learning
-
-
-def test_the_learners_form_one_team_for_many_steps():
-    pool = ScriptedPool(3)
-    group = begun(pool)
-    for number in (1, 2, 3):
-        assert group.learn([batch(number)]).version == number
-    assert_learned(pool, 1, 2, 3)
-    assert len(pool.starts("join")) == 3
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -67,14 +58,6 @@ def test_members_that_lose_the_team_at_the_end_get_the_step_from_the_others():
     assert len(pool.starts("learn")) == 3, "no worker makes it twice"
     assert not pool.log_lines, "no worker was lost"
     assert_next_step(pool, group, 1)
-
-
-def test_a_team_that_broke_without_a_loss_is_formed_again():
-    pool = ScriptedPool(2, torn=(0, 1))
-    group = begun(pool)
-    group.learn([batch(1)])
-    assert_learned(pool, 1)
-    assert len(pool.starts("join")) == 4
 
 
 def test_a_worker_that_hangs_while_learning_is_replaced():
@@ -127,15 +110,6 @@ def test_a_worker_that_computes_for_a_broken_team_is_not_late():
     assert pool.births == [0, 1, 0]
 
 
-def test_a_new_worker_waits_for_the_policy_until_another_has_learned():
-    # It is ready long before the others notice that the team is broken.
-    pool = ScriptedPool(2, ready_s=0.1, faults=[Fault(worker=1, task="learn", after_s=0.0)])
-    group = begun(pool)
-    group.learn([batch(1)])
-    assert_learned(pool, 1)
-    assert_next_step(pool, group, 1)
-
-
 def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_updated():
     pool = ScriptedPool(3, broken_steps=(2,))
     group = begun(pool)
@@ -144,22 +118,6 @@ def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_updated():
         group.learn([batch(2)])
     assert_learned(pool, 1)
     assert group.workers(State.IDLE) == [0, 1, 2]
-
-
-def test_a_broken_loss_is_raised_even_if_a_worker_is_lost_with_it():
-    pool = ScriptedPool(
-        3, broken_steps=(1,), faults=[Fault(worker=2, task="learn", after_s=BEFORE_THE_SUM)]
-    )
-    with pytest.raises(NonFiniteError, match="batch 1"):
-        begun(pool).learn([batch(1)])
-    assert {each.policy for each in pool.workers} == {()}
-
-
-def test_the_loss_of_all_workers_ends_the_run_with_a_remedy():
-    pool = ScriptedPool(2, faults=[Fault(worker=0, task="learn"), Fault(worker=1, task="learn")])
-    group = begun(pool)
-    with pytest.raises(ClusterError, match=r"all workers are lost.* start again: the run resumes"):
-        group.learn([batch(1)])
 
 
 def test_a_step_that_fails_repeatedly_ends_the_run():
@@ -197,43 +155,7 @@ def test_a_team_that_cannot_be_formed_ends_the_run():
         begun(pool).learn([batch(1)])
 
 
-@pytest.mark.parametrize("worker", [0, 1])
-def test_a_worker_lost_while_the_team_forms_is_replaced(worker):
-    pool = ScriptedPool(2, faults=[Fault(worker=worker, task="join")])
-    begun(pool).learn([batch(1)])
-    assert_learned(pool, 1)
-
-
-def test_a_dead_first_worker_is_replaced_before_the_team_forms():
-    pool = ScriptedPool(2)
-    group = begun(pool)
-    pool.kill(0)
-    group.learn([batch(1)])
-    assert_learned(pool, 1)
-    assert pool.births == [1, 0]
-
-
 # ---- everything else that all do
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["publish", "ready", "adopt", "join"])
-@pytest.mark.parametrize("kind", ["lost", "hangs", "frozen"])
-def test_a_task_of_all_is_done_again_by_the_worker_that_replaces_a_lost_one(task, kind):
-    fault = Fault(worker=1, task=task, nth=int(task == "ready"), kind=kind)
-    pool = ScriptedPool(3, faults=[fault])
-    group = begun(pool)
-    group.rollout(1, requests(35, 10, 12))
-    group.train_drafter()
-    group.learn([batch(1)])
-    group.publish()
-    group.offer_drafter()
-    assert_learned(pool, 1)
-    assert {each.engine for each in pool.workers} == {(1,)}
-    assert pool.births[1] == 1
-    assert_next_step(pool, group, 1)
-    assert group.published is not None
-    assert {each.served.version for each in pool.workers} == {group.published.version}
 
 
 @pytest.mark.parametrize("task", ["num_parameters", "drafter_weights", "save_policy"])
@@ -261,19 +183,6 @@ def test_workers_lost_or_hanging_while_they_start_are_replaced():
     assert_next_step(pool, group)
 
 
-def test_a_new_worker_that_is_lost_while_it_starts_is_replaced():
-    for task in ("ready", "restore", "publish"):
-        nth = {"ready": 2, "restore": 0, "publish": 1}[task]
-        pool = ScriptedPool(
-            2, faults=[Fault(worker=1, task="generate"), Fault(worker=1, task=task, nth=nth)]
-        )
-        group = begun(pool)
-        group.rollout(1, requests(10, 10))
-        group.learn([batch(1)])
-        assert pool.births == [0, 2]
-        assert_next_step(pool, group, 1)
-
-
 def test_a_new_worker_waits_for_the_policy_that_is_copied_to_another():
     # Worker 0 is given the policy from 4 s on; worker 1, the last to have it, is lost at 4.5 s.
     faults = [
@@ -285,19 +194,6 @@ def test_a_new_worker_waits_for_the_policy_that_is_copied_to_another():
     group.rollout(1, requests(60, 60))
     assert pool.births == [1, 1]
     assert_next_step(pool, group)
-
-
-def test_too_many_losses_in_a_row_end_the_run():
-    # A request that kills the worker that generates it, a second later.
-    faults = [
-        Fault(worker=worker, task="generate", nth=nth, after_s=1.0)
-        for worker in range(3)
-        for nth in range(9)
-    ]
-    pool = ScriptedPool(3, ready_s=0.1, faults=faults)
-    with pytest.raises(ClusterError, match=r"6 workers were lost in a row, .* mend that"):
-        begun(pool).rollout(1, requests(30))
-    assert sum(pool.births) == MAX_LOSSES
 
 
 def test_stopped_spot_training_does_not_reset_the_count_of_losses():
@@ -386,14 +282,3 @@ def test_a_drafter_of_another_shape_is_refused():
     other = {**state.tensors, "drafter/more": state.tensors["drafter/w"]}
     with pytest.raises(CheckpointError, match="another shape"):
         group.restore_drafter(type(state)(tensors=other, numbers=state.numbers))
-
-
-def test_lengths_and_texts_are_restored_with_the_drafter():
-    pool, again = ScriptedPool(2), ScriptedPool(2)
-    group, other = begun(pool), begun(again)
-    group.rollout(1, requests(5, 5, 5, 80))
-    state = group.drafter_state()
-    assert state is not None
-    other.restore_drafter(state)
-    other.rollout(2, requests(5, 5, 5, 80))
-    assert [each.noise_key % 1000 for each in again.workers[0]._shard] == [80, 5]

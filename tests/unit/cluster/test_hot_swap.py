@@ -7,15 +7,12 @@ from torch import Tensor
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.eagle.weights import DRAFT_IDS, copy_parameters
-from longtail.engine.engine import RolloutEngine
-from longtail.engine.request import EngineLimits
-from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import CheckpointError
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import Accepted, DraftTree
-from longtail.types import Request, SamplingParams
+from longtail.types import SamplingParams
 from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, observe, text
 from support.tiny_models import tiny_model
 
@@ -100,24 +97,6 @@ def test_weights_loaded_during_a_text_draft_like_a_fresh_drafter(dtype, recipe, 
     assert _ask(swapped, strategy, 1) == _ask(fresh, strategy, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_loaded_weights_draft_like_a_drafter_that_always_had_them(recipe):
-    """Catching up recomputes just the keys that the other computed one after the other."""
-    model = tiny_model(dtype=torch.float64)
-    swapped, always = _drafter(model, recipe, 1), _drafter(model, recipe, 2)
-    features = _features(model, always)
-    for drafter in (swapped, always):
-        _see(drafter, features, -1000, 8)
-        for back in range(8, 1, -1):
-            _ask(drafter, CHAIN, back)
-            _see(drafter, features, 10 - back, back - 1)
-    swapped.load_weights(copy_parameters(_layer(model, recipe, 2)))
-    for one, other in zip(_ask(swapped, TREE, 1), _ask(always, TREE, 1), strict=True):
-        assert (one.tokens, one.parents) == (other.tokens, other.parents)
-        assert one.margins == pytest.approx(other.margins, abs=1e-9)  # float64, other batches
-
-
 @pytest.mark.parametrize("strategy", [CHAIN, TREE])
 def test_a_renewed_draft_vocabulary_drafts_like_one_that_was_always_there(strategy):
     model = tiny_model()
@@ -182,34 +161,3 @@ def test_weights_of_another_drafter_are_refused_and_nothing_changes():
         with pytest.raises(CheckpointError, match="another drafter"):
             drafter.load_weights(wrong)
         assert _ask(drafter, CHAIN, 1) == before
-
-
-def _rollout(recipe: Recipe, *, speculates: bool) -> list[tuple[int, ...]]:
-    """Texts of three requests, the drafter's weights being others after every step."""
-    model = tiny_model(dtype=torch.float64)
-    limits = EngineLimits(max_running=8, max_step_tokens=100, max_len=64)
-    engine, drafter = RolloutEngine(model, str, limits), _drafter(model, recipe, 0)
-    if speculates:
-        engine.speculate(Speculation.fixed(drafter, SIBLINGS))
-    seeds = iter(range(1, 1000))
-    done = engine.generate(
-        [
-            Request(
-                request_id=f"r{i}",
-                prompt_tokens=tuple(text(PROMPT_LEN, seed=i)),
-                noise_key=i,
-                sampling=SamplingParams(max_tokens=20 + 3 * i),
-            )
-            for i in range(3)
-        ],
-        lambda _: drafter.load_weights(copy_parameters(_layer(model, recipe, next(seeds)))),
-    )
-    assert next(seeds) > 5
-    return [each.tokens for each in done]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_new_weights_after_every_step_change_no_token(recipe):
-    """Law 1, with a drafter that is never the same for two steps."""
-    assert _rollout(recipe, speculates=True) == _rollout(recipe, speculates=False)

@@ -105,14 +105,6 @@ def test_training_never_takes_more_than_its_share(steps):
         assert sum(train(curve, steps, costs())) <= SHARE * ROLLOUT_S * steps + 1e-9
 
 
-def test_measurements_in_idle_time_count_too():
-    one = PayOff()
-    assert one.limit_s(ROLLOUT_S, series(), costs(), 10) == SHARE * ROLLOUT_S
-    for tokens in (8000, 16000):  # two measurements without a rise: training does not pay
-        one.record_idle(report(tokens / 2000, 1.05))
-    assert one.limit_s(ROLLOUT_S, series(), costs(), 10) == 0.0
-
-
 @pytest.mark.parametrize(("accept_len", "pays"), [(2.0, False), (2.4, True)])
 def test_a_drafter_that_fits_is_trained_only_if_measurements_say_that_it_pays(accept_len, pays):
     one = PayOff()

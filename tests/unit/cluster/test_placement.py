@@ -60,11 +60,6 @@ def test_a_group_of_unknown_length_has_a_part_for_each_worker() -> None:
     assert part_sizes(8, 100, 150.0, 16) == [4, 4]
 
 
-def test_two_groups_of_two_lengths_are_placed_whole() -> None:
-    groups = [PromptGroup(size=2, expected=tokens) for tokens in (900.0, 30.0, 200.0, 50.0)]
-    assert place(groups, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 @given(group_lists, worker_counts)
 def test_each_request_is_placed_exactly_once(groups: list[PromptGroup], workers: int) -> None:
     placed = place(groups, workers)
@@ -72,12 +67,6 @@ def test_each_request_is_placed_exactly_once(groups: list[PromptGroup], workers:
     assert sorted(request for each in placed for request in each) == list(
         range(sum(group.size for group in groups))
     )
-
-
-@pytest.mark.slow
-@given(group_lists, worker_counts)
-def test_placement_is_deterministic(groups: list[PromptGroup], workers: int) -> None:
-    assert place(groups, workers) == place(list(groups), workers)
 
 
 @given(group_lists, worker_counts)
@@ -131,25 +120,9 @@ def test_loads_differ_by_the_longest_group_at_most(
     assert max(loads) - min(loads) <= size * max(lengths)
 
 
-def test_groups_of_unknown_length_are_placed_in_turn() -> None:
-    groups = [PromptGroup(size=2)] * 6
-    assert place(groups, 3) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-
-
-def test_a_single_worker_begins_with_the_longest_groups() -> None:
-    groups = [PromptGroup(size=2, expected=tokens) for tokens in (5.0, 80.0, 20.0)]
-    assert place(groups, 1) == [[2, 3, 4, 5, 0, 1]]
-
-
 def test_an_unknown_length_counts_like_the_median_of_the_known() -> None:
     groups = [PromptGroup(size=1, expected=tokens) for tokens in (10.0, None, 30.0, 50.0)]
     assert place(groups, 1) == [[3, 1, 2, 0]]  # 30 for the unknown one, which was asked earlier
-
-
-def test_one_long_group_does_not_keep_a_worker_from_its_share_of_short_ones() -> None:
-    # a worker with the long one is dealt nothing until the other one is full: three of four each
-    groups = [PromptGroup(size=1, expected=tokens) for tokens in (10.0, 3.0, 3.0, 3.0, 1.0, 1.0)]
-    assert place(groups, 2) == [[0, 4, 5], [1, 2, 3]]
 
 
 def test_a_group_larger_than_a_share_is_spread() -> None:
@@ -160,20 +133,6 @@ def test_a_group_larger_than_a_share_is_spread() -> None:
         [0, 1, 2, 3, 12, 13, 14, 15, 16, 17],
         [4, 5, 6, 7, 8, 9, 10, 11, 18, 19],
     ]
-
-
-def test_a_group_stays_together_if_a_worker_has_room_for_it() -> None:
-    sizes, lengths = (2, 5, 2, 3), (9.0, 2.0, 1.0, 0.5)
-    groups = [
-        PromptGroup(size=size, expected=tokens) for size, tokens in zip(sizes, lengths, strict=True)
-    ]
-    # the third fits only where more is to be written already; the last one fits nowhere
-    assert place(groups, 2) == [[0, 1, 7, 8, 10, 11], [2, 3, 4, 5, 6, 9]]
-
-
-def test_more_workers_than_requests_leave_some_without() -> None:
-    assert place([PromptGroup(size=2)], 4) == [[0], [1], [], []]
-    assert place([], 2) == [[], []]
 
 
 def test_the_history_keeps_the_longest_completion_of_a_prompt() -> None:

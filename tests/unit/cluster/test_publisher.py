@@ -1,7 +1,6 @@
 """Publication: only drafters that measure better, and never the same version twice."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -117,15 +116,6 @@ def test_replicas_of_older_drafters_must_beat_later_publications():
     assert second.tensors["w"].item() == 9.0
 
 
-def test_an_offer_that_arrives_behind_a_newer_one_is_not_published():
-    one = publisher()
-    for gain in (0.1, 0.2):
-        assert one.offer([replica(gain)]) is not None
-    one.record([2])
-    one.record([1, 99])
-    assert one.published.version == 2
-
-
 def test_the_same_decision_is_recorded_once_per_rollout():
     one = publisher()
     for _ in range(3):
@@ -150,15 +140,6 @@ def test_a_worker_that_missed_the_published_drafter_is_offered_it_once():
     assert one.missed_by(3) is None
     one.forget(3)
     assert one.missed_by(3) is not None, "it begins anew, with the first drafter"
-
-
-def test_a_restored_drafter_is_published_and_versions_continue_from_it():
-    one = publisher()
-    one.restore(drafter(5, 3.0))
-    assert one.missed_by(0) is one.published
-    better = one.offer([replica(0.1, base=5)])
-    assert better is not None
-    assert better.version == 6
 
 
 @pytest.mark.slow
@@ -192,15 +173,6 @@ def test_versions_rise_and_published_ones_were_offered_and_adopted(events):
     assert set(published) <= adopted & set(offered)
 
 
-def test_a_discarded_replica_is_recorded_with_its_tokens():
-    one = publisher(4)
-    one.record_discarded(1200, "it is not finite")
-    (decision,) = one.drain_decisions()
-    assert (decision.what, decision.version, decision.num_tokens) == ("discarded", 4, 1200)
-    assert replace(decision, before=0.0, after=0.0).reason == "it is not finite"
-    assert one.drain_decisions() == []
-
-
 def with_vocabulary(tokens: tuple[int, ...], ids: list[int]) -> Publisher:
     """A publisher of a drafter with a draft vocabulary, after a rollout of these tokens."""
     buffer = DrafterBuffer(10**6, seed=0)
@@ -214,15 +186,6 @@ def with_vocabulary(tokens: tuple[int, ...], ids: list[int]) -> Publisher:
     return Publisher(DrafterWeights(version=0, tensors=tensors), buffer)
 
 
-def test_tokens_of_all_versions_add_up() -> None:
-    one = publisher()
-    for tokens in (1200, 800):
-        offer = one.offer([replica(0.1, base=one.published.version, tokens=tokens)])
-        assert offer is not None
-        one.record([offer.version])
-    assert one.published.num_tokens == 2000
-
-
 def test_a_draft_vocabulary_is_renewed_when_the_texts_have_moved():
     one = with_vocabulary((5, 5, 7), [5, 6])
     offer = one.offer([], renews=True)
@@ -232,22 +195,3 @@ def test_a_draft_vocabulary_is_renewed_when_the_texts_have_moved():
     one.record([1])
     assert one.published is offer
     assert one.offer([], renews=True) is None, "it covers all tokens now"
-
-
-def test_trained_weights_and_a_renewed_vocabulary_are_offered_together():
-    one = with_vocabulary((5, 5, 7), [5, 6])
-    trained = replace(
-        replica(0.1), weights={"w": torch.tensor([3.0]), DRAFT_IDS: torch.tensor([5, 6])}
-    )
-    during = one.offer([trained])
-    assert during is not None
-    assert during.tensors[DRAFT_IDS].tolist() == [5, 6], "not during a rollout"
-    one = with_vocabulary((5, 5, 7), [5, 6])
-    after = one.offer([trained], renews=True)
-    assert after is not None
-    assert after.tensors[DRAFT_IDS].tolist() == [5, 7]
-    assert after.tensors["w"].item() == 3.0
-
-
-def test_without_a_draft_vocabulary_nothing_is_renewed():
-    assert publisher().offer([], renews=True) is None

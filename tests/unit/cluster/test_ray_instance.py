@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -98,18 +97,6 @@ def test_a_ray_that_does_not_start_leaves_no_files(place: Path, monkeypatch: pyt
         OwnRay(2)
     assert not list(place.iterdir())
     assert "RAY_AUTH_TOKEN_PATH" not in os.environ
-
-
-def _be_stopped_as_ray_is() -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: exit(number))
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_sigterm_while_ray_starts_is_a_keyboard_interrupt():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), own_ray.quietly():
-        _be_stopped_as_ray_is()
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_lines_that_workers_print_are_read_once_without_rays_own():

@@ -14,9 +14,8 @@ from longtail.cluster.states import State
 from longtail.cluster.supervisor import STOP_S
 from longtail.cluster.timeline import Span
 from longtail.drafter.training.replica import SpotEnd
-from longtail.errors import ClusterError
 from longtail.system.interrupt import Interrupted
-from support.fake_worker import READY_S, WORKER_TIMEOUT_S, Fault, SpotScript, text
+from support.fake_worker import READY_S, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 TAIL = requests(100, 10, 50)
@@ -126,15 +125,6 @@ def test_a_spot_worker_that_does_not_stop_is_replaced_without_delay():
     assert texts(group.rollout(2, TAIL)) == [text(each) for each in TAIL]
 
 
-def test_a_frozen_spot_worker_is_replaced_without_delay():
-    faults = [Fault(worker=1, task="train_drafter", after_s=2.0, kind="frozen")]
-    pool = ScriptedPool(2, faults=faults)
-    rolled = begun(pool).rollout(1, requests(200, 10))
-    # It is asked to stop, and that is not answered; twice at most before, in its patience.
-    assert rolled.stop_s < 20.0 + STOP_S
-    assert pool.births == [0, 1]
-
-
 def test_the_shard_of_a_lost_worker_is_given_to_one_that_was_training():
     faults = [Fault(worker=0, task="generate", after_s=5.0)]
     pool = ScriptedPool(2, faults=faults)
@@ -150,44 +140,10 @@ def test_the_shard_of_a_lost_worker_is_given_to_one_that_was_training():
     assert pool.births == [1, 0]
 
 
-def test_a_worker_that_does_not_stop_training_for_a_shard_is_replaced():
-    faults = [
-        Fault(worker=0, task="generate", after_s=5.0),
-        Fault(worker=0, task="ready", nth=2, kind="hangs"),
-    ]
-    pool = ScriptedPool(
-        2, faults=faults, spot_scripts=lambda worker, nth: SpotScript(stop_s=float("inf"))
-    )
-    group = begun(pool)
-    with pytest.raises(ClusterError, match=r"all workers are lost.* start again"):
-        group.rollout(1, requests(100, 10))
-    assert pool.clock.now < 5.0 + STOP_S + 20.0
-
-
-def test_a_worker_that_makes_no_step_is_replaced_and_its_texts_generated_again():
-    for kind in ("hangs", "frozen"):
-        faults = [Fault(worker=0, task="generate", after_s=1.0, kind=kind)]
-        pool = ScriptedPool(2, faults=faults)
-        rolled = begun(pool).rollout(1, requests(20, 20))
-        assert texts(rolled) == [text(each) for each in requests(20, 20)]
-        assert WORKER_TIMEOUT_S < rolled.seconds < WORKER_TIMEOUT_S + 2 * 20.0 + 5.0
-        assert f"made no step for {WORKER_TIMEOUT_S:.0f} s" in pool.log_lines[0]
-
-
 def test_a_slow_worker_that_makes_steps_is_not_replaced():
     pool = ScriptedPool(2)
     begun(pool).rollout(1, requests(999, 998))
     assert pool.log_lines == []
-
-
-def test_a_stop_that_was_not_cleared_costs_no_text():
-    # Worker 1 trains, is stopped, and receives `clear_stop` late.
-    pool = ScriptedPool(2, late={(1, "clear_stop"): 2})
-    group = begun(pool)
-    for step in (1, 2, 3):
-        asked = requests(50, 10, first=2 * step)
-        assert texts(group.rollout(step, asked)) == [text(each) for each in asked]
-    assert pool.births == [0, 0]
 
 
 def test_progress_counts_finished_and_running_shards_once():

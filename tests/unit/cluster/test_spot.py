@@ -56,25 +56,6 @@ def test_a_new_worker_receives_all_texts():
     assert received.keys() == {"p0@0#0", "p1@0#0", "p2@0#0"}
 
 
-def test_a_new_worker_trains_even_if_its_predecessor_had_finished():
-    # Worker 1 finds that training does not pay, takes over a shard, and is lost with it.
-    faults = [
-        Fault(worker=0, task="generate", after_s=5.0),
-        Fault(worker=1, task="generate", nth=1, after_s=6.0),
-    ]
-    spot_script = SpotScript(ends_s=1.0, reason=SpotEnd.NO_GAIN)
-    pool = ScriptedPool(2, faults=faults, spot_scripts=lambda worker, nth: spot_script)
-    begun(pool).rollout(1, requests(200, 10))
-    assert pool.births == [1, 1]
-    assert [worker for _, worker in pool.starts("train_drafter")] == [1, 0, 1]
-
-
-def test_texts_whose_receipt_was_not_confirmed_are_sent_again():
-    pool = ScriptedPool(2, late={(1, "add_texts"): 1})
-    begun(pool).rollout(1, requests(900, 10))
-    assert lengths_received(pool.workers[1])["p1@0#0"] == [10]
-
-
 def test_the_long_texts_of_a_step_are_sent_in_the_next_one():
     pool = ScriptedPool(2)
     group = begun(pool)
@@ -159,21 +140,6 @@ def test_an_idle_worker_is_offered_the_published_drafter_before_it_generates():
     assert [worker for worker, name in pool.answered if name == "offer"] == [1]
 
 
-def test_a_new_worker_is_offered_the_published_drafter_before_it_generates():
-    pool = ScriptedPool(2)
-    group = begun(pool)
-    step(group, 1)
-    group.rollout(2, requests(5, 5, first=5))
-    assert group.published is not None
-    assert pool.workers[1].served.version == group.published.version > 0
-    pool.kill(1)
-    group.publish()
-    assert pool.births == [0, 1]
-    assert pool.workers[1].served.version == 0
-    group.rollout(3, requests(5, 5, first=9))
-    assert {each.served.version for each in pool.workers} == {group.published.version}
-
-
 def test_replicas_are_merged_at_the_end_and_served_by_all_workers():
     # No worker generates long enough for an offer in mid-rollout.
     pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(gain=0.05 * worker))
@@ -195,15 +161,6 @@ def test_a_drafter_that_is_not_finite_is_discarded_and_the_run_continues():
     assert [worker for _, worker in pool.starts("train_drafter")].count(1) == 1, "it trains no more"
     assert group.published is not None
     assert group.published.tensors["w"].isfinite().all()
-
-
-def test_weights_that_are_not_finite_are_never_offered():
-    pool = ScriptedPool(2, spot_scripts=lambda worker, nth: SpotScript(weight=float("nan")))
-    group = begun(pool)
-    decisions = step(group, 1)
-    assert {what for what, _, _ in decisions} == {"kept"}
-    assert group.published is not None
-    assert group.published.version == 0
 
 
 def test_training_that_fails_is_recorded_and_the_run_continues():
@@ -244,12 +201,3 @@ def test_workers_that_are_idle_too_briefly_train_after_the_rollout(monkeypatch: 
     assert len(pool.starts("train_drafter")) == 3, "a second of idle time, without a measurement"
     step(group, 3, requests(200, 100))
     assert len(pool.starts("train_drafter")) == 4, "idle time sufficed"
-
-
-def test_a_worker_lost_in_serial_training_costs_only_that_training():
-    faults = [Fault(worker=0, task="train_drafter", after_s=1.0)]
-    pool = ScriptedPool(2, faults=faults)
-    group = begun(pool, "serial")
-    assert step(group, 1, requests(400, 10)) == []
-    assert [what for what, _, _ in step(group, 2, requests(400, 10))] != []
-    assert [each.policy for each in pool.workers] == [(1, 2), (1, 2)]

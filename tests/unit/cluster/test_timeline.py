@@ -34,45 +34,11 @@ def counted(*workers: str) -> dict[str, float]:
     }
 
 
-WORKED = (
-    "GGGGGGGG..LLLL.",
-    "GGG.ssssss.LLL.",
-    "GG.........LLLL",
-)
 pictures = st.integers(1, 20).flatmap(
     lambda width: st.lists(
         st.text("+G.sLx", min_size=width, max_size=width), min_size=1, max_size=4
     )
 )
-
-
-def test_the_metrics_of_a_step_are_those_counted_by_hand() -> None:
-    timeline = drawn(*WORKED)
-    assert timeline.phases == [(0.0, 8.0)]
-    # in the phase: worker 1 is idle for 1 s and in spot for 4, worker 2 idle for 6; 2 s of spot
-    # are beyond it
-    assert timeline.metrics() == pytest.approx(
-        {
-            "cluster/generating_s": 13.0,
-            "cluster/idle_s": 2 + 1 + 1 + 1 + 1 + 9,
-            "cluster/spot_s": 6.0,
-            "cluster/learning_s": 11.0,
-            "cluster/idle_utilization": 4 / 11,
-            "cluster/spot_stop_latency_s": 2.0,
-            "cluster/spot_stop_latency_share": 2 / 15,
-        }
-    )
-
-
-def test_each_rollout_of_a_step_has_a_phase_of_its_own() -> None:
-    # an evaluation first: 1 s of latency after it, 2 s after the rollout; idle time between the two
-    # is in no phase
-    picture = ("GGGG...GGGG..LL", "Gssss..GG.sssLL")
-    timeline = drawn(*picture)
-    assert timeline.phases == [(0.0, 4.0), (7.0, 11.0)]
-    metrics = timeline.metrics()
-    assert metrics["cluster/spot_stop_latency_s"] == 3.0
-    assert metrics["cluster/idle_utilization"] == pytest.approx(4 / 5)
 
 
 @given(pictures)
