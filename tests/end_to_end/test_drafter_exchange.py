@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 
-from end_to_end.workshop import Said, Workshop, build, say
+from end_to_end.workshop import Said, Workshop, build, save_untaught, say
 from longtail.assembly.drafters import Target, drafter_names, open_drafters
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
-from longtail.drafter.formats.checkpoint import TrainingRecord, identity, is_drafter, save_drafter
+from longtail.drafter.formats.checkpoint import TrainingRecord, is_drafter
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.run.drafter_store import DrafterStore, load_run_drafter
@@ -20,12 +19,8 @@ DRAFTED = ("--speculation.tuner=fixed", "--speculation.depth=3", "--run.steps=2"
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Holds `drafter`, an EAGLE-3 drafter that claims more than it can, and `first`, a run."""
     shop = build(tmp_path_factory.mktemp("exchange"))
-    target, tokenizer = load_model(shop.model), load_tokenizer(shop.model)
-    layer = EagleLayer(EagleConfig(recipe="eagle3", target=target.config, layers=(0, 1), window=16))
-    layer.initialize(torch.Generator().manual_seed(1))
     record = TrainingRecord(steps=7, tokens=99, unroll_steps=2, overlap=(0.9,), accept_len=5.0)
-    path = shop.path / "drafter"
-    save_drafter(path, layer, None, identity("elsewhere", target, tokenizer), record)
+    path = save_untaught(shop.model, shop.path / "drafter", "eagle3", record)
     said = shop.train("first", f"--speculation.drafter={path}", *DRAFTED)
     assert said.code == 0, said.err
     (shop.path / "first.err").write_text(said.err)

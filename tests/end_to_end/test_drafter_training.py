@@ -22,10 +22,12 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """Holds one finished run, `done`."""
+    """Holds one finished run, `done`; `done.out` and `done.err` are what it said."""
     workshop = build(tmp_path_factory.mktemp("workshop"))
     said = _train(workshop, "done")
     assert said.code == 0, said.err
+    (workshop.path / "done.out").write_text(said.out)
+    (workshop.path / "done.err").write_text(said.err)
     return workshop
 
 
@@ -76,21 +78,16 @@ def test_a_run_leaves_a_drafter_of_its_target(workshop: Workshop) -> None:
 
 
 def test_the_result_is_printed_and_progress_goes_to_stderr(workshop: Workshop) -> None:
-    said = _train(workshop, "printed")
-    assert "expected accept length" in said.out
-    assert str(workshop.path / "printed") in said.out
-    assert f"step {STEPS}/{STEPS}" in said.err
-    assert said.err.count("held out: overlap") == STEPS // 2
-    assert "step" not in said.out.partition("expected")[0]
-
-
-def test_the_same_command_gives_the_same_drafter(workshop: Workshop) -> None:
-    assert _train(workshop, "again").code == 0
-    assert _outcome(workshop, "again") == _outcome(workshop, "done")
+    out, err = ((workshop.path / f"done.{name}").read_text() for name in ("out", "err"))
+    assert "expected accept length" in out
+    assert str(workshop.path / "done") in out
+    assert f"step {STEPS}/{STEPS}" in err
+    assert err.count("held out: overlap") == STEPS // 2
+    assert "step" not in out.partition("expected")[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 3, 4])
+@pytest.mark.parametrize("at", [0, 4])
 def test_a_stopped_run_goes_on_bit_for_bit_without_writing_texts_anew(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:

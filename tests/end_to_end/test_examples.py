@@ -5,18 +5,17 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from end_to_end.workshop import Workshop, build
+from end_to_end.workshop import Workshop, build, say
 from support import toy
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-RUNNING = ("test_examples.py", "test_transformers_example.py", "test_trl.py")
+RUNNING = ("test_examples.py", "test_trl.py")
 """Files of this folder that run examples."""
 
 
@@ -25,24 +24,11 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return build(tmp_path_factory.mktemp("examples"))
 
 
-def run(place: Path, *words: str) -> str:
-    """Run a program in a folder, with this longtail first on every path; return its output."""
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        words,
-        cwd=place,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        },
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def in_toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go to a folder where the toy has the name `smollm2`: a directory wins over a model."""
+    monkeypatch.chdir(tmp_path)
+    Path("smollm2").symlink_to(toy.REASONER)
 
 
 def test_the_table_names_every_example_and_every_example_is_run() -> None:
@@ -54,11 +40,8 @@ def test_the_table_names_every_example_and_every_example_is_run() -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_answers_in_ten_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("smollm2").symlink_to(toy.REASONER)  # a directory wins over any other meaning of a name
+@pytest.mark.usefixtures("in_toys")
+def test_the_engine_answers_in_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "engine.py"))
     assert capsys.readouterr().out.count(" tokens, ") == 2
     code = (EXAMPLES / "engine.py").read_text().rpartition('"""')[2]
@@ -66,8 +49,21 @@ def test_the_engine_answers_in_ten_lines(
 
 
 @pytest.mark.slow
+def test_transformers_generate_writes_the_same_texts_with_and_without_drafts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example = runpy.run_path(str(EXAMPLES / "transformers_generate.py"))
+    example["main"](str(toy.REASONER))
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said[:3]] == ["drafter none"] + ["drafter auto"] * 2
+    assert said[3] == "the texts are equal"
+    assert len(said) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_toys")
 def test_the_loop_in_one_file_learns_the_same_with_and_without_a_drafter(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     code = (EXAMPLES / "rl_loop.py").read_text(encoding="utf-8")
     assert len(code.splitlines()) <= 150
@@ -75,7 +71,7 @@ def test_the_loop_in_one_file_learns_the_same_with_and_without_a_drafter(
     for drafter in ("auto", "none"):
         names = runpy.run_path(str(EXAMPLES / "rl_loop.py"))
         names["main"].__globals__.update(PROMPTS=2, SAMPLES=4, MAX_TOKENS=12)
-        rewards.append(names["main"](2, str(tmp_path / drafter), drafter))
+        rewards.append(names["main"](2, f"runs/{drafter}", drafter))
     assert rewards[0] == rewards[1]
     assert capsys.readouterr().out.count("step ") == 4
 
@@ -109,14 +105,26 @@ def test_a_parquet_file_in_the_columns_of_gsm8k_is_trained_on(
 
 
 @pytest.mark.slow
-def test_a_drafter_is_trained_and_exported_for_vllm(shop: Workshop) -> None:
-    run(
-        shop.path,
-        "bash",
-        str(EXAMPLES / "drafter_for_vllm.sh"),
-        *(str(shop.model), "drafter", str(shop.prompts)),
-        *("--train.steps=1", "--data.max_tokens=8", "--data.heldout_size=2", "--run.threads=1"),
+def test_a_drafter_is_trained_and_exported_for_vllm(
+    shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script calls a `longtail` that writes its words down; here they are run."""
+    stub, log = tmp_path / "longtail", tmp_path / "words"
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\t" "$@" >> {log}\necho >> {log}\n')
+    stub.chmod(0o755)
+    more = ("--train.steps=1", "--data.max_tokens=8", "--data.heldout_size=2", "--run.threads=1")
+    script = ("bash", str(EXAMPLES / "drafter_for_vllm.sh"))
+    subprocess.run(
+        (*script, str(shop.model), "drafter", str(shop.prompts), *more),
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=True,
     )
+    monkeypatch.chdir(shop.path)
+    commands = [line.split("\t")[:-1] for line in log.read_text().splitlines()]
+    assert [words[1] for words in commands] == ["train", "eval", "export"]
+    for words in commands:
+        said = say(*words)
+        assert said.code == 0, said.err
     exported = {path.name for path in (shop.path / "drafter-vllm").iterdir()}
     assert exported == {"config.json", "model.safetensors"}
 

@@ -16,7 +16,6 @@ from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import load_model
 from longtail.rl.loss import LOSSES
 from longtail.system.device import DTYPES
-from support import toy
 
 STEPS = 3
 DONE = (f"--run.steps={STEPS}", "--run.checkpoint_every=1")
@@ -25,15 +24,21 @@ HELDOUT, SAMPLES, ANSWERED = 4, 2, 16  # problems, completions of each; completi
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """Holds one finished run, `done`."""
+    """Holds one finished run, `done`; `done.out` and `done.err` are what it said."""
     workshop = build(tmp_path_factory.mktemp("workshop"))
     said = workshop.train("done", *DONE)
     assert said.code == 0, said.err
+    (workshop.path / "done.out").write_text(said.out)
+    (workshop.path / "done.err").write_text(said.err)
     return workshop
 
 
+RESUMED = ("grpo", "dapo", "gspo", "reinforce_pp")
+"""Losses under which test_law8_resume.py sees the reward rise."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["grpo", *(name for name in LOSSES if name not in RESUMED)])
 def test_the_reward_rises_under_every_loss(workshop: Workshop, loss: str) -> None:
     words = ("--run.steps=9", "--run.seed=1", "--rollout.group_size=8")
     assert workshop.train(loss, f"--learner.loss={loss}", *words).code == 0
@@ -59,16 +64,6 @@ def test_a_reward_function_may_rank_the_completions_of_a_prompt(workshop: Worksh
     groups = [rewards[begin : begin + 4] for begin in range(0, ANSWERED, 4)]
     assert [sorted(group) for group in groups] == [[0.0, 1.0, 2.0, 3.0]] * 4
     assert workshop.metrics("ranked")[0]["reward/informative_groups"] == 1.0
-
-
-@pytest.mark.slow
-def test_in_double_precision_engine_and_learner_agree_to_the_last_digits(
-    workshop: Workshop,
-) -> None:
-    words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--run.steps=2")
-    assert workshop.train("exact", *words).code == 0
-    for row in workshop.metrics("exact"):
-        assert row["training/rollout_logprob_gap_max"] < 1e-12
 
 
 def test_every_number_of_a_step_is_in_the_metrics(workshop: Workshop) -> None:
@@ -218,7 +213,7 @@ def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Wo
 def test_without_held_out_problems_the_reward_before_and_after_is_unknown_not_zero(
     workshop: Workshop,
 ) -> None:
-    words = ("--data.heldout_size=0", "--run.steps=2", "--eval.every=1", "--rollout.max_tokens=4")
+    words = ("--data.heldout_size=0", "--run.steps=1", "--eval.every=1", "--rollout.max_tokens=4")
     said = workshop.train("blind", *words)
     assert said.code == 0
     summary = workshop.summary("blind")
@@ -244,20 +239,18 @@ def test_long_prompts_are_left_out_with_a_count_when_asked_for(workshop: Worksho
     assert {line["prompt_id"] for line in workshop.rollouts("mixed")} == {"mixed/0", "mixed/1"}
 
 
-@pytest.mark.slow
 def test_progress_goes_to_stderr_one_line_a_step_and_the_summary_to_stdout(
     workshop: Workshop,
 ) -> None:
-    said = workshop.train("talk", "--run.steps=2", "--rollout.max_tokens=4")
-    lines = said.err.splitlines()
-    assert len(lines) == 6
+    lines = (workshop.path / "done.err").read_text().splitlines()
+    assert len(lines) == 4 + STEPS
     assert "29,920 parameters, grpo, 1 x 1 threads" in lines[0]
     assert lines[1].startswith("first text: ")
-    assert [line[:8] for line in lines[3:5]] == ["step 1/2", "step 2/2"]
+    assert [line[:8] for line in lines[3:6]] == ["step 1/3", "step 2/3", "step 3/3"]
     assert "rollout" in lines[3]
-    assert lines[5].startswith("held-out reward after step 2: ")
-    assert f"({HELDOUT} problems x {SAMPLES})" in lines[5]
-    assert "held-out reward" in said.out
+    assert lines[6].startswith("held-out reward after step 3: ")
+    assert f"({HELDOUT} problems x {SAMPLES})" in lines[6]
+    assert "held-out reward" in (workshop.path / "done.out").read_text()
 
 
 def test_a_dry_run_needs_no_weights_and_writes_nothing(workshop: Workshop, tmp_path: Path) -> None:
@@ -286,18 +279,3 @@ def test_a_run_can_be_asked_for_completions(workshop: Workshop) -> None:
     assert newest.out == streamed.out
     initial = say(*words[:1], str(workshop.model), *words[2:])
     assert initial.out != streamed.out
-
-
-@pytest.mark.slow
-def test_the_toy_is_trained_on_its_own_problems(tmp_path: Path) -> None:
-    run = Workshop(path=tmp_path)
-    said = say(
-        *("train", *toy.WORDS, f"--run.dir={tmp_path / 'run'}", "--run.steps=2", "--run.threads=1"),
-        *("--data.heldout_size=2", "--rollout.prompts_per_step=2", "--rollout.group_size=2"),
-        "--rollout.max_tokens=24",
-    )
-    assert said.code == 0, said.err
-    rows = run.metrics("run")
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["reward/failures"] == 0 for row in rows)
-    assert run.summary("run")["reward_before"] is not None

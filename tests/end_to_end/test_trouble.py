@@ -39,17 +39,17 @@ def test_completions_whose_reward_fails_are_left_out_and_counted(workshop: Works
         "--rollout.prompts_per_step=6",
         "--rollout.group_size=2",
         "--data.heldout_size=0",
-        "--run.steps=2",
+        "--run.steps=1",
     )
     assert said.code == 0
-    assert said.err.count("  8 ungraded") == 2
+    assert said.err.count("  8 ungraded") == 1
     assert "Traceback" not in said.err
     for row in workshop.metrics("troubled"):
         assert row["reward/failures"] == 8
         assert row["reward/min"] >= 0
     rollouts = workshop.rollouts("troubled")
     graded = [line["prompt_id"] for line in rollouts]
-    assert sorted(graded) == ["prompts/0"] * 4 + ["prompts/1"] * 4  # without trouble, and forked
+    assert sorted(graded) == ["prompts/0"] * 2 + ["prompts/1"] * 2  # without trouble, and forked
     first = [line["reward"] for line in rollouts if line["step"] == 1]
     assert workshop.metrics("troubled")[0]["reward/mean"] == pytest.approx(sum(first) / 4)
 

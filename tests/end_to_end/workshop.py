@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longtail.cli import main as cli
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
@@ -119,13 +119,19 @@ class Workshop:
         }
 
 
-def save_untaught(model: Path, place: Path) -> Path:
-    """Write an EAGLE drafter of a model that was never trained."""
+UNTAUGHT = TrainingRecord(steps=0, tokens=0, unroll_steps=2)
+
+
+def save_untaught(
+    model: Path, place: Path, recipe: Recipe = "eagle1", record: TrainingRecord = UNTAUGHT
+) -> Path:
+    """Write an EAGLE drafter of a model that was never trained, whatever its record claims."""
     target, tokenizer = load_model(model), load_tokenizer(model)
-    layer = EagleLayer(EagleConfig(recipe="eagle1", target=target.config, layers=(), window=8))
-    layer.initialize(torch.Generator().manual_seed(0))
-    record = TrainingRecord(steps=0, tokens=0, unroll_steps=2)
-    save_drafter(place, layer, None, identity("tiny", target, tokenizer), record)
+    layers, window = ((), 8) if recipe == "eagle1" else ((0, 1), 16)
+    config = EagleConfig(recipe=recipe, target=target.config, layers=layers, window=window)
+    layer = EagleLayer(config)
+    layer.initialize(torch.Generator().manual_seed(1))
+    save_drafter(place, layer, None, identity("elsewhere", target, tokenizer), record)
     return place
 
 
