@@ -34,11 +34,11 @@ DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
     "history": HistoryDrafter,
 }
 ASKED: tuple[dict[str, Any], ...] = (
-    {"prompt": "3+4=", "seed": 1, "max_tokens": 40},
-    {"prompt": "3+4=", "seed": 2, "max_tokens": 60, "n": 3},
-    {"prompt": ["abc", "x"], "seed": 1, "max_tokens": 30, "temperature": 0.7, "top_p": 0.9},
-    {"prompt": "y" * 40, "seed": -3, "max_tokens": 50, "temperature": 0, "stop": ["a", "12"]},
-    {"prompt": "z", "seed": 2**62, "max_tokens": 70, "top_k": 9, "min_p": 0.01},
+    {"prompt": "3+4=", "seed": 1, "max_tokens": 25},
+    {"prompt": "3+4=", "seed": 2, "max_tokens": 30, "n": 3},
+    {"prompt": ["abc", "x"], "seed": 1, "max_tokens": 20, "temperature": 0.7, "top_p": 0.9},
+    {"prompt": "y" * 40, "seed": -3, "max_tokens": 30, "temperature": 0, "stop": ["a", "12"]},
+    {"prompt": "z", "seed": 2**62, "max_tokens": 40, "top_k": 9, "min_p": 0.01},
 )
 
 
