@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from longtail.bench.trl import Arm, compare
-from longtail.cluster.drafter.payoff import PayOff
 from longtail.engine.report import RolloutReport
 from longtail.integrations.trl.host import Ranks
 from longtail.integrations.trl.session import SessionMetrics
@@ -55,22 +54,6 @@ def test_the_turns_of_a_batch_are_one_rollout() -> None:
     assert found["timing_s/gen"] == pytest.approx(2.0)
     assert found["rollout/generated_tokens"] == pytest.approx(10.0)
     assert "rollout/spec_accept_length" not in found
-
-
-def test_the_rule_of_training_alone_goes_on_from_its_saved_state() -> None:
-    saved = {
-        "points": [[100, 1.5], [200, 1.7]],
-        "num_tokens": 220,
-        "tokens_per_s": 50.0,
-        "saved_s": 0.5,
-        "needed_s": 1.0,
-        "wait": 4,
-        "left": 2,
-    }
-    rule = PayOff()
-    assert rule.state() != saved
-    rule.restore(saved)
-    assert rule.state() == saved
 
 
 def test_figures_of_the_bench_compare_common_steps() -> None:

@@ -1,7 +1,6 @@
 """The routes over real HTTP: responses, streams, refusals and metrics."""
 
 import json
-import random
 import socket
 import threading
 import time
@@ -134,16 +133,6 @@ def test_logprobs_cover_every_token_streamed_or_not(client: httpx.Client) -> Non
         assert columns["text"][offset : offset + len(token)] == token
 
 
-def test_a_stop_string_ends_the_text_before_it(client: httpx.Client) -> None:
-    text = client.post(TEXT, json=prompt(max_tokens=60)).json()["choices"][0]["text"]
-    stop = text[7:9]
-    cut = text[: text.index(stop)]
-    (choice,) = client.post(TEXT, json=prompt(max_tokens=60, stop=stop)).json()["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (cut, "stop")
-    streamed = events(client.post(TEXT, json=prompt(max_tokens=60, stop=[stop], stream=True)))
-    assert "".join(piece["choices"][0]["text"] for piece in streamed) == cut
-
-
 def test_token_ids_of_prompts_and_texts_are_told_and_answered_as_texts(
     client: httpx.Client,
 ) -> None:
@@ -191,13 +180,6 @@ def test_a_chat_without_max_tokens_may_fill_the_context(client: httpx.Client) ->
     found = client.post(CHAT, json=chat("x" * 90, max_tokens=None)).json()
     reason, total = found["choices"][0]["finish_reason"], found["usage"]["total_tokens"]
     assert reason == "stop" or total == OPTIONS.max_len
-
-
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/v1/nothing", TEXT])
-def test_head_is_answered_as_get_without_a_body(client: httpx.Client, path: str) -> None:
-    head, get = client.head(path), client.get(path)
-    assert (head.status_code, head.content) == (get.status_code, b"")
-    assert head.headers["content-type"] == get.headers["content-type"]
 
 
 def test_unknown_routes_and_methods_get_openais_error_body(client: httpx.Client) -> None:
@@ -321,40 +303,6 @@ def test_requests_and_health_fail_once_the_engine_has_failed() -> None:
             assert answer.status_code == 503
             assert answer.json()["error"]["type"] == "server_error"
             assert "the engine failed" in answer.json()["error"]["message"]
-
-
-@pytest.mark.slow
-def test_a_mixed_load_changes_no_text_and_leaves_nothing_behind() -> None:
-    """Valid and invalid calls and callers that leave, more at a time than the queue holds."""
-    samplings: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"top_p": 1e-46},  # 0 in float32
-        {"temperature": 1e-3, "top_p": 5e-324},
-        {"temperature": 2, "top_k": 2**31 - 1, "min_p": 0.999999999999},
-        {"stop": ["\U0001f600", "\x00", "zzz"]},
-    ]
-    engine, rng = make_engine(), random.Random(0)
-    calls = [prompt(f"{seed}+", seed=seed, **samplings[seed % 5]) for seed in range(10)]
-    with live(make_model_server(engine)) as client:
-        alone = [client.post(TEXT, json=body).json()["choices"] for body in calls]
-
-        def one(number: int) -> None:
-            kind, seed = number % 5, rng.randrange(10)
-            if kind == 0:
-                bad = client.post(TEXT, content=json.dumps(calls[seed])[: rng.randrange(60)])
-                assert bad.status_code == 400
-            elif kind == 1:
-                with client.stream("POST", TEXT, json={**calls[seed], "stream": True}) as answer:
-                    assert answer.status_code in (200, 429)
-            else:
-                while (answer := client.post(TEXT, json=calls[seed])).status_code == 429:
-                    assert int(answer.headers["retry-after"]) > 0
-                assert answer.json()["choices"] == alone[seed]
-
-        with ThreadPoolExecutor(12) as callers:
-            list(callers.map(one, range(200)))
-        until(lambda: is_free(engine))
-        assert counts(client)["longtail_running_completions"] == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -248,23 +248,6 @@ def test_the_keyboard_chooses_steps_and_zooms(open_page: Callable[..., Page], ru
     page.wait_for_selector("body[data-step='3']")
 
 
-def test_the_mouse_zooms_and_chooses_steps(open_page: Callable[..., Page], run: Path) -> None:
-    page = open_page(run)
-    over = page.locator("#panel-reward .u-over")
-    over.scroll_into_view_if_needed()
-    box = over.bounding_box()
-    y = box["y"] + box["height"] / 2
-    page.mouse.move(box["x"] + 0.3 * box["width"], y)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 0.9 * box["width"], y, steps=4)
-    page.mouse.up()
-    sync_api.expect(page.locator("#zoom")).to_contain_text("steps 2 to 5")
-    page.mouse.dblclick(box["x"] + 0.5 * box["width"], y)
-    sync_api.expect(page.locator("#zoom")).to_have_text("")
-    page.mouse.click(box["x"] + 0.5 * box["width"], y)
-    page.wait_for_selector("body[data-step='3']")
-
-
 def test_a_narrow_dark_screen_shows_every_panel(open_page: Callable[..., Page], run: Path) -> None:
     page = open_page(run, width=390, dark=True)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390

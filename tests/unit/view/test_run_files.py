@@ -87,7 +87,7 @@ def test_a_half_written_last_line_is_left_out(run: Path, name: str) -> None:
     whole = everything(run)
     with (run / name).open() as file:
         last = file.readlines()[-1]
-    for end in range(1, len(last), max(len(last) // 20, 1)):
+    for end in range(1, len(last), max(len(last) // 6, 1)):
         with (run / name).open("r+") as file:
             file.seek(0, os.SEEK_END)
             size = file.tell()
@@ -151,19 +151,6 @@ def test_the_data_of_a_page_is_bounded_whatever_the_number_of_steps(tmp_path: Pa
         assert extract["columns"]["step"][-1] == steps
     close = series.extract(1000, 1199)["columns"]  # a closer look has every step again
     assert close["step"] == list(range(1000, 1200))
-
-
-def test_points_stay_where_they_are_while_a_run_grows(tmp_path: Path) -> None:
-    rows = [json.dumps(metrics_row(step)) + "\n" for step in range(1, 1101)]
-    series, path = MetricSeries(tmp_path), tmp_path / "metrics.jsonl"
-    path.write_text("".join(rows[:1000]))
-    series.update()
-    before = series.extract()["columns"]["reward/mean"]
-    with path.open("a") as file:
-        file.writelines(rows[1000:])
-    series.update()
-    after = series.extract()["columns"]["reward/mean"]
-    assert after[: len(before) - 1] == before[:-1]
 
 
 def test_of_many_spans_the_longest_are_shown(tmp_path: Path) -> None:

@@ -33,23 +33,6 @@ def _step(workers: int, *states: State, marks: int = 0, begin_s: float = 100.0) 
 PLAIN = _step(2, State.GENERATING, State.IDLE, State.LEARNING)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [PLAIN],
-        [PLAIN, _step(2, State.GENERATING, State.SPOT, marks=2)],
-        [_step(1, *State, marks=1), _step(128, *State, marks=40)],
-        [_step(1)],
-    ],
-    ids=("one", "off and spot", "every state and many workers", "nothing at all"),
-)
-def test_every_timeline_can_be_plotted(tmp_path: Path, steps: list[Timeline]) -> None:
-    path = tmp_path / "deep" / "timeline.png"
-    draw([(f"$arm {index}", step) for index, step in enumerate(steps)], path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_plot_shows_each_state_in_its_own_colour(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     for states in (tuple(State), (State.SPOT, State.IDLE)):

@@ -39,13 +39,6 @@ def test_match_equals_a_loop_over_requests():
         assert (tokens.dtype, count.dtype) == (torch.int64, torch.int32)
 
 
-def test_no_requests_give_no_tokens():
-    empty = torch.zeros(0, dtype=torch.int64)
-    tokens, count = v2.match(empty, empty, torch.zeros(1, dtype=torch.int32), STEPS)
-    assert tokens.shape == (0, STEPS + 1)
-    assert len(count) == 0
-
-
 @pytest.mark.parametrize("version", PARAMETERS)
 def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, version):
     modules = release(monkeypatch, version)

@@ -8,7 +8,7 @@ import torch
 from longtail.errors import ConfigError
 from longtail.integrations.vllm import guards, v1, v1_cpu
 from longtail.integrations.vllm.guards import VllmSettings
-from longtail.integrations.vllm.v1 import draw, draw_drafts, match, request_key
+from longtail.integrations.vllm.v1 import draw, draw_drafts, request_key
 from longtail.sampling import gumbel_noise
 from support import vllm_v1
 from support.vllm_v1 import VOCAB
@@ -150,27 +150,6 @@ def test_drafts_stay_vllms_where_rows_are_not_one_per_request(vllm):
     assert proposer._sample_draft_tokens(logits, sampling)[0].tolist() == [0, 1, 2]
 
 
-def test_match_equals_a_loop_over_requests():
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(100):
-        counts = torch.randint(0, 4, (6,), generator=generator).tolist()
-        drawn = torch.randint(0, 2, (sum(counts),), generator=generator)
-        drafts = torch.randint(0, 2, drawn.shape, generator=generator)
-        bonus = torch.randint(5, 9, (6, 1), generator=generator)
-        found = match(drawn, drafts, counts, bonus, max(counts))
-        start = 0
-        for row, count in enumerate(counts):
-            text = []
-            for at in range(start, start + count):
-                text.append(int(drawn[at]))
-                if drawn[at] != drafts[at]:
-                    break
-            else:
-                text.append(int(bonus[row]))
-            start += count
-            assert [t for t in found[row].tolist() if t >= 0] == text
-
-
 def test_requests_without_a_seed_have_keys_of_their_own():
     assert request_key("a", 7) == 7
     assert request_key("a", None) == request_key("a", None) != request_key("b", None)
@@ -214,11 +193,6 @@ def test_with_match_the_drafts_stay_vllms(monkeypatch):
 
 
 # ---- the CPU path
-
-
-def test_values_are_repeated_for_each_token_in_their_type():
-    heat, ends = torch.tensor([0.7, 0.0]), torch.tensor([2, 3], dtype=torch.int32)
-    assert v1_cpu.expand(heat, ends, 0, 1).tolist() == torch.tensor([0.7, 0.7, 1.0]).tolist()
 
 
 def test_blocks_of_rows_compute_the_same_products_and_no_neighbour_matters():
